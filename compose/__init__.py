@@ -1,0 +1,25 @@
+"""PyTorch's parallelisms, composed: a Plan, a mesh, and the proof that they equal one process."""
+
+from compose.apply import apply
+from compose.config import Parallel
+from compose.errors import ConfigError
+from compose.init_weights import init_weights
+from compose.loss import IGNORE, cross_entropy
+from compose.mesh import init_mesh
+from compose.plan import Plan
+from compose.step import clip_grad_norm_, forward_backward
+from compose.verify import verify
+
+__all__ = [
+    "IGNORE",
+    "ConfigError",
+    "Parallel",
+    "Plan",
+    "apply",
+    "clip_grad_norm_",
+    "cross_entropy",
+    "forward_backward",
+    "init_mesh",
+    "init_weights",
+    "verify",
+]

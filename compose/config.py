@@ -1,0 +1,199 @@
+"""The keys of train.toml: one frozen dataclass per table, a default and a line of doc for each key.
+
+The text under a key is what ``train.py --help`` prints. Reading files and the command line is in
+toml.py; what holds between keys is in legality.py.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import textwrap
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Run:
+    dir: str = ""
+    """Folder that holds all a run leaves; empty is runs/<timestamp>."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; auto is cuda where there is one."""
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = "llama"
+    """Folder under models/."""
+    preset: str = "debug"
+    """Named shape of that model; any field of its config set here overrides the preset's."""
+    config: Any = None  # the model's own config, with the fields set here
+
+
+@dataclass(frozen=True)
+class Data:
+    path: str = "stdlib"
+    """stdlib (the source text of Python's standard library), a text file or glob (read as bytes), or
+    token files: .bin or .npy."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Integer type of a .bin token file."""
+    separator: int = -1
+    """Token id that ends a document in a token file; -1: the file is one document. Text needs none."""
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: Positive = 200
+    """Optimizer steps of the whole schedule."""
+    stop_after: NonNegative = 0
+    """End after this many steps, the learning-rate schedule unchanged; 0 runs all."""
+    seq_len: Positive = 256
+    """Tokens per sample."""
+    global_batch: Positive = 32
+    """Samples per optimizer step over all ranks."""
+    micro_batch: Positive = 4
+    """Samples per rank in one forward pass; the rest of the rank's share is accumulated."""
+    seed: NonNegative = 0
+    """Seed of the initial weights and of the order of the samples."""
+    max_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    lr: Annotated[float, Field(ge=0)] = 3e-3
+    """Highest learning rate of AdamW."""
+    beta1: Fraction = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: Fraction = 0.95
+    """Decay of the squared gradient's running mean."""
+    eps: Annotated[float, Field(ge=0)] = 1e-8
+    """Added to the root of the squared gradient's mean."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay, on parameters of two or more dims."""
+    warmup: NonNegative = 20
+    """Steps of linear warmup."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warmup."""
+    decay: NonNegative = 0
+    """With schedule = constant: linear decay over this many last steps."""
+    min_lr: Fraction = 0.1
+    """Learning rate at the end of the decay, as a fraction of lr."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    dp_replicate: int = 1
+    """Data-parallel replicas, each holding its own copy of the sharded state (HSDP's outer axis)."""
+    dp_shard: int = -1
+    """Data-parallel ranks that share one copy of the state. One degree may be -1: what is left."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """What dp_shard shards: 0 nothing (DDP), 1 optimizer state, 2 and gradients, 3 and parameters."""
+    cp: int = 1
+    """Context-parallel degree (not built yet)."""
+    tp: int = 1
+    """Tensor-parallel degree."""
+    pp: int = 1
+    """Pipeline-parallel degree (not built yet)."""
+    ep: Positive = 1
+    """Expert-parallel degree, taken from the data and tensor axes (not built yet)."""
+    sequence: bool = True
+    """With tp: shard the sequence between layers (norms, residuals) over tp."""
+    loss: bool = True
+    """With tp: keep the logits sharded over the vocabulary and compute the loss so."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    param: Literal["float32", "bfloat16"] = "float32"
+    """Type of parameters and activations in forward and backward; master weights are float32."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are accumulated and reduced."""
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    mode: Literal["none", "full"] = "none"
+    """full: keep only each unit's input and recompute the rest in backward."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    tensorboard: bool = True
+    """Write TensorBoard events into run.dir."""
+    console_every: Positive = 10
+    """Steps between console lines; metrics.jsonl has one line for every step."""
+
+
+@dataclass(frozen=True)
+class Comm:
+    timeout: Positive = 600
+    """Seconds after which a collective that a rank has not joined is an error."""
+
+
+@dataclass(frozen=True)
+class Config:
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    parallel: Parallel = field(default_factory=Parallel)
+    precision: Precision = field(default_factory=Precision)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    comm: Comm = field(default_factory=Comm)
+    source: str = "train.toml"  # the file's name, which begins every message about a key
+
+
+TABLES: dict[str, type] = {
+    f.name: f.default_factory  # type: ignore[misc]
+    for f in dataclasses.fields(Config)
+    if f.name != "source"
+}
+
+
+@functools.cache
+def docs(table: type) -> dict[str, str]:
+    """The text under each field of a dataclass, in the fields' order."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0].body  # type: ignore[attr-defined]
+    return {
+        key.target.id: " ".join(text.value.value.split())
+        for key, text in itertools.pairwise(body)
+        if isinstance(key, ast.AnnAssign)
+        and isinstance(key.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def type_name(kind: Any) -> str:
+    """``int``, or ``"a" | "b"`` for a choice."""
+    if get_origin(kind) is Annotated:
+        return type_name(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return " | ".join(toml_value(choice) for choice in get_args(kind))
+    return getattr(kind, "__name__", str(kind))
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = "".join(
+            {'"': '\\"', "\\": "\\\\"}.get(c, c if c.isprintable() else f"\\u{ord(c):04x}")
+            for c in value
+        )
+        return f'"{escaped}"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    return repr(value)

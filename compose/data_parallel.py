@@ -1,0 +1,71 @@
+"""Data parallel: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) and HSDP, by FSDP2.
+
+One mechanism serves all stages. What differs is when parameters are gathered and freed and when
+gradients are reduced:
+
+    zero  gradients reduced          parameters whole             sharded over dp_shard
+    0     once a step (all-reduce)   always                       nothing
+    1     once a step                from first forward to last   optimizer state
+    2     every micro-batch          backward of the step         ... and gradients
+    3     every micro-batch          one unit at a time           ... and parameters
+
+Over dp_replicate the (sharded) gradients are all-reduced once a step in every stage.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def apply_data_parallel(
+    model: nn.Module,
+    units: Sequence[Sequence[str]],
+    mesh: DeviceMesh,
+    *,
+    zero: int,
+    param_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> None:
+    """``fully_shard`` each unit, then the model, over the dp_replicate and dp_shard axes of ``mesh``.
+
+    Gradients are summed, not averaged, over ranks: the loss is already divided by the number of
+    target tokens in the global batch. ``zero`` = 0 asks for a mesh whose dp_shard is 1.
+    """
+    if zero == 0 and mesh["dp_shard"].size() > 1:
+        raise ValueError("zero = 0 needs a mesh with dp_shard 1; compose.init_mesh makes one")
+    replicated = mesh["dp_replicate"].size() > 1
+    data_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+    def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
+        fully_shard(modules, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)  # type: ignore[arg-type]
+
+    for i, unit in enumerate(units):
+        modules = [model.get_submodule(name) for name in unit]
+        # The last unit's backward follows its forward at once.
+        shard(modules if len(modules) > 1 else modules[0], zero == 3 and i < len(units) - 1)
+    shard(model, False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo has no pre-multiplied sum.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
+    """Before the forward of one micro-batch: communicate in its backward what the stage needs.
+
+    ``last``: it is the last micro-batch of the optimizer step. Does nothing without data parallel.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_is_last_backward(last)
+    if zero <= 1:
+        model.set_requires_gradient_sync(last)
+    else:
+        model.set_requires_all_reduce(last)
+    if zero <= 2:
+        model.set_reshard_after_backward(last)

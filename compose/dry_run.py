@@ -1,0 +1,140 @@
+"""What a run would be, without running it: mesh, plan, every parameter's placement, bytes.
+
+The plan is applied to the model on meta over a fake process group, whose collectives do nothing, so
+one process shows what any number of ranks would hold.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from compose.apply import apply
+from compose.build import apply_options
+from compose.config import Config
+from compose.mesh import AXES, init_mesh
+from compose.registry import build_model
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter as rank 0, whose shards are the largest, holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    placements: dict[str, str]  # by axis, those of size 1 left out
+    local_shape: tuple[int, ...]
+    whole_bytes: int  # of the part of this tp rank, gathered over the data axes, in param_dtype
+    local_bytes: int  # of the float32 master weight
+
+
+def describe(config: Config, world_size: int) -> None:
+    """Print the dry run of a checked config, on rank 0 if there are several."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        mesh = init_mesh(config.parallel)
+        model, plan = build_model(config)
+        apply(model, plan, mesh, **apply_options(config))
+        placed = placements(model, mesh, config)
+    finally:
+        dist.destroy_process_group()
+    print(_mesh_line(config, world_size), "", "plan", str(plan), sep="\n")
+    print("", *_table(placed), sep="\n")
+    print("", *_summary(placed, config), sep="\n")
+
+
+def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Placed]:
+    """Every parameter of a model that was cut over ``mesh``."""
+    tp, size = mesh["tp"].size(), getattr(torch, config.precision.param).itemsize
+    result = []
+    for name, parameter in model.named_parameters():
+        local: torch.Tensor = parameter
+        by_axis: dict[str, str] = {}
+        sharded_over_tp = False
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            names = parameter.device_mesh.mesh_dim_names or ()
+            for axis, placement in zip(names, parameter.placements, strict=True):
+                if mesh[axis].size() > 1:
+                    by_axis[axis] = "R" if placement.is_replicate() else f"S({placement.dim})"  # type: ignore[attr-defined]
+                    sharded_over_tp |= axis == "tp" and not placement.is_replicate()
+        whole = parameter.numel() // (tp if sharded_over_tp else 1) * size
+        result.append(
+            Placed(name, tuple(parameter.shape), by_axis, tuple(local.shape), whole, local.numel() * 4)
+        )
+    return result
+
+
+def _mesh_line(config: Config, world_size: int) -> str:
+    degrees = ", ".join(f"{axis} {getattr(config.parallel, axis)}" for axis in AXES)
+    return f"mesh: {world_size} ranks: {degrees}; zero {config.parallel.zero}"
+
+
+def _table(placed: list[Placed]) -> list[str]:
+    """A line per parameter; layers that are alike share one, which says how many they are."""
+    axes = [axis for axis in AXES if any(axis in p.placements for p in placed)]
+    groups: dict[tuple[object, ...], list[Placed]] = {}
+    for p in placed:
+        pattern = re.sub(r"\.\d+\.", ".*.", p.name)
+        groups.setdefault((pattern, p.shape, tuple(p.placements.items()), p.local_shape), []).append(p)
+    rows = [("parameter", "shape", *axes, "local shape", "bytes")]
+    for group in groups.values():
+        p, last = group[0], group[-1]
+        name = p.name if len(group) == 1 else f"{p.name} ... {last.name} ({len(group)})"
+        rows.append(
+            (
+                name,
+                _shape(p.shape),
+                *(p.placements.get(axis, "R") for axis in axes),
+                _shape(p.local_shape),
+                f"{p.local_bytes:,}" + (f" x {len(group)}" if len(group) > 1 else ""),
+            )
+        )
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _summary(placed: list[Placed], config: Config) -> list[str]:
+    """Parameter count, FLOPs, and bytes per rank of what outlives a micro-batch."""
+    parameters = sum(torch.Size(p.shape).numel() for p in placed)
+    local = sum(p.local_bytes for p in placed)
+    whole = sum(p.whole_bytes for p in placed)
+    zero, reduce_size = config.parallel.zero, getattr(torch, config.precision.reduce).itemsize
+    param_size = getattr(torch, config.precision.param).itemsize
+    train = config.train
+    # Before the reduction of ZeRO-1 gradients wait whole; after it, and later, they are sharded.
+    gradients = local if zero >= 2 else max(local, whole // param_size * reduce_size)
+    rows = [
+        ("weights (float32)", local),
+        ("gradients", gradients),
+        ("optimizer (AdamW)", 2 * local),
+    ]
+    lines = [
+        f"parameters: {parameters:,}",
+        f"FLOPs per token: {config.model.config.flops_per_token(train.seq_len):,.0f}"
+        f" (forward and backward, seq_len {train.seq_len})",
+        "bytes per rank (the first, whose shards are the largest):",
+        *(f"  {name:<20}{_bytes(size)}" for name, size in rows),
+        f"  {'state in all':<20}{_bytes(sum(size for _, size in rows))}",
+    ]
+    if zero < 3 and any(p.placements for p in placed):
+        lines.append(f"  {'gathered in a step':<20}{_bytes(whole)} ({config.precision.param})")
+    return lines
+
+
+def _bytes(size: int) -> str:
+    return f"{size:>18,}  {size / 2**30:9.3f} GiB"

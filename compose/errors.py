@@ -1,0 +1,21 @@
+"""The one error that a person's input can cause, and the nearest right word for a wrong one."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(Exception):
+    """Input that cannot work. ``problems``: one line each, naming the key, the reason and a cure.
+
+    The command lines print the problems once, whatever the number of ranks, and exit with 2.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``; did you mean X?`` for the nearest known word, else an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,26 @@
+"""The loss: cross-entropy summed over target tokens, of whole or vocabulary-sharded logits."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+IGNORE = -100
+"""The target of a position that is not trained on."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over targets other than IGNORE of -log softmax(logits)[target], in nats; a scalar.
+
+    logits: (B, L, V), of any float type, local or a DTensor sharded over V (then call it, and its
+    backward, under ``torch.distributed.tensor.parallel.loss_parallel``). targets: (B, L), int64.
+    """
+    loss = F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def count_targets(targets: Tensor) -> Tensor:
+    """How many targets are trained on; a scalar, int64."""
+    return torch.count_nonzero(targets != IGNORE)

@@ -1,0 +1,108 @@
+"""What a run reports of each step: metrics.jsonl, the console, TensorBoard."""
+
+import json
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from compose.config import Precision
+
+# Dense peak FLOP/s by a part of torch.cuda.get_device_name(), first match wins; bfloat16 and float8
+# without sparsity, from the makers' data sheets (docs/metrics.md names them).
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "GB200": {"bfloat16": 2.5e15, "float8": 5.0e15},
+    "B200": {"bfloat16": 2.25e15, "float8": 4.5e15},
+    "H200": {"bfloat16": 989e12, "float8": 1979e12},
+    "H100 NVL": {"bfloat16": 835e12, "float8": 1671e12},
+    "H100 PCIe": {"bfloat16": 756e12, "float8": 1513e12},
+    "H100": {"bfloat16": 989e12, "float8": 1979e12},
+    "H20": {"bfloat16": 148e12, "float8": 296e12},
+    "A100": {"bfloat16": 312e12},
+    "A40": {"bfloat16": 149.7e12},
+    "L40S": {"bfloat16": 362e12, "float8": 733e12},
+    "L4": {"bfloat16": 121e12, "float8": 242e12},
+    "MI325X": {"bfloat16": 1307e12, "float8": 2615e12},
+    "MI300X": {"bfloat16": 1307e12, "float8": 2615e12},
+    "MI250X": {"bfloat16": 383e12},
+}
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense peak of one device in FLOP/s, None where it is not known: then MFU is null."""
+    for name, rates in PEAK_FLOPS.items():
+        if name in device_name:
+            return rates.get(dtype)
+    return None
+
+
+def device_peak(device: torch.device, precision: Precision) -> float | None:
+    """Peak FLOP/s of ``device`` in the precision of forward and backward."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), precision.param)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this rank has used: of the GPU's allocator, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl; docs/metrics.md defines each field."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    samples: int
+    tokens_per_second: float
+    mfu: float | None
+    memory: int
+
+    def console(self, steps: int, seconds_left: float) -> str:
+        """The step as a line for a person, with the time left."""
+        minutes, seconds = divmod(round(seconds_left), 60)
+        mfu = "" if self.mfu is None else f"  mfu {self.mfu:.1%}"
+        return (
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}"
+            f"  grad_norm {self.grad_norm:.3f}  lr {self.lr:.2e}"
+            f"  {self.tokens_per_second:,.0f} tokens/s{mfu}  {self.memory / 2**30:.2f} GiB"
+            f"  sample {self.samples:,}  left {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+        )
+
+
+class MetricsWriter:
+    """Writes steps into ``folder``. Made by one rank; the others have none."""
+
+    def __init__(self, folder: Path, tensorboard: bool) -> None:
+        self.file: IO[str] = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self.events: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # half a second to import
+
+            self.events = SummaryWriter(str(folder))
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one line, on disk when this returns, and one event per number."""
+        values = asdict(metrics)
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+        if self.events:
+            for name, value in values.items():
+                if name != "step" and value is not None:
+                    self.events.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.file.close()
+        if self.events:
+            self.events.close()

@@ -1,0 +1,130 @@
+"""The Plan: a model's whole parallelization as one value, and its strict resolution.
+
+A pattern names modules by their path, with ``*`` for one part of it: ``layers.*.attention.wq``. It
+is the notation of ``torch.distributed.tensor.parallel.parallelize_module``, which takes
+``Plan.tensor`` unchanged; but where that only warns, here a pattern that matches nothing and a
+parameter that no pattern covers are errors.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
+
+from compose.errors import ConfigError, did_you_mean
+
+# Styles that only lay out activations: a parameter under them is not placed by them.
+_ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is particular to one model's parallelization.
+
+    tensor: styles on the tp axis.
+    replicate: modules whose parameters stay whole on the tp axis and whose input is the same on
+        every tp rank. With a non-empty ``tensor`` every parameter is placed by one of the two.
+    shard: FSDP units in order of use; a list of patterns is one unit of several modules. Empty: the
+        model is one unit. Otherwise every parameter belongs to exactly one unit.
+    checkpoint: activation-checkpoint units.
+    """
+
+    tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    replicate: Sequence[str] = ()
+    shard: Sequence[str | Sequence[str]] = ()
+    checkpoint: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        rows = [("tensor", key, repr(style)) for key, style in self.tensor.items()]
+        rows += [("replicate", key, "") for key in self.replicate]
+        rows += [
+            ("shard", unit if isinstance(unit, str) else " + ".join(unit), "") for unit in self.shard
+        ]
+        rows += [("checkpoint", key, "") for key in self.checkpoint]
+        wide = max((len(key) for _, key, _ in rows), default=0)
+        return "\n".join(f"{kind:<11}{key:<{wide + 2}}{style}".rstrip() for kind, key, style in rows)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plan met with a model: module names in place of patterns."""
+
+    tensor: list[tuple[str, ParallelStyle]]
+    replicate: list[str]
+    shard: list[list[str]]
+    checkpoint: list[str]
+
+
+def resolve(plan: Plan, model: nn.Module) -> Resolved:
+    """Match every pattern of ``plan``. Raises ConfigError with all that is wrong, in one go."""
+    names = [name for name, _ in model.named_modules() if name]
+    problems: list[str] = []
+
+    def match(part: str, pattern: str) -> list[str]:
+        found = [name for name in names if _matches(name, pattern)]
+        if not found:
+            near = did_you_mean(pattern, _as_patterns(names, pattern))
+            problems.append(f"plan.{part}: pattern {pattern!r} matches no module{near}")
+        return found
+
+    tensor = [(n, s) for pattern, s in plan.tensor.items() for n in match("tensor", pattern)]
+    replicate = [n for pattern in plan.replicate for n in match("replicate", pattern)]
+    shard: list[list[str]] = []
+    for unit in plan.shard:
+        if isinstance(unit, str):
+            shard += [[name] for name in match("shard", unit)]
+        else:
+            shard.append([name for pattern in unit for name in match("shard", pattern)])
+    checkpoint = [n for pattern in plan.checkpoint for n in match("checkpoint", pattern)]
+
+    problems += _twice("tensor or replicate", [n for n, _ in tensor] + replicate)
+    problems += _twice("shard", [n for unit in shard for n in unit])
+    if plan.tensor:
+        placing = [n for n, s in tensor if not isinstance(s, _ACTIVATION_STYLES)] + replicate
+        problems += _uncovered("tensor", "and is not listed in replicate", placing, model)
+    if plan.shard:
+        problems += _uncovered("shard", "", [n for unit in shard for n in unit], model)
+    if problems:
+        raise ConfigError(*problems)
+    return Resolved(tensor, replicate, shard, checkpoint)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _as_patterns(names: Iterable[str], pattern: str) -> list[str]:
+    """``names`` with ``*`` wherever ``pattern`` has it, so that the nearest can be suggested."""
+    stars = [part == "*" for part in pattern.split(".")]
+    starred = {
+        ".".join("*" if star else part for star, part in zip(stars, name.split("."), strict=False))
+        for name in names
+        if name.count(".") + 1 == len(stars)
+    }
+    return sorted(starred | set(names))
+
+
+def _twice(part: str, names: list[str]) -> list[str]:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    return [f"plan.{part}: {name} is matched by more than one pattern" for name in repeated]
+
+
+def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> list[str]:
+    """One line per parameter that is in none of ``modules``, under any of its (tied) names."""
+    covered: set[int] = set()
+    first_name: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_name.setdefault(id(parameter), name)
+        if any(name.startswith(module + ".") for module in modules):
+            covered.add(id(parameter))
+    lost = [name for key, name in first_name.items() if key not in covered]
+    also = f" {also}" if also else ""
+    return [f"plan.{part}: parameter {name} is matched by no pattern{also}" for name in lost]

@@ -1,0 +1,49 @@
+"""The proof for a config: the run that ``train.py`` would start, held against one process."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from compose.build import build, fill
+from compose.config import Config
+from compose.data import random_batch
+from compose.loss import cross_entropy
+from compose.optimizer import build_optimizer
+from compose.registry import build_model
+from compose.verify import TOLERANCES, Report, compare
+
+STEPS = 2
+
+
+def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
+    """Compare ``config`` on ``mesh`` with one process over two steps on random documents.
+
+    The composed model is made as training makes it, from meta, so initial weights are compared too.
+    """
+    train = config.train
+    reference, _ = build_model(config)
+    if dist.get_rank() == 0:
+        fill(reference, config, device)
+    batches = [
+        {
+            name: value.to(device)
+            for name, value in random_batch(
+                train.global_batch, train.seq_len, config.model.config.vocab_size, train.seed + step
+            ).items()
+        }
+        for step in range(STEPS)
+    ]
+    param_dtype = getattr(torch, config.precision.param)
+    return compare(
+        reference,
+        build(config, mesh, device),
+        mesh,
+        batches,
+        zero=config.parallel.zero,
+        micro_batch=train.micro_batch,
+        param_dtype=param_dtype,
+        loss_function=cross_entropy,
+        optimizer=lambda parameters: build_optimizer(parameters, config.optimizer),
+        max_norm=train.max_norm,
+        tolerance=TOLERANCES[param_dtype],
+    )

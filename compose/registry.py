@@ -1,0 +1,71 @@
+"""Models are found by their folder's name: ``models/<name>/`` exports Config, Model, PRESETS, plan."""
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Generator, Tensor, nn
+
+from compose.config import Config, Parallel
+from compose.errors import ConfigError, did_you_mean
+from compose.plan import Plan
+
+
+class ModelConfig(Protocol):
+    """What compose reads of any model's config; the rest is the model's own affair."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def flops_per_token(self, seq_len: int) -> float: ...
+
+
+class InitialisedModel(Protocol):
+    """What the trainer asks of a model beside ``forward``: how one whole parameter is drawn."""
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: Generator) -> None: ...
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    name: str
+    Config: type
+    Model: Callable[[Any], nn.Module]
+    presets: Mapping[str, ModelConfig]
+    plan: Callable[[Any, Parallel], Plan]
+
+
+def model_names() -> list[str]:
+    """Folders under models/ that hold a plan.py."""
+    package = importlib.import_module("models")
+    return sorted(
+        found.name
+        for found in pkgutil.iter_modules(package.__path__)
+        if found.ispkg and importlib.util.find_spec(f"models.{found.name}.plan")
+    )
+
+
+def find_model(name: str) -> ModelFolder:
+    """The model in ``models/<name>/``. Raises ConfigError with the known names."""
+    known = model_names()
+    if name not in known:
+        raise ConfigError(
+            f"model.name: unknown model {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+        )
+    folder = importlib.import_module(f"models.{name}")
+    return ModelFolder(name, folder.Config, folder.Model, folder.PRESETS, folder.plan)
+
+
+def build_model(config: Config) -> tuple[nn.Module, Plan]:
+    """The model of ``[model]``, on meta, and its plan for ``[parallel]``.
+
+    Raises ConfigError where the plan does not fit the model or the degrees.
+    """
+    folder = find_model(config.model.name)
+    with torch.device("meta"):
+        model = folder.Model(config.model.config)
+    return model, folder.plan(config.model.config, config.parallel)

@@ -1,0 +1,77 @@
+"""One optimizer step's forward, backward and clipping, the same on every mesh."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from compose.data_parallel import prepare_micro_batch
+from compose.loss import count_targets, cross_entropy
+from compose.mesh import AXES, BATCH_AXES, sum_over
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+def forward_backward(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    *,
+    zero: int = 3,
+    micro_batch: int | None = None,
+    loss_function: LossFunction = cross_entropy,
+) -> Tensor:
+    """Accumulate the gradient of the global batch's mean loss; return that loss, float32.
+
+    batch: this rank's share of the global batch, each tensor (samples, ...). ``targets`` goes to
+    ``loss_function(output, targets)``, which returns a sum over targets; all else is passed to the
+    model by name. The sum is divided by the number of targets in the *global* batch, so it does not
+    matter how samples, or masked targets, fall on ranks and micro-batches.
+    """
+    targets = batch["targets"]
+    share = len(targets)
+    micro_batch = micro_batch or share
+    count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
+    total = torch.zeros((), device=targets.device)
+    # loss_parallel only changes what cross-entropy does with DTensors.
+    with loss_parallel():
+        for start in range(0, share, micro_batch):
+            part = {name: value[start : start + micro_batch] for name, value in batch.items()}
+            prepare_micro_batch(model, zero, last=start + micro_batch >= share)
+            part_targets = part.pop("targets")
+            loss = loss_function(model(**part), part_targets) / count
+            loss.backward()
+            total += loss.detach()
+    return sum_over(total, mesh, BATCH_AXES)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, mesh: DeviceMesh) -> Tensor:
+    """Scale all gradients so that their global 2-norm is at most ``max_norm`` (0: never).
+
+    The norm counts every element of every parameter once, wherever it is sharded or replicated.
+    Returns it as it was before clipping, float64. Same formula as ``torch.nn.utils``.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    squares: list[Tensor] = []
+    for gradient in gradients:
+        local, copies = gradient, mesh.size()
+        if isinstance(gradient, DTensor):
+            local = gradient.to_local()
+            for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+                if placement.is_partial():
+                    raise ValueError(f"a gradient is still to be summed: {gradient.placements}")
+                copies //= 1 if placement.is_replicate() else size
+        # An element that n ranks hold adds n times an nth of its square to the sum over all ranks.
+        squares.append(torch.linalg.vector_norm(local, dtype=torch.float32).double() ** 2 / copies)
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    norm = sum_over(total, mesh, AXES).sqrt()
+    if max_norm > 0:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(scale.to(local.dtype))
+    return norm

@@ -1,0 +1,153 @@
+"""Tensor parallel: the styles that PyTorch's own lack, and applying styles to a model.
+
+Megatron's column/row split (Shoeybi et al. 2019, arXiv:1909.08053) with sequence-parallel norms
+(Korthikanti et al. 2022, arXiv:2205.05198) is made of ``torch.distributed.tensor.parallel``'s
+styles. What is here fits beside them in a dict handed to ``parallelize_module``.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+
+from compose.errors import ConfigError
+
+
+class Replicated(ParallelStyle):
+    """Parameters whole on every rank of the axis, as are the module's first input and its output.
+
+    Gives such parameters the same mesh as sharded ones, so that an optimizer or a norm may take them
+    in one list. No communication: identical inputs give identical gradients.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            partial(_replicate_parameters, self.src_data_rank),
+            _replicated_input,  # type: ignore[arg-type]
+            lambda module, output, mesh: output.to_local(),  # type: ignore[arg-type]
+        )
+
+    def __repr__(self) -> str:
+        return "Replicated()"
+
+
+class HeadParallel(ParallelStyle):
+    """A projection (nn.Linear) onto ``n_heads`` heads, of which each rank outputs its own.
+
+    Where the axis' size divides the heads this is ColwiseParallel. Where the heads divide the axis,
+    a group of neighbouring ranks shares each head: the weight is whole on every rank, every rank
+    computes all the heads and keeps one, and the weight's gradient is summed over the axis (one
+    all-reduce or reduce-scatter of the heads' gradients, (B, L, n_heads * head_dim)).
+
+    Input: (B, L, D), replicated. Output: local, (B, L, heads per rank * head_dim).
+    Raises ConfigError where neither number divides the other.
+    """
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        size = device_mesh.size()
+        if self.n_heads % size == 0:
+            colwise = ColwiseParallel()
+            colwise.src_data_rank = self.src_data_rank
+            return parallelize_module(module, device_mesh, colwise, src_data_rank=self.src_data_rank)
+        if size % self.n_heads:
+            raise ConfigError(f"HeadParallel: {self.n_heads} heads cannot be split over {size} ranks")
+        return distribute_module(
+            module,
+            device_mesh,
+            partial(_replicate_parameters, self.src_data_rank),
+            _replicated_input,  # type: ignore[arg-type]
+            self._own_head,  # type: ignore[arg-type]
+        )
+
+    def _own_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> Tensor:
+        head = device_mesh.get_local_rank() * self.n_heads // device_mesh.size()
+        # Each rank's gradient is zero outside its head, so the whole is their sum.
+        heads = output.to_local(grad_placements=[Partial()]).unflatten(-1, (self.n_heads, -1))
+        return heads[..., head, :]
+
+    def __repr__(self) -> str:
+        return f"HeadParallel(n_heads={self.n_heads})"
+
+
+def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
+    """Raise ConfigError unless ``tp`` ranks can each hold whole query and key/value heads."""
+    allowed = [
+        degree
+        for degree in range(1, n_heads + 1)
+        if n_heads % degree == 0 and (n_kv_heads % degree == 0 or degree % n_kv_heads == 0)
+    ]
+    if tp not in allowed:
+        raise ConfigError(
+            f"parallel.tp: {tp} does not divide {n_heads} query heads with {n_kv_heads} key/value"
+            f" heads (allowed: {', '.join(map(str, allowed))})"
+        )
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    styles: Iterable[tuple[str, ParallelStyle]],
+    mesh: DeviceMesh,
+) -> None:
+    """Apply each style to the module of that name on the 1-D ``mesh``; tied parameters stay tied.
+
+    Parameters must hold the same values on every rank, or be on meta: nothing is broadcast. Raises
+    ConfigError where two names of one tied parameter are given different placements.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, style in styles:
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+    for tied in names.values():
+        _tie(model, tied)
+
+
+def _tie(model: nn.Module, names: list[str]) -> None:
+    first = model.get_parameter(names[0])
+    for name in names[1:]:
+        other = model.get_parameter(name)
+        if getattr(first, "placements", None) != getattr(other, "placements", None):
+            raise ConfigError(
+                f"plan.tensor: {names[0]} and {name} are one tied parameter but are placed"
+                f" differently: {_placements(first)} and {_placements(other)}"
+            )
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path).register_parameter(leaf, first)
+
+
+def _placements(parameter: nn.Parameter) -> Any:
+    return getattr(parameter, "placements", "not at all")
+
+
+def _replicate_parameters(
+    src_data_rank: int | None, name: str, module: nn.Module, device_mesh: DeviceMesh
+) -> None:
+    for leaf, parameter in module.named_parameters(recurse=False):
+        whole = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=src_data_rank)
+        module.register_parameter(leaf, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+def _replicated_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> Any:
+    first = inputs[0]
+    if not isinstance(first, DTensor):
+        first = DTensor.from_local(first, device_mesh, [Replicate()], run_check=False)
+    return first.redistribute(placements=[Replicate()]), *inputs[1:]
+
+
+__all__ = ["HeadParallel", "Replicated", "apply_tensor_parallel", "check_heads"]

@@ -1,0 +1,186 @@
+"""From a TOML file and a command line to a Config, with every mistake named at once."""
+
+import dataclasses
+import os
+import sys
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from compose.config import TABLES, Config, Model, docs, toml_value, type_name
+from compose.errors import ConfigError, did_you_mean
+from compose.registry import ModelConfig, ModelFolder, find_model
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class Keys:
+    """Raw values by (table, key), and the file or command line that each came from."""
+
+    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+    origins: dict[tuple[str, str], str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def set(self, table: str, key: str, value: Any, origin: str) -> None:
+        self.values[table, key] = value
+        self.origins[table, key] = origin
+
+    def problem(self, table: str, key: str, text: str) -> None:
+        self.problems.append(f"{self.origins[table, key]}: {table}.{key}: {text}")
+
+
+def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """Read ``file``, apply ``overrides`` (("train.steps", "20"), ...) and check each key by itself.
+
+    What holds between keys is checked by ``compose.legality.check``. Raises ConfigError with every
+    problem found.
+    """
+    keys = Keys()
+    _read(file, keys, ())
+    for name, text in overrides:
+        table, dot, key = name.partition(".")
+        if dot:
+            keys.set(table, key, _parse_value(text), COMMAND_LINE)
+        else:
+            keys.problems.append(f"{COMMAND_LINE}: --{name}: unknown option{_nearest(name)}")
+    tables = {name: _table(name, kind, keys) for name, kind in TABLES.items() if kind is not Model}
+    tables["model"] = _model(keys)
+    for table, key in keys.values:
+        if table not in TABLES:
+            unknown = f"unknown table{did_you_mean(table, TABLES)}"
+            keys.problems.append(f"{keys.origins[table, key]}: {table}: {unknown}")
+    if keys.problems:
+        raise ConfigError(*dict.fromkeys(keys.problems))
+    return Config(**tables, source=file)
+
+
+def _read(file: str, keys: Keys, above: tuple[Path, ...]) -> None:
+    path = Path(file)
+    if path.resolve() in above:
+        raise ConfigError(f"{file}: extends itself")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot read it: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: {_syntax_error(path, error)}") from None
+    base = content.pop("extends", None)
+    if isinstance(base, str):
+        _read(os.path.join(os.path.dirname(file), base), keys, (*above, path.resolve()))
+    elif base is not None:
+        keys.problems.append(f'{file}: extends: expected a file name in quotes, as "base.toml"')
+    for table, values in content.items():
+        if not isinstance(values, dict):
+            keys.problems.append(f"{file}: {table}: unknown key{_nearest(table)}")
+            continue
+        for key, value in values.items():
+            keys.set(table, key, value, file)
+
+
+def _syntax_error(path: Path, error: ValueError) -> str:
+    """The parser's words, with the text of the line they speak of."""
+    words = str(error)
+    place = words.partition("(at line ")[2].partition(",")[0]
+    if not place.isdigit():
+        return f"TOML syntax: {words}"
+    line = path.read_text(encoding="utf-8").splitlines()[int(place) - 1].strip()
+    return f"line {place}: TOML syntax: {words.partition(' (at line')[0]}: {line}"
+
+
+def _parse_value(text: str) -> Any:
+    """``text`` as a TOML value; what is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _nearest(key: str) -> str:
+    """A hint for a key without its table, or with a wrong one."""
+    keys = {name: f"{table}.{name}" for table, kind in TABLES.items() for name in docs(kind)}
+    hint = did_you_mean(key, keys)
+    name = hint.removeprefix("; did you mean ").removesuffix("?")
+    return f"; did you mean {keys[name]}?" if hint else ""
+
+
+def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[str, Any]:
+    """The values given for ``table``, each of the type its field has; else a problem for each."""
+    types = typing.get_type_hints(kind, include_extras=True)
+    good = {}
+    for (name, key), value in keys.values.items():
+        if name != table:
+            continue
+        if key not in known:
+            near = did_you_mean(f"{table}.{key}", [f"{table}.{k}" for k in known])
+            keys.problem(table, key, f"unknown key{near or _nearest(key)}")
+            continue
+        try:
+            good[key] = TypeAdapter(types[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            kind_name, got = type_name(types[key]), toml_value(value)
+            detail = error.errors()[0]
+            if detail["type"].endswith(("_type", "literal_error")):
+                keys.problem(table, key, f"expected {kind_name}, got {got}")
+            else:
+                reason = detail["msg"].removeprefix("Input should be ")
+                keys.problem(table, key, f"{got} should be {reason}")
+    return good
+
+
+def _table(table: str, kind: type, keys: Keys) -> Any:
+    return kind(**_checked(table, kind, keys, list(docs(kind))))
+
+
+def _model(keys: Keys) -> Model:
+    """[model]: its name and preset, and the fields of that model's own config."""
+    name = keys.values.get(("model", "name"), Model.name)
+    preset = keys.values.get(("model", "preset"), Model.preset)
+    try:
+        folder = find_model(name)
+    except ConfigError as error:
+        keys.problems += [f"{keys.origins['model', 'name']}: {p}" for p in error.problems]
+        return Model()
+    if preset not in folder.presets:
+        near = did_you_mean(str(preset), folder.presets)
+        known = ", ".join(folder.presets)
+        keys.problem("model", "preset", f"unknown preset {preset!r} of {name}{near} (known: {known})")
+        return Model()
+    return Model(name, preset, _model_config(folder, folder.presets[preset], keys))
+
+
+def _model_config(folder: ModelFolder, preset: ModelConfig, keys: Keys) -> Any:
+    fields = Keys(
+        {key: value for key, value in keys.values.items() if key[1] not in ("name", "preset")},
+        keys.origins,
+        keys.problems,
+    )
+    values = _checked("model", folder.Config, fields, list(docs(folder.Config)))
+    try:
+        return dataclasses.replace(preset, **values)  # type: ignore[type-var]
+    except ValueError as error:  # the config's own check, "field: reason"
+        keys.problems.append(f"{next(iter(keys.origins.values()), 'model')}: model.{error}")
+        return preset
+
+
+def dump(config: Config) -> str:
+    """``config`` as TOML: every key of every table, so that nothing depends on a default."""
+    lines = []
+    for table, kind in TABLES.items():
+        values = getattr(config, table)
+        pairs = {key: getattr(values, key) for key in docs(kind)}
+        if isinstance(values, Model):
+            pairs |= {key: getattr(values.config, key) for key in docs(type(values.config))}
+        lines += [f"[{table}]", *(f"{k} = {toml_value(v)}" for k, v in pairs.items()), ""]
+    return "\n".join(lines)

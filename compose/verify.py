@@ -1,0 +1,300 @@
+"""The proof that a composition equals one process: loss, norm, every gradient, the weights after.
+
+Rank 0 runs the whole batch through the whole model with plain PyTorch: none of compose's code takes
+part. Every rank then holds what the composition gave it against that, since replicas that have
+drifted apart look right on one rank.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from compose.apply import apply
+from compose.loss import count_targets, cross_entropy
+from compose.mesh import batch_share
+from compose.plan import Plan
+from compose.step import LossFunction, clip_grad_norm_, forward_backward
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative error allowed. An update is the change of a weight over all steps; AdamW
+    divides by the gradient's own size, so rounding near zero weighs more there."""
+
+    loss: float
+    gradient: float
+    update: float
+
+
+# bfloat16 keeps 8 bits: one rounding is up to 2^-9 = 0.2%, and a gradient passes through many.
+TOLERANCES = {
+    torch.float32: Tolerance(loss=1e-5, gradient=1e-4, update=1e-3),
+    torch.bfloat16: Tolerance(loss=1e-2, gradient=5e-2, update=2e-1),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: ``error`` is relative, the largest over ranks, and ``rank`` the one with it."""
+
+    quantity: str
+    name: str
+    error: float
+    tolerance: float
+    rank: int
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance  # False for NaN
+
+
+@dataclass(frozen=True)
+class Report:
+    """The same on every rank; ``print`` it for a table, worst first."""
+
+    rows: list[Row]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    @property
+    def failed(self) -> list[Row]:
+        return [row for row in self.rows if not row.ok]
+
+    def __str__(self) -> str:
+        rows = sorted(self.rows, key=lambda row: _severity(row.error / row.tolerance), reverse=True)
+        lines = [f"{'quantity':<16}{'error':>10}{'allowed':>10}  {'rank':>4}  name"]
+        lines += [
+            f"{row.quantity:<16}{row.error:>10.1e}{row.tolerance:>10.0e}  {row.rank:>4}  {row.name}"
+            f"{'' if row.ok else '   FAILED'}".rstrip()
+            for row in rows
+        ]
+        verdict = (
+            f"equal to one process: {len(rows)} quantities"
+            if self.ok
+            else f"NOT equal to one process: {len(self.failed)} of {len(rows)} quantities differ"
+        )
+        return "\n".join([*lines, verdict])
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+    *,
+    zero: int = 3,
+    micro_batch: int | None = None,
+    param_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    activation_checkpoint: str = "none",
+    loss_function: LossFunction = cross_entropy,
+    optimizer: OptimizerFactory | None = None,
+    max_norm: float = 1.0,
+    tolerance: Tolerance | None = None,
+) -> Report:
+    """Prove that ``plan`` on ``mesh`` trains ``model`` as one process does.
+
+    model: holds its weights, those of rank 0 counting; it is left as it was.
+    batch: the global batch, the same on every rank, as ``forward_backward`` takes it; a list of
+        batches runs one optimizer step for each (gradients are compared on the first).
+    optimizer: makes an optimizer from parameters; AdamW by default.
+    """
+    batches = [batch] if isinstance(batch, Mapping) else list(batch)
+    composed = apply(
+        copy.deepcopy(model),
+        plan,
+        mesh,
+        zero=zero,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        activation_checkpoint=activation_checkpoint,
+    )
+    return compare(
+        model,
+        composed,
+        mesh,
+        batches,
+        zero=zero,
+        micro_batch=micro_batch,
+        param_dtype=param_dtype,
+        loss_function=loss_function,
+        optimizer=optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)),
+        max_norm=max_norm,
+        tolerance=tolerance or TOLERANCES[param_dtype],
+    )
+
+
+def compare(
+    model: nn.Module,
+    composed: nn.Module,
+    mesh: DeviceMesh,
+    batches: Sequence[Mapping[str, Tensor]],
+    *,
+    zero: int,
+    micro_batch: int | None,
+    param_dtype: torch.dtype,
+    loss_function: LossFunction,
+    optimizer: OptimizerFactory,
+    max_norm: float,
+    tolerance: Tolerance,
+) -> Report:
+    """The comparison that :func:`verify` makes, of a model already cut and filled by the caller."""
+    # DTensor warns that full_tensor() of a strided shard takes two collectives.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    index, count = batch_share(mesh)
+    judge = _Judge(next(composed.parameters()).device)
+    reference: _OneProcess | None = None
+    if dist.get_rank() == 0:
+        reference = _OneProcess(model, param_dtype, loss_function, optimizer, max_norm, micro_batch)
+    before = {name: whole(p) for name, p in composed.named_parameters()}
+    for name, value in before.items():
+        judge.tensor("initial weight", name, value, reference and reference.initial[name], 0.0)
+    for name, buffer in composed.named_buffers():
+        judge.tensor("buffer", name, buffer, reference and reference.buffers[name], 0.0)
+
+    composed_optimizer = optimizer(composed.parameters())
+    for step, batch in enumerate(batches):
+        if reference:
+            reference.step(batch)
+        share = {name: _slice(value, index, count) for name, value in batch.items()}
+        loss = forward_backward(
+            composed, share, mesh, zero=zero, micro_batch=micro_batch, loss_function=loss_function
+        )
+        if step == 0:
+            for name, parameter in composed.named_parameters():
+                gradient = None if parameter.grad is None else whole(parameter.grad)
+                expected = reference and reference.gradients.get(name)
+                judge.tensor("gradient", name, gradient, expected, tolerance.gradient)
+        norm = clip_grad_norm_(composed.parameters(), max_norm, mesh)
+        composed_optimizer.step()
+        composed_optimizer.zero_grad()
+        label = f"step {step + 1}"
+        judge.tensor("loss", label, loss, reference and reference.loss, tolerance.loss)
+        judge.tensor("grad_norm", label, norm, reference and reference.norm, tolerance.gradient)
+    for name, parameter in composed.named_parameters():
+        change = whole(parameter) - before[name]
+        judge.tensor("update", name, change, reference and reference.change(name), tolerance.update)
+    return judge.report()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor (a collective), or the tensor itself; a detached copy."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def _slice(value: Tensor, index: int, count: int) -> Tensor:
+    share = len(value) // count
+    return value[index * share : (index + 1) * share]
+
+
+def _severity(ratio: float) -> float:
+    return float("inf") if ratio != ratio else ratio
+
+
+class _OneProcess:
+    """The same steps in plain PyTorch, with float32 master weights and autocast by hand."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        param_dtype: torch.dtype,
+        loss_function: LossFunction,
+        optimizer: OptimizerFactory,
+        max_norm: float,
+        micro_batch: int | None,
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.param_dtype, self.loss_function = param_dtype, loss_function
+        self.max_norm, self.micro_batch = max_norm, micro_batch
+        self.optimizer = optimizer(self.model.parameters())
+        self.initial = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
+
+    def step(self, batch: Mapping[str, Tensor]) -> None:
+        """One optimizer step on the global batch; leaves loss, norm and gradients behind."""
+        parameters = dict(self.model.named_parameters())
+        count = count_targets(batch["targets"]).clamp(min=1)
+        self.loss = torch.zeros((), device=count.device)
+        samples = len(batch["targets"])
+        size = self.micro_batch or samples
+        for start in range(0, samples, size):
+            part = {name: value[start : start + size] for name, value in batch.items()}
+            targets = part.pop("targets")
+            cast = {name: p.to(self.param_dtype) for name, p in parameters.items()}
+            output = torch.func.functional_call(self.model, cast, args=(), kwargs=part)
+            loss = self.loss_function(output, targets) / count
+            loss.backward()
+            self.loss += loss.detach()
+        self.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+        limit = self.max_norm if self.max_norm > 0 else float("inf")
+        self.norm = nn.utils.clip_grad_norm_(list(parameters.values()), limit)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def change(self, name: str) -> Tensor:
+        return self.model.get_parameter(name).detach() - self.initial[name]
+
+
+class _Judge:
+    """Holds what each rank has against what rank 0 expects. Every call is a collective."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.compared: list[tuple[str, str, float]] = []
+        self.errors: list[float] = []
+
+    def tensor(
+        self,
+        quantity: str,
+        name: str,
+        value: Tensor | None,
+        expected: Tensor | None,
+        tolerance: float,
+    ) -> None:
+        """``expected`` counts on rank 0. A missing tensor stands for zeros of the other's shape.
+
+        The error is ||value - expected|| / ||expected||, in Frobenius norms.
+        """
+        shape: list[torch.Size | None] = [None if expected is None else expected.shape]
+        dist.broadcast_object_list(shape, src=0, device=self.device)
+        if shape[0] is None:
+            error = float("inf") if value is not None and bool(value.any()) else 0.0
+        else:
+            right = torch.empty(shape[0], dtype=torch.float64, device=self.device)
+            if expected is not None:
+                right.copy_(expected)
+            dist.broadcast(right, src=0)
+            got = torch.zeros_like(right) if value is None else value.double()
+            error = _relative(got, right) if got.shape == right.shape else float("inf")
+        self.compared.append((quantity, name, tolerance))
+        self.errors.append(error)
+
+    def report(self) -> Report:
+        everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, self.errors)
+        rows = []
+        for (quantity, name, tolerance), errors in zip(
+            self.compared, zip(*everyone, strict=True), strict=True
+        ):
+            rank = max(range(len(errors)), key=lambda r: _severity(errors[r]))
+            rows.append(Row(quantity, name, errors[rank], tolerance, rank))
+        return Report(rows)
+
+
+def _relative(value: Tensor, expected: Tensor) -> float:
+    error, size = float((value - expected).norm()), float(expected.norm())
+    if error == 0.0:
+        return 0.0
+    return error / size if size else float("inf")

@@ -1,0 +1,1 @@
+"""Layers that models share: plain PyTorch, nothing distributed."""

@@ -1,0 +1,8 @@
+"""Llama 3. The four names below are what the trainer looks for in a model's folder."""
+
+from .model import PRESETS
+from .model import Llama as Model
+from .model import LlamaConfig as Config
+from .plan import plan
+
+__all__ = ["PRESETS", "Config", "Model", "plan"]

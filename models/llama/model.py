@@ -1,0 +1,189 @@
+"""Llama 3 (Llama team 2024, arXiv:2407.21783) as a plain nn.Module.
+
+Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
+V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers.attention import AttentionCore, attention_pairs, document_mask
+from models.layers.rope import inverse_frequencies, rotate, rotation
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    vocab_size: int = 257
+    """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
+    dim: int = 128
+    """Width of the residual stream."""
+    n_layers: int = 5
+    """Transformer blocks."""
+    n_heads: int = 8
+    """Query heads; head width is dim / n_heads."""
+    n_kv_heads: int = 2
+    """Key/value heads; divides n_heads."""
+    hidden_dim: int = 384
+    """Inner width of the feed-forward network."""
+    norm_eps: float = 1e-5
+    """Epsilon of RMSNorm."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: float = 1.0
+    """Factor of the llama3 rule that stretches long wavelengths; 1 is off."""
+    rope_original_seq_len: int = 8192
+    """Length the model was trained at before rope_scaling."""
+    rope_low_freq_factor: float = 1.0
+    """Wavelengths above rope_original_seq_len / this are stretched in full."""
+    rope_high_freq_factor: float = 4.0
+    """Wavelengths below rope_original_seq_len / this are kept."""
+    tie_embeddings: bool = False
+    """Use the embedding's weight for the output projection too."""
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.n_heads):
+            raise ValueError(f"dim: {self.dim} is not a multiple of 2 * n_heads = {2 * self.n_heads}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        attention = self.dim * (2 * self.dim + 2 * self.n_kv_heads * self.head_dim)
+        weights = self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
+        weights += self.vocab_size * self.dim
+        scores = self.n_layers * 2 * self.dim * attention_pairs(seq_len)
+        return 3 * 2 * (weights + scores)
+
+
+def _llama31(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **other: float) -> LlamaConfig:
+    shape = {"vocab_size": 128_256, "n_kv_heads": 8, "rope_theta": 500_000.0, "rope_scaling": 8.0}
+    return LlamaConfig(
+        dim=dim, n_layers=n_layers, n_heads=n_heads, hidden_dim=hidden_dim, **{**shape, **other}
+    )  # type: ignore[arg-type]
+
+
+# Published shapes: 1b and 3b are Llama 3.2, the others Llama 3.1.
+PRESETS = {
+    "debug": LlamaConfig(),
+    "1b": _llama31(2048, 16, 32, 8192, rope_scaling=32.0, tie_embeddings=True),
+    "3b": _llama31(3072, 28, 24, 8192, rope_scaling=32.0, tie_embeddings=True),
+    "8b": _llama31(4096, 32, 32, 14_336),
+    "70b": _llama31(8192, 80, 64, 28_672),
+    "405b": _llama31(16_384, 126, 128, 53_248),
+}
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; counts its heads from its input, so a rank may hold a part of them."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.core = AttentionCore()
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, mask).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, mask)
+        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+
+
+class Llama(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # Keyed by index, so that a layer keeps its name when others are taken away.
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, L, V) of ``tokens`` (B, L), int64.
+
+        ``positions`` (B, L) count from 0 if None; ``document_ids`` (B, L) keep attention within a
+        document, and None makes each row one document.
+        """
+        c = self.config
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        # Computed, not a buffer: nothing to go stale when the model is built on meta.
+        frequency = inverse_frequencies(
+            c.head_dim,
+            c.rope_theta,
+            c.rope_scaling,
+            c.rope_low_freq_factor,
+            c.rope_high_freq_factor,
+            c.rope_original_seq_len,
+            device=tokens.device,
+        )
+        cosine, sine = rotation(positions, frequency)
+        mask = None if document_ids is None else document_mask(document_ids)
+        x_BLD = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x_BLD = layer(x_BLD, cosine, sine, mask)
+        return self.output(self.norm(x_BLD))
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill ``tensor``, the whole parameter called ``name``: ones for norms, else normal.
+
+        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al.
+        2019, GPT-2), so that the stream's variance does not grow with depth.
+        """
+        if tensor.ndim == 1:
+            tensor.fill_(1.0)
+            return
+        ends_branch = name.endswith(("wo.weight", "w2.weight"))
+        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
+        tensor.normal_(0.0, 0.02 * scale, generator=generator)

@@ -1,0 +1,55 @@
+"""How Llama is cut: one value, for any mesh."""
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from compose import Parallel, Plan
+from compose.tensor_parallel import HeadParallel, check_heads
+
+from .model import LlamaConfig
+
+
+def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
+    """Raises ConfigError where ``parallel.tp`` cannot divide the heads."""
+    check_heads(model.n_heads, model.n_kv_heads, parallel.tp)
+    # The layout of the residual stream between layers, (B, L, D) over tp.
+    stream = Shard(1) if parallel.sequence else Replicate()
+    gather = PrepareModuleInput(
+        input_layouts=(stream, None, None, None),
+        desired_input_layouts=(Replicate(), None, None, None),
+    )
+    # A local tensor carries no global shape, so uneven shards must stay DTensors.
+    hidden = ColwiseParallel(use_local_output=model.hidden_dim % parallel.tp == 0)
+    norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
+    ends = ["tok_embeddings", "norm", "output"]
+    return Plan(
+        tensor={
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+            **({norm: SequenceParallel() for norm in norms} if parallel.sequence else {}),
+            "layers.*.attention": gather,
+            "layers.*.attention.wq": ColwiseParallel(),
+            "layers.*.attention.wk": HeadParallel(model.n_kv_heads),
+            "layers.*.attention.wv": HeadParallel(model.n_kv_heads),
+            "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+            "layers.*.feed_forward": PrepareModuleInput(
+                input_layouts=stream, desired_input_layouts=Replicate()
+            ),
+            "layers.*.feed_forward.w1": hidden,
+            "layers.*.feed_forward.w3": hidden,
+            "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
+            "output": ColwiseParallel(
+                input_layouts=stream,
+                output_layouts=Shard(-1) if parallel.loss else Replicate(),
+                use_local_output=not parallel.loss,
+            ),
+        },
+        replicate=[] if parallel.sequence else norms,
+        # A tied weight belongs to one unit.
+        shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
+        checkpoint=["layers.*"],
+    )

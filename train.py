@@ -1,0 +1,26 @@
+"""torchrun --nproc-per-node N train.py [FILE.toml] [--table.key=value ...] [--dry-run] [--help]"""
+
+from collections.abc import Sequence
+
+from compose import init_mesh
+from compose.build import build
+from compose.cli import parse, run
+from compose.dry_run import describe
+from compose.runtime import process_group
+from compose.trainer import Trainer
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parse(arguments, program="train.py", dry_run=True)
+    config = options.config
+    if options.dry_run:
+        describe(config, options.world_size)
+        return
+    with process_group(config) as device:
+        mesh = init_mesh(config.parallel, device.type)
+        model = build(config, mesh, device)
+        Trainer(config, mesh, model, device).run()
+
+
+if __name__ == "__main__":
+    run(main)
