@@ -50,15 +50,15 @@ class Data:
 
 @dataclass(frozen=True)
 class Train:
-    steps: Positive = 200
+    steps: Positive = 250
     """Optimizer steps of the whole schedule."""
     stop_after: NonNegative = 0
     """End after this many steps, the learning-rate schedule unchanged; 0 runs all."""
     seq_len: Positive = 256
     """Tokens per sample."""
-    global_batch: Positive = 32
+    global_batch: Positive = 16
     """Samples per optimizer step over all ranks."""
-    micro_batch: Positive = 4
+    micro_batch: Positive = 2
     """Samples per rank in one forward pass; the rest of the rank's share is accumulated."""
     seed: NonNegative = 0
     """Seed of the initial weights and of the order of the samples."""

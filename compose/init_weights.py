@@ -8,6 +8,7 @@ from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compose.errors import ConfigError
+from compose.ties import tie, tied_names
 
 
 @torch.no_grad()
@@ -28,7 +29,10 @@ def init_weights(
         if buffer.is_meta:
             raise ConfigError(f"buffer {name} is on meta: give it a device where it is made")
     values = {name: buffer.clone() for name, buffer in buffers.items()}
+    ties = tied_names(model)
     model.to_empty(device=device)
+    for names in ties:  # to_empty gives each name a parameter of its own
+        tie(model, names)
     for name, buffer in model.named_buffers():
         buffer.copy_(values[name])
     for name, parameter in model.named_parameters():

@@ -38,10 +38,8 @@ def learning_rate(step: int, steps: int, options: Optimizer) -> float:
         return options.lr * (step + 1) / (options.warmup + 1)
     start = steps - options.decay if options.schedule == "constant" else options.warmup
     progress = max(0.0, (step - start) / max(1, steps - start))
-    if options.schedule == "cosine":
-        remaining = (1 + math.cos(math.pi * progress)) / 2
-    else:
-        remaining = 1 - progress
+    cosine = options.schedule == "cosine"
+    remaining = (1 + math.cos(math.pi * progress)) / 2 if cosine else 1 - progress
     return options.lr * (options.min_lr + (1 - options.min_lr) * remaining)
 
 

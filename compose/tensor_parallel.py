@@ -21,6 +21,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from compose.errors import ConfigError
+from compose.ties import tie, tied_names
 
 
 class Replicated(ParallelStyle):
@@ -109,26 +110,18 @@ def apply_tensor_parallel(
     Parameters must hold the same values on every rank, or be on meta: nothing is broadcast. Raises
     ConfigError where two names of one tied parameter are given different placements.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    ties = tied_names(model)
     for name, style in styles:
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
-    for tied in names.values():
-        _tie(model, tied)
-
-
-def _tie(model: nn.Module, names: list[str]) -> None:
-    first = model.get_parameter(names[0])
-    for name in names[1:]:
-        other = model.get_parameter(name)
-        if getattr(first, "placements", None) != getattr(other, "placements", None):
-            raise ConfigError(
-                f"plan.tensor: {names[0]} and {name} are one tied parameter but are placed"
-                f" differently: {_placements(first)} and {_placements(other)}"
-            )
-        path, _, leaf = name.rpartition(".")
-        model.get_submodule(path).register_parameter(leaf, first)
+    for first, *others in ties:
+        for other in others:
+            placements = [_placements(model.get_parameter(name)) for name in (first, other)]
+            if placements[0] != placements[1]:
+                raise ConfigError(
+                    f"plan.tensor: {first} and {other} are one tied parameter but are placed"
+                    f" differently: {placements[0]} and {placements[1]}"
+                )
+        tie(model, [first, *others])
 
 
 def _placements(parameter: nn.Parameter) -> Any:

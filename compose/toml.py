@@ -18,7 +18,7 @@ from compose.registry import ModelConfig, ModelFolder, find_model
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 COMMAND_LINE = "command line"
 

@@ -7,6 +7,7 @@ drifted apart look right on one rank.
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class Report:
         return [row for row in self.rows if not row.ok]
 
     def __str__(self) -> str:
-        rows = sorted(self.rows, key=lambda row: _severity(row.error / row.tolerance), reverse=True)
+        rows = sorted(self.rows, key=_severity, reverse=True)
         lines = [f"{'quantity':<16}{'error':>10}{'allowed':>10}  {'rank':>4}  name"]
         lines += [
             f"{row.quantity:<16}{row.error:>10.1e}{row.tolerance:>10.0e}  {row.rank:>4}  {row.name}"
@@ -199,8 +200,11 @@ def _slice(value: Tensor, index: int, count: int) -> Tensor:
     return value[index * share : (index + 1) * share]
 
 
-def _severity(ratio: float) -> float:
-    return float("inf") if ratio != ratio else ratio
+def _severity(row: Row) -> float:
+    """How many times its tolerance an error is; what should be exact and is not comes first."""
+    if row.tolerance == 0:
+        return 0.0 if row.ok else float("inf")
+    return _or_infinite(row.error / row.tolerance)
 
 
 class _OneProcess:
@@ -288,9 +292,13 @@ class _Judge:
         for (quantity, name, tolerance), errors in zip(
             self.compared, zip(*everyone, strict=True), strict=True
         ):
-            rank = max(range(len(errors)), key=lambda r: _severity(errors[r]))
+            rank = max(range(len(errors)), key=lambda r: _or_infinite(errors[r]))
             rows.append(Row(quantity, name, errors[rank], tolerance, rank))
         return Report(rows)
+
+
+def _or_infinite(error: float) -> float:
+    return float("inf") if math.isnan(error) else error
 
 
 def _relative(value: Tensor, expected: Tensor) -> float:

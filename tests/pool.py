@@ -1,0 +1,90 @@
+"""A pool of gloo ranks, started once, that serves the whole test run."""
+
+import multiprocessing as mp
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=120)
+
+
+class Pool:
+    """``run`` calls a function on the first N of ``size`` processes, as ranks of one process group."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.size, self.jobs = size, 0
+        self.store: dist.TCPStore | None = None
+        self.workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """What ``function(*args)`` returned on each rank. Raises what the first rank to fail raised.
+
+        ``function`` is a module's own, and what it takes and returns can be pickled.
+        """
+        if not self.workers:
+            self._start()
+        self.jobs += 1
+        for rank in range(world_size):
+            self.workers[rank][1].send((self.jobs, function, rank, world_size, args))
+        results: list[Any] = []
+        for rank in range(world_size):
+            connection = self.workers[rank][1]
+            if not connection.poll(TIMEOUT.total_seconds() + 60):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer")
+            good, value = connection.recv()
+            if not good:
+                self.close()  # the others may be waiting for it
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            results.append(value)
+        return results
+
+    def _start(self) -> None:
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False
+        )
+        context = mp.get_context("spawn")
+        for _ in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(theirs, self.store.port), daemon=True)
+            process.start()
+            self.workers.append((process, ours))
+
+    def close(self) -> None:
+        """End all processes; the next run starts new ones."""
+        for process, connection in self.workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self.workers, self.store = [], None
+
+
+def _worker(connection: Connection, port: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    while True:
+        try:
+            job, function, rank, world_size, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"job{job}", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=TIMEOUT,
+            )
+            answer = (True, function(*args))
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)

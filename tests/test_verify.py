@@ -1,0 +1,172 @@
+"""The matrix of compositions, each proved equal to one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose import Plan, init_mesh, verify
+from compose.config import Parallel
+from compose.data import random_batch
+from compose.verify import Report, Row
+from models.llama import Config as LlamaConfig
+from models.llama import Model as Llama
+from models.llama import plan as llama_plan
+from tests.helpers import prove_case
+from tests.pool import Pool
+
+MESHES: list[dict[str, int | bool]] = [
+    *({"dp_shard": n, "zero": zero} for n in (2, 4) for zero in range(4)),
+    *({"dp_replicate": 2, "dp_shard": 2, "zero": zero} for zero in range(4)),
+    *(
+        {"tp": tp, "sequence": sequence, "loss": loss}
+        for tp in (2, 4)
+        for sequence in (True, False)
+        for loss in (True, False)
+    ),
+    *({"dp_shard": 2, "tp": 2, "zero": zero} for zero in range(4)),
+    {"dp_shard": 2, "tp": 2, "sequence": False, "loss": False},
+    *({"dp_replicate": 2, "dp_shard": 2, "tp": 2, "zero": zero} for zero in range(4)),
+    {"tp": 8},
+]
+
+
+def ranks(mesh: dict[str, int | bool]) -> int:
+    return mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1) * mesh.get("tp", 1)
+
+
+def name(mesh: dict[str, int | bool]) -> str:
+    return " ".join(f"{key} {value}" for key, value in mesh.items())
+
+
+def agreed(reports: list[Report]) -> Report:
+    assert all(report == reports[0] for report in reports), "ranks disagree on the report"
+    return reports[0]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("mesh", MESHES, ids=name)
+def test_equals_one_process(
+    pool: Pool, mesh: dict[str, int | bool], tied: bool, accumulation: int
+) -> None:
+    data_ranks = ranks(mesh) // mesh.get("tp", 1)
+    keys = {f"parallel__{key}": value for key, value in mesh.items()} | {
+        "model__tie_embeddings": tied,
+        "train__micro_batch": 2,
+        "train__global_batch": 2 * data_ranks * accumulation,
+    }
+    report = agreed(pool.run(prove_case, ranks(mesh), keys))
+    assert report.ok, str(report)
+    quantities = {row.quantity for row in report.rows}
+    assert quantities == {"initial weight", "gradient", "loss", "grad_norm", "update"}
+    parameters = 2 + 2 * 9 + (not tied)
+    assert sum(row.quantity == "gradient" for row in report.rows) == parameters
+
+
+ODD: dict[str, dict[str, object]] = {
+    # 257 rows over 3 ranks; batch 1 per rank.
+    "three ranks": {
+        "ranks": 3,
+        "parallel__dp_shard": 3,
+        "train__micro_batch": 1,
+        "train__global_batch": 3,
+    },
+    "uneven feed-forward": {"ranks": 4, "parallel__tp": 4, "model__hidden_dim": 90},
+    "three heads each": {
+        "ranks": 4,
+        "parallel__tp": 4,
+        "model__n_heads": 12,
+        "model__n_kv_heads": 4,
+        "model__dim": 96,
+    },
+    "odd length": {
+        "ranks": 4,
+        "parallel__tp": 2,
+        "parallel__sequence": False,
+        "train__seq_len": 31,
+    },
+    "one key/value head": {"ranks": 4, "parallel__tp": 2, "model__n_kv_heads": 1},
+    "a layer smaller than the ranks": {
+        "ranks": 4,
+        "model__vocab_size": 257,
+        "model__dim": 16,
+        "model__n_heads": 2,
+        "model__n_kv_heads": 1,
+        "model__hidden_dim": 3,
+    },
+    "no clipping": {"ranks": 2, "train__max_norm": 0.0},
+    "checkpointing": {"ranks": 4, "parallel__tp": 2, "activation_checkpoint__mode": "full"},
+    "alone": {"ranks": 1},
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_sizes(pool: Pool, case: str) -> None:
+    keys = dict(ODD[case])
+    count = keys.pop("ranks")
+    assert isinstance(count, int)
+    report = agreed(pool.run(prove_case, count, keys))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{}, {"dp_shard": 2}, {"dp_shard": 2, "zero": 1}, {"tp": 2}, {"dp_shard": 2, "tp": 2}],
+    ids=lambda mesh: name(mesh) or "alone",
+)
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
+    keys = {f"parallel__{key}": value for key, value in mesh.items()}
+    keys |= {"precision__param": "bfloat16", "precision__reduce": reduce}
+    report = agreed(pool.run(prove_case, ranks(mesh), keys))
+    assert report.ok, str(report)
+
+
+def _different_weights() -> Report:
+    """Weights made without a seed: those of rank 0 count, as in DistributedDataParallel."""
+    torch.manual_seed(dist.get_rank())
+    config = LlamaConfig(n_layers=1, dim=32, n_heads=4, hidden_dim=48)
+    parallel = Parallel(dp_shard=2, tp=2)
+    batch = random_batch(4, 16, config.vocab_size, seed=1)
+    model = Llama(config)
+    before = [p.clone() for p in model.parameters()]
+    report = verify(model, llama_plan(config, parallel), init_mesh(parallel), batch)
+    assert all(map(torch.equal, model.parameters(), before)), "verify changed the model"
+    return report
+
+
+def test_function_on_a_model_with_weights(pool: Pool) -> None:
+    report = agreed(pool.run(_different_weights, 4))
+    assert report.ok, str(report)
+
+
+def _whole_model_is_one_unit() -> Report:
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    batch = {"input": torch.randn(6, 7, generator=torch.Generator().manual_seed(0))}
+    batch["targets"] = torch.arange(6) % 3
+    mesh = init_mesh(Parallel(dp_shard=-1))
+    loss = torch.nn.CrossEntropyLoss(reduction="sum")
+    return verify(model, Plan(), mesh, batch, loss_function=loss)
+
+
+def test_empty_plan_shards_the_whole_model(pool: Pool) -> None:
+    report = agreed(pool.run(_whole_model_is_one_unit, 3))
+    assert report.ok, str(report)
+    assert sum(row.quantity == "gradient" for row in report.rows) == 4
+
+
+def test_report_names_the_worst_first() -> None:
+    rows = [
+        Row("gradient", "good", 1e-6, 1e-4, 0),
+        Row("gradient", "bad", 1e-3, 1e-4, 1),
+        Row("gradient", "worse", float("nan"), 1e-4, 2),
+        Row("initial weight", "exact", 0.0, 0.0, 0),
+    ]
+    report = Report(rows)
+    assert not report.ok
+    assert [row.name for row in report.failed] == ["bad", "worse"]
+    lines = str(report).splitlines()
+    assert [line.split()[4] for line in lines[1:-1]] == ["worse", "bad", "good", "exact"]
+    assert lines[1].endswith("worse   FAILED")
+    assert lines[-1] == "NOT equal to one process: 2 of 4 quantities differ"
+    assert str(Report(rows[:1])).endswith("equal to one process: 1 quantities")
