@@ -3,12 +3,12 @@
 from compose.apply import apply
 from compose.config import Parallel
 from compose.errors import ConfigError
-from compose.init_weights import init_weights
 from compose.loss import IGNORE, cross_entropy
 from compose.mesh import init_mesh
 from compose.plan import Plan
 from compose.step import clip_grad_norm_, forward_backward
 from compose.verify import verify
+from compose.weights import init_weights
 
 __all__ = [
     "IGNORE",

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
 from compose.config import Config
-from compose.init_weights import init_weights
 from compose.registry import build_model
+from compose.weights import init_weights
 
 
 def apply_options(config: Config) -> dict[str, Any]:

@@ -174,7 +174,8 @@ def compare(
         )
         if step == 0:
             for name, parameter in composed.named_parameters():
-                gradient = None if parameter.grad is None else whole(parameter.grad)
+                gradient = parameter.grad
+                gradient = torch.zeros_like(before[name]) if gradient is None else whole(gradient)
                 expected = reference and reference.gradients.get(name)
                 judge.tensor("gradient", name, gradient, expected, tolerance.gradient)
         norm = clip_grad_norm_(composed.parameters(), max_norm, mesh)
@@ -263,25 +264,19 @@ class _Judge:
         self,
         quantity: str,
         name: str,
-        value: Tensor | None,
+        value: Tensor,
         expected: Tensor | None,
         tolerance: float,
     ) -> None:
-        """``expected`` counts on rank 0. A missing tensor stands for zeros of the other's shape.
+        """``expected`` counts on rank 0, where None stands for zeros.
 
         The error is ||value - expected|| / ||expected||, in Frobenius norms.
         """
-        shape: list[torch.Size | None] = [None if expected is None else expected.shape]
-        dist.broadcast_object_list(shape, src=0, device=self.device)
-        if shape[0] is None:
-            error = float("inf") if value is not None and bool(value.any()) else 0.0
-        else:
-            right = torch.empty(shape[0], dtype=torch.float64, device=self.device)
-            if expected is not None:
-                right.copy_(expected)
-            dist.broadcast(right, src=0)
-            got = torch.zeros_like(right) if value is None else value.double()
-            error = _relative(got, right) if got.shape == right.shape else float("inf")
+        right = torch.zeros(value.shape, dtype=torch.float64, device=self.device)
+        if expected is not None:
+            right.copy_(expected)
+        dist.broadcast(right, src=0)
+        error = _relative(value.double(), right)
         self.compared.append((quantity, name, tolerance))
         self.errors.append(error)
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from compose import legality
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.mesh import init_mesh
 from compose.prove import prove
 from compose.toml import load
 from compose.verify import Report
+from tests.pool import make_mesh
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -38,4 +38,4 @@ def make_config(world_size: int, **keys: object) -> Config:
 def prove_case(keys: dict[str, object]) -> Report:
     """On every rank of a pool: the proof for train.toml with ``keys``."""
     config = make_config(dist.get_world_size(), **keys)
-    return prove(config, init_mesh(config.parallel), torch.device("cpu"))
+    return prove(config, make_mesh(config.parallel), torch.device("cpu"))

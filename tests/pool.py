@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -10,6 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from compose import Parallel, init_mesh
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -68,6 +74,7 @@ class Pool:
 def _worker(connection: Connection, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     while True:
         try:
@@ -88,3 +95,22 @@ def _worker(connection: Connection, port: int) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
+
+
+_last_shape: tuple[int, ...] = ()
+
+
+def make_mesh(parallel: Parallel) -> DeviceMesh:
+    """``compose.init_mesh``, for use in a pool.
+
+    DTensor caches results by a mesh's layout, with the names of its process groups; those are other
+    groups once a mesh of another shape was made in this process, so the caches are then emptied.
+    """
+    global _last_shape
+    mesh = init_mesh(parallel)
+    if mesh.shape != _last_shape:
+        _clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
+    _last_shape = mesh.shape
+    return mesh

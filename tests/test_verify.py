@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose import Plan, init_mesh, verify
+from compose import Plan, verify
 from compose.config import Parallel
 from compose.data import random_batch
 from compose.verify import Report, Row
@@ -12,7 +12,7 @@ from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
 from tests.helpers import prove_case
-from tests.pool import Pool
+from tests.pool import Pool, make_mesh
 
 MESHES: list[dict[str, int | bool]] = [
     *({"dp_shard": n, "zero": zero} for n in (2, 4) for zero in range(4)),
@@ -130,7 +130,7 @@ def _different_weights() -> Report:
     batch = random_batch(4, 16, config.vocab_size, seed=1)
     model = Llama(config)
     before = [p.clone() for p in model.parameters()]
-    report = verify(model, llama_plan(config, parallel), init_mesh(parallel), batch)
+    report = verify(model, llama_plan(config, parallel), make_mesh(parallel), batch)
     assert all(map(torch.equal, model.parameters(), before)), "verify changed the model"
     return report
 
@@ -144,7 +144,7 @@ def _whole_model_is_one_unit() -> Report:
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     batch = {"input": torch.randn(6, 7, generator=torch.Generator().manual_seed(0))}
     batch["targets"] = torch.arange(6) % 3
-    mesh = init_mesh(Parallel(dp_shard=-1))
+    mesh = make_mesh(Parallel(dp_shard=-1))
     loss = torch.nn.CrossEntropyLoss(reduction="sum")
     return verify(model, Plan(), mesh, batch, loss_function=loss)
 
@@ -166,7 +166,12 @@ def test_report_names_the_worst_first() -> None:
     assert not report.ok
     assert [row.name for row in report.failed] == ["bad", "worse"]
     lines = str(report).splitlines()
-    assert [line.split()[4] for line in lines[1:-1]] == ["worse", "bad", "good", "exact"]
+    assert [line.removesuffix("   FAILED").split()[-1] for line in lines[1:-1]] == [
+        "worse",
+        "bad",
+        "good",
+        "exact",
+    ]
     assert lines[1].endswith("worse   FAILED")
     assert lines[-1] == "NOT equal to one process: 2 of 4 quantities differ"
     assert str(Report(rows[:1])).endswith("equal to one process: 1 quantities")

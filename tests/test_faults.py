@@ -1,0 +1,280 @@
+"""The proof can fail: each fault is put in on purpose, and the report names what it harmed."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import compose.step
+import compose.weights
+from compose import Parallel, Plan, apply
+from compose.data_parallel import prepare_micro_batch
+from compose.mesh import sum_over
+from compose.tensor_parallel import HeadParallel
+from compose.verify import TOLERANCES, Report, compare
+from models.llama import Model
+from tests.helpers import prove_case
+from tests.pool import Pool, make_mesh
+
+EVERYTHING = {"*"}
+NORMS = {"layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight"}
+
+
+@contextmanager
+def reduce_scatter_keeps_own_part() -> Iterator[None]:
+    """dp_shard's gradient is not summed: each rank keeps its part of its own."""
+
+    def fake(group: dist.ProcessGroup, **named: Any) -> None:
+        tensors = [value for value in named.values() if isinstance(value, Tensor)]
+        output, whole = sorted(tensors, key=Tensor.numel)
+        output.copy_(whole.chunk(group.size())[group.rank()])
+
+    name = "reduce_scatter_single"  # what FSDP calls since torch 2.13
+    with mock.patch.object(dist, name if hasattr(dist, name) else "reduce_scatter_tensor", fake):
+        yield
+
+
+@contextmanager
+def all_reduce_of_gradients_is_skipped() -> Iterator[None]:
+    """dp_replicate's gradient is not summed. (Scalars, which are metrics, still are.)"""
+    real = dist.all_reduce
+
+    def fake(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return real(tensor, *args, **kwargs) if tensor.ndim == 0 else None
+
+    with mock.patch.object(dist, "all_reduce", fake):
+        yield
+
+
+@contextmanager
+def partial_gradients_are_taken_as_whole() -> Iterator[None]:
+    """What each tp rank found of a replicated weight's gradient is not summed over tp."""
+    real = FSDPParam._get_grad_inner_tensor
+
+    def fake(self: FSDPParam, gradient: Tensor) -> Tensor:
+        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            return gradient.to_local()
+        return real(self, gradient)
+
+    with mock.patch.object(FSDPParam, "_get_grad_inner_tensor", fake):
+        yield
+
+
+@contextmanager
+def shared_heads_are_taken_as_whole() -> Iterator[None]:
+    """HeadParallel forgets that the ranks of a shared head each hold a part of its gradient."""
+
+    def fake(self: HeadParallel, module: nn.Module, output: DTensor, mesh: Any) -> Tensor:
+        head = mesh.get_local_rank() * self.n_heads // mesh.size()
+        return output.to_local().unflatten(-1, (self.n_heads, -1))[..., head, :]
+
+    with mock.patch.object(HeadParallel, "_own_head", fake):
+        yield
+
+
+@contextmanager
+def norm_is_not_summed_over_tp() -> Iterator[None]:
+    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
+        return sum_over(tensor, mesh, [axis for axis in axes if axis != "tp"])
+
+    with mock.patch.object(compose.step, "sum_over", fake):
+        yield
+
+
+@contextmanager
+def loss_is_averaged_per_rank() -> Iterator[None]:
+    """Each rank divides by its own number of targets, and the mean of means is taken."""
+
+    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
+        if tensor.dtype == torch.int64:
+            return tensor * mesh["dp_shard"].size() * mesh["dp_replicate"].size()
+        return sum_over(tensor, mesh, axes)
+
+    with mock.patch.object(compose.step, "sum_over", fake):
+        yield
+
+
+@contextmanager
+def gradients_are_reduced_on_the_first_micro_batch() -> Iterator[None]:
+    """The others' gradients stay behind, unreduced."""
+    first = iter([True])
+
+    def fake(model: nn.Module, zero: int, last: bool) -> None:
+        prepare_micro_batch(model, zero, next(first, False))
+
+    with mock.patch.object(compose.step, "prepare_micro_batch", fake):
+        yield
+
+
+@contextmanager
+def gradients_are_averaged_over_ranks() -> Iterator[None]:
+    """FSDP's default: a second division, after that by the number of targets."""
+    real = FSDPModule.set_gradient_divide_factor
+
+    def fake(self: FSDPModule, factor: float) -> None:
+        real(self, 2.0)
+
+    with mock.patch.object(FSDPModule, "set_gradient_divide_factor", fake):
+        yield
+
+
+@contextmanager
+def wo_shards_are_in_reverse_order() -> Iterator[None]:
+    """Each tp rank fills wo with the part of the rank opposite."""
+    real = compose.weights.distribute_tensor
+
+    def fake(whole: Tensor, mesh: Any, placements: Any, **kwargs: Any) -> DTensor:
+        if whole.shape == (64, 64) and placements[-1].is_shard(1):
+            whole = torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)
+        return real(whole, mesh, placements, **kwargs)
+
+    with mock.patch.object(compose.weights, "distribute_tensor", fake):
+        yield
+
+
+@contextmanager
+def one_replica_starts_elsewhere() -> Iterator[None]:
+    """The last rank draws norms other than ones."""
+    real = Model.init_parameter
+
+    def fake(self: Any, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        real(self, name, tensor, generator)
+        if tensor.ndim == 1 and dist.get_rank() == 1:
+            tensor += 1e-3
+
+    with mock.patch.object(Model, "init_parameter", fake):
+        yield
+
+
+Fault = Callable[[], AbstractContextManager[None]]
+# fault, keys, ranks, quantity, patterns of what it must name: all that match, and nothing else.
+FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
+    (reduce_scatter_keeps_own_part, {"parallel__dp_shard": 2}, 2, "gradient", EVERYTHING),
+    (
+        all_reduce_of_gradients_is_skipped,
+        {"parallel__dp_replicate": 2},
+        2,
+        "gradient",
+        EVERYTHING,
+    ),
+    (partial_gradients_are_taken_as_whole, {"parallel__tp": 2}, 2, "gradient", NORMS),
+    (
+        shared_heads_are_taken_as_whole,
+        {"parallel__tp": 4},
+        4,
+        "gradient",
+        # It spreads to all that lies before the last layer's heads, and to nothing behind them.
+        {
+            "tok_embeddings.weight",
+            "layers.0.*",
+            "layers.1.attention_norm.weight",
+            "layers.1.attention.w[kv].weight",
+        },
+    ),
+    (norm_is_not_summed_over_tp, {"parallel__tp": 2}, 2, "grad_norm", {"step *"}),
+    (loss_is_averaged_per_rank, {"parallel__dp_shard": 2}, 2, "gradient", EVERYTHING),
+    (loss_is_averaged_per_rank, {"parallel__dp_shard": 2}, 2, "loss", {"step *"}),
+    (
+        gradients_are_reduced_on_the_first_micro_batch,
+        {"parallel__dp_shard": 2, "parallel__zero": 1},
+        2,
+        "gradient",
+        EVERYTHING,
+    ),
+    (gradients_are_averaged_over_ranks, {"parallel__dp_shard": 2}, 2, "gradient", EVERYTHING),
+    (
+        wo_shards_are_in_reverse_order,
+        {"parallel__tp": 2},
+        2,
+        "initial weight",
+        {"layers.*.attention.wo.weight"},
+    ),
+    (one_replica_starts_elsewhere, {"parallel__dp_replicate": 2}, 2, "initial weight", NORMS),
+]
+
+
+def _with_fault(fault: Fault, keys: dict[str, object]) -> Report:
+    with fault():
+        return prove_case(keys)
+
+
+@pytest.mark.parametrize(
+    ("fault", "keys", "ranks", "quantity", "names"),
+    FAULTS,
+    ids=[f"{f[0].__name__}-{f[3]}" for f in FAULTS],
+)
+def test_fault_is_named(
+    pool: Pool,
+    fault: Fault,
+    keys: dict[str, object],
+    ranks: int,
+    quantity: str,
+    names: set[str],
+) -> None:
+    report = pool.run(_with_fault, ranks, fault, keys)[0]
+    assert not report.ok
+    rows = [row for row in report.rows if row.quantity == quantity]
+    failed = {row.name for row in rows if not row.ok}
+    expected = {row.name for row in rows if any(fnmatchcase(row.name, p) for p in names)}
+    assert expected
+    assert failed == expected, str(report)
+
+
+class Table(nn.Module):
+    """Two layers and a fixed table between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.register_buffer("table", torch.linspace(0, 1, 8))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.last(self.first(input) * self.table)
+
+
+def _stale_buffer() -> Report:
+    torch.manual_seed(0)
+    batch = {"input": torch.randn(4, 6), "targets": torch.tensor([0, 1, 2, 3])}
+    model, mesh = Table(), make_mesh(Parallel(tp=2))
+    # The table's columns meet the whole of the first layer's output.
+    plan = Plan(
+        tensor={
+            "first": ColwiseParallel(output_layouts=Replicate()),
+            "last": RowwiseParallel(input_layouts=Replicate()),
+        }
+    )
+    composed = apply(copy.deepcopy(model), plan, mesh)
+    composed.get_buffer("table").mul_(0.5)
+    return compare(
+        model,
+        composed,
+        mesh,
+        [batch],
+        zero=3,
+        micro_batch=None,
+        param_dtype=torch.float32,
+        loss_function=nn.CrossEntropyLoss(reduction="sum"),
+        optimizer=torch.optim.AdamW,
+        max_norm=1.0,
+        tolerance=TOLERANCES[torch.float32],
+    )
+
+
+def test_stale_buffer_is_named(pool: Pool) -> None:
+    report = pool.run(_stale_buffer, 2)[0]
+    assert [row.name for row in report.failed if row.quantity == "buffer"] == ["table"]
+    assert {row.name for row in report.failed if row.quantity == "gradient"} >= {
+        "first.weight",
+        "last.weight",
+    }
