@@ -48,7 +48,7 @@ class Plan:
             ("shard", unit if isinstance(unit, str) else " + ".join(unit), "") for unit in self.shard
         ]
         rows += [("checkpoint", key, "") for key in self.checkpoint]
-        wide = max((len(key) for _, key, _ in rows), default=0)
+        wide = max(map(len, self.tensor), default=0)
         return "\n".join(f"{kind:<11}{key:<{wide + 2}}{style}".rstrip() for kind, key, style in rows)
 
 

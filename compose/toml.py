@@ -1,6 +1,7 @@
 """From a TOML file and a command line to a Config, with every mistake named at once."""
 
 import dataclasses
+import difflib
 import os
 import sys
 import typing
@@ -107,12 +108,16 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _nearest(key: str) -> str:
-    """A hint for a key without its table, or with a wrong one."""
-    keys = {name: f"{table}.{name}" for table, kind in TABLES.items() for name in docs(kind)}
-    hint = did_you_mean(key, keys)
-    name = hint.removeprefix("; did you mean ").removesuffix("?")
-    return f"; did you mean {keys[name]}?" if hint else ""
+def _nearest(key: str, table: str = "", known: Sequence[str] = ()) -> str:
+    """A hint for an unknown key: the same key of another table, or a like one of ``table`` or any."""
+    everywhere = {name: f"{other}.{name}" for other, kind in TABLES.items() for name in docs(kind)}
+    if key in everywhere:
+        return f"; did you mean {everywhere[key]}?"
+    near = did_you_mean(f"{table}.{key}", [f"{table}.{name}" for name in known])
+    if near:
+        return near
+    like = difflib.get_close_matches(key, everywhere, n=1)
+    return f"; did you mean {everywhere[like[0]]}?" if like else ""
 
 
 def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[str, Any]:
@@ -123,8 +128,7 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
         if name != table:
             continue
         if key not in known:
-            near = did_you_mean(f"{table}.{key}", [f"{table}.{k}" for k in known])
-            keys.problem(table, key, f"unknown key{near or _nearest(key)}")
+            keys.problem(table, key, f"unknown key{_nearest(key, table, known)}")
             continue
         try:
             good[key] = TypeAdapter(types[key]).validate_python(value, strict=True)

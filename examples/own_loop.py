@@ -1,0 +1,65 @@
+"""A plain PyTorch loop of one's own, with a model and a plan of one's own.
+
+torchrun --nproc-per-node 4 examples/own_loop.py
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from compose import Parallel, Plan, apply, clip_grad_norm_, forward_backward, init_mesh, verify
+from compose.mesh import batch_share
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(20, 64), nn.Linear(64, 20)
+        self.head = nn.Linear(20, 7)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(image + self.outer(F.gelu(self.inner(image))))
+
+
+PLAN = Plan(
+    tensor={"inner": ColwiseParallel(), "outer": RowwiseParallel()},
+    replicate=["head"],
+    shard=["inner", "outer", "head"],
+)
+
+
+def loss_function(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets, reduction="sum")
+
+
+def main(steps: int = 20) -> list[float]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    images, labels = torch.randn(64, 20), torch.randint(7, (64,))
+    tp = 2 if dist.get_world_size() % 2 == 0 else 1
+    mesh = init_mesh(Parallel(dp_shard=-1, tp=tp))
+    model = Classifier()
+    batch = {"image": images, "targets": labels}
+    report = verify(model, PLAN, mesh, batch, zero=2, loss_function=loss_function)
+    apply(model, PLAN, mesh, zero=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    index, count = batch_share(mesh)
+    mine = {name: value.chunk(count)[index] for name, value in batch.items()}
+    losses = []
+    for _ in range(steps):
+        loss = forward_backward(model, mine, mesh, zero=2, micro_batch=8, loss_function=loss_function)
+        clip_grad_norm_(model.parameters(), 1.0, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if dist.get_rank() == 0:
+        print(report)
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    dist.destroy_process_group()
+    return losses
+
+
+if __name__ == "__main__":
+    main()

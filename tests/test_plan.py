@@ -1,0 +1,97 @@
+"""Strict resolution: what PyTorch only warns of is an error here."""
+
+import pytest
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+from compose import ConfigError, Plan
+from compose.config import Parallel
+from compose.plan import resolve
+from models.llama import Config, Model, plan
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {str(i): nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for i in range(2)}
+        )
+        self.output = nn.Linear(4, 3, bias=False)
+
+
+GOOD = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+
+
+def problems(plan: Plan, model: nn.Module | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(plan, model or Tiny())
+    return caught.value.problems
+
+
+def test_patterns_become_names_in_the_models_order() -> None:
+    resolved = resolve(
+        Plan(
+            tensor=GOOD,
+            replicate=["output"],
+            shard=["layers.*", ["output"]],
+            checkpoint=["layers.[01]"],
+        ),
+        Tiny(),
+    )
+    assert [name for name, _ in resolved.tensor] == [
+        "layers.0.up",
+        "layers.1.up",
+        "layers.0.down",
+        "layers.1.down",
+    ]
+    assert resolved.replicate == ["output"]
+    assert resolved.shard == [["layers.0"], ["layers.1"], ["output"]]
+    assert resolved.checkpoint == ["layers.0", "layers.1"]
+
+
+def test_pattern_that_matches_nothing() -> None:
+    assert problems(Plan(checkpoint=["layer.*"])) == [
+        "plan.checkpoint: pattern 'layer.*' matches no module; did you mean layers.*?"
+    ]
+    assert problems(Plan(shard=["layers.*", ["outptu"]])) == [
+        "plan.shard: pattern 'outptu' matches no module; did you mean output?",
+        "plan.shard: parameter output.weight is matched by no pattern",
+    ]
+    # A star is one part of a name, as in parallelize_module.
+    assert problems(Plan(checkpoint=["*.up"])) == ["plan.checkpoint: pattern '*.up' matches no module"]
+
+
+def test_parameter_that_no_pattern_covers() -> None:
+    assert problems(Plan(tensor={**GOOD, "output": PrepareModuleInput(input_layouts=None)})) == [
+        "plan.tensor: parameter output.weight is matched by no pattern and is not listed in replicate"
+    ]
+    assert problems(Plan(tensor={"layers.*.up": ColwiseParallel()}, replicate=["output"])) == [
+        f"plan.tensor: parameter layers.{i}.down.{leaf} is matched by no pattern and is not listed in"
+        " replicate"
+        for i in range(2)
+        for leaf in ("weight", "bias")
+    ]
+
+
+def test_module_matched_twice() -> None:
+    assert problems(Plan(tensor=GOOD, replicate=["output", "layers.0.up"])) == [
+        "plan.tensor or replicate: layers.0.up is matched by more than one pattern"
+    ]
+
+
+def test_either_name_covers_a_tied_parameter() -> None:
+    config = Config(tie_embeddings=True, n_layers=1)
+    model = Model(config)
+    resolve(Plan(shard=["layers.*", ["tok_embeddings", "norm"]]), model)
+    resolve(plan(config, Parallel(tp=2)), model)
+
+
+def test_print() -> None:
+    text = str(Plan(tensor=GOOD, replicate=["output"], shard=[["layers.*", "output"]]))
+    assert text.splitlines() == [
+        f"tensor     layers.*.up    {GOOD['layers.*.up']!r}",
+        f"tensor     layers.*.down  {GOOD['layers.*.down']!r}",
+        "replicate  output",
+        "shard      layers.* + output",
+    ]
+    assert str(Plan()) == ""

@@ -1,0 +1,125 @@
+"""Communication only where a ZeRO stage needs it; clipping that a mesh cannot change."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from compose import Parallel, Plan, apply, clip_grad_norm_, cross_entropy, forward_backward
+from compose.loss import IGNORE, count_targets
+from tests.pool import Pool, make_mesh
+
+# FSDP's collectives, under their names before and since torch 2.13.
+NAMES = {
+    "all_gather_into_tensor": "gather",
+    "all_gather_single": "gather",
+    "reduce_scatter_tensor": "scatter",
+    "reduce_scatter_single": "scatter",
+    "all_reduce": "reduce",
+}
+
+
+def _count(real: Callable[..., Any], kind: str, counts: Counter[str]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        # Scalars are counts of targets and losses, not gradients.
+        if kind != "reduce" or args[0].ndim:
+            counts[kind] += 1
+        return real(*args, **kwargs)
+
+    return counted
+
+
+def _collectives(parallel: Parallel, micro_batches: int) -> dict[str, int]:
+    """How often one optimizer step of a two-unit model gathers, scatters and reduces."""
+    torch.manual_seed(0)
+    mesh = make_mesh(parallel)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    apply(model, Plan(shard=["0", "2"]), mesh, zero=parallel.zero)
+    batch = {"input": torch.randn(micro_batches, 4), "targets": torch.zeros(micro_batches).long()}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    counts: Counter[str] = Counter()
+    with mock.patch.multiple(
+        dist,
+        **{
+            name: _count(getattr(dist, name), kind, counts)
+            for name, kind in NAMES.items()
+            if hasattr(dist, name)
+        },
+    ):
+        forward_backward(model, batch, mesh, zero=parallel.zero, micro_batch=1, loss_function=loss)
+    return dict(counts)
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        # Of two units; the last unit's parameters stay from forward to backward.
+        (0, {"reduce": 2}),
+        (1, {"gather": 2, "scatter": 2}),
+        (2, {"gather": 2, "scatter": 6}),
+        (3, {"gather": 9, "scatter": 6}),
+    ],
+)
+def test_collectives_of_a_step(pool: Pool, zero: int, expected: dict[str, int]) -> None:
+    found = pool.run(_collectives, 2, Parallel(dp_shard=2, zero=zero), 3)  # type: ignore[arg-type]
+    assert found == [expected] * 2
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_reduce_once_a_step(pool: Pool, zero: int) -> None:
+    parallel = Parallel(dp_replicate=2, dp_shard=2, zero=zero)  # type: ignore[arg-type]
+    assert all(found["reduce"] == 2 for found in pool.run(_collectives, 4, parallel, 3))
+
+
+def _clip(max_norm: float) -> tuple[float, float, float]:
+    """The norm before and after clipping, and by hand, of gradients placed in several ways."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+    mesh = make_mesh(Parallel(dp_replicate=2, dp_shard=2))
+    apply(model, Plan(), mesh)
+    expected = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 10
+        expected += (parameter.detach().full_tensor().double() * 10).square().sum()  # type: ignore[attr-defined]
+    before = clip_grad_norm_(model.parameters(), max_norm, mesh)
+    after = clip_grad_norm_(model.parameters(), 0.0, mesh)
+    return float(before), float(after), float(expected.sqrt())
+
+
+def test_clip_grad_norm(pool: Pool) -> None:
+    for before, after, expected in pool.run(_clip, 4, 0.5):
+        assert before == pytest.approx(expected, rel=1e-6)
+        assert after == pytest.approx(0.5, rel=1e-5)
+    for before, after, expected in pool.run(_clip, 4, 1e6):
+        assert before == after == pytest.approx(expected, rel=1e-6)
+
+
+def _no_targets() -> tuple[float, float]:
+    model = nn.Linear(3, 2)
+    mesh = make_mesh(Parallel())
+    batch = {"input": torch.randn(2, 4, 3), "targets": torch.full((2, 4), IGNORE)}
+    loss = forward_backward(model, batch, mesh)
+    return float(loss), float(clip_grad_norm_(model.parameters(), 1.0, mesh))
+
+
+def test_batch_without_targets_is_no_nan(pool: Pool) -> None:
+    assert pool.run(_no_targets, 1) == [(0.0, 0.0)]
+
+
+def test_cross_entropy_sums_over_targets() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 3, 5), torch.tensor([[1, IGNORE, 4], [0, 0, IGNORE]])
+    by_hand = sum(
+        -torch.log_softmax(logits[b, i], 0)[targets[b, i]]
+        for b in range(2)
+        for i in range(3)
+        if targets[b, i] != IGNORE
+    )
+    torch.testing.assert_close(cross_entropy(logits, targets), torch.as_tensor(by_hand))
+    assert cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
+    assert count_targets(targets) == 4

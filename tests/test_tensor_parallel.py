@@ -1,0 +1,145 @@
+"""The styles alone, in plain parallelize_module."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from compose import ConfigError, Parallel, Plan, apply
+from compose.tensor_parallel import HeadParallel, Replicated, check_heads
+from models.llama import Config, Model, plan
+from tests.pool import Pool, make_mesh
+
+
+def _heads(n_heads: int, bias: bool) -> tuple[Any, ...]:
+    """Run a projection on the pool's ranks; return what must equal one process, of this rank."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, x = nn.Linear(6, n_heads * 5, bias=bias), torch.randn(2, 3, 6)
+    expected = whole(x)
+    (expected**2).sum().backward()
+    wanted = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
+    whole.zero_grad()
+    parallelize_module(whole, mesh, HeadParallel(n_heads))
+    output = whole(x)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    kept = max(1, n_heads // size)
+    first = rank * n_heads // size
+    mine = expected.unflatten(-1, (n_heads, 5))[..., first : first + kept, :].flatten(-2)
+    # Ranks that share a head each give their part of its gradient.
+    sharing = max(1, size // n_heads)
+    ((output**2).sum() / sharing).backward()
+    found = {
+        name: p.grad.full_tensor()
+        for name, p in whole.named_parameters()
+        if isinstance(p.grad, DTensor)
+    }
+    torch.testing.assert_close(output, mine)
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name])
+    return tuple(output.shape)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("ranks", "n_heads"), [(1, 3), (2, 4), (3, 3), (4, 2), (4, 1), (6, 2)])
+def test_head_parallel(pool: Pool, ranks: int, n_heads: int, bias: bool) -> None:
+    shapes = pool.run(_heads, ranks, n_heads, bias)
+    assert shapes == [(2, 3, max(1, n_heads // ranks) * 5)] * ranks
+
+
+def _misfit() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        parallelize_module(nn.Linear(4, 6), mesh, HeadParallel(3))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_head_parallel_misfit(pool: Pool) -> None:
+    assert pool.run(_misfit, 2) == ["HeadParallel: 3 heads cannot be split over 2 ranks"] * 2
+
+
+def test_check_heads() -> None:
+    for n_heads, n_kv_heads, allowed in [
+        (8, 2, [1, 2, 4, 8]),
+        (24, 6, [1, 2, 3, 6, 12, 24]),
+        (5, 5, [1, 5]),
+    ]:
+        listed = ", ".join(map(str, allowed))
+        for tp in range(1, 2 * n_heads):
+            if tp in allowed:
+                check_heads(n_heads, n_kv_heads, tp)
+                continue
+            with pytest.raises(ConfigError) as caught:
+                check_heads(n_heads, n_kv_heads, tp)
+            assert str(caught.value) == (
+                f"parallel.tp: {tp} does not divide {n_heads} query heads with {n_kv_heads} key/value"
+                f" heads (allowed: {listed})"
+            )
+
+
+def _plain_parallelize_module() -> float:
+    """A plan's ``tensor`` handed to PyTorch as it is, on a materialised model."""
+    torch.manual_seed(0)
+    config = Config(n_layers=1, dim=32, n_heads=4, n_kv_heads=2, hidden_dim=48)
+    model, tokens = Model(config), torch.randint(257, (2, 12))
+    expected = model(tokens)
+    cut = plan(config, Parallel(tp=dist.get_world_size(), loss=False))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, dict(cut.tensor))
+    return float((model(tokens) - expected).abs().max())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_plan_in_plain_parallelize_module(pool: Pool, ranks: int) -> None:
+    assert max(pool.run(_plain_parallelize_module, ranks)) < 1e-5
+
+
+def _tied_apart() -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    cut = Plan(tensor={"0": ColwiseParallel(), "1": RowwiseParallel()})
+    try:
+        apply(model, cut, make_mesh(Parallel(tp=2)))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_tied_parameter_placed_two_ways(pool: Pool) -> None:
+    assert pool.run(_tied_apart, 2)[0] == [
+        "plan.tensor: 0.weight and 1.weight are one tied parameter but are placed differently:"
+        " (Shard(dim=0),) and (Shard(dim=1),)"
+    ]
+
+
+class NormOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+def _replicated() -> bool:
+    torch.manual_seed(0)
+    model, x = NormOnly(), torch.randn(2, 3, 6)
+    (model(x) ** 3).sum().backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"norm": Replicated()})
+    (model(x) ** 3).sum().backward()
+    found = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    return all(map(torch.equal, found, [g for g in wanted if g is not None])) and len(found) == 2
+
+
+def test_replicated(pool: Pool) -> None:
+    assert pool.run(_replicated, 2) == [True, True]

@@ -1,0 +1,254 @@
+"""Bad input, each with its exact message; and what good input means."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from compose import legality
+from compose.config import TABLES, Config, docs
+from compose.errors import ConfigError
+from compose.toml import dump, load
+from tests.helpers import ROOT
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write train.toml into an empty folder, and go there."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(text: str) -> str:
+        Path("train.toml").write_text(text)
+        return "train.toml"
+
+    return write_file
+
+
+def problems(*arguments: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments)  # type: ignore[arg-type]
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[parallel]\ntpp = 2", "parallel.tpp: unknown key; did you mean parallel.tp?"),
+        ("[train]\nlr = 1.0", "train.lr: unknown key; did you mean optimizer.lr?"),
+        ("[train]\nxyzzy = 1", "train.xyzzy: unknown key"),
+        ("[paralel]\ntp = 2", "paralel: unknown table; did you mean parallel?"),
+        ("seq_len = 2", "seq_len: unknown key; did you mean train.seq_len?"),
+        ('[train]\nsteps = "many"', 'train.steps: expected int, got "many"'),
+        ("[train]\nsteps = 2.5", "train.steps: expected int, got 2.5"),
+        ("[train]\nsteps = true", "train.steps: expected int, got true"),
+        ("[train]\nsteps = 0", "train.steps: 0 should be greater than or equal to 1"),
+        ("[optimizer]\nlr = false", "optimizer.lr: expected float, got false"),
+        ("[parallel]\nzero = 4", "parallel.zero: expected 0 | 1 | 2 | 3, got 4"),
+        ("[parallel]\nsequence = 1", "parallel.sequence: expected bool, got 1"),
+        (
+            '[optimizer]\nschedule = "cosin"',
+            'optimizer.schedule: expected "cosine" | "linear" | "constant", got "cosin"',
+        ),
+        (
+            '[model]\nname = "lama"',
+            "model.name: unknown model 'lama'; did you mean llama? (known: llama)",
+        ),
+        (
+            '[model]\npreset = "9b"',
+            "model.preset: unknown preset '9b' of llama (known: debug, 1b, 3b, 8b, 70b, 405b)",
+        ),
+        ("[model]\nn_head = 4", "model.n_head: unknown key; did you mean model.n_heads?"),
+        ('[model]\ndim = "wide"', 'model.dim: expected int, got "wide"'),
+        ("[model]\ndim = 100", "model.dim: 100 is not a multiple of 2 * n_heads = 16"),
+        ("[model]\nn_kv_heads = 3", "model.n_kv_heads: 3 does not divide n_heads 8"),
+        ("extends = 3", 'extends: expected a file name in quotes, as "base.toml"'),
+        ('extends = "train.toml"', "extends itself"),
+    ],
+)
+def test_message(write: Write, text: str, message: str) -> None:
+    assert problems(write(text)) == [f"train.toml: {message}"]
+
+
+def test_syntax_error_shows_the_line(write: Write) -> None:
+    assert problems(write("[train]\nsteps = 3\nseed = = 4\n")) == [
+        "train.toml: line 3: TOML syntax: Invalid value: seed = = 4"
+    ]
+
+
+def test_missing_file(write: Write) -> None:
+    assert problems("nowhere.toml") == ["nowhere.toml: no such file"]
+    assert problems(write('extends = "base.toml"')) == ["base.toml: no such file"]
+    Path("folder").mkdir()
+    assert problems("folder") == ["folder: cannot read it: [Errno 21] Is a directory: 'folder'"]
+
+
+def test_all_problems_together(write: Write) -> None:
+    file = write("[train]\nsteps = 'x'\nsed = 1\n[model]\npreset = 'big'\n[oops]\na = 1\nb = 2\n")
+    assert problems(file, [("parallel.tpp", "2"), ("fast", "1")]) == [
+        "command line: --fast: unknown option",
+        'train.toml: train.steps: expected int, got "x"',
+        "train.toml: train.sed: unknown key; did you mean train.seed?",
+        "command line: parallel.tpp: unknown key; did you mean parallel.tp?",
+        "train.toml: model.preset: unknown preset 'big' of llama (known: debug, 1b, 3b, 8b, 70b, 405b)",
+        "train.toml: oops: unknown table",
+    ]
+
+
+def test_overrides_are_toml_or_bare_words(write: Write) -> None:
+    overrides = [
+        ("train.steps", "7"),
+        ("optimizer.lr", "1e-4"),
+        ("run.dir", "runs/a b"),
+        ("data.path", '"7"'),
+        ("parallel.sequence", "false"),
+        ("model.tie_embeddings", "true"),
+        ("optimizer.weight_decay", "0"),
+    ]
+    config = load(write("[train]\nsteps = 3\nseed = 4"), overrides)
+    assert (config.train.steps, config.train.seed, config.optimizer.lr) == (7, 4, 1e-4)
+    assert (config.run.dir, config.data.path) == ("runs/a b", "7")
+    assert config.parallel.sequence is False
+    assert config.model.config.tie_embeddings is True
+
+
+def test_extends_is_relative_and_overridden(write: Write) -> None:
+    Path("base").mkdir()
+    Path("base/root.toml").write_text("[train]\nsteps = 1\nseed = 1\nseq_len = 64\n")
+    Path("base/mid.toml").write_text('extends = "root.toml"\n[train]\nseed = 2\nsteps = 2\n')
+    train = load(write('extends = "base/mid.toml"\n[train]\nsteps = 3\n')).train
+    assert (train.steps, train.seed, train.seq_len) == (3, 2, 64)
+    Path("base/root.toml").write_text("[train]\nstep = 1\n")
+    assert problems("train.toml") == [
+        "base/root.toml: train.step: unknown key; did you mean train.steps?"
+    ]
+
+
+def test_default_file_states_every_default() -> None:
+    """train.toml and the dataclasses say the same, key for key."""
+    import tomllib
+
+    text = (ROOT / "train.toml").read_text()
+    content = tomllib.loads(text)
+    assert content.keys() == TABLES.keys()
+    for table, kind in TABLES.items():
+        assert list(content[table]) == list(docs(kind)), table
+        for key, value in content[table].items():
+            assert value == getattr(kind(), key), f"{table}.{key}"
+    for line in text.splitlines():
+        assert not line or line[0] in "[#" or "#" in line, f"no doc: {line}"
+
+
+def test_every_field_has_a_doc() -> None:
+    for table, kind in TABLES.items():
+        undocumented = {f.name for f in fields(kind)} - docs(kind).keys()
+        assert undocumented <= ({"config"} if table == "model" else set())
+
+
+def test_dump_is_read_back_as_the_same(write: Write) -> None:
+    config = load(
+        write(
+            '[run]\ndir = "a \\"b\\" \\\\ \\u00e9"\n[model]\npreset = "8b"\nn_layers = 3\n'
+            "[optimizer]\nlr = 3e-5\n"
+        )
+    )
+    again = load(write(dump(config)))
+    assert again == config
+    assert isinstance(again, Config)
+    assert again.model.config.n_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "expected"),
+    [
+        (
+            8,
+            {"parallel.tp": "3"},
+            "parallel: the degrees' product tp 3 does not divide the world size 8;"
+            " nearest: parallel.tp = 2",
+        ),
+        (
+            8,
+            {"parallel.dp_shard": "2", "parallel.tp": "2"},
+            "parallel: the degrees' product dp_shard 2 x tp 2 = 4 is not the world size 8;"
+            " nearest: parallel.dp_shard = 4",
+        ),
+        (
+            1,
+            {"parallel.dp_shard": "2"},
+            "parallel: the degrees' product dp_shard 2 is not the world size 1;"
+            " nearest: parallel.dp_shard = 1",
+        ),
+        (8, {"parallel.tp": "0"}, "parallel.tp: 0 is not a degree (1 or more, or -1 for what is left)"),
+        (8, {"parallel.tp": "-1"}, "parallel.dp_shard and parallel.tp: only one degree may be -1"),
+        (
+            2,
+            {"parallel.cp": "2"},
+            "parallel.cp: 2 asks for context parallel, which is not built yet; use 1",
+        ),
+        (
+            2,
+            {"parallel.pp": "2"},
+            "parallel.pp: 2 asks for pipeline parallel, which is not built yet; use 1",
+        ),
+        (
+            2,
+            {"parallel.ep": "2"},
+            "parallel.ep: 2 asks for expert parallel, which is not built yet; use 1",
+        ),
+        (
+            4,
+            {"train.global_batch": "30"},
+            "train.global_batch: 30 is not a multiple of dp_replicate x dp_shard x train.micro_batch"
+            " = 4 x 2 = 8; nearest: 32",
+        ),
+        (
+            4,
+            {"train.global_batch": "12"},
+            "train.global_batch: 12 is not a multiple of dp_replicate x dp_shard x train.micro_batch"
+            " = 4 x 2 = 8; nearest: 16, or train.micro_batch = 1",
+        ),
+        (
+            2,
+            {"parallel.tp": "2", "train.seq_len": "255"},
+            "train.seq_len: 255 is not a multiple of parallel.tp 2, which parallel.sequence needs;"
+            " nearest: 256, or parallel.sequence = false",
+        ),
+        (
+            3,
+            {"parallel.tp": "3", "parallel.sequence": "false"},
+            "parallel.tp: 3 does not divide 8 query heads with 2 key/value heads (allowed: 1, 2, 4, 8)",
+        ),
+    ],
+)
+def test_what_cannot_work_together(world_size: int, overrides: dict[str, str], expected: str) -> None:
+    config = load(str(ROOT / "train.toml"), list(overrides.items()))
+    assert legality.check(config, world_size)[1] == [expected]
+
+
+def test_several_rules_at_once() -> None:
+    overrides = [("parallel.tp", "3"), ("train.global_batch", "3")]
+    found = legality.check(load(str(ROOT / "train.toml"), overrides), 6)[1]
+    assert [problem.split(":")[0] for problem in found] == [
+        "train.global_batch",
+        "train.seq_len",
+        "parallel.tp",
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6, 8, 12, 64])
+def test_suggested_degrees_work(world_size: int) -> None:
+    """Whatever single degree is wrong, doing what the message says makes the product right."""
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        for degree in (2, 3, 5, 7, 16):
+            overrides = [(f"parallel.{axis}", str(degree)), ("parallel.sequence", "false")]
+            config = load(str(ROOT / "train.toml"), overrides)
+            for problem in legality.check(config, world_size)[1]:
+                if not problem.startswith("parallel: "):
+                    continue
+                key, _, value = problem.rpartition("nearest: ")[2].partition(" = ")
+                changed = load(str(ROOT / "train.toml"), [*overrides, (key, value)])
+                again = legality.check(changed, world_size)[1]
+                assert not any(p.startswith("parallel: ") for p in again), problem

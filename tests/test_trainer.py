@@ -1,0 +1,235 @@
+"""Runs: the same on every mesh, stopped by what should stop them, said once."""
+
+import gc
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tomllib
+import torch
+import torch.distributed as dist
+
+from compose import trainer as trainer_module
+from compose.build import build
+from compose.runtime import TrainingError
+from compose.trainer import Trainer
+from tests.helpers import ROOT, SMALL, make_config
+from tests.pool import Pool, make_mesh
+
+DEFAULT = {"model.n_layers": 5, "model.dim": 128, "model.hidden_dim": 384, "train.seq_len": 256}
+
+
+def _train(keys: dict[str, object]) -> None:
+    config = make_config(dist.get_world_size(), **keys)
+    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
+    Trainer(config, mesh, build(config, mesh, cpu), cpu).run()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def keys_for(folder: Path, **keys: object) -> dict[str, object]:
+    return {"run__dir": folder, "metrics__tensorboard": False, **keys}
+
+
+def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> None:
+    """20 steps of train.toml as it stands, on 1 rank and on 2 x 2 x 2."""
+    meshes = {1: {}, 8: {"dp_replicate": 2, "dp_shard": 2, "tp": 2}}
+    for ranks, mesh in meshes.items():
+        keys = keys_for(tmp_path / str(ranks), train__stop_after=20)
+        keys |= {f"parallel__{axis}": degree for axis, degree in mesh.items()}
+        keys |= {name.replace(".", "__"): value for name, value in DEFAULT.items()}
+        pool.run(_train, ranks, keys)
+    one, eight = lines(tmp_path / "1"), lines(tmp_path / "8")
+    assert [line["step"] for line in one] == [line["step"] for line in eight] == list(range(1, 21))
+    for a, b in zip(one, eight, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert all(a[key] == b[key] for key in ("lr", "tokens", "samples"))
+    assert one[-1]["loss"] < one[0]["loss"] - 2
+    assert one[-1]["tokens"] == 20 * 16 * 256
+    assert one[-1]["samples"] == 320
+    assert one[0]["mfu"] is None
+
+
+def test_stop_after_leaves_the_schedule_unchanged(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_train, 1, keys_for(tmp_path / "short", train__steps=30, train__stop_after=4))
+    pool.run(_train, 1, keys_for(tmp_path / "long", train__steps=30))
+    short, long = lines(tmp_path / "short"), lines(tmp_path / "long")
+    assert (len(short), len(long)) == (4, 30)
+    for a, b in zip(short, long, strict=False):
+        assert [a[key] for key in ("loss", "grad_norm", "lr")] == [
+            b[key] for key in ("loss", "grad_norm", "lr")
+        ]
+
+
+def test_config_snapshot_runs_again(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_train, 2, keys_for(tmp_path / "run", train__steps=2, parallel__tp=2))
+    snapshot = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert snapshot["parallel"]["dp_shard"] == 1, "degrees are resolved"
+    assert snapshot["model"]["dim"] == SMALL["model.dim"]
+    assert snapshot["train"]["steps"] == 2
+
+
+def _train_until_error(keys: dict[str, object], value: float, where: str) -> str:
+    """Train, with a loss or gradient that turns into ``value`` in the third step."""
+    real, calls = getattr(trainer_module, where), []
+
+    def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return torch.tensor(value) if len(calls) == 3 else real(*args, **kwargs)
+
+    with mock.patch.object(trainer_module, where, fake):
+        try:
+            _train(keys)
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("where", "what"), [("forward_backward", "loss"), ("clip_grad_norm_", "gradient norm")]
+)
+def test_non_finite_stops_the_run(
+    pool: Pool, tmp_path: Path, where: str, what: str, value: float
+) -> None:
+    found = pool.run(_train_until_error, 2, keys_for(tmp_path), value, where)
+    assert (
+        found
+        == [
+            f"step 3: the {what} is {value}; the weights are still those of step 2 (a lower"
+            " optimizer.lr or a longer optimizer.warmup may help)"
+        ]
+        * 2
+    )
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def _gc_during_steps(keys: dict[str, object]) -> tuple[list[bool], bool]:
+    seen: list[bool] = []
+    real = Trainer.step
+
+    def spy(self: Trainer, step: int) -> Any:
+        seen.append(gc.isenabled())
+        return real(self, step)
+
+    with mock.patch.object(Trainer, "step", spy):
+        _train(keys)
+    return seen, gc.isenabled()
+
+
+def test_garbage_collector_rests_during_steps(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_for(tmp_path, train__steps=2)
+    assert pool.run(_gc_during_steps, 1, keys) == [([False, False], True)]
+
+
+def command(*arguments: str, ranks: int = 0) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+    return [sys.executable, *torchrun, *arguments]
+
+
+def execute(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments, ranks=ranks),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+QUICK = [f"--{key}={value}" for key, value in SMALL.items()]
+
+
+def test_torchrun_trains(tmp_path: Path) -> None:
+    done = execute("train.py", *QUICK, "--train.steps=3", f"--run.dir={tmp_path}/run", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 3/3") == 1
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+    assert list((tmp_path / "run").glob("events*"))
+
+
+def test_bad_input_is_said_once_with_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = ["--parallel.tpp=2", "--train.steps=x"]
+    alone = execute("train.py", *arguments)
+    assert (alone.returncode, alone.stdout) == (2, "")
+    assert alone.stderr.splitlines() == [
+        'command line: train.steps: expected int, got "x"',
+        "command line: parallel.tpp: unknown key; did you mean parallel.tp?",
+    ]
+    several = execute("train.py", *arguments, ranks=3)
+    assert several.stderr.count("unknown key") == 1
+    assert "exitcode  : 2" in several.stderr
+    verify = execute("-m", "compose", "verify", "nowhere.toml")
+    assert (verify.returncode, verify.stderr) == (2, "nowhere.toml: no such file\n")
+
+
+def test_run_dir_that_cannot_be_written_or_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = execute("train.py", f"--run.dir={tmp_path}/file/run")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"train.toml: run.dir: cannot write to {tmp_path}/file/run: Not a directory\n",
+    )
+    (tmp_path / "metrics.jsonl").write_text("kept\n")
+    done = execute("train.py", f"--run.dir={tmp_path}")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"train.toml: run.dir: {tmp_path} already holds a run; choose another folder or remove it\n",
+    )
+    assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_ctrl_c_ends_after_the_step(tmp_path: Path, ranks: int) -> None:
+    arguments = command(
+        "train.py", *QUICK, f"--run.dir={tmp_path}", "--metrics.console_every=1", ranks=ranks
+    )
+    process = subprocess.Popen(
+        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step   2"):
+        assert process.poll() is None, process.communicate()[1]
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    steps = len(lines(tmp_path))
+    assert f"stopped by Ctrl-C after step {steps}\n" in output
+    if not ranks:
+        assert process.returncode == 130
+        assert errors == ""
+
+
+def test_a_ranks_failure_is_shown_once(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "from compose.cli import parse, run\n"
+        "from compose.runtime import process_group\n"
+        "def main(arguments):\n"
+        "    with process_group(parse(arguments, 'fails.py').config):\n"
+        "        if dist.get_rank() == 1:\n"
+        "            raise ValueError('what went wrong')\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+        "run(main)\n"
+    )
+    start = time.time()
+    done = execute(str(script), "--train.global_batch=24", ranks=3)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: what went wrong") == 1
+    assert done.stderr.count("rank 1 failed:") == 1
+    assert "rank 0 failed" not in done.stderr
+    assert time.time() - start < 60

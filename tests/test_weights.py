@@ -1,0 +1,84 @@
+"""Initial weights: bitwise the same on every mesh, each from its own name."""
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from compose import ConfigError, init_weights
+from compose.build import build
+from compose.verify import whole
+from compose.weights import named_generator
+from models.llama import PRESETS, Model
+from tests.helpers import make_config
+from tests.pool import Pool, make_mesh
+from tests.test_verify import MESHES, name, ranks
+
+
+def _fingerprint(keys: dict[str, object]) -> dict[str, str]:
+    """SHA-256 of every whole parameter, as this rank sees it."""
+    config = make_config(dist.get_world_size(), **keys)
+    model = build(config, make_mesh(config.parallel), torch.device("cpu"))
+    return {
+        name: hashlib.sha256(whole(p).numpy().tobytes()).hexdigest()
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[bool, dict[str, str]]:
+    return {
+        tied: pool.run(_fingerprint, 1, {"model__tie_embeddings": tied})[0] for tied in (True, False)
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("mesh", MESHES, ids=name)
+def test_bitwise_equal(
+    pool: Pool, alone: dict[bool, dict[str, str]], mesh: dict[str, int | bool], tied: bool
+) -> None:
+    keys: dict[str, object] = {f"parallel__{key}": value for key, value in mesh.items()}
+    keys |= {"model__tie_embeddings": tied, "train__global_batch": 16}
+    assert pool.run(_fingerprint, ranks(mesh), keys) == [alone[tied]] * ranks(mesh)
+
+
+def test_seed_and_name_choose_the_numbers(pool: Pool, alone: dict[bool, dict[str, str]]) -> None:
+    other = pool.run(_fingerprint, 1, {"train__seed": 1})[0]
+    matrices = [name for name in other if "norm" not in name]
+    assert not any(other[name] == alone[False][name] for name in matrices)
+    assert len({alone[False][name] for name in matrices}) == len(matrices)
+    first, again = (torch.randn(3, generator=named_generator(0, "a")) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_scale_of_llama_weights() -> None:
+    with torch.device("meta"):
+        model = Model(PRESETS["debug"])
+    init_weights(model, model.init_parameter, seed=0, device=torch.device("cpu"))
+    for key, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all()
+        else:
+            scale = 0.02 / 10**0.5 if key.endswith(("wo.weight", "w2.weight")) else 0.02
+            assert float(parameter.std()) == pytest.approx(scale, rel=0.05)
+
+
+class Buffered(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("table", torch.arange(4.0, device=device))
+
+
+def test_buffers_keep_their_values_or_are_refused() -> None:
+    with torch.device("meta"):
+        model, lost = Buffered("cpu"), Buffered("meta")
+    fill = lambda name, tensor, generator: tensor.fill_(2.0)  # noqa: E731
+    init_weights(model, fill, seed=0, device=torch.device("cpu"))
+    assert model.get_buffer("table").tolist() == [0, 1, 2, 3]
+    assert model.weight.tolist() == [2, 2, 2]
+    with pytest.raises(ConfigError) as caught:
+        init_weights(lost, fill, seed=0, device=torch.device("cpu"))
+    assert str(caught.value) == "buffer table is on meta: give it a device where it is made"
