@@ -16,7 +16,7 @@ from compose.config import TABLES, Config, Model, docs, toml_value, type_name
 from compose.data import check_source, open_source
 from compose.errors import ConfigError, did_you_mean
 from compose.registry import find_model, model_names
-from compose.toml import COMMAND_LINE, load
+from compose.toml import COMMAND_LINE, load, nearest_key
 
 
 @dataclass(frozen=True)
@@ -64,31 +64,33 @@ def _split(
     flags: dict[str, str] = {}
     rest = list(arguments)
     while rest:
-        word = "--help" if rest[0] == "-h" else rest[0]
-        rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("--"):
+        word = rest.pop(0)
+        if not word.startswith("-"):
             files.append(word)
             continue
-        if name in known and name != "--world-size":
+        name, equals, value = ("--help" if word == "-h" else word).partition("=")
+        if name in ("--help", "--dry-run") and name in known:
             flags[name] = ""
             continue
+        if name not in known and "." not in name:
+            hint = nearest_key(name)
+            raise ConfigError(
+                f"{COMMAND_LINE}: {name}: unknown option{hint or did_you_mean(name, known)}"
+            )
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
             value = rest.pop(0)
-        if name == "--world-size" and name in known:
+        if name == "--world-size":
             if not value.isdigit() or int(value) < 1:
-                raise ConfigError(f"{COMMAND_LINE}: --world-size: {value} is not a number of ranks")
+                raise ConfigError(f"{COMMAND_LINE}: {name}: {value} is not a number of ranks")
             flags[name] = value
-        elif "." not in name and name not in known and did_you_mean(name, known):
-            raise ConfigError(f"{COMMAND_LINE}: {name}: unknown option{did_you_mean(name, known)}")
         else:
             overrides.append((name.removeprefix("--"), value))
     if len(files) > 1:
         raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(files)}")
     if "--world-size" in flags and "--dry-run" not in flags:
-        raise ConfigError(f"{COMMAND_LINE}: --world-size goes with --dry-run; torchrun sets it else")
+        raise ConfigError(f"{COMMAND_LINE}: --world-size: goes with --dry-run; else torchrun sets it")
     return files[0] if files else "train.toml", overrides, flags
 
 

@@ -38,9 +38,10 @@ def apply_data_parallel(
         raise ValueError("zero = 0 needs a mesh with dp_shard 1; compose.init_mesh makes one")
     replicated = mesh["dp_replicate"].size() > 1
     data_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
+        # The model's own inputs are cast; between its parts, what is float32 is so on purpose.
+        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=modules is model)
         fully_shard(modules, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)  # type: ignore[arg-type]
 
     for i, unit in enumerate(units):

@@ -49,11 +49,8 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
     keys = Keys()
     _read(file, keys, ())
     for name, text in overrides:
-        table, dot, key = name.partition(".")
-        if dot:
-            keys.set(table, key, _parse_value(text), COMMAND_LINE)
-        else:
-            keys.problems.append(f"{COMMAND_LINE}: --{name}: unknown option{_nearest(name)}")
+        table, _, key = name.partition(".")
+        keys.set(table, key, _parse_value(text), COMMAND_LINE)
     tables = {name: _table(name, kind, keys) for name, kind in TABLES.items() if kind is not Model}
     tables["model"] = _model(keys)
     for table, key in keys.values:
@@ -84,7 +81,7 @@ def _read(file: str, keys: Keys, above: tuple[Path, ...]) -> None:
         keys.problems.append(f'{file}: extends: expected a file name in quotes, as "base.toml"')
     for table, values in content.items():
         if not isinstance(values, dict):
-            keys.problems.append(f"{file}: {table}: unknown key{_nearest(table)}")
+            keys.problems.append(f"{file}: {table}: unknown key{nearest_key(table)}")
             continue
         for key, value in values.items():
             keys.set(table, key, value, file)
@@ -108,8 +105,9 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _nearest(key: str, table: str = "", known: Sequence[str] = ()) -> str:
+def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
     """A hint for an unknown key: the same key of another table, or a like one of ``table`` or any."""
+    key = key.lstrip("-")
     everywhere = {name: f"{other}.{name}" for other, kind in TABLES.items() for name in docs(kind)}
     if key in everywhere:
         return f"; did you mean {everywhere[key]}?"
@@ -128,7 +126,7 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
         if name != table:
             continue
         if key not in known:
-            keys.problem(table, key, f"unknown key{_nearest(key, table, known)}")
+            keys.problem(table, key, f"unknown key{nearest_key(key, table, known)}")
             continue
         try:
             good[key] = TypeAdapter(types[key]).validate_python(value, strict=True)

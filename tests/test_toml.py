@@ -87,8 +87,7 @@ def test_missing_file(write: Write) -> None:
 
 def test_all_problems_together(write: Write) -> None:
     file = write("[train]\nsteps = 'x'\nsed = 1\n[model]\npreset = 'big'\n[oops]\na = 1\nb = 2\n")
-    assert problems(file, [("parallel.tpp", "2"), ("fast", "1")]) == [
-        "command line: --fast: unknown option",
+    assert problems(file, [("parallel.tpp", "2")]) == [
         'train.toml: train.steps: expected int, got "x"',
         "train.toml: train.sed: unknown key; did you mean train.seed?",
         "command line: parallel.tpp: unknown key; did you mean parallel.tp?",

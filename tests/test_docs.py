@@ -1,0 +1,77 @@
+"""What README and docs tell a person to type works, as it stands."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    return [
+        (page.name, block)
+        for page in PAGES
+        for block in re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
+    ]
+
+
+def run(command: list[str], folder: Path) -> str:
+    scripts = Path(sys.executable).parent
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PATH": f"{scripts}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.splitlines()]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
+def test_command(page: str, line: str, tmp_path: Path) -> None:
+    words = shlex.split(line)
+    if "train.py" in words and "--dry-run" not in words:
+        words += ["--train.stop_after=2", f"--run.dir={tmp_path / 'run'}"]
+    output = run(words, tmp_path)
+    if "verify" in words or "examples/own_loop.py" in words:
+        assert "\nequal to one process: " in output
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), blocks("python"), ids=[page for page, _ in blocks("python")]
+)
+def test_python(page: str, block: str, tmp_path: Path) -> None:
+    (tmp_path / "block.py").write_text(block)
+    run([sys.executable, str(tmp_path / "block.py")], tmp_path)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_readme_commands_are_the_ones_that_ci_runs() -> None:
+    commands = [block.strip() for page, block in blocks("sh") if page == "README.md"]
+    assert len(commands) == 2
+    in_ci = (ROOT / ".ci" / "run").read_text().replace(" -q", "")
+    assert commands[1] in in_ci

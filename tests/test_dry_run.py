@@ -1,0 +1,144 @@
+"""The dry run tells what ranks would really hold."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose.build import build
+from compose.dry_run import Placed, placements
+from tests.helpers import ROOT, SMALL, make_config
+from tests.pool import Pool, make_mesh
+from tests.test_trainer import execute
+
+
+def _real(keys: dict[str, object]) -> list[Placed]:
+    config = make_config(dist.get_world_size(), **keys)
+    mesh = make_mesh(config.parallel)
+    return placements(build(config, mesh, torch.device("cpu")), mesh, config)
+
+
+def table(output: str) -> dict[str, list[str]]:
+    """Cells by parameter, for a dry run of one layer."""
+    rows = [re.split(r"\s{2,}", line) for line in output.splitlines()]
+    start = next(i for i, row in enumerate(rows) if row[0] == "parameter")
+    end = next(i for i in range(start, len(rows)) if rows[i] == [""])
+    return {row[0]: row[1:] for row in rows[start + 1 : end]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (1, {}),
+        (4, {"dp_shard": 4}),
+        (4, {"dp_shard": 4, "zero": 0}),
+        (8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        (4, {"tp": 4, "sequence": False}),
+    ],
+    ids=str,
+)
+def test_same_as_real_ranks(pool: Pool, ranks: int, mesh: dict[str, object]) -> None:
+    keys: dict[str, object] = {f"parallel__{key}": value for key, value in mesh.items()}
+    real = pool.run(_real, ranks, {**keys, "model__n_layers": 1})[0]
+    overrides = {**SMALL, "model.n_layers": 1} | {
+        f"parallel.{k}": str(v).lower() for k, v in mesh.items()
+    }
+    arguments = [f"--{key}={value}" for key, value in overrides.items()]
+    done = execute("train.py", "--dry-run", "--world-size", str(ranks), *arguments)
+    assert done.returncode == 0, done.stderr
+    found = table(done.stdout)
+    assert found.keys() == {p.name for p in real}
+    axes = next(line for line in done.stdout.splitlines() if line.startswith("parameter ")).split()[
+        2:-3
+    ]
+    for p in real:
+        assert found[p.name] == [
+            "x".join(map(str, p.shape)),
+            *(p.placements[axis] for axis in axes),
+            "x".join(map(str, p.local_shape)),
+            f"{p.local_bytes:,}",
+        ]
+    state = 4 * sum(p.local_bytes for p in real)
+    if ranks > 1 and not mesh.get("zero", 3):
+        assert f"state in all        {state:>18,}" in done.stdout
+    else:
+        assert f"{state:,}" in done.stdout
+
+
+def test_70b_on_512_ranks_takes_seconds() -> None:
+    start = time.time()
+    done = execute(
+        "train.py", "--dry-run", "--world-size", "512", "--model.preset=70b", "--parallel.tp=8",
+        "--train.global_batch=128",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert time.time() - start < 30
+    assert "mesh: 512 ranks: pp 1, dp_replicate 1, dp_shard 64, cp 1, tp 8; zero 3" in done.stdout
+    assert "parameters: 70,553,706,496" in done.stdout
+    row = next(
+        line for line in done.stdout.splitlines() if "attention.wo" in line and "8192x8192" in line
+    )
+    assert row.split()[-7:] == ["8192x8192", "S(0)", "S(1)", "128x1024", "524,288", "x", "80"]
+
+
+def test_needs_no_data_and_writes_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("dry") / "run"
+    done = execute("train.py", "--dry-run", "--data.path=nowhere.bin", f"--run.dir={folder}")
+    assert done.returncode == 0
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_recipes_pass(recipe: Path) -> None:
+    """At the number of ranks that the recipe's own comment gives."""
+    text = recipe.read_text()
+    nodes = int((re.search(r"--nnodes (\d+)", text) or [0, 1])[1])
+    per_node = int((re.search(r"--nproc-per-node (\d+)", text) or [0, 1])[1])
+    done = execute("train.py", str(recipe), "--dry-run", "--world-size", str(nodes * per_node))
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_every_key() -> None:
+    from compose.config import TABLES, docs
+
+    done = execute("train.py", "--help")
+    assert done.returncode == 0
+    for table_name, kind in TABLES.items():
+        assert f"[{table_name}]" in done.stdout
+        for key, doc in docs(kind).items():
+            assert re.search(rf"^  {key} .*, default .*\n      {re.escape(doc)}$", done.stdout, re.M), (
+                key
+            )
+    assert re.search(r"^    rope_theta +float, default 10000.0$", done.stdout, re.M)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size=8"], "command line: --world-size: goes with --dry-run; else torchrun sets it"),
+        (["--dry-run", "--world-size=x"], "command line: --world-size: x is not a number of ranks"),
+        (["--dry-rn=1"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
+        (["--dry-rn"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
+        (["--steps=3"], "command line: --steps: unknown option; did you mean train.steps?"),
+        (["-v"], "command line: -v: unknown option"),
+        (["a.toml", "b.toml"], "command line: one TOML file at a time, got a.toml and b.toml"),
+        (["--train.steps"], "command line: --train.steps: needs a value: --train.steps=value"),
+    ],
+)
+def test_bad_command_line(arguments: list[str], message: str) -> None:
+    done = execute("train.py", *arguments)
+    assert (done.returncode, done.stderr.splitlines()) == (2, [message])
+
+
+def test_unknown_command() -> None:
+    done = execute("-m", "compose", "verfy")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "compose: verfy: unknown command; did you mean verify? (known: verify)\n",
+    )
+    assert "verify" in execute("-m", "compose").stdout
