@@ -40,7 +40,6 @@ def reference(config: Config) -> nn.Module:
             rope_parameters={**scaling, "rope_theta": config.rope_theta},
             max_position_embeddings=8192,
             tie_word_embeddings=config.tie_embeddings,
-            attn_implementation="eager",
         )
     )
 

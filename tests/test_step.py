@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -43,14 +44,11 @@ def _collectives(parallel: Parallel, micro_batches: int) -> dict[str, int]:
     batch = {"input": torch.randn(micro_batches, 4), "targets": torch.zeros(micro_batches).long()}
     loss = nn.CrossEntropyLoss(reduction="sum")
     counts: Counter[str] = Counter()
-    with mock.patch.multiple(
-        dist,
-        **{
-            name: _count(getattr(dist, name), kind, counts)
-            for name, kind in NAMES.items()
-            if hasattr(dist, name)
-        },
-    ):
+    with ExitStack() as stack:
+        for name, kind in NAMES.items():
+            if hasattr(dist, name):
+                counted = _count(getattr(dist, name), kind, counts)
+                stack.enter_context(mock.patch.object(dist, name, counted))
         forward_backward(model, batch, mesh, zero=parallel.zero, micro_batch=1, loss_function=loss)
     return dict(counts)
 
