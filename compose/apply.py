@@ -7,8 +7,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from compose.applied import Applied, remember
+from compose.context_parallel import ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
 from compose.plan import Plan, Resolved, resolve
@@ -33,10 +36,16 @@ def apply(
 
     Raises ConfigError where the plan does not fit the model.
     """
+    if zero not in (0, 1, 2, 3):
+        raise ConfigError(f"zero: {zero} is not a ZeRO stage (0, 1, 2, 3)")
+    if activation_checkpoint not in ("none", "full"):
+        raise ConfigError(f"activation_checkpoint: {activation_checkpoint!r} is neither none nor full")
     resolved = resolve(plan, model)
     _broadcast(model)
     if mesh["tp"].size() > 1:
         _tensor(model, resolved, mesh["tp"])
+    if mesh["cp"].size() > 1:
+        _context(model, resolved, mesh["cp"])
     if activation_checkpoint == "full":
         _checkpoint(model, resolved)
     # A lone process in full precision has nothing to shard, reduce or cast.
@@ -49,6 +58,8 @@ def apply(
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
         )
+    balances = [style.balance for _, style in resolved.context if isinstance(style, ContextParallel)]
+    remember(model, Applied(zero, *balances[:1]))
     return model
 
 
@@ -68,7 +79,16 @@ def _tensor(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
         )
 
 
+def _context(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
+    if not resolved.context:
+        raise ConfigError("plan.context: names no attention core, which parallel.cp needs")
+    for name, style in resolved.context:
+        parallelize_module(model.get_submodule(name), mesh, style)
+
+
 def _checkpoint(model: nn.Module, resolved: Resolved) -> None:
+    if not resolved.checkpoint:
+        raise ConfigError("plan.checkpoint: names no unit, which activation checkpointing needs")
     for name in resolved.checkpoint:
         module = model.get_submodule(name)
         # Around forward only, so that hooks and names stay where they are.

@@ -97,7 +97,11 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 3
     """What dp_shard shards: 0 nothing (DDP), 1 optimizer state, 2 and gradients, 3 and parameters."""
     cp: int = 1
-    """Context-parallel degree (not built yet)."""
+    """Context-parallel degree: ranks that share each sequence."""
+    cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
+    """How attention reaches the other ranks' keys."""
+    cp_balance: Literal["headtail", "none"] = "headtail"
+    """headtail: each rank holds a piece from the front and one from the back of a sequence."""
     tp: int = 1
     """Tensor-parallel degree."""
     pp: int = 1

@@ -29,15 +29,16 @@ def apply_data_parallel(
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """``fully_shard`` each unit, then the model, over the dp_replicate and dp_shard axes of ``mesh``.
+    """``fully_shard`` each unit, then the model, over the data axes of ``mesh``.
+
+    What dp_shard and cp hold between them is sharded over both, and replicated over dp_replicate.
 
     Gradients are summed, not averaged, over ranks: the loss is already divided by the number of
     target tokens in the global batch. ``zero`` = 0 asks for a mesh whose dp_shard is 1.
     """
     if zero == 0 and mesh["dp_shard"].size() > 1:
         raise ValueError("zero = 0 needs a mesh with dp_shard 1; compose.init_mesh makes one")
-    replicated = mesh["dp_replicate"].size() > 1
-    data_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
+    data_mesh = _data_mesh(mesh)
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
         # The model's own inputs are cast; between its parts, what is float32 is so on purpose.
@@ -54,6 +55,20 @@ def apply_data_parallel(
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh for ``fully_shard``: (dp_shard x cp), or (dp_replicate, dp_shard x cp) for HSDP."""
+    if mesh["cp"].size() == 1:
+        shard = mesh["dp_shard"]
+    elif mesh["dp_shard"].size() == 1:
+        shard = mesh["cp"]
+    else:
+        shard = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    if mesh["dp_replicate"].size() == 1:
+        return shard
+    # No public call joins a flattened axis to another; this one is in torch 2.11 to 2.13.
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shard])
 
 
 def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:

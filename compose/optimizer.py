@@ -36,7 +36,9 @@ def learning_rate(step: int, steps: int, options: Optimizer) -> float:
     """
     if step < options.warmup:
         return options.lr * (step + 1) / (options.warmup + 1)
-    start = steps - options.decay if options.schedule == "constant" else options.warmup
+    start = options.warmup
+    if options.schedule == "constant":
+        start = max(start, steps - options.decay)
     progress = max(0.0, (step - start) / max(1, steps - start))
     cosine = options.schedule == "cosine"
     remaining = (1 + math.cos(math.pi * progress)) / 2 if cosine else 1 - progress

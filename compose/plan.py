@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError, did_you_mean
+from compose.ties import tied_names
 
 # Styles that only lay out activations: a parameter under them is not placed by them.
 _ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
@@ -33,22 +34,25 @@ class Plan:
         every tp rank. With a non-empty ``tensor`` every parameter is placed by one of the two.
     shard: FSDP units in order of use; a list of patterns is one unit of several modules. Empty: the
         model is one unit. Otherwise every parameter belongs to exactly one unit.
+    context: styles on the cp axis.
     checkpoint: activation-checkpoint units.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
     replicate: Sequence[str] = ()
+    context: Mapping[str, ParallelStyle] = field(default_factory=dict)
     shard: Sequence[str | Sequence[str]] = ()
     checkpoint: Sequence[str] = ()
 
     def __str__(self) -> str:
         rows = [("tensor", key, repr(style)) for key, style in self.tensor.items()]
         rows += [("replicate", key, "") for key in self.replicate]
+        rows += [("context", key, repr(style)) for key, style in self.context.items()]
         rows += [
             ("shard", unit if isinstance(unit, str) else " + ".join(unit), "") for unit in self.shard
         ]
         rows += [("checkpoint", key, "") for key in self.checkpoint]
-        wide = max(map(len, self.tensor), default=0)
+        wide = max(map(len, [*self.tensor, *self.context]), default=0)
         return "\n".join(f"{kind:<11}{key:<{wide + 2}}{style}".rstrip() for kind, key, style in rows)
 
 
@@ -58,6 +62,7 @@ class Resolved:
 
     tensor: list[tuple[str, ParallelStyle]]
     replicate: list[str]
+    context: list[tuple[str, ParallelStyle]]
     shard: list[list[str]]
     checkpoint: list[str]
 
@@ -76,6 +81,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
 
     tensor = [(n, s) for pattern, s in plan.tensor.items() for n in match("tensor", pattern)]
     replicate = [n for pattern in plan.replicate for n in match("replicate", pattern)]
+    context = [(n, s) for pattern, s in plan.context.items() for n in match("context", pattern)]
     shard: list[list[str]] = []
     for unit in plan.shard:
         if isinstance(unit, str):
@@ -84,16 +90,20 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
             shard.append([name for pattern in unit for name in match("shard", pattern)])
     checkpoint = [n for pattern in plan.checkpoint for n in match("checkpoint", pattern)]
 
+    if problems:  # what a mistyped pattern leaves uncovered is no news
+        raise ConfigError(*problems)
     problems += _twice("tensor or replicate", [n for n, _ in tensor] + replicate)
+    problems += _twice("context", [n for n, _ in context])
     problems += _twice("shard", [n for unit in shard for n in unit])
     if plan.tensor:
         placing = [n for n, s in tensor if not isinstance(s, _ACTIVATION_STYLES)] + replicate
         problems += _uncovered("tensor", "and is not listed in replicate", placing, model)
     if plan.shard:
         problems += _uncovered("shard", "", [n for unit in shard for n in unit], model)
+        problems += _unfit_units(shard, model)
     if problems:
         raise ConfigError(*problems)
-    return Resolved(tensor, replicate, shard, checkpoint)
+    return Resolved(tensor, replicate, context, shard, checkpoint)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -112,6 +122,25 @@ def _as_patterns(names: Iterable[str], pattern: str) -> list[str]:
     return sorted(starred | set(names))
 
 
+def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
+    """One line per unit that ``fully_shard`` would refuse, or would quietly do wrong."""
+    problems = []
+    unit_of = {name: unit for unit in units for name in unit}
+    for name in unit_of:
+        if isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
+            problems.append(f"plan.shard: {name} is a list of modules; name them: {name}.*")
+        outer = [other for other in unit_of if name.startswith(other + ".")]
+        problems += [f"plan.shard: {name} is inside {other}, another unit" for other in outer]
+    for names in tied_names(model):
+        here = [unit_of[m] for name in names for m in unit_of if name.startswith(m + ".")]
+        if any(unit is not here[0] for unit in here):
+            problems.append(
+                f"plan.shard: {' and '.join(names)} are one tied parameter;"
+                " put their modules in one unit"
+            )
+    return problems
+
+
 def _twice(part: str, names: list[str]) -> list[str]:
     repeated = sorted({name for name in names if names.count(name) > 1})
     return [f"plan.{part}: {name} is matched by more than one pattern" for name in repeated]
@@ -125,6 +154,8 @@ def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> li
         first_name.setdefault(id(parameter), name)
         if any(name.startswith(module + ".") for module in modules):
             covered.add(id(parameter))
-    lost = [name for key, name in first_name.items() if key not in covered]
+    # What the root module itself owns no pattern can name; FSDP's root unit takes it.
+    own = {id(p) for p in model.parameters(recurse=False)} if part == "shard" else set()
+    lost = [name for key, name in first_name.items() if key not in covered | own]
     also = f" {also}" if also else ""
     return [f"plan.{part}: parameter {name} is matched by no pattern{also}" for name in lost]

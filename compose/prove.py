@@ -39,7 +39,6 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
         build(config, mesh, device),
         mesh,
         batches,
-        zero=config.parallel.zero,
         micro_batch=train.micro_batch,
         param_dtype=param_dtype,
         loss_function=cross_entropy,

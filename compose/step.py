@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from compose.applied import applied_to
+from compose.context_parallel import shard_sequence
 from compose.data_parallel import prepare_micro_batch
 from compose.loss import count_targets, cross_entropy
 from compose.mesh import AXES, BATCH_AXES, sum_over
@@ -20,7 +22,6 @@ def forward_backward(
     batch: Mapping[str, Tensor],
     mesh: DeviceMesh,
     *,
-    zero: int = 3,
     micro_batch: int | None = None,
     loss_function: LossFunction = cross_entropy,
 ) -> Tensor:
@@ -29,23 +30,31 @@ def forward_backward(
     batch: this rank's share of the global batch, each tensor (samples, ...). ``targets`` goes to
     ``loss_function(output, targets)``, which returns a sum over targets; all else is passed to the
     model by name. The sum is divided by the number of targets in the *global* batch, so it does not
-    matter how samples, or masked targets, fall on ranks and micro-batches.
+    matter how samples, or masked targets, fall on ranks and micro-batches. With cp, each tensor is cut
+    along its second dim.
+
+    micro_batch: samples in one forward; None is the whole share. Raises ValueError below 1.
     """
     targets = batch["targets"]
     share = len(targets)
-    micro_batch = micro_batch or share
+    micro_batch = share if micro_batch is None else micro_batch
+    if micro_batch < 1:
+        raise ValueError(f"micro_batch: {micro_batch} should be at least 1")
+    applied = applied_to(model)
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
     total = torch.zeros((), device=targets.device)
     # loss_parallel only changes what cross-entropy does with DTensors.
     with loss_parallel():
         for start in range(0, share, micro_batch):
             part = {name: value[start : start + micro_batch] for name, value in batch.items()}
-            prepare_micro_batch(model, zero, last=start + micro_batch >= share)
+            prepare_micro_batch(model, applied.zero, last=start + micro_batch >= share)
+            if mesh["cp"].size() > 1:
+                part = shard_sequence(part, mesh["cp"], applied.balance, multiple=mesh["tp"].size())
             part_targets = part.pop("targets")
             loss = loss_function(model(**part), part_targets) / count
             loss.backward()
             total += loss.detach()
-    return sum_over(total, mesh, BATCH_AXES)
+    return sum_over(total, mesh, (*BATCH_AXES, "cp"))
 
 
 @torch.no_grad()

@@ -89,7 +89,6 @@ class Trainer:
             self.model,
             batch,
             self.mesh,
-            zero=config.parallel.zero,
             micro_batch=train.micro_batch,
         ).item()
         norm = clip_grad_norm_(self.model.parameters(), train.max_norm, self.mesh).item()

@@ -8,8 +8,10 @@ drifted apart look right on one rank.
 import copy
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose.apply import apply
+from compose.errors import ConfigError
 from compose.loss import count_targets, cross_entropy
 from compose.mesh import batch_share
 from compose.plan import Plan
@@ -126,7 +129,6 @@ def verify(
         composed,
         mesh,
         batches,
-        zero=zero,
         micro_batch=micro_batch,
         param_dtype=param_dtype,
         loss_function=loss_function,
@@ -142,7 +144,6 @@ def compare(
     mesh: DeviceMesh,
     batches: Sequence[Mapping[str, Tensor]],
     *,
-    zero: int,
     micro_batch: int | None,
     param_dtype: torch.dtype,
     loss_function: LossFunction,
@@ -154,6 +155,9 @@ def compare(
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     index, count = batch_share(mesh)
+    samples = {len(value) for batch in batches for value in batch.values()}
+    if any(number % count for number in samples):
+        raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
     judge = _Judge(next(composed.parameters()).device)
     reference: _OneProcess | None = None
     if dist.get_rank() == 0:
@@ -166,11 +170,14 @@ def compare(
 
     composed_optimizer = optimizer(composed.parameters())
     for step, batch in enumerate(batches):
-        if reference:
-            reference.step(batch)
+        _on_first_rank(partial(reference.step, batch) if reference else None)
         share = {name: _slice(value, index, count) for name, value in batch.items()}
         loss = forward_backward(
-            composed, share, mesh, zero=zero, micro_batch=micro_batch, loss_function=loss_function
+            composed,
+            share,
+            mesh,
+            micro_batch=micro_batch,
+            loss_function=loss_function,
         )
         if step == 0:
             for name, parameter in composed.named_parameters():
@@ -188,6 +195,19 @@ def compare(
         change = whole(parameter) - before[name]
         judge.tensor("update", name, change, reference and reference.change(name), tolerance.update)
     return judge.report()
+
+
+def _on_first_rank(work: Callable[[], None] | None) -> None:
+    """Do what rank 0 alone has to do; if it raises, every rank does, rather than wait for it."""
+    problem: list[str | None] = [None]
+    try:
+        if work:
+            work()
+    except Exception:
+        problem[0] = traceback.format_exc()
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise RuntimeError(f"the model failed on one process:\n{problem[0]}")
 
 
 def whole(tensor: Tensor) -> Tensor:

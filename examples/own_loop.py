@@ -49,7 +49,7 @@ def main(steps: int = 20) -> list[float]:
     mine = {name: value.chunk(count)[index] for name, value in batch.items()}
     losses = []
     for _ in range(steps):
-        loss = forward_backward(model, mine, mesh, zero=2, micro_batch=8, loss_function=loss_function)
+        loss = forward_backward(model, mine, mesh, micro_batch=8, loss_function=loss_function)
         clip_grad_norm_(model.parameters(), 1.0, mesh)
         optimizer.step()
         optimizer.zero_grad()

@@ -132,14 +132,14 @@ def gradients_are_averaged_over_ranks() -> Iterator[None]:
 @contextmanager
 def wo_shards_are_in_reverse_order() -> Iterator[None]:
     """Each tp rank fills wo with the part of the rank opposite."""
-    real = compose.weights.distribute_tensor
+    real = compose.weights.local_part
 
-    def fake(whole: Tensor, mesh: Any, placements: Any, **kwargs: Any) -> DTensor:
-        if whole.shape == (64, 64) and placements[-1].is_shard(1):
+    def fake(whole: Tensor, like: DTensor) -> Tensor:
+        if whole.shape == (64, 64) and like.placements[-1].is_shard(1):
             whole = torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)
-        return real(whole, mesh, placements, **kwargs)
+        return real(whole, like)
 
-    with mock.patch.object(compose.weights, "distribute_tensor", fake):
+    with mock.patch.object(compose.weights, "local_part", fake):
         yield
 
 
@@ -261,7 +261,6 @@ def _stale_buffer() -> Report:
         composed,
         mesh,
         [batch],
-        zero=3,
         micro_batch=None,
         param_dtype=torch.float32,
         loss_function=nn.CrossEntropyLoss(reduction="sum"),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from compose.data import random_batch
-from models.layers.attention import AttentionCore, document_mask
+from models.layers.attention import AttentionCore, Documents
 from models.llama import PRESETS, Config, Model
 from models.llama.hf import hf_name
 
@@ -81,14 +81,14 @@ def test_documents_do_not_see_each_other() -> None:
 
 
 def test_document_mask() -> None:
-    mask = document_mask(torch.tensor([[0, 0, 1]]))
+    mask = Documents(torch.tensor([[0, 0, 1]])).mask
     assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
 
 
 class RowByRow(nn.Module):
     """Causal attention that computes a query's own keys and no more."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         rows = [

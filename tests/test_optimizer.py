@@ -39,6 +39,13 @@ def test_constant_with_decay() -> None:
     assert rates(20, schedule="constant")[4:20] == [2.0] * 16
 
 
+def test_decay_longer_than_what_warmup_leaves_begins_after_it() -> None:
+    for decay in (16, 20, 40):
+        found = rates(20, schedule="constant", decay=decay)
+        assert found[4] == 2.0
+        assert found[12] == pytest.approx(1.25)
+
+
 def test_only_matrices_decay() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     optimizer = build_optimizer(model.parameters(), Optimizer(weight_decay=0.5, lr=0.1, beta2=0.9))

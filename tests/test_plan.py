@@ -1,6 +1,7 @@
 """Strict resolution: what PyTorch only warns of is an error here."""
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
@@ -33,7 +34,7 @@ def test_patterns_become_names_in_the_models_order() -> None:
         Plan(
             tensor=GOOD,
             replicate=["output"],
-            shard=["layers.*", ["output"]],
+            shard=["layers.*.*", ["output"]],
             checkpoint=["layers.[01]"],
         ),
         Tiny(),
@@ -45,7 +46,10 @@ def test_patterns_become_names_in_the_models_order() -> None:
         "layers.1.down",
     ]
     assert resolved.replicate == ["output"]
-    assert resolved.shard == [["layers.0"], ["layers.1"], ["output"]]
+    assert resolved.shard == [
+        *([f"layers.{i}.{leaf}"] for i in range(2) for leaf in ("up", "down")),
+        ["output"],
+    ]
     assert resolved.checkpoint == ["layers.0", "layers.1"]
 
 
@@ -54,8 +58,7 @@ def test_pattern_that_matches_nothing() -> None:
         "plan.checkpoint: pattern 'layer.*' matches no module; did you mean layers.*?"
     ]
     assert problems(Plan(shard=["layers.*", ["outptu"]])) == [
-        "plan.shard: pattern 'outptu' matches no module; did you mean output?",
-        "plan.shard: parameter output.weight is matched by no pattern",
+        "plan.shard: pattern 'outptu' matches no module; did you mean output?"
     ]
     # A star is one part of a name, as in parallelize_module.
     assert problems(Plan(checkpoint=["*.up"])) == ["plan.checkpoint: pattern '*.up' matches no module"]
@@ -84,6 +87,34 @@ def test_either_name_covers_a_tied_parameter() -> None:
     model = Model(config)
     resolve(Plan(shard=["layers.*", ["tok_embeddings", "norm"]]), model)
     resolve(plan(config, Parallel(tp=2)), model)
+
+
+class Rooted(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(4))
+
+
+def test_units_that_fully_shard_would_get_wrong() -> None:
+    assert problems(Plan(shard=["layers", "output"])) == [
+        "plan.shard: layers is a list of modules; name them: layers.*"
+    ]
+    assert problems(Plan(shard=["layers.*", "layers.0.up", "output"])) == [
+        "plan.shard: layers.0 is a list of modules; name them: layers.0.*",
+        "plan.shard: layers.1 is a list of modules; name them: layers.1.*",
+        "plan.shard: layers.0.up is inside layers.0, another unit",
+    ]
+    tied = Tiny()
+    tied.get_submodule("layers.0.up").weight = tied.get_parameter("layers.1.up.weight")
+    assert problems(Plan(shard=["layers.*.up", "layers.*.down", "output"]), tied) == [
+        "plan.shard: layers.0.up.weight and layers.1.up.weight are one tied parameter;"
+        " put their modules in one unit"
+    ]
+    resolve(Plan(shard=[["layers.*.up"], "layers.*.down", "output"]), tied)
+    resolve(Plan(shard=["layers.*.*", "output"]), Rooted())
+    assert problems(Plan(tensor=GOOD, replicate=["output"]), Rooted()) == [
+        "plan.tensor: parameter positions is matched by no pattern and is not listed in replicate"
+    ]
 
 
 def test_print() -> None:

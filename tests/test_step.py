@@ -49,7 +49,7 @@ def _collectives(parallel: Parallel, micro_batches: int) -> dict[str, int]:
             if hasattr(dist, name):
                 counted = _count(getattr(dist, name), kind, counts)
                 stack.enter_context(mock.patch.object(dist, name, counted))
-        forward_backward(model, batch, mesh, zero=parallel.zero, micro_batch=1, loss_function=loss)
+        forward_backward(model, batch, mesh, micro_batch=1, loss_function=loss)
     return dict(counts)
 
 

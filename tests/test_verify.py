@@ -26,6 +26,7 @@ MESHES: list[dict[str, int | bool]] = [
     *({"dp_shard": 2, "tp": 2, "zero": zero} for zero in range(4)),
     {"dp_shard": 2, "tp": 2, "sequence": False, "loss": False},
     *({"dp_replicate": 2, "dp_shard": 2, "tp": 2, "zero": zero} for zero in range(4)),
+    {"dp_shard": 4, "tp": 2},
     {"tp": 8},
 ]
 

@@ -1,13 +1,26 @@
 """The attention core: everything between the projections, on whatever heads this rank holds."""
 
+from functools import cached_property
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def document_mask(document_ids_BL: Tensor) -> Tensor:
-    """True where a query may look: not ahead, and not into another document. (B, 1, L, L), bool."""
-    same_BLL = document_ids_BL[:, :, None] == document_ids_BL[:, None, :]
-    return same_BLL.tril()[:, None]
+class Documents:
+    """Which tokens belong together: made once in a forward pass, and handed to every layer's core.
+
+    ids: (B, L), int64. Each run of equal ids is one document; a token attends to itself and to what
+    is before it in its document.
+    """
+
+    def __init__(self, ids_BL: Tensor) -> None:
+        self.ids = ids_BL
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True where a query may look. (B, 1, L, L), bool."""
+        same_BLL = self.ids[:, :, None] == self.ids[:, None, :]
+        return same_BLL.tril()[:, None]
 
 
 class AttentionCore(nn.Module):
@@ -17,15 +30,15 @@ class AttentionCore(nn.Module):
     """
 
     def forward(
-        self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, mask: Tensor | None = None
+        self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """``mask`` comes from :func:`document_mask`; None is plain causal. Returns (B, L, H, K)."""
+        """Attention within ``documents``; None makes each row one. Returns (B, L, H, K)."""
         out_BHLK = F.scaled_dot_product_attention(
             q_BLHK.transpose(1, 2),
             k_BLGK.transpose(1, 2),
             v_BLGK.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
+            attn_mask=None if documents is None else documents.mask,
+            is_causal=documents is None,
             enable_gqa=q_BLHK.shape[2] != k_BLGK.shape[2],
         )
         return out_BHLK.transpose(1, 2)
@@ -34,6 +47,3 @@ class AttentionCore(nn.Module):
 def attention_pairs(seq_len: int) -> float:
     """Keys that one query attends to in causal attention, averaged over ``seq_len`` queries."""
     return (seq_len + 1) / 2
-
-
-__all__ = ["AttentionCore", "attention_pairs", "document_mask"]

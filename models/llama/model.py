@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers.attention import AttentionCore, attention_pairs, document_mask
+from models.layers.attention import AttentionCore, Documents, attention_pairs
 from models.layers.rope import inverse_frequencies, rotate, rotation
 
 
@@ -44,6 +44,9 @@ class LlamaConfig:
     """Use the embedding's weight for the output projection too."""
 
     def __post_init__(self) -> None:
+        for size in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"):
+            if not 1 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim: {self.dim} is not a multiple of 2 * n_heads = {2 * self.n_heads}")
         if self.n_heads % self.n_kv_heads:
@@ -94,13 +97,13 @@ class Attention(nn.Module):
         self.core = AttentionCore()
 
     def forward(
-        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor | None = None
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
         q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
         q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
-        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, mask).flatten(2))
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -125,9 +128,9 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(
-        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor | None = None
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, mask)
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
         return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
 
 
@@ -168,21 +171,21 @@ class Llama(nn.Module):
             device=tokens.device,
         )
         cosine, sine = rotation(positions, frequency)
-        mask = None if document_ids is None else document_mask(document_ids)
+        documents = None if document_ids is None else Documents(document_ids)
         x_BLD = self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            x_BLD = layer(x_BLD, cosine, sine, mask)
+            x_BLD = layer(x_BLD, cosine, sine, documents)
         return self.output(self.norm(x_BLD))
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill ``tensor``, the whole parameter called ``name``: ones for norms, else normal.
+        """Fill ``tensor``, the whole parameter ``name``: zeros (biases), ones (norms), else normal.
 
         The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al.
         2019, GPT-2), so that the stream's variance does not grow with depth.
         """
         if tensor.ndim == 1:
-            tensor.fill_(1.0)
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
             return
         ends_branch = name.endswith(("wo.weight", "w2.weight"))
         scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0

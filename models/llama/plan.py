@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose import Parallel, Plan
+from compose.context_parallel import ContextParallel, check_ulysses
 from compose.tensor_parallel import HeadParallel, check_heads
 
 from .model import LlamaConfig
@@ -17,6 +18,8 @@ from .model import LlamaConfig
 def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
     """Raises ConfigError where ``parallel.tp`` cannot divide the heads."""
     check_heads(model.n_heads, model.n_kv_heads, parallel.tp)
+    if parallel.cp_method == "ulysses":
+        check_ulysses(model.n_heads, model.n_kv_heads, parallel.cp, parallel.tp)
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     gather = PrepareModuleInput(
@@ -48,6 +51,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
                 use_local_output=not parallel.loss,
             ),
         },
+        context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)},
         replicate=[] if parallel.sequence else norms,
         # A tied weight belongs to one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],

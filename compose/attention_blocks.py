@@ -1,0 +1,165 @@
+"""Attention in blocks: rectangles of (queries, keys) that need no mask, run by the flash kernels.
+
+A long sequence is cut into chunks. Documents are runs of it, so between two chunks at most one document
+reaches from the earlier into the later: the pairs that attend are one full rectangle, a prefix of the
+queries by a suffix of the keys. Within a chunk each document is a causal square. So no mask is built,
+blocks that hold no pair are not computed, and memory stays linear in the length.
+
+The kernels return the log-sum-exp of each query's scores beside the output, by which the outputs of
+blocks are merged (Milakov and Gimelshein 2018, arXiv:1805.02867), and from which their backward
+computes each block's gradients alone, given the merged output (Dao 2023, arXiv:2307.08691).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries ``q`` against keys ``k`` of the batch's ``rows``; causal blocks are square."""
+
+    rows: slice
+    q: slice
+    k: slice
+    causal: bool
+
+
+def document_starts(ids: Tensor) -> list[list[int]]:
+    """For each row, where its documents (runs of equal ids) begin. ids: (B, S)."""
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return [row.nonzero().flatten().tolist() for row in begins.cpu()]
+
+
+def blocks(
+    q_chunks: Sequence[int], k_chunks: Sequence[int], size: int, starts: Sequence[Sequence[int]]
+) -> list[Block]:
+    """The blocks of attention between two lists of chunks.
+
+    q_chunks, k_chunks: the chunks that stand one after another in the query and the key tensor, as
+    indices into the sequence cut in chunks of ``size``. starts: of each row, as
+    :func:`document_starts` gives them. Slices are into the two tensors.
+    """
+    rows_of: dict[tuple[int, int, int, int, bool], list[int]] = {}
+    for row, begins in enumerate(starts):
+        for q_place, q_chunk in enumerate(q_chunks):
+            for k_place, k_chunk in enumerate(k_chunks):
+                for q0, q1, k0, k1, causal in _pairs(q_chunk, k_chunk, size, begins):
+                    q_shift = (q_place - q_chunk) * size
+                    k_shift = (k_place - k_chunk) * size
+                    key = (q0 + q_shift, q1 + q_shift, k0 + k_shift, k1 + k_shift, causal)
+                    rows_of.setdefault(key, []).append(row)
+    return [
+        Block(rows, slice(q0, q1), slice(k0, k1), causal)
+        for (q0, q1, k0, k1, causal), found in rows_of.items()
+        for rows in _runs(found)
+    ]
+
+
+def _pairs(
+    q_chunk: int, k_chunk: int, size: int, begins: Sequence[int]
+) -> Iterable[tuple[int, int, int, int, bool]]:
+    """(first query, end, first key, end, causal) of one row, in places of the whole sequence."""
+    if k_chunk > q_chunk:
+        return
+    start, end = q_chunk * size, (q_chunk + 1) * size
+    inside = [begin for begin in begins if start < begin < end]
+    if k_chunk == q_chunk:
+        for first, last in zip([start, *inside], [*inside, end], strict=True):
+            yield first, last, first, last, True
+        return
+    document = max(begin for begin in begins if begin <= start)
+    k_first, k_end = max(document, k_chunk * size), (k_chunk + 1) * size
+    if k_first < k_end:
+        yield start, inside[0] if inside else end, k_first, k_end, False
+
+
+def _runs(rows: Sequence[int]) -> Iterable[slice]:
+    """Slices that cover ascending ``rows``."""
+    first = rows[0]
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        if after != row + 1:
+            yield slice(first, row + 1)
+            first = after if after is not None else first
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output (B, H, Lq, K) and log-sum-exp (B, H, Lq) of one block; tensors are (B, heads, L, K)."""
+    if q.device.type == "cpu":
+        return _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    k, v = _expand(k, q.shape[1]), _expand(v, q.shape[1])
+    return _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one block's q, k, v, where ``out`` and ``lse`` are those of all blocks together."""
+    if q.device.type == "cpu":
+        return _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
+    heads, groups = q.shape[1], k.shape[1]
+    k, v = _expand(k, heads), _expand(v, heads)
+    # Without dropout the kernel reads neither seed nor offset.
+    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    lengths = (q.shape[2], k.shape[2])
+    dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, none, none
+    )
+    dk, dv = (d.unflatten(1, (groups, heads // groups)).sum(2) for d in (dk, dv))
+    return dq, dk, dv
+
+
+def _expand(x: Tensor, heads: int) -> Tensor:
+    """Key/value heads repeated for the query heads that share them: a temporary of the kernel's."""
+    return x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] != heads else x
+
+
+class Merged:
+    """Attention output over blocks of keys that come one after another, in float32 or wider."""
+
+    def __init__(self, q_BHLK: Tensor) -> None:
+        dtype = torch.promote_types(q_BHLK.dtype, torch.float32)
+        self.q = q_BHLK
+        self.out = torch.zeros_like(q_BHLK, dtype=dtype)
+        self.lse = torch.full(q_BHLK.shape[:3], -torch.inf, dtype=dtype, device=q_BHLK.device)
+
+    def add(self, k_BGSK: Tensor, v_BGSK: Tensor, parts: Iterable[Block]) -> None:
+        """Attend to more keys."""
+        for b in parts:
+            out, lse = _forward(
+                self.q[b.rows, :, b.q], k_BGSK[b.rows, :, b.k], v_BGSK[b.rows, :, b.k], b.causal
+            )
+            before, total = self.lse[b.rows, :, b.q], self.out[b.rows, :, b.q]
+            after = torch.logaddexp(before, lse)
+            total.mul_((before - after).exp()[..., None])
+            total.add_(out * (lse - after).exp()[..., None])
+            before.copy_(after)
+
+
+class Gradients:
+    """Gradients of queries, and of keys and values that come one after another."""
+
+    def __init__(self, grad: Tensor, q_BHLK: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.grad, self.q, self.out, self.lse = grad, q_BHLK, out, lse
+        self.dq = torch.zeros_like(q_BHLK, dtype=lse.dtype)
+
+    def add(self, k_BGSK: Tensor, v_BGSK: Tensor, parts: Iterable[Block]) -> Tensor:
+        """Add to ``dq``; the gradients of these keys and values, stacked."""
+        kv = torch.zeros((2, *k_BGSK.shape), dtype=self.dq.dtype, device=k_BGSK.device)
+        for b in parts:
+            q = (b.rows, slice(None), b.q)
+            k = (b.rows, slice(None), b.k)
+            dq, dk, dv = _backward(
+                self.grad[q], self.q[q], k_BGSK[k], v_BGSK[k], self.out[q], self.lse[q], b.causal
+            )
+            self.dq[q] += dq
+            kv[0][k] += dk
+            kv[1][k] += dv
+        return kv
