@@ -11,7 +11,7 @@ from compose.trainer import Trainer
 
 
 def main(arguments: Sequence[str]) -> None:
-    options = parse(arguments, program="train.py", dry_run=True)
+    options = parse(arguments, program="train.py", trains=True)
     config = options.config
     if options.dry_run:
         describe(config, options.world_size)

@@ -75,7 +75,7 @@ def main() -> None:
     train_toml = str(Path(__file__).parent.parent / "train.toml")
     with tempfile.TemporaryDirectory() as folder:
         keys = [f"--run.dir={folder}", "--metrics.tensorboard=false"]
-        config = parse([train_toml, *keys], program="overhead.py").config
+        config = parse([train_toml, *keys], program="overhead.py", trains=True).config
         with process_group(config) as device:
             mesh = init_mesh(config.parallel, device.type)
             model = build(config, mesh, device)

@@ -1,9 +1,11 @@
 """What every command line shares: arguments, help, checks before anything starts, exit codes."""
 
+import contextlib
 import dataclasses
 import os
 import sys
 import time
+import traceback
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,31 +36,45 @@ FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string.
 """
 
 
-def parse(arguments: Sequence[str], program: str, dry_run: bool = False) -> Options:
+def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Options:
     """Read a command line, load its file and check all that can be checked by one process.
 
-    With ``dry_run`` the flags --dry-run and --world-size N are known too. ``--help`` prints every
-    key and exits. Raises ConfigError with all problems found.
+    A program that ``trains`` has the flags --dry-run and --world-size N too, reads the data and writes
+    ``run.dir``. ``--help`` prints every key and exits. Raises ConfigError with all problems found.
     """
-    file, overrides, flags = _split(arguments, dry_run)
+    file, overrides, flags = _split(arguments, trains)
     if "--help" in flags:
-        print(help_text(program, dry_run))
+        print(help_text(program, trains, dict(overrides).get("model.name", Model.name)))
         raise SystemExit(0)
-    world_size = int(flags.get("--world-size", os.environ.get("WORLD_SIZE", "1")))
+    world_size = int(flags["--world-size"]) if "--world-size" in flags else _world_size()
     config, problems = legality.check(load(file, overrides), world_size)
     options = Options(config, world_size, "--dry-run" in flags)
     if not options.dry_run:
-        problems += _surroundings(config)
+        problems += _device_problems(config)
+        problems += _surroundings(config) if trains else []
     if problems:
         raise ConfigError(*(f"{file}: {problem}" for problem in problems))
     return options
 
 
-def _split(
-    arguments: Sequence[str], dry_run: bool
-) -> tuple[str, list[tuple[str, str]], dict[str, str]]:
+def _world_size() -> int:
+    """The number of ranks that torchrun has started; 1 without it."""
+    if "RANK" not in os.environ:
+        return 1
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value or (name != "MASTER_ADDR" and not _is_number(value)):
+            raise ConfigError(f"environment: {name} is {value!r}; start ranks with torchrun")
+    return max(1, int(os.environ["WORLD_SIZE"]))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _split(arguments: Sequence[str], trains: bool) -> tuple[str, list[tuple[str, str]], dict[str, str]]:
     """The file, the overrides and the flags of a command line."""
-    known = FLAGS if dry_run else ("--help",)
+    known = FLAGS if trains else ("--help",)
     files: list[str] = []
     overrides: list[tuple[str, str]] = []
     flags: dict[str, str] = {}
@@ -82,7 +98,7 @@ def _split(
                 raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
             value = rest.pop(0)
         if name == "--world-size":
-            if not value.isdigit() or int(value) < 1:
+            if not _is_number(value) or not 1 <= int(value) < 2**31:
                 raise ConfigError(f"{COMMAND_LINE}: {name}: {value} is not a number of ranks")
             flags[name] = value
         else:
@@ -94,11 +110,15 @@ def _split(
     return files[0] if files else "train.toml", overrides, flags
 
 
-def _surroundings(config: Config) -> list[str]:
-    """Problems with the device, the data and the folder, on this machine."""
-    problems = []
+def _device_problems(config: Config) -> list[str]:
     if config.run.device == "cuda" and not torch.cuda.is_available():
-        problems.append("run.device: cuda is not available here; use cpu or auto")
+        return ["run.device: cuda is not available here; use cpu or auto"]
+    return []
+
+
+def _surroundings(config: Config) -> list[str]:
+    """Problems with the data and the folder of a run, on this machine."""
+    problems = []
     try:
         source = open_source(config.data)
         check_source(source, config.train.seq_len, config.model.config.vocab_size)
@@ -110,23 +130,26 @@ def _surroundings(config: Config) -> list[str]:
 
 
 def _run_dir(folder: Path, chosen: bool) -> list[str]:
-    if chosen and (folder / "metrics.jsonl").exists():
-        return [f"run.dir: {folder} already holds a run; choose another folder or remove it"]
     try:
+        for name in ("config.toml", "metrics.jsonl") if chosen else ():
+            if (folder / name).exists():
+                return [f"run.dir: {folder} already holds {name} of a run; choose another folder"]
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
         return [f"run.dir: cannot write to {folder}: {error.strerror}"]
+    except ValueError as error:
+        return [f"run.dir: cannot write to {str(folder)!r}: {error}"]
     return []
 
 
-def help_text(program: str, dry_run: bool) -> str:
-    """Usage, and every key with its type, default and doc."""
-    flags = " [--dry-run [--world-size N]]" if dry_run else ""
+def help_text(program: str, trains: bool, model: str) -> str:
+    """Usage, and every key with its type, default and doc, those of ``model`` among them."""
+    flags = " [--dry-run [--world-size N]]" if trains else ""
     lines = [USAGE.format(program=program, flags=flags)]
-    if dry_run:
+    if trains:
         lines.append(
             "--dry-run prints mesh, plan, parameters and bytes per rank without starting a process\n"
             "group; --world-size says for how many ranks.\n"
@@ -134,7 +157,7 @@ def help_text(program: str, dry_run: bool) -> str:
     for table, kind in TABLES.items():
         lines += [f"[{table}]", *_help_rows(kind), ""]
         if kind is Model:
-            folder = find_model(Model.name)
+            folder = find_model(model)
             lines.insert(-1, f"  models: {', '.join(model_names())}")
             lines.insert(-1, f"  presets of {folder.name}: {', '.join(folder.presets)}")
             lines.insert(-1, f"  fields of {folder.name}'s config (a preset sets its own):")
@@ -161,12 +184,31 @@ def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
     ConfigError becomes its lines on standard error, once whatever the number of ranks, and exit
     code 2.
     """
+    code = _outcome(main)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    # A thread of gloo's may still be letting go of a tensor, and one that asks a finalizing
+    # interpreter for its lock aborts the process: a run that went well would exit with SIGABRT.
+    os._exit(code)
+
+
+def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
     try:
-        sys.exit(main(sys.argv[1:]))
+        return main(sys.argv[1:]) or 0
     except ConfigError as error:
-        if _is_first_rank():
-            print("\n".join(error.problems), file=sys.stderr, flush=True)
-        else:
-            # Torchrun ends all ranks when the first exits: leave the first rank time to speak.
+        if not _is_first_rank():
+            # Torchrun ends all ranks when one exits. Leave the first time to speak; if this is still
+            # here then, the first has nothing to say.
             time.sleep(20)
-        sys.exit(2)
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    except SystemExit as request:
+        return request.code if isinstance(request.code, int) else 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ class Train:
 class Optimizer:
     lr: Annotated[float, Field(ge=0)] = 3e-3
     """Highest learning rate of AdamW."""
-    beta1: Fraction = 0.9
+    beta1: Decay = 0.9
     """Decay of the gradient's running mean."""
-    beta2: Fraction = 0.95
+    beta2: Decay = 0.95
     """Decay of the squared gradient's running mean."""
     eps: Annotated[float, Field(ge=0)] = 1e-8
     """Added to the root of the squared gradient's mean."""

@@ -8,6 +8,7 @@ state is a count of samples.
 
 import functools
 import glob
+import os
 import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -50,23 +51,31 @@ def open_source(data: Data) -> Source:
             if not {"site-packages", "dist-packages", "test", "tests"} & set(path.parts)
         )
         return Source("stdlib", *_read_bytes(sorted(files, key=lambda p: p.relative_to(root).parts)))
-    paths = sorted(map(Path, glob.glob(data.path, recursive=True)))
-    paths = [path for path in paths if path.is_file()]
+    given = os.path.expanduser(data.path)
+    if os.path.isdir(given):
+        raise ConfigError(f"data.path: {data.path} is a folder; name its files, as {data.path}/*")
+    found = [given] if os.path.isfile(given) else glob.glob(given, recursive=True)
+    paths = sorted(path for path in map(Path, found) if path.is_file())
     if not paths:
         raise ConfigError(f"data.path: no file at {data.path}")
     openers: dict[str, Callable[[Path], np.ndarray]] = {
         ".bin": lambda path: np.memmap(path, dtype=data.token_dtype, mode="r"),
         ".npy": lambda path: np.load(path, mmap_mode="r"),
     }
-    opener = openers.get(paths[0].suffix)
+    token_files = [path for path in paths if path.suffix in openers]
+    if token_files and len(paths) > 1:
+        raise ConfigError(
+            f"data.path: {data.path} names {len(paths)} files, {token_files[0].name} among them;"
+            " a token file stands alone"
+        )
     try:
-        if opener is None:
+        if not token_files:
             return Source(data.path, *_read_bytes(paths))
-        if len(paths) > 1:
-            raise ConfigError(f"data.path: {data.path} names {len(paths)} token files; name one")
-        tokens = opener(paths[0])
-    except (OSError, ValueError) as error:
+        tokens = openers[paths[0].suffix](paths[0])
+    except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"data.path: cannot read {data.path}: {error}") from None
+    if not isinstance(tokens, np.ndarray):
+        raise ConfigError(f"data.path: {data.path} is an archive of arrays; a token file is one array")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ConfigError(
             f"data.path: {data.path} holds {tokens.dtype} of shape {tokens.shape};"
@@ -83,6 +92,11 @@ def _read_bytes(paths: Iterable[Path]) -> tuple[np.ndarray, int]:
 
 def check_source(source: Source, seq_len: int, vocab_size: int) -> None:
     """Raise ConfigError if the source has no whole sample, or an id outside the vocabulary."""
+    if source.separator >= vocab_size:
+        raise ConfigError(
+            f"data.separator: {source.separator} is outside the vocabulary; model.vocab_size"
+            f" {vocab_size} allows 0 to {vocab_size - 1}"
+        )
     if len(source.tokens) < seq_len + 1:
         raise ConfigError(
             f"data.path: {source.name} has {len(source.tokens)} tokens; one sample needs"

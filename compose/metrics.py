@@ -84,7 +84,7 @@ class MetricsWriter:
     """Writes steps into ``folder``. Made by one rank; the others have none."""
 
     def __init__(self, folder: Path, tensorboard: bool) -> None:
-        self.file: IO[str] = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self.file: IO[str] = (folder / "metrics.jsonl").open("x", encoding="utf-8")
         self.events: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # half a second to import

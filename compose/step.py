@@ -76,7 +76,11 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, mesh: D
                 copies //= 1 if placement.is_replicate() else size
         # An element that n ranks hold adds n times an nth of its square to the sum over all ranks.
         squares.append(torch.linalg.vector_norm(local, dtype=torch.float32).double() ** 2 / copies)
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    total = (
+        torch.stack(squares).sum()
+        if squares
+        else torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+    )
     norm = sum_over(total, mesh, AXES).sqrt()
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

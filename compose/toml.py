@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from compose.config import TABLES, Config, Model, docs, toml_value, type_name
 from compose.errors import ConfigError, did_you_mean
@@ -22,6 +22,7 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 COMMAND_LINE = "command line"
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 @dataclass
@@ -64,16 +65,16 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
 
 def _read(file: str, keys: Keys, above: tuple[Path, ...]) -> None:
     path = Path(file)
-    if path.resolve() in above:
-        raise ConfigError(f"{file}: extends itself")
     try:
+        if path.resolve() in above:
+            raise ConfigError(f"{file}: extends itself")
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot read it: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: {_syntax_error(path, error)}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot read it: {error}") from None
     base = content.pop("extends", None)
     if isinstance(base, str):
         _read(os.path.join(os.path.dirname(file), base), keys, (*above, path.resolve()))
@@ -83,6 +84,8 @@ def _read(file: str, keys: Keys, above: tuple[Path, ...]) -> None:
         if not isinstance(values, dict):
             keys.problems.append(f"{file}: {table}: unknown key{nearest_key(table)}")
             continue
+        if not values and table not in TABLES:
+            keys.problems.append(f"{file}: {table}: unknown table{did_you_mean(table, TABLES)}")
         for key, value in values.items():
             keys.set(table, key, value, file)
 
@@ -93,7 +96,7 @@ def _syntax_error(path: Path, error: ValueError) -> str:
     place = words.partition("(at line ")[2].partition(",")[0]
     if not place.isdigit():
         return f"TOML syntax: {words}"
-    line = path.read_text(encoding="utf-8").splitlines()[int(place) - 1].strip()
+    line = path.read_text(encoding="utf-8").split("\n")[int(place) - 1].strip()
     return f"line {place}: TOML syntax: {words.partition(' (at line')[0]}: {line}"
 
 
@@ -101,7 +104,7 @@ def _parse_value(text: str) -> Any:
     """``text`` as a TOML value; what is none is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -129,7 +132,7 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
             keys.problem(table, key, f"unknown key{nearest_key(key, table, known)}")
             continue
         try:
-            good[key] = TypeAdapter(types[key]).validate_python(value, strict=True)
+            good[key] = TypeAdapter(types[key], config=_STRICT).validate_python(value)
         except ValidationError as error:
             kind_name, got = type_name(types[key]), toml_value(value)
             detail = error.errors()[0]
@@ -147,15 +150,18 @@ def _table(table: str, kind: type, keys: Keys) -> Any:
 
 def _model(keys: Keys) -> Model:
     """[model]: its name and preset, and the fields of that model's own config."""
-    name = keys.values.get(("model", "name"), Model.name)
-    preset = keys.values.get(("model", "preset"), Model.preset)
+    chosen = {k: v for k, v in keys.values.items() if k[1] in ("name", "preset")}
+    words = _checked("model", Model, Keys(chosen, keys.origins, keys.problems), ["name", "preset"])
+    if len(words) < len([key for key in chosen if key[0] == "model"]):
+        return Model()
+    name, preset = words.get("name", Model.name), words.get("preset", Model.preset)
     try:
         folder = find_model(name)
     except ConfigError as error:
         keys.problems += [f"{keys.origins['model', 'name']}: {p}" for p in error.problems]
         return Model()
     if preset not in folder.presets:
-        near = did_you_mean(str(preset), folder.presets)
+        near = did_you_mean(preset, folder.presets)
         known = ", ".join(folder.presets)
         keys.problem("model", "preset", f"unknown preset {preset!r} of {name}{near} (known: {known})")
         return Model()
@@ -172,7 +178,10 @@ def _model_config(folder: ModelFolder, preset: ModelConfig, keys: Keys) -> Any:
     try:
         return dataclasses.replace(preset, **values)  # type: ignore[type-var]
     except ValueError as error:  # the config's own check, "field: reason"
-        keys.problems.append(f"{next(iter(keys.origins.values()), 'model')}: model.{error}")
+        origins = {key[1]: origin for key, origin in keys.origins.items() if key[0] == "model"}
+        blamed = str(error).partition(":")[0]
+        origin = origins.get(blamed, next((origins[key] for key in values), "model"))
+        keys.problems.append(f"{origin}: model.{error}")
         return preset
 
 

@@ -48,13 +48,14 @@ class Trainer:
         # Tokens per second at which every device would run at its peak.
         self.peak_rate = peak and peak * mesh.size() / shape.flops_per_token(train.seq_len)
         self.writer: MetricsWriter | None = None
-        self.interrupted = False
+        self.interrupted = 0.0  # when Ctrl-C was pressed, by time.monotonic()
         if dist.get_rank() == 0:
-            folder = Path(config.run.dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(dump(config), encoding="utf-8")
+            folder = _new_folder(config.run.dir)
+            with (folder / "config.toml").open("x", encoding="utf-8") as file:
+                file.write(dump(config))
             self.writer = MetricsWriter(folder, config.metrics.tensorboard)
-            print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters")
+            count = sum(p.numel() for p in model.parameters())
+            print(f"{folder}: {count:,} parameters", flush=True)
 
     def run(self) -> None:
         """Train to the end, or to Ctrl-C, after which the step at hand is finished first.
@@ -123,11 +124,15 @@ class Trainer:
             print(metrics.console(self.config.train.steps, left), flush=True)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted = True
+        # A terminal and torchrun both pass one Ctrl-C on: what follows at once is the same one.
+        now = time.monotonic()
+        if self.interrupted and now > self.interrupted + 2:
+            raise KeyboardInterrupt
+        self.interrupted = self.interrupted or now
 
     def _anyone_interrupted(self) -> bool:
         """Whether any rank was: all must leave after the same step."""
-        flag = torch.tensor(self.interrupted, dtype=torch.int32, device=self.device)
+        flag = torch.tensor(self.interrupted > 0, dtype=torch.int32, device=self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(flag)
         return bool(flag.item())
@@ -135,3 +140,18 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.writer:
             print(text, flush=True)
+
+
+def _new_folder(name: str) -> Path:
+    """``run.dir``, or a new folder named by the time, which another run may have taken already."""
+    if name:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        return Path(name)
+    while True:
+        folder = Path(f"runs/{datetime.now():%Y%m%d-%H%M%S}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            time.sleep(0.1)
+        else:
+            return folder

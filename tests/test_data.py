@@ -122,7 +122,9 @@ def test_bad_data(tmp_path: Path) -> None:
         return str(tmp_path / name)
 
     assert error(Data(path=path("no*"))) == f"data.path: no file at {path('no*')}"
-    assert error(Data(path=str(tmp_path))) == f"data.path: no file at {tmp_path}"
+    assert error(Data(path=str(tmp_path))) == (
+        f"data.path: {tmp_path} is a folder; name its files, as {tmp_path}/*"
+    )
     Path(path("short.txt")).write_text("abc")
     assert error(Data(path=path("short.txt"))) == (
         f"data.path: {path('short.txt')} has 4 tokens; one sample needs train.seq_len + 1 = 5"
@@ -145,9 +147,22 @@ def test_bad_data(tmp_path: Path) -> None:
     assert error(Data(path=path("empty.bin"))).startswith(
         f"data.path: cannot read {path('empty.bin')}: "
     )
-    assert (
-        error(Data(path=path("*.bin"))) == f"data.path: {path('*.bin')} names 2 token files; name one"
+    assert error(Data(path=path("*.bin"))) == (
+        f"data.path: {path('*.bin')} names 2 files, empty.bin among them; a token file stands alone"
     )
+    Path(path("empty.npy")).touch()
+    assert error(Data(path=path("empty.npy"))).startswith("data.path: cannot read ")
+    np.savez(path("two.npz"), a=np.ones(3), b=np.ones(3))
+    Path(path("two.npz")).rename(path("two.npy"))
+    assert error(Data(path=path("two.npy"))) == (
+        f"data.path: {path('two.npy')} is an archive of arrays; a token file is one array"
+    )
+    np.save(path("good.npy"), np.arange(9))
+    assert error(Data(path=path("good.npy"), separator=300)) == (
+        "data.separator: 300 is outside the vocabulary; model.vocab_size 300 allows 0 to 299"
+    )
+    Path(path("a[1].txt")).write_text("literally this")
+    assert len(open_source(Data(path=path("a[1].txt"))).tokens) == 15
 
 
 def test_an_id_that_the_first_look_missed_is_named_when_read() -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 from unittest import mock
@@ -19,6 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import compose.step
 import compose.weights
 from compose import Parallel, Plan, apply
+from compose.attention_blocks import Block
+from compose.context_parallel import Exchange
 from compose.data_parallel import prepare_micro_batch
 from compose.mesh import sum_over
 from compose.tensor_parallel import HeadParallel
@@ -157,6 +160,60 @@ def one_replica_starts_elsewhere() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def a_block_is_skipped() -> Iterator[None]:
+    """Ring attention leaves out the last rectangle between two ranks."""
+    real = Exchange.blocks
+
+    def fake(self: Exchange, length: int, source: int, starts: Any) -> list[Block]:
+        found = real(self, length, source, starts)
+        return found if source == self.rank else found[:-1]
+
+    with mock.patch.object(Exchange, "blocks", fake):
+        yield
+
+
+@contextmanager
+def an_edge_between_ranks_is_off_by_one() -> Iterator[None]:
+    """A document that spans ranks loses its first key on the earlier one."""
+    real = Exchange.blocks
+
+    def fake(self: Exchange, length: int, source: int, starts: Any) -> list[Block]:
+        return [
+            b if b.causal or b.k.stop - b.k.start < 2 else replace(b, k=slice(b.k.start + 1, b.k.stop))
+            for b in real(self, length, source, starts)
+        ]
+
+    with mock.patch.object(Exchange, "blocks", fake):
+        yield
+
+
+@contextmanager
+def blocks_are_merged_without_rescaling() -> Iterator[None]:
+    """Outputs are added up with equal weights, whatever their log-sum-exp."""
+
+    def fake(before: Tensor, new: Tensor) -> Tensor:
+        first = before.isinf()
+        return torch.where(first, new, torch.maximum(before, new) + 0.5)
+
+    with mock.patch.object(torch, "logaddexp", fake):
+        yield
+
+
+@contextmanager
+def positions_are_counted_anew_on_each_rank() -> Iterator[None]:
+    """Rotary positions of the second piece of a sequence begin at 0 again."""
+    real = compose.step.shard_sequence
+
+    def fake(batch: Any, mesh: Any, balance: Any, multiple: int) -> dict[str, Tensor]:
+        found = real(batch, mesh, balance, multiple)
+        size = found["positions"].shape[1]
+        return {**found, "positions": torch.arange(size).expand_as(found["positions"])}
+
+    with mock.patch.object(compose.step, "shard_sequence", fake):
+        yield
+
+
 Fault = Callable[[], AbstractContextManager[None]]
 # fault, keys, ranks, quantity, patterns of what it must name: all that match, and nothing else.
 FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
@@ -200,6 +257,10 @@ FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
         "initial weight",
         {"layers.*.attention.wo.weight"},
     ),
+    (a_block_is_skipped, {"parallel__cp": 2}, 2, "gradient", EVERYTHING),
+    (an_edge_between_ranks_is_off_by_one, {"parallel__cp": 2}, 2, "gradient", EVERYTHING),
+    (blocks_are_merged_without_rescaling, {"parallel__cp": 2}, 2, "gradient", EVERYTHING),
+    (positions_are_counted_anew_on_each_rank, {"parallel__cp": 2}, 2, "gradient", EVERYTHING),
     (one_replica_starts_elsewhere, {"parallel__dp_replicate": 2}, 2, "initial weight", NORMS),
 ]
 

@@ -64,12 +64,37 @@ def problems(*arguments: object) -> list[str]:
         ('[model]\ndim = "wide"', 'model.dim: expected int, got "wide"'),
         ("[model]\ndim = 100", "model.dim: 100 is not a multiple of 2 * n_heads = 16"),
         ("[model]\nn_kv_heads = 3", "model.n_kv_heads: 3 does not divide n_heads 8"),
+        ("[model]\nn_layers = 0", "model.n_layers: 0 should be at least 1, below 2^31"),
+        ("[model]\nrope_scaling = 0", "model.rope_scaling: 0.0 should be above 0"),
+        ("[model]\npreset = [1]", "model.preset: expected str, got [1]"),
+        ("[model]\nname = 5", "model.name: expected str, got 5"),
+        ("[optimizer]\nlr = inf", "optimizer.lr: inf should be a finite number"),
+        ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1: 1.0 should be less than 1"),
+        (
+            f"[train]\nseed = {2**63}",
+            f"train.seed: {2**63} should be less than {2**63}",
+        ),
+        ("[oops]", "oops: unknown table"),
         ("extends = 3", 'extends: expected a file name in quotes, as "base.toml"'),
         ('extends = "train.toml"', "extends itself"),
     ],
 )
 def test_message(write: Write, text: str, message: str) -> None:
     assert problems(write(text)) == [f"train.toml: {message}"]
+
+
+def test_unreadable_files(write: Write) -> None:
+    assert problems(write('extends = "a\\u0000b"')) == ["a\x00b: cannot read it: embedded null byte"]
+    Path("latin.toml").write_bytes(b"# \xff")
+    assert problems("latin.toml")[0].startswith("latin.toml: cannot read it: 'utf-8' codec")
+    assert problems(write("a = " + "[" * 5000))[0].startswith("train.toml: ")
+
+
+def test_model_error_names_where_the_field_was_set(write: Write) -> None:
+    file = write("[model]\ndim = 100")
+    assert problems(file, [("train.steps", "4")])[0].startswith("train.toml: model.dim: ")
+    assert problems(file, [("model.n_heads", "7")])[0].startswith("train.toml: model.dim: ")
+    assert problems(write(""), [("model.n_heads", "7")])[0].startswith("command line: model.dim: ")
 
 
 def test_syntax_error_shows_the_line(write: Write) -> None:
@@ -183,9 +208,10 @@ def test_dump_is_read_back_as_the_same(write: Write) -> None:
         (8, {"parallel.tp": "0"}, "parallel.tp: 0 is not a degree (1 or more, or -1 for what is left)"),
         (8, {"parallel.tp": "-1"}, "parallel.dp_shard and parallel.tp: only one degree may be -1"),
         (
-            2,
-            {"parallel.cp": "2"},
-            "parallel.cp: 2 asks for context parallel, which is not built yet; use 1",
+            16,
+            {"parallel.cp": "16", "parallel.cp_method": "ulysses"},
+            "parallel.cp_method: ulysses cannot divide 8 query heads with 2 key/value heads over cp 16"
+            " x tp 1; ring and allgather can",
         ),
         (
             2,

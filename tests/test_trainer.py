@@ -188,7 +188,8 @@ def test_run_dir_that_cannot_be_written_or_is_taken(tmp_path: Path) -> None:
     done = execute("train.py", f"--run.dir={tmp_path}")
     assert (done.returncode, done.stderr) == (
         2,
-        f"train.toml: run.dir: {tmp_path} already holds a run; choose another folder or remove it\n",
+        f"train.toml: run.dir: {tmp_path} already holds metrics.jsonl of a run;"
+        " choose another folder\n",
     )
     assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
 

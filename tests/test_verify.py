@@ -1,5 +1,7 @@
 """The matrix of compositions, each proved equal to one process."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +64,46 @@ def test_equals_one_process(
     assert quantities == {"initial weight", "gradient", "loss", "grad_norm", "update"}
     parameters = 2 + 2 * 9 + (not tied)
     assert sum(row.quantity == "gradient" for row in report.rows) == parameters
+
+
+CONTEXT: list[dict[str, object]] = [
+    *(
+        {"parallel__cp": cp, "parallel__cp_method": method, "parallel__cp_balance": balance}
+        for cp in (2, 4)
+        for method in ("ring", "allgather", "ulysses")
+        for balance in ("headtail", "none")
+    ),
+    # One key/value head, as many as query heads; lengths that the chunks do not divide.
+    *(
+        {
+            "parallel__cp": 4,
+            "parallel__cp_method": method,
+            "model__n_kv_heads": heads,
+            "train__seq_len": 37,
+        }
+        for method in ("ring", "allgather", "ulysses")
+        for heads in (1, 8)
+    ),
+    {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__zero": 0},
+    {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__zero": 1, "train__global_batch": 12},
+    {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__zero": 2, "train__global_batch": 12},
+    {"parallel__cp": 2, "parallel__tp": 2, "parallel__cp_method": "ulysses"},
+    {"parallel__cp": 2, "parallel__tp": 2, "train__seq_len": 30},
+    {"parallel__cp": 2, "activation_checkpoint__mode": "full"},
+    {"parallel__cp": 2, "parallel__dp_replicate": 2, "parallel__dp_shard": 2},
+    {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__tp": 2},
+    {"parallel__cp": 8},
+]
+
+
+@pytest.mark.parametrize(
+    "keys", CONTEXT, ids=lambda keys: " ".join(f"{k.split('__')[1]} {v}" for k, v in keys.items())
+)
+def test_context_parallel(pool: Pool, keys: dict[str, object]) -> None:
+    """On random documents of 8 tokens in the mean, many of which span ranks."""
+    degrees = [keys.get(f"parallel__{axis}", 1) for axis in ("cp", "dp_replicate", "dp_shard", "tp")]
+    report = agreed(pool.run(prove_case, math.prod(map(int, map(str, degrees))), keys))
+    assert report.ok, str(report)
 
 
 ODD: dict[str, dict[str, object]] = {

@@ -47,6 +47,9 @@ class LlamaConfig:
         for size in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"):
             if not 1 <= getattr(self, size) < 2**31:
                 raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        for factor in ("norm_eps", "rope_theta", "rope_scaling"):
+            if not getattr(self, factor) > 0:
+                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim: {self.dim} is not a multiple of 2 * n_heads = {2 * self.n_heads}")
         if self.n_heads % self.n_kv_heads:
