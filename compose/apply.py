@@ -40,6 +40,12 @@ def apply(
         raise ConfigError(f"zero: {zero} is not a ZeRO stage (0, 1, 2, 3)")
     if activation_checkpoint not in ("none", "full"):
         raise ConfigError(f"activation_checkpoint: {activation_checkpoint!r} is neither none nor full")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"parameter {name} is {parameter.dtype}: master weights are float32; call"
+                " model.float(), and give param_dtype for forward and backward"
+            )
     resolved = resolve(plan, model)
     _broadcast(model)
     if mesh["tp"].size() > 1:

@@ -93,7 +93,8 @@ class ContextParallel(ParallelStyle):
 
     def __init__(self, method: Method = "ring", balance: Balance = "headtail") -> None:
         super().__init__()
-        self.method, self.balance = method, balance
+        self.method: Method = method
+        self.balance: Balance = balance
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.forward = partial(_attend, Exchange(device_mesh, self.method, self.balance))

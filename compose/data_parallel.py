@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from compose.errors import ConfigError
+
 
 def apply_data_parallel(
     model: nn.Module,
@@ -37,7 +39,7 @@ def apply_data_parallel(
     target tokens in the global batch. ``zero`` = 0 asks for a mesh whose dp_shard is 1.
     """
     if zero == 0 and mesh["dp_shard"].size() > 1:
-        raise ValueError("zero = 0 needs a mesh with dp_shard 1; compose.init_mesh makes one")
+        raise ConfigError("zero: 0 shards nothing, but the mesh does; init_mesh(Parallel(zero=0, ...))")
     data_mesh = _data_mesh(mesh)
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:

@@ -12,3 +12,11 @@ def test_overhead() -> None:
     assert result["benchmark"] == "overhead"
     assert 0.3 < result["ratio"] < 3
     assert result["tokens_per_second"] > 0
+
+
+def test_context() -> None:
+    done = execute("benchmarks/context.py", "--length", "128", ranks=2)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [result["method"] for result in results] == ["ring", "allgather", "ulysses"]
+    assert all(1.5 < r["peak_bytes_at_twice_the_length"] / r["peak_bytes"] < 2.5 for r in results)

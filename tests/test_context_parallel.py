@@ -162,7 +162,7 @@ def _saved_bytes(method: Method, length: int) -> tuple[int, int]:
     live = peak = 0
     for event in trace.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
-            live += event.nbytes()
+            live += event.nbytes()  # type: ignore[attr-defined]
             peak = max(peak, live)
     return peak, q.numel() * 4
 
