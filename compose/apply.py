@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from compose.applied import Applied, remember
-from compose.context_parallel import ContextParallel
+from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
 from compose.plan import Plan, Resolved, resolve
@@ -64,7 +64,9 @@ def apply(
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
         )
-    balances = [style.balance for _, style in resolved.context if isinstance(style, ContextParallel)]
+    balances: list[Balance] = [
+        style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
+    ]
     remember(model, Applied(zero, *balances[:1]))
     return model
 

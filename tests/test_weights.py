@@ -29,13 +29,18 @@ def _fingerprint(keys: dict[str, object]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> dict[bool, dict[str, str]]:
+    """By whether embeddings are tied."""
     return {
         tied: pool.run(_fingerprint, 1, {"model__tie_embeddings": tied})[0] for tied in (True, False)
     }
 
 
+# Stages 1 to 3 place parameters alike, and every proof compares initial weights too.
+PLACEMENTS = [mesh for mesh in MESHES if mesh.get("zero", 3) in (0, 3) and mesh.get("loss", True)]
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("mesh", MESHES, ids=name)
+@pytest.mark.parametrize("mesh", PLACEMENTS, ids=name)
 def test_bitwise_equal(
     pool: Pool, alone: dict[bool, dict[str, str]], mesh: dict[str, int | bool], tied: bool
 ) -> None:
@@ -62,7 +67,7 @@ def test_scale_of_llama_weights() -> None:
             assert (parameter == 1).all()
         else:
             scale = 0.02 / 10**0.5 if key.endswith(("wo.weight", "w2.weight")) else 0.02
-            assert float(parameter.std()) == pytest.approx(scale, rel=0.05)
+            assert float(parameter.detach().std()) == pytest.approx(scale, rel=0.05)
 
 
 class Buffered(nn.Module):
