@@ -1,6 +1,6 @@
 """From a checked Config to a model that is cut and filled, or to a description of one."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
 from compose.config import Config
-from compose.registry import build_model
+from compose.registry import InitialisedModel, build_model
 from compose.weights import init_weights
 
 
@@ -32,4 +32,5 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
 
 def fill(model: nn.Module, config: Config, device: torch.device) -> None:
     """Initial weights of ``train.seed``, for a whole model or a cut one."""
-    init_weights(model, model.init_parameter, config.train.seed, device)  # type: ignore[arg-type]
+    initialised = cast(InitialisedModel, model)
+    init_weights(model, initialised.init_parameter, config.train.seed, device)

@@ -80,8 +80,8 @@ def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
     """
     if not isinstance(model, FSDPModule):
         return
-    # set_is_last_backward stays as it is: without it the order of prefetching is kept over
-    # micro-batches, and the last one gathers a unit again that it has just freed.
+    # set_is_last_backward(last), which is for pipelines, would keep the order of prefetching over
+    # micro-batches, and the last one would gather a unit again that it has just freed.
     if zero <= 1:
         model.set_requires_gradient_sync(last)
     else:

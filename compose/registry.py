@@ -50,13 +50,19 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str) -> ModelFolder:
-    """The model in ``models/<name>/``. Raises ConfigError with the known names."""
+    """The model in ``models/<name>/``. Raises ConfigError if there is none, or parts of it lack."""
     known = model_names()
     if name not in known:
         raise ConfigError(
             f"model.name: unknown model {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
         )
     folder = importlib.import_module(f"models.{name}")
+    missing = [part for part in ("Config", "Model", "PRESETS", "plan") if not hasattr(folder, part)]
+    problems = [f"models/{name}/__init__.py: exports no {part}" for part in missing]
+    if "Model" not in missing and not hasattr(folder.Model, "init_parameter"):
+        problems.append(f"models/{name}: Model has no init_parameter(name, tensor, generator)")
+    if problems:
+        raise ConfigError(*problems)
     return ModelFolder(name, folder.Config, folder.Model, folder.PRESETS, folder.plan)
 
 

@@ -158,7 +158,8 @@ def _model(keys: Keys) -> Model:
     try:
         folder = find_model(name)
     except ConfigError as error:
-        keys.problems += [f"{keys.origins['model', 'name']}: {p}" for p in error.problems]
+        origin = keys.origins.get(("model", "name"), "model")
+        keys.problems += [f"{origin}: {p}" for p in error.problems]
         return Model()
     if preset not in folder.presets:
         near = did_you_mean(preset, folder.presets)

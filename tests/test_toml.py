@@ -83,6 +83,21 @@ def test_message(write: Write, text: str, message: str) -> None:
     assert problems(write(text)) == [f"train.toml: {message}"]
 
 
+def test_model_folder_that_lacks_parts(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    import compose.registry
+
+    monkeypatch.setattr(compose.registry, "model_names", lambda: ["mine"])
+    half = types.SimpleNamespace(Config=Config, Model=dict, plan=None)
+    monkeypatch.setitem(sys.modules, "models.mine", half)
+    assert problems(write('[model]\nname = "mine"')) == [
+        "train.toml: models/mine/__init__.py: exports no PRESETS",
+        "train.toml: models/mine: Model has no init_parameter(name, tensor, generator)",
+    ]
+
+
 def test_unreadable_files(write: Write) -> None:
     assert problems(write('extends = "a\\u0000b"')) == ["a\x00b: cannot read it: embedded null byte"]
     Path("latin.toml").write_bytes(b"# \xff")
