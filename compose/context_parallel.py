@@ -170,6 +170,19 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(-3, -2)
 
 
+def _finish(ctx: Any, merged: Merged, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output of a forward pass, with what its backward needs kept."""
+    out = merged.out.to(q.dtype)
+    ctx.save_for_backward(q, k, v, out, merged.lse)
+    return _heads_first(out)
+
+
+def _begin(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Gradients]:
+    """What :func:`_finish` kept, and gradients that are still zero."""
+    q, k, v, out, lse = ctx.saved_tensors
+    return q, k, v, Gradients(_heads_first(grad), _heads_first(q), out, lse)
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -185,16 +198,13 @@ class _Ring(torch.autograd.Function):
             merged.add(here[0], here[1], exchange.blocks(q.shape[1], source, starts))
             _wait(waits)
             kv = arriving
-        out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
         ctx.exchange, ctx.starts = exchange, starts
-        return _heads_first(out)
+        return _finish(ctx, merged, q, k, v)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, gradients = _begin(ctx, grads[0])
         exchange: Exchange = ctx.exchange
-        gradients = Gradients(_heads_first(grads[0]), _heads_first(q), out, lse)
         kv = torch.stack([k, v])
         # The gradients of a rank's keys travel with them, and one hop further, home.
         dkv: Tensor | None = None
@@ -223,16 +233,13 @@ class _AllGather(torch.autograd.Function):
         merged = Merged(_heads_first(q))
         for source, kv in enumerate(_gathered(k, v, exchange)):
             merged.add(kv[0], kv[1], exchange.blocks(q.shape[1], source, starts))
-        out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
         ctx.exchange, ctx.starts = exchange, starts
-        return _heads_first(out)
+        return _finish(ctx, merged, q, k, v)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, gradients = _begin(ctx, grads[0])
         exchange: Exchange = ctx.exchange
-        gradients = Gradients(_heads_first(grads[0]), _heads_first(q), out, lse)
         # Gathered again rather than kept: between the passes memory is that of this rank's part.
         found = [
             gradients.add(kv[0], kv[1], exchange.blocks(q.shape[1], source, ctx.starts))
@@ -283,14 +290,11 @@ class _Local(torch.autograd.Function):
         ctx.parts = blocks([0], [0], q.shape[1], starts)
         merged = Merged(_heads_first(q))
         merged.add(_heads_first(k), _heads_first(v), ctx.parts)
-        out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
-        return _heads_first(out)
+        return _finish(ctx, merged, q, k, v)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = Gradients(_heads_first(grads[0]), _heads_first(q), out, lse)
+        q, k, v, gradients = _begin(ctx, grads[0])
         found = gradients.add(_heads_first(k), _heads_first(v), ctx.parts)
         dk, dv = _heads_first(found).to(k.dtype)
         return _heads_first(gradients.dq).to(q.dtype), dk, dv, None

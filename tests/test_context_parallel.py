@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import compose.attention_blocks
+from benchmarks.context import peak_bytes
 from compose import ConfigError
 from compose.attention_blocks import Merged, blocks, document_starts
 from compose.context_parallel import (
@@ -154,33 +155,21 @@ def test_shard_sequence(pool: Pool) -> None:
     }
 
 
-def _saved_bytes(method: Method, length: int) -> tuple[int, int]:
-    """Most bytes of live tensors while attention of one rank runs forward and backward."""
+def _peak(method: Method, part: int) -> int:
+    """Bytes at the peak of one rank's attention that holds ``part`` tokens."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     core = parallelize_module(AttentionCore(), mesh, ContextParallel(method))
-    q, k, v = (torch.randn(1, length, 4, 16, requires_grad=True) for _ in range(3))
-    with torch.profiler.profile(
-        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as trace:
-        core(q, k, v).sum().backward()
-    live = peak = 0
-    for event in trace.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            live += event.nbytes()  # type: ignore[attr-defined]
-            peak = max(peak, live)
-    return peak, q.numel() * 4
+    return peak_bytes(core, part * dist.get_world_size())
 
 
 def test_ring_memory_is_linear_in_the_part_held(pool: Pool) -> None:
-    small, large = (max(p for p, _ in pool.run(_saved_bytes, 2, "ring", n)) for n in (512, 1024))
+    small, large = (max(pool.run(_peak, 2, "ring", n)) for n in (512, 1024))
     assert small > 0
     assert large / small < 2.2
     # Twice the ranks and twice the sequence, the same part held: no more memory. That of
     # all-gather grows with the sequence.
     ring4, ring8, gather4, gather8 = (
-        max(p for p, _ in pool.run(_saved_bytes, ranks, method, 512))
-        for method in ("ring", "allgather")
-        for ranks in (4, 8)
+        max(pool.run(_peak, ranks, method, 512)) for method in ("ring", "allgather") for ranks in (4, 8)
     )
     assert ring8 < 1.1 * ring4
     assert gather8 > 1.3 * gather4
