@@ -57,6 +57,7 @@ def main(steps: int = 20) -> list[float]:
     if dist.get_rank() == 0:
         print(report)
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    dist.barrier()  # or a rank may end while gloo still holds a tensor of the last collective
     dist.destroy_process_group()
     return losses
 
