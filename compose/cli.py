@@ -113,6 +113,12 @@ def _split(arguments: Sequence[str], trains: bool) -> tuple[str, list[tuple[str,
 def _device_problems(config: Config) -> list[str]:
     if config.run.device == "cuda" and not torch.cuda.is_available():
         return ["run.device: cuda is not available here; use cpu or auto"]
+    on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
+    if config.parallel.cp > 1 and config.precision.param == "float32" and not on_cpu:
+        return [
+            "precision.param: float32 has no flash attention on CUDA, which parallel.cp needs;"
+            " use bfloat16"
+        ]
     return []
 
 

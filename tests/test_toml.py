@@ -167,7 +167,7 @@ def test_extends_is_relative_and_overridden(write: Write) -> None:
 
 def test_default_file_states_every_default() -> None:
     """train.toml and the dataclasses say the same, key for key."""
-    import tomllib
+    from compose.toml import tomllib
 
     text = (ROOT / "train.toml").read_text()
     content = tomllib.loads(text)

@@ -13,13 +13,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import tomllib
 import torch
 import torch.distributed as dist
 
 from compose import trainer as trainer_module
 from compose.build import build
 from compose.runtime import TrainingError
+from compose.toml import tomllib
 from compose.trainer import Trainer
 from tests.helpers import ROOT, SMALL, make_config
 from tests.pool import Pool, make_mesh
