@@ -28,8 +28,6 @@ MESHES: list[dict[str, int | bool]] = [
     *({"dp_shard": 2, "tp": 2, "zero": zero} for zero in range(4)),
     {"dp_shard": 2, "tp": 2, "sequence": False, "loss": False},
     *({"dp_replicate": 2, "dp_shard": 2, "tp": 2, "zero": zero} for zero in range(4)),
-    {"dp_shard": 4, "tp": 2},
-    {"tp": 8},
 ]
 
 
@@ -139,6 +137,9 @@ ODD: dict[str, dict[str, object]] = {
     },
     "no clipping": {"ranks": 2, "train__max_norm": 0.0},
     "checkpointing": {"ranks": 4, "parallel__tp": 2, "activation_checkpoint__mode": "full"},
+    "one head each": {"ranks": 8, "parallel__tp": 8},
+    # 257 rows over dp_shard 4 x tp 2: shards that distribute_tensor would cut elsewhere.
+    "strided and uneven": {"ranks": 8, "parallel__dp_shard": 4, "parallel__tp": 2},
     "alone": {"ranks": 1},
 }
 

@@ -37,6 +37,7 @@ def alone(pool: Pool) -> dict[bool, dict[str, str]]:
 
 # Stages 1 to 3 place parameters alike, and every proof compares initial weights too.
 PLACEMENTS = [mesh for mesh in MESHES if mesh.get("zero", 3) in (0, 3) and mesh.get("loss", True)]
+PLACEMENTS += [{"dp_shard": 4, "tp": 2}, {"tp": 8}]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
