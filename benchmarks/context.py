@@ -33,7 +33,14 @@ def inputs(length: int) -> list[Tensor]:
 
 
 def peak_bytes(core: nn.Module, length: int) -> int:
-    """Most bytes of tensors allocated and not yet freed in one forward and backward."""
+    """Most bytes of tensors allocated and not yet freed in one forward and backward.
+
+    The least of three runs: gloo lets go of a collective's tensors when it gets to it.
+    """
+    return min(_peak_of_one_run(core, length) for _ in range(3))
+
+
+def _peak_of_one_run(core: nn.Module, length: int) -> int:
     q, k, v = inputs(length)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(profile_memory=True, activities=cpu) as trace:
