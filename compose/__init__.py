@@ -5,7 +5,8 @@ from compose.config import Parallel
 from compose.errors import ConfigError
 from compose.loss import IGNORE, cross_entropy
 from compose.mesh import init_mesh
-from compose.plan import Plan
+from compose.pipeline_parallel import Schedule
+from compose.plan import Pipeline, Plan
 from compose.step import clip_grad_norm_, forward_backward
 from compose.verify import verify
 from compose.weights import init_weights
@@ -14,7 +15,9 @@ __all__ = [
     "IGNORE",
     "ConfigError",
     "Parallel",
+    "Pipeline",
     "Plan",
+    "Schedule",
     "apply",
     "clip_grad_norm_",
     "cross_entropy",

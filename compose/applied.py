@@ -1,19 +1,25 @@
 """What was applied to a model, for the functions that later run it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from compose.context_parallel import Balance
+from compose.pipeline_parallel import PipelineRunner
 
 
 @dataclass(frozen=True)
 class Applied:
-    """zero: the ZeRO stage. balance: how ContextParallel expects sequences to be cut."""
+    """zero: the ZeRO stage. balance: how ContextParallel expects sequences to be cut. pipeline: what runs
+    the model if it is cut into stages. aliases: of parameters that had another name in the whole model,
+    that name."""
 
     zero: int = 3
     balance: Balance = "headtail"
+    pipeline: PipelineRunner | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 _applied: WeakKeyDictionary[nn.Module, Applied] = WeakKeyDictionary()

@@ -1,6 +1,7 @@
 """Where a Plan meets a model and a mesh: the one place, in one fixed order."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,10 @@ from compose.applied import Applied, remember
 from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
+from compose.pipeline_parallel import PipelineRunner, Schedule
+from compose.pipeline_split import Stage, balanced, check_layers, layer_names, split
 from compose.plan import Plan, Resolved, resolve
+from compose.schedules import placement
 from compose.tensor_parallel import Replicated, apply_tensor_parallel
 
 
@@ -27,12 +31,16 @@ def apply(
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     activation_checkpoint: str = "none",
+    pipeline: Schedule | None = None,
 ) -> nn.Module:
     """Cut ``model`` over ``mesh`` in place, as ``plan`` says, and return it.
 
     The model may be on meta (then ``compose.init_weights`` fills it afterwards) or hold weights,
     which are first made those of rank 0, as DistributedDataParallel does. ``mesh`` is that of
     ``compose.init_mesh``. Make the optimizer afterwards: the parameters are new objects.
+
+    With pp, ``pipeline`` says how; the model then keeps what this rank's stages run, under the names it
+    had, and ``compose.forward_backward`` runs it.
 
     Raises ConfigError where the plan does not fit the model.
     """
@@ -48,6 +56,12 @@ def apply(
             )
     resolved = resolve(plan, model)
     _broadcast(model)
+    runner: PipelineRunner | None = None
+    stages = [Stage(0, model, frozenset())]
+    if mesh["pp"].size() > 1:
+        runner = _pipeline(model, resolved, pipeline or Schedule(), mesh["pp"], zero)
+        stages = runner.stages
+        resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
     if mesh["tp"].size() > 1:
         _tensor(model, resolved, mesh["tp"])
     if mesh["cp"].size() > 1:
@@ -56,19 +70,40 @@ def apply(
         _checkpoint(model, resolved)
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or param_dtype != torch.float32:
-        apply_data_parallel(
-            model,
-            resolved.shard,
-            mesh,
-            zero=zero,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-        )
+        for stage in stages:
+            apply_data_parallel(
+                stage.module,
+                resolved.without(stage.absent).shard,
+                mesh,
+                zero=zero,
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype,
+                ends=runner is None or runner.is_last(stage),
+            )
     balances: list[Balance] = [
         style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
     ]
-    remember(model, Applied(zero, *balances[:1]))
+    balance: Balance = balances[0] if balances else "headtail"
+    remember(model, Applied(zero, balance, runner, runner.aliases if runner else {}))
     return model
+
+
+def _pipeline(
+    model: nn.Module, resolved: Resolved, schedule: Schedule, mesh: DeviceMesh, zero: int
+) -> PipelineRunner:
+    if resolved.pipeline is None:
+        raise ConfigError("plan.pipeline: says nothing, which parallel.pp needs")
+    ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
+    layers = schedule.layers or balanced(model, resolved.pipeline, len(ranks), schedule.seq_len)
+    check_layers(layers, len(ranks), len(layer_names(model, resolved.pipeline)))
+    mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
+    stages, ties = split(model, resolved.pipeline, layers, mine)
+    model.forward = _not_whole
+    return PipelineRunner(model, stages, ties, ranks, schedule, mesh, zero)
+
+
+def _not_whole(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this rank holds some stages of the model: run it by compose.forward_backward")
 
 
 def _broadcast(model: nn.Module) -> None:

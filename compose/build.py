@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
 from compose.config import Config
+from compose.pipeline_parallel import Schedule
 from compose.registry import InitialisedModel, build_model
 from compose.weights import init_weights
 
@@ -19,7 +20,16 @@ def apply_options(config: Config) -> dict[str, Any]:
         "param_dtype": getattr(torch, config.precision.param),
         "reduce_dtype": getattr(torch, config.precision.reduce),
         "activation_checkpoint": config.activation_checkpoint.mode,
+        "pipeline": pipeline_schedule(config),
     }
+
+
+def pipeline_schedule(config: Config) -> Schedule:
+    """What ``config`` says of its pipeline."""
+    parallel = config.parallel
+    return Schedule(
+        parallel.pp_schedule, parallel.pp_virtual_stages, parallel.pp_layers, config.train.seq_len
+    )
 
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:

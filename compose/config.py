@@ -106,7 +106,14 @@ class Parallel:
     tp: int = 1
     """Tensor-parallel degree."""
     pp: int = 1
-    """Pipeline-parallel degree (not built yet)."""
+    """Pipeline-parallel degree; a step's micro-batches are those of train.micro_batch."""
+    pp_schedule: str = "1F1B"
+    """GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, or a
+    .csv file of actions."""
+    pp_virtual_stages: NonNegative = 0
+    """Stages on each pipeline rank; 0: as many as the schedule is made for."""
+    pp_layers: tuple[NonNegative, ...] = ()
+    """Layers of each stage, in order; empty: balanced by FLOPs, the output projection counted."""
     ep: Positive = 1
     """Expert-parallel degree, taken from the data and tensor axes (not built yet)."""
     sequence: bool = True
@@ -186,6 +193,8 @@ def type_name(kind: Any) -> str:
         return type_name(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return " | ".join(toml_value(choice) for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return f"list of {type_name(get_args(kind)[0])}"
     return getattr(kind, "__name__", str(kind))
 
 

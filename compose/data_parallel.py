@@ -30,13 +30,15 @@ def apply_data_parallel(
     zero: int,
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
+    ends: bool = True,
 ) -> None:
     """``fully_shard`` each unit, then the model, over the data axes of ``mesh``.
 
     What dp_shard and cp hold between them is sharded over both, and replicated over dp_replicate.
 
     Gradients are summed, not averaged, over ranks: the loss is already divided by the number of
-    target tokens in the global batch. ``zero`` = 0 asks for a mesh whose dp_shard is 1.
+    target tokens in the global batch. ``zero`` = 0 asks for a mesh whose dp_shard is 1. ``ends``: the
+    loss follows the last unit, as it does not in a pipeline's other stages.
     """
     if zero == 0 and mesh["dp_shard"].size() > 1:
         raise ConfigError("zero: 0 shards nothing, but the mesh does; init_mesh(Parallel(zero=0, ...))")
@@ -50,7 +52,8 @@ def apply_data_parallel(
     for i, unit in enumerate(units):
         modules = [model.get_submodule(name) for name in unit]
         # The last unit's backward follows its forward at once.
-        shard(modules if len(modules) > 1 else modules[0], zero == 3 and i < len(units) - 1)
+        keep = ends and i == len(units) - 1
+        shard(modules if len(modules) > 1 else modules[0], zero == 3 and not keep)
     shard(model, False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -71,6 +74,20 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return shard
     # No public call joins a flattened axis to another; this one is in torch 2.11 to 2.13.
     return DeviceMesh._concatenate([mesh["dp_replicate"], shard])
+
+
+def gather(model: nn.Module) -> None:
+    """Have all of the model's parameters whole, for what runs outside of forward and ``backward()``."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+def finish_backward(model: nn.Module) -> None:
+    """After gradients were found without ``backward()``: do what would have followed from it."""
+    if isinstance(model, FSDPModule):
+        # As torch.distributed.pipelining does; there is no public call.
+        fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:

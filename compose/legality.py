@@ -66,7 +66,6 @@ def _sequence(config: Config, degrees: Parallel) -> str | None:
 
 
 NOT_BUILT = [
-    Rule("pp = 1", "pipeline parallel is not built yet", _not_built("pp", "pipeline parallel")),
     Rule("ep = 1", "expert parallel is not built yet", _not_built("ep", "expert parallel")),
 ]
 RULES = [

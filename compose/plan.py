@@ -26,6 +26,23 @@ _ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInpu
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """How a model can be cut into stages.
+
+    layers: the container (ModuleList, ModuleDict) whose children run one after another, each on the
+        stream that the one before returned; stages share them out. first: modules that only the stage
+        before the layers runs. last: modules that only the stage behind them runs.
+
+    A stage is the model's own forward with the missing modules replaced by the identity: its first
+    argument is then the stream, of one shape between all layers, and the others come to every stage.
+    """
+
+    first: Sequence[str]
+    layers: str
+    last: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is particular to one model's parallelization.
 
@@ -36,6 +53,7 @@ class Plan:
         model is one unit. Otherwise every parameter belongs to exactly one unit.
     context: styles on the cp axis.
     checkpoint: activation-checkpoint units.
+    pipeline: how the model can be cut into stages; None where it cannot.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -43,6 +61,7 @@ class Plan:
     context: Mapping[str, ParallelStyle] = field(default_factory=dict)
     shard: Sequence[str | Sequence[str]] = ()
     checkpoint: Sequence[str] = ()
+    pipeline: Pipeline | None = None
 
     def __str__(self) -> str:
         rows = [("tensor", key, repr(style)) for key, style in self.tensor.items()]
@@ -52,6 +71,9 @@ class Plan:
             ("shard", unit if isinstance(unit, str) else " + ".join(unit), "") for unit in self.shard
         ]
         rows += [("checkpoint", key, "") for key in self.checkpoint]
+        if self.pipeline:
+            ends = (self.pipeline.first, [f"{self.pipeline.layers}.*"], self.pipeline.last)
+            rows.append(("pipeline", " | ".join(" + ".join(end) for end in ends), ""))
         wide = max(map(len, [*self.tensor, *self.context]), default=0)
         return "\n".join(f"{kind:<11}{key:<{wide + 2}}{style}".rstrip() for kind, key, style in rows)
 
@@ -65,6 +87,24 @@ class Resolved:
     context: list[tuple[str, ParallelStyle]]
     shard: list[list[str]]
     checkpoint: list[str]
+    pipeline: Pipeline | None
+
+    def without(self, modules: Iterable[str]) -> "Resolved":
+        """What is left where ``modules``, and all that is in them, are elsewhere."""
+        gone = tuple(modules)
+
+        def here(name: str) -> bool:
+            return not any(name == module or name.startswith(module + ".") for module in gone)
+
+        units = [[name for name in unit if here(name)] for unit in self.shard]
+        return Resolved(
+            [(name, style) for name, style in self.tensor if here(name)],
+            [name for name in self.replicate if here(name)],
+            [(name, style) for name, style in self.context if here(name)],
+            [unit for unit in units if unit],
+            [name for name in self.checkpoint if here(name)],
+            self.pipeline,
+        )
 
 
 def resolve(plan: Plan, model: nn.Module) -> Resolved:
@@ -101,9 +141,11 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     if plan.shard:
         problems += _uncovered("shard", "", [n for unit in shard for n in unit], model)
         problems += _unfit_units(shard, model)
+    if plan.pipeline:
+        problems += _unfit_pipeline(plan.pipeline, model)
     if problems:
         raise ConfigError(*problems)
-    return Resolved(tensor, replicate, context, shard, checkpoint)
+    return Resolved(tensor, replicate, context, shard, checkpoint, plan.pipeline)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -139,6 +181,26 @@ def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
                 " put their modules in one unit"
             )
     return problems
+
+
+def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
+    """One line per module that is not there, and per parameter that no stage would hold."""
+    names = {name for name, _ in model.named_modules() if name}
+    given = [*pipeline.first, pipeline.layers, *pipeline.last]
+    problems = [
+        f"plan.pipeline: there is no module {name!r}{did_you_mean(name, names)}"
+        for name in given
+        if name not in names
+    ]
+    if problems:
+        return problems
+    if not list(model.get_submodule(pipeline.layers).children()):
+        return [f"plan.pipeline: {pipeline.layers} holds no layers"]
+    return [
+        f"plan.pipeline: parameter {name} is of no stage; name its module in first or last"
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if not any(name.startswith(module + ".") for module in given)
+    ]
 
 
 def _twice(part: str, names: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from compose.context_parallel import shard_sequence
 from compose.data_parallel import prepare_micro_batch
 from compose.loss import count_targets, cross_entropy
 from compose.mesh import AXES, BATCH_AXES, sum_over
+from compose.pipeline_parallel import copies_of
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -42,19 +43,35 @@ def forward_backward(
         raise ValueError(f"micro_batch: {micro_batch} should be at least 1")
     applied = applied_to(model)
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
-    total = torch.zeros((), device=targets.device)
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return loss_function(output, targets) / count
+
+    if mesh["cp"].size() > 1:
+        batch = shard_sequence(batch, mesh["cp"], applied.balance, multiple=mesh["tp"].size())
     # loss_parallel only changes what cross-entropy does with DTensors.
     with loss_parallel():
-        for start in range(0, share, micro_batch):
-            part = {name: value[start : start + micro_batch] for name, value in batch.items()}
-            prepare_micro_batch(model, applied.zero, last=start + micro_batch >= share)
-            if mesh["cp"].size() > 1:
-                part = shard_sequence(part, mesh["cp"], applied.balance, multiple=mesh["tp"].size())
-            part_targets = part.pop("targets")
-            loss = loss_function(model(**part), part_targets) / count
-            loss.backward()
-            total += loss.detach()
-    return sum_over(total, mesh, (*BATCH_AXES, "cp"))
+        if applied.pipeline:
+            total = applied.pipeline.run(batch, micro_batch, loss)
+        else:
+            total = _run(model, batch, micro_batch, loss, applied.zero)
+    return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp"))
+
+
+def _run(
+    model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int, loss: LossFunction, zero: int
+) -> Tensor:
+    """Forward and backward of one micro-batch after another; the sum of their losses."""
+    share = len(batch["targets"])
+    total = torch.zeros((), device=batch["targets"].device)
+    for start in range(0, share, micro_batch):
+        part = {name: value[start : start + micro_batch] for name, value in batch.items()}
+        prepare_micro_batch(model, zero, last=start + micro_batch >= share)
+        targets = part.pop("targets")
+        value = loss(model(**part), targets)
+        value.backward()
+        total += value.detach()
+    return total
 
 
 @torch.no_grad()
@@ -64,10 +81,11 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, mesh: D
     The norm counts every element of every parameter once, wherever it is sharded or replicated.
     Returns it as it was before clipping, float64. Same formula as ``torch.nn.utils``.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    found = [(p.grad, copies_of(p)) for p in parameters if p.grad is not None]
     squares: list[Tensor] = []
-    for gradient in gradients:
-        local, copies = gradient, mesh.size()
+    for gradient, holders in found:
+        # A stage's parameters are on one rank of the pp axis; tied ones on one for each holder.
+        local, copies = gradient, mesh.size() // mesh["pp"].size() * holders
         if isinstance(gradient, DTensor):
             local = gradient.to_local()
             for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
@@ -84,7 +102,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, mesh: D
     norm = sum_over(total, mesh, AXES).sqrt()
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
+        for gradient, _ in found:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             local.mul_(scale.to(local.dtype))
     return norm

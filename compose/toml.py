@@ -131,8 +131,10 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
         if key not in known:
             keys.problem(table, key, f"unknown key{nearest_key(key, table, known)}")
             continue
+        # A frozen dataclass holds a tuple where TOML has an array.
+        given = tuple(value) if isinstance(value, list) else value
         try:
-            good[key] = TypeAdapter(types[key], config=_STRICT).validate_python(value)
+            good[key] = TypeAdapter(types[key], config=_STRICT).validate_python(given)
         except ValidationError as error:
             kind_name, got = type_name(types[key]), toml_value(value)
             detail = error.errors()[0]

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from compose.applied import applied_to
 from compose.apply import apply
 from compose.errors import ConfigError
 from compose.loss import count_targets, cross_entropy
 from compose.mesh import batch_share
+from compose.pipeline_parallel import Schedule
 from compose.plan import Plan
 from compose.step import LossFunction, clip_grad_norm_, forward_backward
 
@@ -102,6 +104,7 @@ def verify(
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     activation_checkpoint: str = "none",
+    pipeline: Schedule | None = None,
     loss_function: LossFunction = cross_entropy,
     optimizer: OptimizerFactory | None = None,
     max_norm: float = 1.0,
@@ -123,6 +126,7 @@ def verify(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         activation_checkpoint=activation_checkpoint,
+        pipeline=pipeline,
     )
     return compare(
         model,
@@ -162,11 +166,16 @@ def compare(
     reference: _OneProcess | None = None
     if dist.get_rank() == 0:
         reference = _OneProcess(model, param_dtype, loss_function, optimizer, max_norm, micro_batch)
-    before = {name: whole(p) for name, p in composed.named_parameters()}
-    for name, value in before.items():
-        judge.tensor("initial weight", name, value, reference and reference.initial[name], 0.0)
-    for name, buffer in composed.named_buffers():
-        judge.tensor("buffer", name, buffer, reference and reference.buffers[name], 0.0)
+    held = _held(composed)
+    before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
+    for name, parameter in model.named_parameters():
+        expected = reference and reference.initial[name]
+        judge.tensor("initial weight", name, before.get(name, []), parameter.shape, expected, 0.0)
+    buffers = dict(composed.named_buffers())
+    for name, buffer in model.named_buffers():
+        value = [buffers[name]] if name in buffers else []
+        expected = reference and reference.buffers[name]
+        judge.tensor("buffer", name, value, buffer.shape, expected, 0.0)
 
     composed_optimizer = optimizer(composed.parameters())
     for step, batch in enumerate(batches):
@@ -179,22 +188,43 @@ def compare(
             micro_batch=micro_batch,
             loss_function=loss_function,
         )
-        if step == 0:
-            for name, parameter in composed.named_parameters():
-                gradient = parameter.grad
-                gradient = torch.zeros_like(before[name]) if gradient is None else whole(gradient)
-                expected = reference and reference.gradients.get(name)
-                judge.tensor("gradient", name, gradient, expected, tolerance.gradient)
+        for name, parameter in model.named_parameters() if step == 0 else ():
+            gradients = [_gradient(p) for p in held.get(name, ())]
+            expected = reference and reference.gradients.get(name)
+            judge.tensor("gradient", name, gradients, parameter.shape, expected, tolerance.gradient)
         norm = clip_grad_norm_(composed.parameters(), max_norm, mesh)
         composed_optimizer.step()
         composed_optimizer.zero_grad()
         label = f"step {step + 1}"
-        judge.tensor("loss", label, loss, reference and reference.loss, tolerance.loss)
-        judge.tensor("grad_norm", label, norm, reference and reference.norm, tolerance.gradient)
-    for name, parameter in composed.named_parameters():
-        change = whole(parameter) - before[name]
-        judge.tensor("update", name, change, reference and reference.change(name), tolerance.update)
+        expected = reference and reference.loss
+        judge.tensor("loss", label, [loss], loss.shape, expected, tolerance.loss)
+        expected = reference and reference.norm
+        judge.tensor("grad_norm", label, [norm], norm.shape, expected, tolerance.gradient)
+    after = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
+    for name, parameter in model.named_parameters():
+        pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
+        expected = reference and reference.change(name)
+        changes = [new - old for new, old in pairs]
+        judge.tensor("update", name, changes, parameter.shape, expected, tolerance.update)
+    pipeline = applied_to(composed).pipeline
+    for tied in pipeline.ties if pipeline else ():
+        judge.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
     return judge.report()
+
+
+def _held(composed: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """This rank's parameters by their names in the whole model, of which it may have copies."""
+    aliases = applied_to(composed).aliases
+    held: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in composed.named_parameters():
+        held.setdefault(aliases.get(name, name), []).append(parameter)
+    return held
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros(parameter.shape, device=parameter.device)
+    return whole(parameter.grad)
 
 
 def _on_first_rank(work: Callable[[], None] | None) -> None:
@@ -273,6 +303,9 @@ class _OneProcess:
         return self.model.get_parameter(name).detach() - self.initial[name]
 
 
+_NOT_HELD = -1.0  # the error of what a rank has no part of
+
+
 class _Judge:
     """Holds what each rank has against what rank 0 expects. Every call is a collective."""
 
@@ -285,21 +318,32 @@ class _Judge:
         self,
         quantity: str,
         name: str,
-        value: Tensor,
+        values: Sequence[Tensor],
+        shape: torch.Size,
         expected: Tensor | None,
         tolerance: float,
+        source: int = 0,
     ) -> None:
-        """``expected`` counts on rank 0, where None stands for zeros.
+        """``values``: what this rank holds of it, which may be nothing. ``expected`` counts on the rank
+        ``source``, where None stands for zeros.
 
         The error is ||value - expected|| / ||expected||, in Frobenius norms.
         """
-        right = torch.zeros(value.shape, dtype=torch.float64, device=self.device)
+        right = torch.zeros(shape, dtype=torch.float64, device=self.device)
         if expected is not None:
             right.copy_(expected)
-        dist.broadcast(right, src=0)
-        error = _relative(value.double(), right)
+        dist.broadcast(right, src=source)
+        errors = [_relative(value.double(), right) for value in values]
         self.compared.append((quantity, name, tolerance))
-        self.errors.append(error)
+        self.errors.append(max(map(_or_infinite, errors), default=_NOT_HELD))
+
+    def copies(self, name: str, values: Sequence[Tensor], shape: torch.Size) -> None:
+        """That all ranks' copies of one parameter are the same, bit for bit."""
+        holds: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(holds, bool(values))
+        source = holds.index(True)
+        expected = values[0] if dist.get_rank() == source else None
+        self.tensor("tied copies", name, values, shape, expected, 0.0, source)
 
     def report(self) -> Report:
         everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
@@ -308,8 +352,9 @@ class _Judge:
         for (quantity, name, tolerance), errors in zip(
             self.compared, zip(*everyone, strict=True), strict=True
         ):
-            rank = max(range(len(errors)), key=lambda r: _or_infinite(errors[r]))
-            rows.append(Row(quantity, name, errors[rank], tolerance, rank))
+            rank = max(range(len(errors)), key=errors.__getitem__)
+            lost = errors[rank] == _NOT_HELD
+            rows.append(Row(quantity, name, math.inf if lost else errors[rank], tolerance, rank))
         return Report(rows)
 
 

@@ -8,6 +8,7 @@ from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from compose.applied import applied_to
 from compose.errors import ConfigError
 from compose.ties import tie, tied_names
 
@@ -36,7 +37,9 @@ def init_weights(
         tie(model, names)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         buffer.copy_(values[name])
-    for name, parameter in model.named_parameters():
+    aliases = applied_to(model).aliases
+    for held_as, parameter in model.named_parameters():
+        name = aliases.get(held_as, held_as)
         whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         init_parameter(name, whole, named_generator(seed, name, device))
         if isinstance(parameter, DTensor):

@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from compose import Parallel, Plan
+from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel, check_ulysses
 from compose.tensor_parallel import HeadParallel, check_heads
 
@@ -56,4 +56,5 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
         # A tied weight belongs to one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
+        pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
     )

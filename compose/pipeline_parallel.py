@@ -1,0 +1,240 @@
+"""Pipeline parallel: stages on different ranks, micro-batches run through them by a schedule.
+
+A schedule's table (schedules.py) is executed by the runtime of ``torch.distributed.pipelining``. What is
+added here is what that leaves to others: ZeRO stages that keep their meaning (data_parallel.py), a
+parameter shared by several stages, and stages that need no shapes from the user.
+
+Per micro-batch and cut one activation goes forward and its gradient back: 2 B L D elements, and nothing
+else. The price is idle time (``python -m compose schedule``).
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from compose.data_parallel import finish_backward, gather, prepare_micro_batch
+from compose.errors import ConfigError
+from compose.pipeline_split import Stage, Tied
+from compose.schedules import build_table
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a pipeline runs. name: of a schedule, or of a CSV file. virtual_stages: on each rank; 0 is what
+    the schedule is made for. layers: of each stage; empty is balanced by FLOPs at ``seq_len`` tokens."""
+
+    name: str = "1F1B"
+    virtual_stages: int = 0
+    layers: Sequence[int] = ()
+    seq_len: int = 2048
+
+
+class PipelineRunner:
+    """Runs this rank's stages, in step with those of the other ranks of the pp axis.
+
+    placement: the pp rank of every stage. ties: what stages share, the same list on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[Stage],
+        ties: Sequence[Tied],
+        placement: Sequence[int],
+        schedule: Schedule,
+        mesh: DeviceMesh,
+        zero: int,
+    ) -> None:
+        self.model, self.stages, self.ties = model, stages, ties
+        self.placement, self.schedule, self.zero = placement, schedule, zero
+        self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
+        self.runtimes: dict[tuple[Any, ...], _PipelineScheduleRuntime] = {}
+        self.loss: LossFunction | None = None
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """What had another name in the whole model: that name, by the one it has in a stage."""
+        return {name: tied.name for tied in self.ties for _, name in tied.holders if name != tied.name}
+
+    def is_last(self, stage: Stage) -> bool:
+        """Whether ``stage`` ends the model."""
+        return stage.index == len(self.placement) - 1
+
+    def run(self, batch: Mapping[str, Tensor], micro_batch: int, loss: LossFunction) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of the losses if the last stage is here,
+        else zero.
+
+        batch: (samples, ...), the same on every rank of the axis. Raises ConfigError where the samples
+        are no whole micro-batches, or the schedule cannot run their number.
+        """
+        samples = len(batch["targets"])
+        if samples % micro_batch:
+            raise ConfigError(
+                f"micro_batch: {samples} samples are no whole number of micro-batches of {micro_batch},"
+                " which a pipeline needs"
+            )
+        inputs = dict(batch)
+        targets, first = inputs.pop("targets"), inputs.pop(self.first_argument)
+        key = (samples // micro_batch, *((v.shape, v.dtype) for v in (first, *inputs.values())))
+        if key not in self.runtimes:
+            self.runtimes[key] = self._runtime(first, inputs, micro_batch)
+        self.loss = loss
+        losses: list[Tensor] = []
+        arguments = (first,) if self.placement[0] == self.rank else ()
+        self.runtimes[key].step(
+            *arguments, target=targets, losses=losses, return_outputs=False, **inputs
+        )
+        self._sum_tied_gradients()
+        total = torch.zeros((), device=targets.device)
+        return total + sum(x.detach() for x in losses)
+
+    def _runtime(
+        self, first: Tensor, inputs: Mapping[str, Tensor], micro_batch: int
+    ) -> _PipelineScheduleRuntime:
+        count = len(first) // micro_batch
+        name, per_rank = self.schedule.name, len(self.placement) // self.pp
+        table = build_table(name, self.pp, per_rank, count)
+        sample = first[:micro_batch].to("meta")
+        stream = self._stream(first[:micro_batch], {k: v[:micro_batch] for k, v in inputs.items()})
+        last = len(self.placement) - 1
+        stages: list[Any] = [
+            _Stage(
+                _Plain(stage.module),
+                stage.index,
+                last + 1,
+                first.device,
+                input_args=sample if stage.index == 0 else stream,
+                output_args=stream,  # of the last nobody asks
+                group=self.group,
+            )
+            for stage in self.stages
+        ]
+        for stage in stages:
+            stage.zero = self.zero
+        runtime = _PipelineScheduleRuntime(
+            stages, count, loss_fn=self._loss_of_micro_batch, scale_grads=False
+        )
+        runtime._prepare_schedule_with_comms(
+            {
+                rank: [_Action(a.stage, _ComputationType(a.kind), a.micro_batch) for a in row]
+                for rank, row in enumerate(table)
+            }
+        )
+        return runtime
+
+    def _loss_of_micro_batch(self, output: Tensor, targets: Tensor) -> Tensor:
+        assert self.loss is not None
+        return self.loss(output, targets)
+
+    def _stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """What goes from stage to stage for one micro-batch, on meta: the first stage tries it once."""
+        found: list[Any] = [None]
+        source = self.placement[0]
+        if source == self.rank:
+            with torch.no_grad():
+                output = self.stages[0].module(first, **inputs)
+            if type(output) is Tensor:
+                found = [(output.shape, output.dtype)]
+        dist.broadcast_object_list(found, src=dist.get_global_rank(self.group, source), group=self.group)
+        if found[0] is None:
+            raise ConfigError("plan.pipeline: layers hand on something other than one plain tensor")
+        shape, dtype = found[0]
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    def _sum_tied_gradients(self) -> None:
+        """Give every copy of a tied parameter the sum of their gradients, bitwise the same."""
+        for tied in self.ties:
+            ranks = sorted({self.placement[stage] for stage, _ in tied.holders})
+            held = {
+                stage: self.model.get_parameter(name)
+                for stage, name in tied.holders
+                if self.placement[stage] == self.rank
+            }
+            if not any(parameter.requires_grad for parameter in held.values()):
+                continue
+            gradients = {stage: _local_gradient(p) for stage, p in held.items()}
+            like = next(iter(gradients.values()))
+            operations = []
+            for stage, _ in tied.holders:
+                source = self.placement[stage]
+                for other in ranks:
+                    if source == self.rank != other:
+                        operations.append(self._p2p(dist.isend, gradients[stage], other))
+                if source != self.rank:
+                    gradients[stage] = torch.empty_like(like)
+                    operations.append(self._p2p(dist.irecv, gradients[stage], source))
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+            # In the order of stages on every rank: floating-point sums depend on it.
+            total = torch.stack([gradients[stage] for stage, _ in tied.holders]).sum(0)
+            for parameter in held.values():
+                _local_gradient(parameter).copy_(total)
+                _copies[parameter] = len(tied.holders)
+
+    def _p2p(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+
+
+_copies = WeakIdKeyDictionary()
+
+
+def copies_of(parameter: nn.Parameter) -> int:
+    """How many stages of a pipeline hold a copy of ``parameter``, whose gradient counts once."""
+    return _copies.get(parameter, 1)
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+class _Plain(nn.Module):
+    """Keeps a stage's FSDP from the runtime, which would gather it for a whole step."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stage(*args, **kwargs)
+
+
+class _Stage(PipelineStage):
+    """A stage whose gradients are reduced, and parameters gathered and freed, as the ZeRO stage says."""
+
+    zero: int = 3
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        module = self.submod.stage
+        prepare_micro_batch(module, self.zero, last=last_backward)
+        if backward_type != "full":
+            gather(module)  # the two halves of a backward look for the parameters themselves
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            finish_backward(module)
+        return result
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        # There was no inference, and it would drop gradients accumulated before this step.
+        pass
