@@ -1,14 +1,22 @@
 """python -m compose COMMAND ...: tools beside training."""
 
+import math
+import shutil
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
-from compose.cli import parse, run
+from compose import legality, timeline
+from compose.cli import parse, read_arguments, run, world_size_of
 from compose.errors import ConfigError, did_you_mean
-from compose.mesh import init_mesh
+from compose.mesh import AXES, init_mesh
 from compose.prove import prove
 from compose.runtime import process_group
+from compose.schedules import build_table
+from compose.toml import load
 
 
 def _verify(arguments: Sequence[str]) -> int:
@@ -21,7 +29,67 @@ def _verify(arguments: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"verify": _verify}
+def _schedule(arguments: Sequence[str]) -> int:
+    """python -m compose schedule FILE.toml [--out timeline.svg|.png]: draw the pipeline's timeline."""
+    flags = {"--out": "FILE.svg or .png", "--world-size": "N"}
+    given = read_arguments(arguments, "python -m compose schedule", flags)
+    out = given.flags.get("--out", "")
+    if out and Path(out).suffix not in (".svg", ".png"):
+        raise ConfigError(f"command line: --out: {out} is neither .svg nor .png")
+    config = load(given.file, given.overrides)
+    degrees = [getattr(config.parallel, axis) for axis in AXES]
+    world_size = world_size_of(given) or math.prod(max(1, degree) for degree in degrees)
+    config, problems = legality.check(config, world_size)
+    parallel, train = config.parallel, config.train
+    if not problems and parallel.pp == 1:
+        problems = ["parallel.pp: 1 has no schedule; set --parallel.pp=2 or more"]
+    if problems:
+        raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
+    micro_batches = train.global_batch // (parallel.dp_replicate * parallel.dp_shard * train.micro_batch)
+    name, virtual_stages = parallel.pp_schedule, parallel.pp_virtual_stages
+    table = build_table(name, parallel.pp, virtual_stages, micro_batches)
+    title = f"{name}: {parallel.pp} ranks, {micro_batches} micro-batches, layers {list(parallel.pp_layers)}"
+    slots = timeline.simulate(table)
+    terminal = sys.stdout.isatty()
+    print(title, timeline.as_text(slots, terminal, shutil.get_terminal_size((100, 24)).columns), sep="\n")
+    print(timeline.report(table, name, virtual_stages))
+    try:
+        if out.endswith(".svg"):
+            Path(out).write_text(timeline.as_svg(slots, title), encoding="utf-8")
+        elif out:
+            timeline.write_png(slots, title, out)
+    except OSError as error:
+        raise ConfigError(f"command line: --out: cannot write {out}: {error.strerror}") from None
+    return 0
+
+
+def _legal(arguments: Sequence[str]) -> int:
+    """python -m compose legal FILE.toml --world-size N: which meshes of N ranks the config can have."""
+    given = read_arguments(arguments, "python -m compose legal", {"--world-size": "N"})
+    world_size = world_size_of(given)
+    if not world_size:
+        raise ConfigError("command line: legal: needs --world-size N, the number of ranks")
+    config = load(given.file, given.overrides)
+    legal, refused = [], Counter[str]()
+    for degrees, problems in legality.survey(config, world_size):
+        if problems:
+            refused[problems[0]] += 1
+        else:
+            legal.append(degrees)
+    print("  ".join(AXES))
+    for degrees in legal:
+        print("  ".join(f"{degrees[axis]:<{len(axis)}}" for axis in AXES).rstrip())
+    print(f"{len(legal)} meshes of {world_size} ranks are legal, {refused.total()} are not:")
+    for problem, count in refused.most_common():
+        print(f"{count:>4}  {problem}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "verify": _verify,
+    "schedule": _schedule,
+    "legal": _legal,
+}
 
 
 def main(arguments: Sequence[str]) -> int:

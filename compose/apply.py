@@ -19,7 +19,7 @@ from compose.pipeline_parallel import PipelineRunner, Schedule
 from compose.pipeline_split import Stage, balanced, check_layers, layer_names, split
 from compose.plan import Plan, Resolved, resolve
 from compose.schedules import placement
-from compose.tensor_parallel import Replicated, apply_tensor_parallel
+from compose.tensor_parallel import Replicated, apply_tensor_parallel, check_heads
 
 
 def apply(
@@ -55,6 +55,8 @@ def apply(
                 " model.float(), and give param_dtype for forward and backward"
             )
     resolved = resolve(plan, model)
+    if plan.heads:
+        check_heads(*plan.heads, mesh["tp"].size())
     _broadcast(model)
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,23 @@ from compose.toml import COMMAND_LINE, load, nearest_key
 
 
 @dataclass(frozen=True)
+class Arguments:
+    """A command line: the TOML file, keys set over it, and flags by name, "" where they take no value."""
+
+    file: str
+    overrides: list[tuple[str, str]]
+    flags: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Options:
     config: Config
     world_size: int
     dry_run: bool
 
 
-FLAGS = ("--dry-run", "--world-size", "--help")
+# The flags of each kind of command, with what they take.
+TRAIN_FLAGS = {"--dry-run": "", "--world-size": "N"}
 USAGE = """\
 {program} [FILE.toml] [--table.key=value ...]{flags}
 
@@ -42,19 +52,28 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Optio
     A program that ``trains`` has the flags --dry-run and --world-size N too, reads the data and writes
     ``run.dir``. ``--help`` prints every key and exits. Raises ConfigError with all problems found.
     """
-    file, overrides, flags = _split(arguments, trains)
-    if "--help" in flags:
-        print(help_text(program, trains, dict(overrides).get("model.name", Model.name)))
-        raise SystemExit(0)
-    world_size = int(flags["--world-size"]) if "--world-size" in flags else _world_size()
-    config, problems = legality.check(load(file, overrides), world_size)
-    options = Options(config, world_size, "--dry-run" in flags)
-    if not options.dry_run:
+    given = read_arguments(arguments, program, TRAIN_FLAGS if trains else {})
+    dry_run = "--dry-run" in given.flags
+    if "--world-size" in given.flags and not dry_run:
+        raise ConfigError(f"{COMMAND_LINE}: --world-size: goes with --dry-run; else torchrun sets it")
+    world_size = world_size_of(given) or _world_size()
+    config, problems = legality.check(load(given.file, given.overrides), world_size)
+    if not dry_run:
         problems += _device_problems(config)
         problems += _surroundings(config) if trains else []
     if problems:
-        raise ConfigError(*(f"{file}: {problem}" for problem in problems))
-    return options
+        raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
+    return Options(config, world_size, dry_run)
+
+
+def world_size_of(given: Arguments) -> int:
+    """The number after --world-size; 0 if it is not there. Raises ConfigError for what is no number."""
+    value = given.flags.get("--world-size")
+    if value is None:
+        return 0
+    if not _is_number(value) or not 1 <= int(value) < 2**31:
+        raise ConfigError(f"{COMMAND_LINE}: --world-size: {value} is not a number of ranks")
+    return int(value)
 
 
 def _world_size() -> int:
@@ -72,21 +91,24 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
-def _split(arguments: Sequence[str], trains: bool) -> tuple[str, list[tuple[str, str]], dict[str, str]]:
-    """The file, the overrides and the flags of a command line."""
-    known = FLAGS if trains else ("--help",)
+def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str]) -> Arguments:
+    """The file, the overrides and the flags of a command line; ``flags`` says what each flag takes.
+
+    ``--help`` prints every key and exits. Raises ConfigError for what is none of these.
+    """
+    known = [*flags, "--help"]
     files: list[str] = []
     overrides: list[tuple[str, str]] = []
-    flags: dict[str, str] = {}
-    rest = list(arguments)
+    found: dict[str, str] = {}
+    rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
             files.append(word)
             continue
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
-        if name in ("--help", "--dry-run") and name in known:
-            flags[name] = ""
+        if name in known and not flags.get(name):
+            found[name] = ""
             continue
         if name not in known and "." not in name:
             hint = nearest_key(name)
@@ -97,28 +119,21 @@ def _split(arguments: Sequence[str], trains: bool) -> tuple[str, list[tuple[str,
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
             value = rest.pop(0)
-        if name == "--world-size":
-            if not _is_number(value) or not 1 <= int(value) < 2**31:
-                raise ConfigError(f"{COMMAND_LINE}: {name}: {value} is not a number of ranks")
-            flags[name] = value
+        if name in flags:
+            found[name] = value
         else:
             overrides.append((name.removeprefix("--"), value))
+    if "--help" in found:
+        print(help_text(program, flags, dict(overrides).get("model.name", Model.name)))
+        raise SystemExit(0)
     if len(files) > 1:
         raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(files)}")
-    if "--world-size" in flags and "--dry-run" not in flags:
-        raise ConfigError(f"{COMMAND_LINE}: --world-size: goes with --dry-run; else torchrun sets it")
-    return files[0] if files else "train.toml", overrides, flags
+    return Arguments(files[0] if files else "train.toml", overrides, found)
 
 
 def _device_problems(config: Config) -> list[str]:
     if config.run.device == "cuda" and not torch.cuda.is_available():
         return ["run.device: cuda is not available here; use cpu or auto"]
-    on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    if config.parallel.cp > 1 and config.precision.param == "float32" and not on_cpu:
-        return [
-            "precision.param: float32 has no flash attention on CUDA, which parallel.cp needs;"
-            " use bfloat16"
-        ]
     return []
 
 
@@ -151,11 +166,11 @@ def _run_dir(folder: Path, chosen: bool) -> list[str]:
     return []
 
 
-def help_text(program: str, trains: bool, model: str) -> str:
+def help_text(program: str, flags: Mapping[str, str], model: str) -> str:
     """Usage, and every key with its type, default and doc, those of ``model`` among them."""
-    flags = " [--dry-run [--world-size N]]" if trains else ""
-    lines = [USAGE.format(program=program, flags=flags)]
-    if trains:
+    shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in flags.items())
+    lines = [USAGE.format(program=program, flags=shown)]
+    if "--dry-run" in flags:
         lines.append(
             "--dry-run prints mesh, plan, parameters and bytes per rank without starting a process\n"
             "group; --world-size says for how many ranks.\n"

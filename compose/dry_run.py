@@ -24,9 +24,10 @@ from compose.registry import build_model
 
 @dataclass(frozen=True)
 class Placed:
-    """One parameter as rank 0, whose shards are the largest, holds it."""
+    """One parameter as the first rank of its stage, whose shards are the largest, holds it."""
 
     name: str
+    pp: int  # its rank on the pp axis
     shape: tuple[int, ...]
     placements: dict[str, str]  # by axis, those of size 1 left out
     local_shape: tuple[int, ...]
@@ -38,22 +39,30 @@ def describe(config: Config, world_size: int) -> None:
     """Print the dry run of a checked config, on rank 0 if there are several."""
     if os.environ.get("RANK", "0") != "0":
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    pp = config.parallel.pp
+    _, plan = build_model(config)
+    placed = [_stage(config, world_size, rank * world_size // pp) for rank in range(pp)]
+    print(_mesh_line(config, world_size), "", "plan", str(plan), sep="\n")
+    print("", *_table([p for stage in placed for p in stage], pp), sep="\n")
+    print("", *_summary(placed, config), sep="\n")
+
+
+def _stage(config: Config, world_size: int, rank: int) -> list[Placed]:
+    """What ``rank`` holds."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         mesh = init_mesh(config.parallel)
         model, plan = build_model(config)
         apply(model, plan, mesh, **apply_options(config))
-        placed = placements(model, mesh, config)
+        return placements(model, mesh, config)
     finally:
         dist.destroy_process_group()
-    print(_mesh_line(config, world_size), "", "plan", str(plan), sep="\n")
-    print("", *_table(placed), sep="\n")
-    print("", *_summary(placed, config), sep="\n")
 
 
 def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Placed]:
     """Every parameter of a model that was cut over ``mesh``."""
     tp, size = mesh["tp"].size(), getattr(torch, config.precision.param).itemsize
+    stage = mesh["pp"].get_local_rank()
     result = []
     for name, parameter in model.named_parameters():
         local: torch.Tensor = parameter
@@ -67,31 +76,39 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
                     by_axis[axis] = "R" if placement.is_replicate() else f"S({placement.dim})"  # type: ignore[attr-defined]
                     sharded_over_tp |= axis == "tp" and not placement.is_replicate()
         whole = parameter.numel() // (tp if sharded_over_tp else 1) * size
+        shapes = tuple(parameter.shape), tuple(local.shape)
         result.append(
-            Placed(name, tuple(parameter.shape), by_axis, tuple(local.shape), whole, local.numel() * 4)
+            Placed(name, stage, shapes[0], by_axis, shapes[1], whole, local.numel() * 4)
         )
     return result
 
 
 def _mesh_line(config: Config, world_size: int) -> str:
-    degrees = ", ".join(f"{axis} {getattr(config.parallel, axis)}" for axis in AXES)
-    return f"mesh: {world_size} ranks: {degrees}; zero {config.parallel.zero}"
+    parallel = config.parallel
+    degrees = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in AXES)
+    line = f"mesh: {world_size} ranks: {degrees}; zero {parallel.zero}"
+    if parallel.pp > 1:
+        line += f"\npipeline: {parallel.pp_schedule}, layers of its stages {list(parallel.pp_layers)}"
+    return line
 
 
-def _table(placed: list[Placed]) -> list[str]:
+def _table(placed: list[Placed], pp: int) -> list[str]:
     """A line per parameter; layers that are alike share one, which says how many they are."""
     axes = [axis for axis in AXES if any(axis in p.placements for p in placed)]
     groups: dict[tuple[object, ...], list[Placed]] = {}
     for p in placed:
         pattern = re.sub(r"\.\d+\.", ".*.", p.name)
-        groups.setdefault((pattern, p.shape, tuple(p.placements.items()), p.local_shape), []).append(p)
-    rows = [("parameter", "shape", *axes, "local shape", "bytes")]
+        alike = (p.pp, pattern, p.shape, tuple(p.placements.items()), p.local_shape)
+        groups.setdefault(alike, []).append(p)
+    stages = pp > 1
+    rows = [("parameter", *(["pp"] if stages else []), "shape", *axes, "local shape", "bytes")]
     for group in groups.values():
         p, last = group[0], group[-1]
         name = p.name if len(group) == 1 else f"{p.name} ... {last.name} ({len(group)})"
         rows.append(
             (
                 name,
+                *([str(p.pp)] if stages else []),
                 _shape(p.shape),
                 *(p.placements.get(axis, "R") for axis in axes),
                 _shape(p.local_shape),
@@ -108,11 +125,12 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _summary(placed: list[Placed], config: Config) -> list[str]:
-    """Parameter count, FLOPs, and bytes per rank of what outlives a micro-batch."""
-    parameters = sum(torch.Size(p.shape).numel() for p in placed)
-    local = sum(p.local_bytes for p in placed)
-    whole = sum(p.whole_bytes for p in placed)
+def _summary(placed: list[list[Placed]], config: Config) -> list[str]:
+    """Parameter count, FLOPs, and bytes of what outlives a micro-batch on the rank with most."""
+    fullest = max(placed, key=lambda stage: sum(p.local_bytes for p in stage))
+    parameters = sum(p.numel() for p in build_model(config)[0].parameters())
+    local = sum(p.local_bytes for p in fullest)
+    whole = sum(p.whole_bytes for p in fullest)
     zero, reduce_size = config.parallel.zero, getattr(torch, config.precision.reduce).itemsize
     param_size = getattr(torch, config.precision.param).itemsize
     train = config.train
@@ -127,13 +145,17 @@ def _summary(placed: list[Placed], config: Config) -> list[str]:
         f"parameters: {parameters:,}",
         f"FLOPs per token: {config.model.config.flops_per_token(train.seq_len):,.0f}"
         f" (forward and backward, seq_len {train.seq_len})",
-        "bytes per rank (the first, whose shards are the largest):",
+        f"bytes per rank (the {_fullest(fullest, len(placed))}, whose shards are the largest):",
         *(f"  {name:<20}{_bytes(size)}" for name, size in rows),
         f"  {'state in all':<20}{_bytes(sum(size for _, size in rows))}",
     ]
-    if zero < 3 and any(p.placements for p in placed):
+    if zero < 3 and any(p.placements for p in fullest):
         lines.append(f"  {'gathered in a step':<20}{_bytes(whole)} ({config.precision.param})")
     return lines
+
+
+def _fullest(stage: list[Placed], pp: int) -> str:
+    return f"first of pp rank {stage[0].pp}" if pp > 1 else "first"
 
 
 def _bytes(size: int) -> str:

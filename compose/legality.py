@@ -1,45 +1,82 @@
-"""What must hold between keys: one table of rules, each with its condition and its reason.
+"""What must hold between keys: one table of rules, each with its condition, its reason and a cure.
 
-A rule's check returns None, or the problem with the nearest legal change. Checks run before any
-process group is started; nothing else refuses a composition.
+Checks run before any process group is started, and nothing else refuses a composition.
+``docs/composition.md`` is printed from this table by ``python -m compose.legality``.
 """
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
 
 from compose.config import Config, Parallel
+from compose.context_parallel import check_ulysses
 from compose.errors import ConfigError
-from compose.mesh import resolve_degrees
-from compose.plan import resolve
-from compose.registry import build_model
+from compose.mesh import AXES, resolve_degrees
+from compose.pipeline_split import balanced, check_layers, check_stages, layer_names
+from compose.plan import Plan, resolve
+from compose.registry import build_model, find_model
+from compose.schedules import build_table, placement, stages_per_rank
+from compose.tensor_parallel import check_heads
+
+
+@dataclass(frozen=True)
+class Case:
+    """What rules look at: a config whose degrees are known, the model on meta, its plan for them."""
+
+    config: Config
+    model: nn.Module
+    plan: Plan
+
+    @property
+    def degrees(self) -> Parallel:
+        return self.config.parallel
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one rank in a step; 0 where they are not whole."""
+        train, ranks = self.config.train, self.degrees.dp_replicate * self.degrees.dp_shard
+        whole, rest = divmod(train.global_batch, ranks * train.micro_batch)
+        return 0 if rest else whole
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.config.run.device != "cpu" and torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
 class Rule:
-    """condition: what must hold. reason: why. check: the problem in one line, or None."""
+    """condition: what must hold. reason: why. check: raises ConfigError, with the nearest legal change,
+    where it does not. upstream: where PyTorch and not arithmetic asks for it, the place."""
 
     condition: str
     reason: str
-    check: Callable[[Config, Parallel], str | None]
+    check: Callable[[Case], None]
+    upstream: str = ""
 
 
-def _not_built(axis: str, technique: str) -> Callable[[Config, Parallel], str | None]:
-    def check(config: Config, degrees: Parallel) -> str | None:
-        degree = getattr(degrees, axis)
-        if degree == 1:
-            return None
-        return f"parallel.{axis}: {degree} asks for {technique}, which is not built yet; use 1"
-
-    return check
+def _degrees(case: Case) -> None:
+    resolve_degrees(case.degrees, math.prod(getattr(case.degrees, axis) for axis in AXES))
 
 
-def _global_batch(config: Config, degrees: Parallel) -> str | None:
-    train, ranks = config.train, degrees.dp_replicate * degrees.dp_shard
+def _expert_parallel(case: Case) -> None:
+    if case.degrees.ep != 1:
+        raise ConfigError(
+            f"parallel.ep: {case.degrees.ep} asks for expert parallel, which is not built yet; use 1"
+        )
+
+
+def _global_batch(case: Case) -> None:
+    train, ranks = case.config.train, case.degrees.dp_replicate * case.degrees.dp_shard
     unit = ranks * train.micro_batch
     if train.global_batch % unit == 0:
-        return None
+        return
     nearest = max(1, round(train.global_batch / unit)) * unit
-    return (
+    raise ConfigError(
         f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
         f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}"
         + _smaller_micro_batch(train.global_batch, ranks, train.micro_batch)
@@ -54,48 +91,248 @@ def _smaller_micro_batch(global_batch: int, ranks: int, micro_batch: int) -> str
     return f", or train.micro_batch = {best}"
 
 
-def _sequence(config: Config, degrees: Parallel) -> str | None:
-    seq_len, tp = config.train.seq_len, degrees.tp
-    if not degrees.sequence or seq_len % tp == 0:
-        return None
+def _heads(case: Case) -> None:
+    if case.plan.heads:
+        check_heads(*case.plan.heads, case.degrees.tp)
+
+
+def _sequence(case: Case) -> None:
+    seq_len, tp = case.config.train.seq_len, case.degrees.tp
+    # With cp a sequence is padded to what both divide.
+    if not case.degrees.sequence or seq_len % tp == 0 or case.degrees.cp > 1:
+        return
     nearest = max(1, round(seq_len / tp)) * tp
-    return (
+    raise ConfigError(
         f"train.seq_len: {seq_len} is not a multiple of parallel.tp {tp}, which parallel.sequence"
         f" needs; nearest: {nearest}, or parallel.sequence = false"
     )
 
 
-NOT_BUILT = [
-    Rule("ep = 1", "expert parallel is not built yet", _not_built("ep", "expert parallel")),
-]
+def _ulysses(case: Case) -> None:
+    degrees = case.degrees
+    if case.plan.heads and degrees.cp_method == "ulysses":
+        check_ulysses(*case.plan.heads, degrees.cp, degrees.tp)
+
+
+def _flash(case: Case) -> None:
+    if case.degrees.cp > 1 and case.config.precision.param == "float32" and case.on_cuda:
+        raise ConfigError(
+            "precision.param: float32 has no flash attention on CUDA, which parallel.cp needs;"
+            " use bfloat16"
+        )
+
+
+def _schedule(case: Case) -> None:
+    if case.degrees.pp > 1:
+        stages_per_rank(case.degrees.pp_schedule, case.degrees.pp_virtual_stages)
+
+
+def _micro_batches(case: Case) -> None:
+    degrees = case.degrees
+    if degrees.pp == 1 or not case.micro_batches:
+        return
+    try:
+        build_table(
+            degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, case.micro_batches
+        )
+    except ConfigError as error:
+        ranks = degrees.dp_replicate * degrees.dp_shard
+        unit = f" (train.global_batch is {ranks * case.config.train.micro_batch} times that)"
+        raise ConfigError(
+            *(f"{p}{unit if '; nearest: ' in p else ''}" for p in error.problems)
+        ) from None
+
+
+def _layers(case: Case) -> None:
+    degrees, pipeline = case.degrees, case.plan.pipeline
+    if degrees.pp == 1 or pipeline is None:
+        return
+    try:
+        stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
+    except ConfigError:
+        return  # another rule's affair
+    n_layers = len(layer_names(case.model, pipeline))
+    if degrees.pp_layers:
+        check_layers(degrees.pp_layers, stages, n_layers)
+    else:
+        check_stages(stages, degrees.pp, n_layers)
+
+
+def _plan_names(case: Case) -> None:
+    name = case.config.model.name
+    wants: dict[str, tuple[bool, Any, str]] = {
+        "tensor": (case.degrees.tp > 1, case.plan.tensor, "parallel.tp = 1"),
+        "context": (case.degrees.cp > 1, case.plan.context, "parallel.cp = 1"),
+        "pipeline": (case.degrees.pp > 1, case.plan.pipeline, "parallel.pp = 1"),
+        "checkpoint": (
+            case.config.activation_checkpoint.mode != "none",
+            case.plan.checkpoint,
+            'activation_checkpoint.mode = "none"',
+        ),
+    }
+    problems = [
+        f"model.name: the plan of {name} has nothing under {part}; add it, or use {cure}"
+        for part, (wanted, given, cure) in wants.items()
+        if wanted and not given
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
 RULES = [
+    Rule(
+        "dp_replicate x dp_shard x cp x tp x pp is the number of ranks; one may be -1",
+        "every rank has one place in the mesh",
+        _degrees,
+    ),
+    Rule("ep = 1", "expert parallel is not built yet", _expert_parallel),
+    Rule(
+        "the plan says how to do what the degrees ask for",
+        "a plan without styles for an axis would leave its ranks doing the same work",
+        _plan_names,
+    ),
     Rule(
         "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
         "every rank runs the same number of equal micro-batches, since collectives must match",
         _global_batch,
     ),
     Rule(
-        "with sequence, seq_len is a multiple of tp",
+        "tp divides the query heads, and divides or is divided by the key/value heads",
+        "a rank computes whole heads; fewer key/value heads than ranks are shared by neighbours",
+        _heads,
+    ),
+    Rule(
+        "with sequence and without cp, seq_len is a multiple of tp",
         "a local tensor carries no global shape, so every rank must hold an equal part",
         _sequence,
+    ),
+    Rule(
+        "with cp_method ulysses, cp divides the query heads that tp leaves, and divides or is divided by"
+        " the key/value heads",
+        "ranks trade sequence for whole heads; ring and allgather do not",
+        _ulysses,
+    ),
+    Rule(
+        "cp on CUDA runs in bfloat16",
+        "the flash kernels, whose log-sum-exp merges the parts, take half precision only",
+        _flash,
+        upstream="aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_tensor_dtype of"
+        " can_use_flash_attention",
+    ),
+    Rule(
+        "pp_schedule is known, and pp_virtual_stages what it is defined for",
+        "GPipe and 1F1B run one stage on each rank, V-schedules two; the others any number",
+        _schedule,
+    ),
+    Rule(
+        "the schedule can run as many micro-batches as global_batch and micro_batch make",
+        "interleaved schedules go in rounds of equal length; DualPipeV fills every stage first",
+        _micro_batches,
+        upstream="torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,"
+        " ScheduleInterleavedZeroBubble and ScheduleDualPipeV, __init__",
+    ),
+    Rule(
+        "pp_layers has a number for each stage and adds up to the layers; no stage between the ends has"
+        " none",
+        "each layer runs once, and an idle stage only costs",
+        _layers,
     ),
 ]
 
 
+def problems_of(case: Case) -> list[tuple[Rule, str]]:
+    """All that is wrong with a case, by the rule that says so."""
+    found = []
+    for rule in RULES:
+        try:
+            rule.check(case)
+        except ConfigError as error:
+            found += [(rule, problem) for problem in error.problems]
+    return found
+
+
 def check(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """``config`` with its degrees resolved, and all the problems there are."""
-    missing = [problem for rule in NOT_BUILT if (problem := rule.check(config, config.parallel))]
-    if missing:
-        return config, missing
+    """``config`` with its degrees and the layers of its stages resolved, and all the problems."""
     try:
         degrees = resolve_degrees(config.parallel, world_size)
     except ConfigError as error:
         return config, error.problems
     config = replace(config, parallel=degrees)
-    problems = [problem for rule in RULES if (problem := rule.check(config, degrees))]
     try:
         model, plan = build_model(config)
         resolve(plan, model)
     except ConfigError as error:
-        problems += error.problems
+        return config, error.problems
+    case = Case(config, model, plan)
+    problems = list(dict.fromkeys(problem for _, problem in problems_of(case)))
+    if not problems and degrees.pp > 1 and not degrees.pp_layers:
+        config, problems = _with_layers(case)
     return config, problems
+
+
+def _with_layers(case: Case) -> tuple[Config, list[str]]:
+    config, degrees = case.config, case.degrees
+    stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
+    assert case.plan.pipeline is not None
+    try:
+        layers = balanced(case.model, case.plan.pipeline, stages, config.train.seq_len)
+    except ConfigError as error:
+        return config, error.problems
+    return replace(config, parallel=replace(degrees, pp_layers=layers)), []
+
+
+def meshes(world_size: int) -> Iterator[dict[str, int]]:
+    """Every assignment of degrees to the axes whose product is ``world_size``."""
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    for degrees in itertools.product(divisors, repeat=len(AXES)):
+        if math.prod(degrees) == world_size:
+            yield dict(zip(AXES, degrees, strict=True))
+
+
+def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], list[str]]]:
+    """Each mesh of so many ranks, with what the table has against ``config`` on it."""
+    folder = find_model(config.model.name)
+    model, _ = build_model(config)
+    for degrees in meshes(world_size):
+        parallel = replace(config.parallel, **degrees)
+        # What was balanced for one number of stages says nothing of another.
+        here = replace(config, parallel=parallel)
+        try:
+            plan = folder.plan(config.model.config, parallel)
+        except ConfigError as error:
+            yield degrees, error.problems
+            continue
+        yield degrees, [problem for _, problem in problems_of(Case(here, model, plan))]
+
+
+def markdown() -> str:
+    """The table as ``docs/composition.md``."""
+    rows = [
+        f"| {rule.condition} | {rule.reason} | {rule.upstream and 'PyTorch: ' + rule.upstream} |"
+        for rule in RULES
+    ]
+    return "\n".join([_HEAD, *rows, _TAIL])
+
+
+_HEAD = """\
+# What composes
+
+Any product of `dp_replicate`, `dp_shard`, `cp`, `tp` and `pp` composes, with every ZeRO stage, schedule
+and `cp_method`, tied and untied embeddings, and documents packed into a sequence, unless a rule below
+says no. The configuration checks read the same table (`compose/legality.py`, of which this page is
+printed by `python -m compose.legality`), and the tests prove that every mesh of 8 ranks is either
+refused by it or equal to one process. Which meshes a config allows:
+
+```bash
+python -m compose legal train.toml --world-size 8
+```
+
+| what must hold | why | forced by |
+| --- | --- | --- |"""
+_TAIL = """
+Where the last column is empty, arithmetic asks for it. A refusal names the key, the reason and the nearest
+change that helps."""
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -62,6 +62,20 @@ def check_layers(layers: Sequence[int], stages: int, n_layers: int) -> None:
         raise ConfigError(f"{shown} leaves stage {idle[0]} nothing to do; give it a layer")
 
 
+def check_stages(stages: int, pp: int, n_layers: int) -> None:
+    """Raise ConfigError unless ``n_layers`` suffice for the ``stages`` of ``pp`` ranks.
+
+    The first and the last can do with none.
+    """
+    if n_layers < stages - 2:
+        per_rank = stages // pp
+        most = (n_layers + 2) // per_rank
+        raise ConfigError(
+            f"parallel.pp: {pp} ranks of {per_rank} stage{'s' if per_rank > 1 else ''} need {stages - 2}"
+            f" layers between the ends; the model has {n_layers}; use at most {most}"
+        )
+
+
 def _made_to_fit(layers: Sequence[int], n_layers: int) -> list[int]:
     fitted = list(layers)
     while sum(fitted) != n_layers:
@@ -78,12 +92,7 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: int) ->
     projection too; an embedding's look-up costs none. Raises ConfigError if there are fewer layers than
     ``stages`` need, or if the model's first argument is not a tensor of token ids (B, L).
     """
-    n_layers = len(layer_names(model, pipeline))
-    if n_layers < stages - 2:
-        raise ConfigError(
-            f"parallel.pp: {stages} stages need {stages - 2} layers between the ends; the model has"
-            f" {n_layers}; use at most {n_layers + 2} stages"
-        )
+    check_stages(stages, stages, len(layer_names(model, pipeline)))
     first, layers, last = _costs(model, pipeline, seq_len)
     return _fewest_at_most(first, layers, last, stages)
 

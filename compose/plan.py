@@ -6,7 +6,7 @@ is the notation of ``torch.distributed.tensor.parallel.parallelize_module``, whi
 parameter that no pattern covers are errors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -54,6 +54,7 @@ class Plan:
     context: styles on the cp axis.
     checkpoint: activation-checkpoint units.
     pipeline: how the model can be cut into stages; None where it cannot.
+    heads: query and key/value heads of each attention, which tp and ulysses divide.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Plan:
     shard: Sequence[str | Sequence[str]] = ()
     checkpoint: Sequence[str] = ()
     pipeline: Pipeline | None = None
+    heads: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         rows = [("tensor", key, repr(style)) for key, style in self.tensor.items()]
@@ -91,10 +93,10 @@ class Resolved:
 
     def without(self, modules: Iterable[str]) -> "Resolved":
         """What is left where ``modules``, and all that is in them, are elsewhere."""
-        gone = tuple(modules)
+        gone = frozenset(modules)
 
         def here(name: str) -> bool:
-            return not any(name == module or name.startswith(module + ".") for module in gone)
+            return name not in gone and not _inside(name, gone)
 
         units = [[name for name in unit if here(name)] for unit in self.shard]
         return Resolved(
@@ -199,8 +201,14 @@ def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
     return [
         f"plan.pipeline: parameter {name} is of no stage; name its module in first or last"
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if not any(name.startswith(module + ".") for module in given)
+        if not _inside(name, set(given))
     ]
+
+
+def _inside(name: str, modules: Set[str]) -> bool:
+    """Whether the module or parameter ``name`` is somewhere in one of ``modules``."""
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
 
 
 def _twice(part: str, names: list[str]) -> list[str]:
@@ -210,11 +218,11 @@ def _twice(part: str, names: list[str]) -> list[str]:
 
 def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> list[str]:
     """One line per parameter that is in none of ``modules``, under any of its (tied) names."""
-    covered: set[int] = set()
+    within, covered = set(modules), set[int]()
     first_name: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name.setdefault(id(parameter), name)
-        if any(name.startswith(module + ".") for module in modules):
+        if _inside(name, within):
             covered.add(id(parameter))
     # What the root module itself owns no pattern can name; FSDP's root unit takes it.
     own = {id(p) for p in model.parameters(recurse=False)} if part == "shard" else set()

@@ -177,6 +177,8 @@ def read_table(path: str) -> Table:
             actions.append(Action(int(match[1]), match[2], int(match[3])))
         if actions:
             table.append(actions)
+    if not table:
+        raise ConfigError(f"parallel.pp_schedule: {path} holds no action")
     return table
 
 
@@ -209,7 +211,6 @@ def _check_shape(table: Table, name: str, pp: int, per_rank: int, micro_batches:
     if len(table) != pp:
         problems.append(f"{len(table)} rows, one for each rank; parallel.pp is {pp}")
     if stages != set(range(pp * per_rank)):
-        per_rank = max(1, len(stages) // pp)
         problems.append(
             f"stages {_span(stages)}; parallel.pp {pp} and parallel.pp_virtual_stages ask for"
             f" 0 to {pp * per_rank - 1}"
@@ -252,9 +253,12 @@ def check_table(table: Table, name: str) -> None:
                 raise refuse(f"{a} stands before {a._replace(kind=before)}")
             seen.add(a)
     last = max(rank_of)
+    kinds_of: dict[tuple[int, int], set[str]] = {}
+    for a in seen:
+        kinds_of.setdefault((a.stage, a.micro_batch), set()).add(a.kind)
     for stage, rank in rank_of.items():
-        for micro_batch in {a.micro_batch for a in seen}:
-            kinds = {a.kind for a in seen if (a.stage, a.micro_batch) == (stage, micro_batch)}
+        for micro_batch in {number for _, number in kinds_of}:
+            kinds = kinds_of.get((stage, micro_batch), set())
             if kinds not in ({"F", "B"}, {"F", "I", "W"}):
                 raise refuse(
                     f"stage {stage} has {' and '.join(sorted(kinds)) or 'nothing'} of micro-batch"
@@ -264,8 +268,8 @@ def check_table(table: Table, name: str) -> None:
             order = [a.micro_batch for a in table[rank] if (a.stage, a.kind) == (last, "F")]
             if order != sorted(order):
                 raise refuse(f"stage {stage}, the last, runs its forwards out of order")
-    if len(execution_order(table)) < len(seen):
-        stuck = [str(a) for a in sorted(seen - set(execution_order(table)))[:1]]
+    stuck = sorted(seen.difference(execution_order(table)))
+    if stuck:
         raise refuse(f"ranks wait for each other; {stuck[0]} can never run")
 
 

@@ -18,6 +18,7 @@ from compose.data import Batches, open_source
 from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
 from compose.optimizer import build_optimizer, learning_rate, set_learning_rate
+from compose.registry import build_model
 from compose.runtime import TrainingError
 from compose.step import clip_grad_norm_, forward_backward
 from compose.toml import dump
@@ -54,7 +55,8 @@ class Trainer:
             with (folder / "config.toml").open("x", encoding="utf-8") as file:
                 file.write(dump(config))
             self.writer = MetricsWriter(folder, config.metrics.tensorboard)
-            count = sum(p.numel() for p in model.parameters())
+            whole, _ = build_model(config)  # of which this rank may hold a part
+            count = sum(p.numel() for p in whole.parameters())
             print(f"{folder}: {count:,} parameters", flush=True)
 
     def run(self) -> None:

@@ -1,5 +1,6 @@
 """A pool of gloo ranks, started once, that serves the whole test run."""
 
+import faulthandler
 import multiprocessing as mp
 import os
 import traceback
@@ -81,6 +82,8 @@ def _worker(connection: Connection, port: int) -> None:
             job, function, rank, world_size, args = connection.recv()
         except EOFError:
             return
+        # What hangs says where, on each rank's standard error, before the pool gives up on it.
+        faulthandler.dump_traceback_later(TIMEOUT.total_seconds() + 30)
         try:
             dist.init_process_group(
                 "gloo",
@@ -94,6 +97,7 @@ def _worker(connection: Connection, port: int) -> None:
             dist.destroy_process_group()
         except BaseException:
             answer = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
 
 

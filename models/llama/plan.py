@@ -9,17 +9,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose import Parallel, Pipeline, Plan
-from compose.context_parallel import ContextParallel, check_ulysses
-from compose.tensor_parallel import HeadParallel, check_heads
+from compose.context_parallel import ContextParallel
+from compose.tensor_parallel import HeadParallel
 
 from .model import LlamaConfig
 
 
 def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
-    """Raises ConfigError where ``parallel.tp`` cannot divide the heads."""
-    check_heads(model.n_heads, model.n_kv_heads, parallel.tp)
-    if parallel.cp_method == "ulysses":
-        check_ulysses(model.n_heads, model.n_kv_heads, parallel.cp, parallel.tp)
+    """The plan of a Llama for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     gather = PrepareModuleInput(
@@ -57,4 +54,5 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
+        heads=(model.n_heads, model.n_kv_heads),
     )

@@ -1,0 +1,355 @@
+"""Every schedule, cut, and composition of a pipeline, proved equal to one process."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from compose import Parallel, Pipeline, Plan, Schedule, apply, forward_backward, verify
+from compose.data import random_batch
+from compose.errors import ConfigError
+from compose.loss import count_targets, cross_entropy
+from compose.pipeline_split import balanced, check_layers
+from compose.plan import resolve
+from compose.registry import build_model
+from compose.schedules import SCHEDULES, build_table, write_table
+from compose.verify import Report
+from compose.verify import whole as full
+from models.llama import Config as LlamaConfig
+from models.llama import Model as Llama
+from models.llama import plan as llama_plan
+from tests.helpers import make_config, prove_case
+from tests.pool import Pool, make_mesh
+from tests.test_verify import agreed
+
+
+def parallel(**keys: object) -> dict[str, object]:
+    return {f"parallel__{key}": value for key, value in keys.items()}
+
+
+def batches(micro_batches: int, data_ranks: int = 1) -> dict[str, object]:
+    return {"train__micro_batch": 1, "train__global_batch": micro_batches * data_ranks}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(pool: Pool, schedule: str, pp: int, tied: bool) -> None:
+    """Layers as FLOPs ask for."""
+    keys = parallel(pp=pp, pp_schedule=schedule) | batches(8)
+    keys |= {"model__n_layers": 6, "model__tie_embeddings": tied}
+    report = agreed(pool.run(prove_case, pp, keys))
+    assert report.ok, str(report)
+    quantities = {row.quantity for row in report.rows}
+    usual = {"initial weight", "gradient", "loss", "grad_norm", "update"}
+    assert quantities == (usual | {"tied copies"} if tied else usual)
+    parameters = 2 + 6 * 9 + (not tied)
+    assert sum(row.quantity == "gradient" for row in report.rows) == parameters
+
+
+# Counts that the number of ranks does not divide, where the schedule has them; uneven cuts, ends that
+# hold no layer; one virtual stage, and three.
+UNEVEN: list[tuple[int, dict[str, object], int]] = [
+    (2, parallel(pp=2, pp_schedule="GPipe", pp_layers="[5,1]"), 3),
+    (2, parallel(pp=2, pp_schedule="1F1B", pp_layers="[0,6]"), 5),
+    (2, parallel(pp=2, pp_schedule="1F1B", pp_layers="[6,0]"), 1),
+    (2, parallel(pp=2, pp_schedule="Interleaved1F1B", pp_layers="[1,3,2,0]"), 3),
+    (2, parallel(pp=2, pp_schedule="LoopedBFS", pp_layers="[0,1,2,3]"), 5),
+    (2, parallel(pp=2, pp_schedule="InterleavedZeroBubble", pp_layers="[3,1,1,1]"), 3),
+    (2, parallel(pp=2, pp_schedule="ZBVZeroBubble", pp_layers="[0,4,1,1]"), 5),
+    (2, parallel(pp=2, pp_schedule="DualPipeV", pp_layers="[2,3,1,0]"), 5),
+    (2, parallel(pp=2, pp_schedule="Interleaved1F1B", pp_virtual_stages=3), 4),
+    (2, parallel(pp=2, pp_schedule="InterleavedZeroBubble", pp_virtual_stages=1), 4),
+    (4, parallel(pp=4, pp_schedule="GPipe", pp_layers="[1,3,1,1]"), 6),
+    (4, parallel(pp=4, pp_schedule="1F1B", pp_layers="[0,3,2,1]"), 7),
+    (4, parallel(pp=4, pp_schedule="1F1B", pp_layers="[2,2,2,0]"), 2),
+    (4, parallel(pp=4, pp_schedule="Interleaved1F1B", pp_layers="[0,1,1,1,1,1,1,0]"), 10),
+    (4, parallel(pp=4, pp_schedule="LoopedBFS", pp_layers="[0,1,1,1,1,1,1,0]"), 3),
+    (4, parallel(pp=4, pp_schedule="InterleavedZeroBubble", pp_layers="[0,1,1,1,1,1,1,0]"), 10),
+    (4, parallel(pp=4, pp_schedule="ZBVZeroBubble", pp_layers="[0,1,1,1,1,1,1,0]"), 5),
+    (4, parallel(pp=4, pp_schedule="DualPipeV", pp_layers="[0,1,1,1,1,1,1,0]"), 9),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "micro_batches"),
+    UNEVEN,
+    ids=lambda value: (
+        " ".join(str(v) for v in value.values()) if isinstance(value, dict) else str(value)
+    ),
+)
+def test_uneven(pool: Pool, ranks: int, keys: dict[str, object], micro_batches: int) -> None:
+    tied = {"model__n_layers": 6, "model__tie_embeddings": micro_batches % 2 == 0}
+    report = agreed(pool.run(prove_case, ranks, keys | batches(micro_batches) | tied))
+    assert report.ok, str(report)
+
+
+PRODUCTS: list[tuple[int, dict[str, object]]] = [
+    *(
+        (4, parallel(pp=2, dp_shard=2, zero=zero, pp_schedule=schedule) | batches(4, 2))
+        for zero in range(4)
+        for schedule in ("1F1B", "InterleavedZeroBubble")
+    ),
+    (4, parallel(pp=2, dp_replicate=2, pp_schedule="ZBVZeroBubble") | batches(3, 2)),
+    (4, parallel(pp=2, tp=2, pp_schedule="ZBVZeroBubble") | batches(4)),
+    (4, parallel(pp=2, tp=2, sequence=False, loss=False, pp_schedule="DualPipeV") | batches(4)),
+    (4, parallel(pp=2, tp=2, pp_schedule="Interleaved1F1B") | batches(2)),
+    *(
+        (4, parallel(pp=2, cp=2, cp_method=method, pp_schedule=schedule) | batches(4))
+        for method, schedule in [
+            ("ring", "InterleavedZeroBubble"),
+            ("allgather", "GPipe"),
+            ("ulysses", "ZBVZeroBubble"),
+            ("ring", "LoopedBFS"),
+        ]
+    ),
+    # Recomputation, which a split backward does twice.
+    *(
+        (
+            4,
+            parallel(pp=2, cp=2, pp_schedule=schedule)
+            | batches(4)
+            | {"activation_checkpoint__mode": "full"},
+        )
+        for schedule in ("1F1B", "ZBVZeroBubble")
+    ),
+    # Samples of odd length, in micro-batches of three.
+    (
+        4,
+        parallel(pp=2, cp=2, pp_schedule="DualPipeV")
+        | {"train__seq_len": 29, "train__micro_batch": 3, "train__global_batch": 12},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    PRODUCTS,
+    ids=lambda value: (
+        " ".join(f"{k.split('__')[1]} {v}" for k, v in value.items())
+        if isinstance(value, dict)
+        else str(value)
+    ),
+)
+def test_products(pool: Pool, ranks: int, keys: dict[str, object]) -> None:
+    tied = {"model__n_layers": 4, "model__tie_embeddings": True}
+    report = agreed(pool.run(prove_case, ranks, tied | keys))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+def test_v_schedules_with_documents_tied_weights_cp_and_zero(
+    pool: Pool, schedule: str, zero: int
+) -> None:
+    keys = parallel(pp=2, cp=2, dp_shard=2, zero=zero, pp_schedule=schedule) | batches(4, 2)
+    report = agreed(
+        pool.run(prove_case, 8, keys | {"model__n_layers": 4, "model__tie_embeddings": True})
+    )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_bfloat16(pool: Pool, schedule: str, zero: int) -> None:
+    keys = parallel(pp=2, dp_shard=2, zero=zero, pp_schedule=schedule) | batches(4, 2)
+    report = agreed(
+        pool.run(prove_case, 4, keys | {"precision__param": "bfloat16", "model__n_layers": 4})
+    )
+    assert report.ok, str(report)
+
+
+def test_csv_of_actions(pool: Pool, tmp_path: Path) -> None:
+    """A table of one's own: GPipe with its backwards in the other order."""
+    table = build_table("GPipe", 2, 0, 3)
+    write_table([row[:3] + row[:2:-1] for row in table], str(tmp_path / "own.csv"))
+    keys = parallel(pp=2, pp_schedule=str(tmp_path / "own.csv")) | batches(3)
+    report = agreed(pool.run(prove_case, 2, keys))
+    assert report.ok, str(report)
+
+
+def _small(tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(n_layers=3, dim=32, n_heads=4, hidden_dim=48, tie_embeddings=tied)
+
+
+def _accumulated_over_calls() -> float:
+    """Largest relative difference between gradients of two calls, of different shapes, and of the sum
+    of what one process finds in each."""
+    config, degrees = _small(), Parallel(pp=2, dp_shard=1)
+    mesh = make_mesh(degrees)
+    parts = [random_batch(4, 16, config.vocab_size, seed=0), random_batch(3, 12, config.vocab_size, 1)]
+    torch.manual_seed(0)
+    whole = Llama(config)
+    model = apply(copy.deepcopy(whole), llama_plan(config, degrees), mesh)
+    for part in parts:
+        forward_backward(model, part, mesh, micro_batch=1)
+        inputs = dict(part)
+        targets = inputs.pop("targets")
+        loss = cross_entropy(whole(**inputs), targets) / count_targets(targets)
+        loss.backward()
+    return max(
+        float((full(p.grad) - whole.get_parameter(name).grad).norm() / full(p.grad).norm())  # type: ignore[operator]
+        for name, p in model.named_parameters()
+    )
+
+
+def test_gradients_accumulate_over_calls(pool: Pool) -> None:
+    assert max(pool.run(_accumulated_over_calls, 2)) < 1e-5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return x + torch.tanh(self.inner(x)) * (1 if scale is None else scale[:, None])
+
+
+class Nested(nn.Module):
+    """Layers in a plain ModuleList inside another module; two of them share a weight; float input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.into = nn.Linear(5, 6)
+        self.body.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(6, 7)
+        blocks = list(self.body.blocks)
+        blocks[3].inner.weight = blocks[0].inner.weight
+        self.register_buffer("shift", torch.linspace(0, 1, 6))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = self.body.into(x)
+        for block in self.body.blocks:
+            x = block(x, scale) + self.shift
+        return self.head(x)
+
+
+NESTED = Plan(
+    shard=[["body.into"], ["body.blocks.0", "body.blocks.3"], "body.blocks.[12]", "head"],
+    pipeline=Pipeline(first=["body.into"], layers="body.blocks", last=["head"]),
+)
+
+
+def _own_model(schedule: str, layers: list[int]) -> Report:
+    torch.manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "x": torch.randn(4, 5, generator=generator),
+        "scale": torch.randn(4, generator=generator),
+        "targets": torch.arange(4),
+    }
+    return verify(
+        Nested(),
+        NESTED,
+        make_mesh(Parallel(pp=2)),
+        batch,
+        micro_batch=1,
+        loss_function=nn.CrossEntropyLoss(reduction="sum"),
+        pipeline=Schedule(schedule, layers=layers),
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers"),
+    [("1F1B", [2, 2]), ("1F1B", [4, 0]), ("ZBVZeroBubble", [1, 1, 1, 1]), ("LoopedBFS", [2, 1, 0, 1])],
+    ids=str,
+)
+def test_own_model_with_layers_that_share_a_weight(
+    pool: Pool, schedule: str, layers: list[int]
+) -> None:
+    if layers[2:3] == [0]:
+        with pytest.raises(AssertionError, match="leaves stage 2 nothing to do; give it a layer"):
+            pool.run(_own_model, 4, schedule, layers)
+        return
+    report = agreed(pool.run(_own_model, 4, schedule, layers))
+    assert report.ok, str(report)
+
+
+def _refusals() -> list[str]:
+    config, degrees = _small(), Parallel(pp=2)
+    mesh = make_mesh(degrees)
+    found = []
+
+    def refused(work: Callable[[], object]) -> None:
+        with pytest.raises((ConfigError, RuntimeError)) as caught:
+            work()
+        found.append(str(caught.value))
+
+    refused(lambda: apply(Llama(config), Plan(), mesh))
+    refused(lambda: apply(Llama(config), llama_plan(config, degrees), mesh, pipeline=Schedule("2F2B")))
+    refused(lambda: apply(Nested(), NESTED, mesh))
+    model = apply(Llama(config), llama_plan(config, degrees), mesh)
+    batch = random_batch(5, 16, config.vocab_size, seed=0)
+    refused(lambda: model(batch["tokens"]))
+    refused(lambda: forward_backward(model, batch, mesh, micro_batch=2))
+    return found
+
+
+def test_refusals(pool: Pool) -> None:
+    assert pool.run(_refusals, 2)[0] == [
+        "plan.pipeline: says nothing, which parallel.pp needs",
+        "parallel.pp_schedule: unknown schedule '2F2B' (known:"
+        f" {', '.join(SCHEDULES)}, or a .csv file)",
+        "parallel.pp_layers: cannot count the FLOPs of Nested (mat1 and mat2 must have the same dtype,"
+        " but got Long and Float); give the layers of each stage",
+        "this rank holds some stages of the model: run it by compose.forward_backward",
+        "micro_batch: 5 samples are no whole number of micro-batches of 2, which a pipeline needs",
+    ]
+
+
+def test_cut_by_flops() -> None:
+    """The slowest stage of the balanced cut does no more than that of any other."""
+    config = make_config(1, model__n_layers=7, model__vocab_size=2000)
+    model, plan = build_model(config)
+    assert plan.pipeline
+    length, dim = config.train.seq_len, config.model.config.dim
+    layer = config.model.config
+    per_layer = 2 * length * (2 * dim * dim + 2 * dim * 16 + 3 * dim * layer.hidden_dim)
+    per_layer += 4 * length * length * dim
+    head = 2 * length * dim * 2000
+    for stages in (2, 3, 4, 5):
+        found = balanced(model, plan.pipeline, stages, length)
+        cuts = [
+            cut
+            for cut in itertools.product(range(8), repeat=stages)
+            if sum(cut) == 7 and all(cut[1:-1])
+        ]
+        slowest = {cut: max(*(n * per_layer for n in cut), cut[-1] * per_layer + head) for cut in cuts}
+        assert slowest[found] == min(slowest.values()), (stages, found)
+        # The head is worth some layers here, so an even cut is not the best.
+        assert found[-1] < found[0]
+
+
+def test_layers_by_hand() -> None:
+    check_layers([0, 3, 2], 3, 5)
+    for layers, stages, problem in [
+        ([3, 2], 4, "[3, 2] is for 2 stages; this pipeline has 4"),
+        ([3, 3], 2, "[3, 3] adds up to 6 layers; the model has 5; nearest: [2, 3]"),
+        ([1, 1], 2, "[1, 1] adds up to 2 layers; the model has 5; nearest: [3, 2]"),
+        ([3, 0, 2], 3, "[3, 0, 2] leaves stage 1 nothing to do; give it a layer"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            check_layers(layers, stages, 5)
+        assert str(caught.value) == f"parallel.pp_layers: {problem}"
+
+
+def test_plans_that_no_pipeline_fits() -> None:
+    model = Nested()
+    for pipeline, problem in [
+        (Pipeline([], "body.block", ["head"]), "there is no module 'body.block'; did you mean body.blocks?"),
+        (Pipeline(["body.into"], "head", []), "head holds no layers"),
+        (
+            Pipeline([], "body.blocks", ["head"]),
+            "parameter body.into.weight is of no stage; name its module in first or last",
+        ),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            resolve(Plan(pipeline=pipeline), model)
+        assert caught.value.problems[0] == f"plan.pipeline: {problem}"

@@ -1,0 +1,281 @@
+"""What tables cost, against hand and textbook; pictures against the table."""
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageColor
+
+from compose.schedules import SCHEDULES, Action, Table, build_table, stages_per_rank
+from compose.timeline import (
+    IDLE,
+    SHADES,
+    Slot,
+    as_svg,
+    as_text,
+    bubble_fraction,
+    peak_in_flight,
+    report,
+    simulate,
+    textbook,
+    write_png,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+DRAWN = [("1F1B", 4, 12), ("Interleaved1F1B", 2, 4), ("ZBVZeroBubble", 3, 5), ("LoopedBFS", 11, 11)]
+
+
+def parse(*rows: str) -> Table:
+    cells = [re.findall(r"(\d+)([FBIW])(\d+)", row) for row in rows]
+    return [[Action(int(stage), kind, int(n)) for stage, kind, n in row] for row in cells]
+
+
+def idle(name: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[float, float]:
+    """Bubble fractions of the simulated table and of the textbook."""
+    expected = textbook(name, pp, virtual_stages, micro_batches)
+    assert expected is not None
+    return bubble_fraction(simulate(build_table(name, pp, virtual_stages, micro_batches))), expected[1]
+
+
+def rounds(name: str, pp: int, micro_batches: int) -> bool:
+    """Whether PyTorch takes this number for schedules in rounds of about ``pp``."""
+    in_rounds = name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    return not in_rounds or micro_batches % max(1, micro_batches // pp) == 0
+
+
+def test_simulation_by_hand() -> None:
+    # time    0    1    2    3    4    5    6
+    # rank 0  0F0  0F1  .    0B0  ---  0B1  ---
+    # rank 1  .    1F0  1I0  1F1  1I1  1W0  1W1
+    table = parse("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1")
+    slots = simulate(table)
+    assert [(str(s.action), s.rank, s.start, s.end) for s in slots] == [
+        ("0F0", 0, 0, 1),
+        ("0F1", 0, 1, 2),
+        ("0B0", 0, 3, 5),
+        ("0B1", 0, 5, 7),
+        ("1F0", 1, 1, 2),
+        ("1I0", 1, 2, 3),
+        ("1F1", 1, 3, 4),
+        ("1I1", 1, 4, 5),
+        ("1W0", 1, 5, 6),
+        ("1W1", 1, 6, 7),
+    ]
+    assert bubble_fraction(slots) == pytest.approx(2 / 14, abs=1e-12)
+    assert peak_in_flight(table) == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 5, 8])
+def test_textbook_of_one_stage_a_rank(name: str, pp: int) -> None:
+    for micro_batches in (*range(1, 14), 32):
+        found, expected = idle(name, pp, 0, micro_batches)
+        assert expected == pytest.approx((pp - 1) / (micro_batches + pp - 1), abs=1e-12)
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("virtual_stages", [1, 2, 3])
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+def test_textbook_of_several_stages_a_rank(name: str, virtual_stages: int, pp: int) -> None:
+    work = 3 if name == "InterleavedZeroBubble" else 1
+    for micro_batches in (n for n in range(1, 4 * pp + 1) if rounds(name, pp, n)):
+        found, expected = idle(name, pp, virtual_stages, micro_batches)
+        ramp = pp - 1
+        assert expected == pytest.approx(
+            ramp / (work * virtual_stages * micro_batches + ramp), abs=1e-12
+        )
+        if micro_batches >= pp:
+            assert found == pytest.approx(expected, abs=1e-12)
+        elif virtual_stages > 1:
+            assert found > expected + 1e-3
+        else:
+            assert found >= expected - 1e-12
+
+
+@pytest.mark.parametrize("pp", range(2, 9))
+def test_textbook_of_zbv(pp: int) -> None:
+    for micro_batches in range(1, 3 * pp):
+        found, expected = idle("ZBVZeroBubble", pp, 0, micro_batches)
+        assert expected == pytest.approx((pp - 1) / (6 * micro_batches + pp - 1), abs=1e-12)
+        slots = simulate(build_table("ZBVZeroBubble", pp, 0, micro_batches))
+        spans = [[s for s in slots if s.rank == rank] for rank in range(pp)]
+        own_idle = [own[-1].end - own[0].start - sum(s.end - s.start for s in own) for own in spans]
+        if micro_batches >= 3 * pp // 2:
+            assert found == pytest.approx(expected, abs=1e-12)
+        else:
+            assert found > expected + 1e-3
+        assert any(own_idle) == (micro_batches < 2 * pp - 1)  # none is the paper's zero bubble
+
+
+@pytest.mark.parametrize("pp", range(2, 7))
+def test_textbook_of_dualpipev_is_an_upper_bound(pp: int) -> None:
+    for micro_batches in range(2 * pp, 6 * pp):
+        found, expected = idle("DualPipeV", pp, 0, micro_batches)
+        assert expected == pytest.approx(2 * (pp - 1) / (6 * micro_batches + 2 * (pp - 1)), abs=1e-12)
+        assert found == pytest.approx((pp - 1) / (6 * micro_batches + pp - 1), abs=1e-12)
+
+
+def test_textbook_knows_names_only() -> None:
+    assert textbook("table.csv", 2, 1, 4) is None
+    assert textbook("1F1B", 4, 0, 8) == ("(p-1)/(m+p-1)", 3 / 11)
+    assert textbook("Interleaved1F1B", 4, 0, 8) == ("(p-1)/(v*m+p-1)", 3 / 19)
+    assert all(textbook(name, 4, 0, 8) for name in SCHEDULES)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
+def test_peak_in_flight(pp: int, micro_batches: int) -> None:
+    peaks = peak_in_flight(build_table("1F1B", pp, 0, micro_batches))
+    assert peaks == [min(micro_batches, pp - rank) for rank in range(pp)]
+    assert peak_in_flight(build_table("GPipe", pp, 0, micro_batches)) == [micro_batches] * pp
+
+
+def test_activations_are_held_until_the_weights_backward() -> None:
+    assert peak_in_flight(parse("0F0 0I0 0F1 0I1 0W0 0W1")) == [2]
+    assert peak_in_flight(parse("0F0 0I0 0W0 0F1 0I1 0W1")) == [1]
+    assert peak_in_flight(parse("0F0 1F0 1B0 0B0")) == [2]
+
+
+def test_report() -> None:
+    assert report(build_table("1F1B", 4, 0, 8), "1F1B", 0).splitlines() == [
+        "bubble fraction 27.3% (of the table, with F 1, I 1, W 1, B 2)",
+        "textbook: (p-1)/(m+p-1) = 27.3%",
+        "peak micro-batches in flight: rank 0: 4, rank 1: 3, rank 2: 2, rank 3: 1",
+    ]
+    assert report(build_table("DualPipeV", 2, 0, 4), "DualPipeV", 0).splitlines() == [
+        "bubble fraction 4.0% (of the table, with F 1, I 1, W 1, B 2)",
+        "textbook: (p-1)/(3*m+p-1) = 7.7%, if the forward and backward of a pair end together",
+        "peak micro-batches in flight: rank 0: 5, rank 1: 5 (one for each stage that holds it)",
+    ]
+    assert "textbook" not in report(build_table("GPipe", 2, 0, 2), "table.csv", 0)
+
+
+def test_text_by_hand() -> None:
+    table = parse("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1")
+    assert as_text(simulate(table), colour=False, width=80).splitlines() == [
+        "time    0              5",
+        "rank 0  F0 F1 .  B0 -- B1 --",
+        "rank 1  .  F0 I0 F1 I1 W0 W1",
+    ]
+    assert as_text(simulate(table), colour=False, width=23).splitlines() == [
+        "time    0",
+        "rank 0  F0 F1 .  B0 --",
+        "rank 1  .  F0 I0 F1 I1",
+        "",
+        "time    5",
+        "rank 0  B1 --",
+        "rank 1  W0 W1",
+    ]
+
+
+@pytest.mark.parametrize(("name", "pp", "micro_batches"), DRAWN)
+@pytest.mark.parametrize("width", [1, 50, 120, 10_000])
+def test_text_holds_the_table(name: str, pp: int, micro_batches: int, width: int) -> None:
+    table = build_table(name, pp, 0, micro_batches)
+    text = as_text(simulate(table), colour=False, width=width)
+    assert "\x1b" not in text
+    rows: Table = [[] for _ in table]
+    for rank, line in re.findall(r"^rank +(\d+)  (.*)$", text, re.M):
+        for stage, kind, n in re.findall(r"(\d*)([FBIW])(\d+)", line):
+            rows[int(rank)].append(Action(int(stage or rank), kind, int(n)))
+    assert rows == table
+    if width >= 50:
+        assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize(("name", "pp", "micro_batches"), DRAWN)
+def test_colours_of_text(name: str, pp: int, micro_batches: int) -> None:
+    table = build_table(name, pp, 0, micro_batches)
+    text = as_text(simulate(table), colour=True, width=10_000)
+    levels = (0, 95, 135, 175, 215, 255)
+    kinds: dict[str, str] = {}
+    for kind, shades in SHADES.items():
+        for shade in shades:
+            red, green, blue = (levels.index(part) for part in ImageColor.getrgb(shade)[:3])
+            kinds[str(16 + 36 * red + 6 * green + blue)] = kind
+    assert len(kinds) == sum(map(len, SHADES.values()))
+    for rank, line in enumerate(text.splitlines()[1 : pp + 1]):
+        cells = re.findall(r"48;5;(\d+)m *(\d+) *\x1b\[0m", line)
+        assert [(kinds[colour], int(n)) for colour, n in cells] == [
+            (a.kind, a.micro_batch) for a in table[rank]
+        ]
+
+
+def boxes(svg: str) -> dict[tuple[str, int], tuple[int, int, int, int, str]]:
+    """Of each action and rank x, y, width, height and colour."""
+    rects = [r for r in ET.fromstring(svg).iter(f"{SVG}rect") if "data-action" in r.attrib]
+    found = {}
+    for rect in rects:
+        x, y, width, height = (int(rect.attrib[key]) for key in ("x", "y", "width", "height"))
+        key = rect.attrib["data-action"], int(rect.attrib["data-rank"])
+        found[key] = x, y, width, height, rect.attrib["fill"]
+    assert len(found) == len(rects)
+    return found
+
+
+@pytest.mark.parametrize(("name", "pp", "micro_batches"), [*DRAWN, ("InterleavedZeroBubble", 8, 64)])
+def test_svg_holds_the_slots(name: str, pp: int, micro_batches: int) -> None:
+    table = build_table(name, pp, 0, micro_batches)
+    slots = simulate(table)
+    svg = as_svg(slots, "a <title> & 'more'")
+    found = boxes(svg)
+    assert found.keys() == {(str(a), rank) for rank, row in enumerate(table) for a in row}
+    left = min(x for x, *_ in found.values())
+    last_end = max(slot.end for slot in slots)
+    unit = (max(x + width for x, _, width, _, _ in found.values()) - left) / last_end
+    tops = [found[str(row[0]), rank][1] for rank, row in enumerate(table)]
+    assert tops == sorted(set(tops))
+    for slot in slots:
+        x, y, width, _, colour = found[str(slot.action), slot.rank]
+        assert (x - left, width) == (unit * slot.start, unit * (slot.end - slot.start))
+        assert y == tops[slot.rank]
+        assert colour in SHADES[slot.action.kind]
+    root = ET.fromstring(svg)
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert texts[0] == "a <title> & 'more'"
+    assert texts[1 : pp + 1] == [f"rank {rank}" for rank in range(pp)]
+    if len(slots) < 1000:  # else they would not fit
+        numbers = texts[pp + 1 : pp + 1 + len(slots)]
+        assert numbers == [str(slot.action.micro_batch) for slot in slots]
+    assert max(x + width for x, _, width, _, _ in found.values()) <= int(root.attrib["width"]) <= 2000
+
+
+def test_stages_of_a_rank_differ_in_shade() -> None:
+    found = boxes(as_svg(simulate(build_table("Interleaved1F1B", 2, 3, 4)), "three"))
+    assert {found[f"{stage}F0", 0][-1] for stage in (0, 2, 4)} == set(SHADES["F"])
+
+
+@pytest.mark.parametrize(("name", "pp", "micro_batches"), [*DRAWN, ("InterleavedZeroBubble", 8, 64)])
+def test_png_shows_the_slots(name: str, pp: int, micro_batches: int, tmp_path: Path) -> None:
+    slots = simulate(build_table(name, pp, 0, micro_batches))
+    write_png(slots, name, str(tmp_path / "table.png"))
+    places = boxes(as_svg(slots, name))
+    left = min(x for x, *_ in places.values())
+    unit = min(width for _, _, width, _, _ in places.values())
+    busy: dict[int, set[int]] = {slot.rank: set() for slot in slots}
+    with Image.open(tmp_path / "table.png") as image:
+        pixels = image.convert("RGB")
+    for slot in slots:
+        x, y, width, _, _ = places[str(slot.action), slot.rank]
+        # Above the number, which stands in the middle.
+        colour = pixels.getpixel((x + width // 2, y + 3))
+        assert colour in [ImageColor.getrgb(shade) for shade in SHADES[slot.action.kind]], slot
+        busy[slot.rank] |= set(range(slot.start, slot.end))
+    idle_units = 0
+    for rank, units in busy.items():
+        y = next(places[key][1] for key in places if key[1] == rank)
+        for time in set(range(max(slot.end for slot in slots))) - units:
+            assert pixels.getpixel((left + unit * time + unit // 2, y + 12)) == ImageColor.getrgb(IDLE)
+            idle_units += 1
+    assert idle_units == sum(row_idle(slots, rank) for rank in range(pp))
+
+
+def row_idle(slots: list[Slot], rank: int) -> int:
+    return max(s.end for s in slots) - sum(s.end - s.start for s in slots if s.rank == rank)
+
+
+def test_stages_of_textbook_are_those_of_the_schedule() -> None:
+    for name in SCHEDULES:
+        assert textbook(name, 4, 0, 8) == textbook(name, 4, stages_per_rank(name), 8)
