@@ -77,15 +77,20 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def gather(model: nn.Module) -> None:
-    """Have all of the model's parameters whole, for what runs outside of forward and ``backward()``."""
+    """Have all of the model's parameters whole, and gradients stay where they are, for what runs outside
+    of forward and ``backward()``; :func:`finish_backward` ends this."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
 
 
-def finish_backward(model: nn.Module) -> None:
+def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
     """After gradients were found without ``backward()``: do what would have followed from it."""
     if isinstance(model, FSDPModule):
+        prepare_micro_batch(model, zero, last)
         # As torch.distributed.pipelining does; there is no public call.
         fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
@@ -99,9 +104,6 @@ def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
         return
     # set_is_last_backward(last), which is for pipelines, would keep the order of prefetching over
     # micro-batches, and the last one would gather a unit again that it has just freed.
-    if zero <= 1:
-        model.set_requires_gradient_sync(last)
-    else:
-        model.set_requires_all_reduce(last)
-    if zero <= 2:
-        model.set_reshard_after_backward(last)
+    model.set_requires_gradient_sync(last or zero >= 2)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or zero == 3)

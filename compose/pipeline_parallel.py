@@ -227,12 +227,13 @@ class _Stage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         module = self.submod.stage
-        prepare_micro_batch(module, self.zero, last=last_backward)
-        if backward_type != "full":
-            gather(module)  # the two halves of a backward look for the parameters themselves
+        if backward_type == "full":
+            prepare_micro_batch(module, self.zero, last=last_backward)
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # The two halves look for the parameters themselves, and set gradients past FSDP's hooks.
+        gather(module)
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type == "weight":
-            finish_backward(module)
+        finish_backward(module, self.zero, last=last_backward)
         return result
 
     def _post_metadata_inference_cleanup(self) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -24,6 +25,7 @@ from compose.attention_blocks import Block
 from compose.context_parallel import Exchange
 from compose.data_parallel import prepare_micro_batch
 from compose.mesh import sum_over
+from compose.pipeline_parallel import PipelineRunner, _Stage
 from compose.tensor_parallel import HeadParallel
 from compose.verify import TOLERANCES, Report, compare
 from models.llama import Model
@@ -31,6 +33,7 @@ from tests.helpers import prove_case
 from tests.pool import Pool, make_mesh
 
 EVERYTHING = {"*"}
+TIED: dict[str, object] = {"parallel__pp": 2, "model__tie_embeddings": True}
 NORMS = {"layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight"}
 
 
@@ -214,6 +217,81 @@ def positions_are_counted_anew_on_each_rank() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def a_stage_averages_over_micro_batches() -> Iterator[None]:
+    """The last stage divides its gradients by the number of micro-batches: PyTorch's default."""
+
+    def fake(self: _Stage, grad_scale_factor: int) -> None:
+        if self.is_last:
+            self.scale_grads(8)
+
+    with mock.patch.object(_Stage, "perform_reduce_grad", fake):
+        yield
+
+
+@contextmanager
+def a_tied_weight_is_summed_once_too_often() -> Iterator[None]:
+    real = PipelineRunner._sum_tied_gradients
+
+    def fake(self: PipelineRunner) -> None:
+        real(self)
+        real(self)
+
+    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
+        yield
+
+
+@contextmanager
+def a_tied_weight_is_not_summed() -> Iterator[None]:
+    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", lambda self: None):
+        yield
+
+
+@contextmanager
+def copies_of_a_tied_weight_are_rounded_differently() -> Iterator[None]:
+    """The last stage's copy of the summed gradient passes through bfloat16's eight bits."""
+    real = PipelineRunner._sum_tied_gradients
+
+    def fake(self: PipelineRunner) -> None:
+        real(self)
+        if self.rank == 1:
+            gradient = self.model.get_parameter("output.weight").grad
+            assert isinstance(gradient, DTensor)
+            gradient.to_local().copy_(gradient.to_local().bfloat16())
+
+    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
+        yield
+
+
+@contextmanager
+def a_later_stage_sees_another_micro_batch() -> Iterator[None]:
+    """Positions and documents come to the second stage one micro-batch too early."""
+    real = _PipelineScheduleRuntime._split_inputs
+
+    def fake(self: Any, args: Any, kwargs: Any = None) -> Any:
+        first, rest = real(self, args, kwargs)
+        return first, rest[1:] + rest[:1] if self.rank == 1 else rest
+
+    with mock.patch.object(_PipelineScheduleRuntime, "_split_inputs", fake):
+        yield
+
+
+@contextmanager
+def norm_is_not_summed_over_pp() -> Iterator[None]:
+    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
+        norm = tensor.dtype == torch.float64
+        return sum_over(tensor, mesh, [axis for axis in axes if axis != "pp" or not norm])
+
+    with mock.patch.object(compose.step, "sum_over", fake):
+        yield
+
+
+@contextmanager
+def a_tied_weight_counts_twice_in_the_norm() -> Iterator[None]:
+    with mock.patch.object(compose.step, "copies_of", lambda parameter: 1):
+        yield
+
+
 Fault = Callable[[], AbstractContextManager[None]]
 # fault, keys, ranks, quantity, patterns of what it must name: all that match, and nothing else.
 FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
@@ -261,6 +339,26 @@ FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
     (an_edge_between_ranks_is_off_by_one, {"parallel__cp": 2}, 2, "gradient", EVERYTHING),
     (blocks_are_merged_without_rescaling, {"parallel__cp": 2}, 2, "gradient", EVERYTHING),
     (positions_are_counted_anew_on_each_rank, {"parallel__cp": 2}, 2, "gradient", EVERYTHING),
+    (
+        a_stage_averages_over_micro_batches,
+        {"parallel__pp": 2, "parallel__pp_layers": "[1,1]"},
+        2,
+        "gradient",
+        {"layers.1.*", "norm.weight", "output.weight"},
+    ),
+    (a_tied_weight_is_summed_once_too_often, TIED, 2, "gradient", {"tok_embeddings.weight"}),
+    (a_tied_weight_is_not_summed, TIED, 2, "gradient", {"tok_embeddings.weight"}),
+    (a_tied_weight_is_not_summed, TIED, 2, "tied copies", {"tok_embeddings.weight"}),
+    (
+        copies_of_a_tied_weight_are_rounded_differently,
+        TIED,
+        2,
+        "tied copies",
+        {"tok_embeddings.weight"},
+    ),
+    (a_later_stage_sees_another_micro_batch, {"parallel__pp": 2}, 2, "gradient", EVERYTHING),
+    (norm_is_not_summed_over_pp, {"parallel__pp": 2}, 2, "grad_norm", {"step *"}),
+    (a_tied_weight_counts_twice_in_the_norm, TIED, 2, "grad_norm", {"step *"}),
     (one_replica_starts_elsewhere, {"parallel__dp_replicate": 2}, 2, "initial weight", NORMS),
 ]
 

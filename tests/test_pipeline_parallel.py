@@ -293,12 +293,14 @@ def _refusals() -> list[str]:
 
 
 def test_refusals(pool: Pool) -> None:
-    assert pool.run(_refusals, 2)[0] == [
+    found = pool.run(_refusals, 2)[0]
+    uncounted = found.pop(2)
+    assert uncounted.startswith("parallel.pp_layers: cannot count the FLOPs of Nested (")
+    assert uncounted.endswith("); give the layers of each stage")
+    assert found == [
         "plan.pipeline: says nothing, which parallel.pp needs",
         "parallel.pp_schedule: unknown schedule '2F2B' (known:"
         f" {', '.join(SCHEDULES)}, or a .csv file)",
-        "parallel.pp_layers: cannot count the FLOPs of Nested (mat1 and mat2 must have the same dtype,"
-        " but got Long and Float); give the layers of each stage",
         "this rank holds some stages of the model: run it by compose.forward_backward",
         "micro_batch: 5 samples are no whole number of micro-batches of 2, which a pipeline needs",
     ]

@@ -42,19 +42,24 @@ def keys_for(folder: Path, **keys: object) -> dict[str, object]:
 
 
 def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> None:
-    """20 steps of train.toml with two layers, on 1 rank and on 2 x 2 x 2."""
-    meshes = {1: {}, 8: {"dp_replicate": 2, "dp_shard": 2, "tp": 2}}
-    for ranks, mesh in meshes.items():
-        keys = keys_for(tmp_path / str(ranks), train__stop_after=20)
+    """20 steps of train.toml with two layers, on 1 rank and on 2 x 2 x 2 of different axes."""
+    meshes: dict[str, dict[str, int]] = {
+        "one": {},
+        "data": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        "pipeline": {"pp": 2, "cp": 2, "tp": 2},
+    }
+    for name, mesh in meshes.items():
+        keys = keys_for(tmp_path / name, train__stop_after=20)
         keys |= {f"parallel__{axis}": degree for axis, degree in mesh.items()}
         keys |= {name.replace(".", "__"): value for name, value in DEFAULT.items()}
-        pool.run(_train, ranks, keys)
-    one, eight = lines(tmp_path / "1"), lines(tmp_path / "8")
-    assert [line["step"] for line in one] == [line["step"] for line in eight] == list(range(1, 21))
-    for a, b in zip(one, eight, strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
-        assert all(a[key] == b[key] for key in ("lr", "tokens", "samples"))
+        pool.run(_train, 8 if mesh else 1, keys)
+    one = lines(tmp_path / "one")
+    assert [line["step"] for line in one] == list(range(1, 21))
+    for name in ("data", "pipeline"):
+        for a, b in zip(one, lines(tmp_path / name), strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+            assert all(a[key] == b[key] for key in ("step", "lr", "tokens", "samples"))
     assert one[-1]["loss"] < one[0]["loss"] - 2
     assert one[-1]["tokens"] == 20 * 16 * 256
     assert one[-1]["samples"] == 320
