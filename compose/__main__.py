@@ -45,13 +45,19 @@ def _schedule(arguments: Sequence[str]) -> int:
         problems = ["parallel.pp: 1 has no schedule; set --parallel.pp=2 or more"]
     if problems:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
-    micro_batches = train.global_batch // (parallel.dp_replicate * parallel.dp_shard * train.micro_batch)
+    micro_batches = train.global_batch // (
+        parallel.dp_replicate * parallel.dp_shard * train.micro_batch
+    )
     name, virtual_stages = parallel.pp_schedule, parallel.pp_virtual_stages
     table = build_table(name, parallel.pp, virtual_stages, micro_batches)
-    title = f"{name}: {parallel.pp} ranks, {micro_batches} micro-batches, layers {list(parallel.pp_layers)}"
+    title = (
+        f"{name}: {parallel.pp} ranks, {micro_batches} micro-batches, layers {list(parallel.pp_layers)}"
+    )
     slots = timeline.simulate(table)
     terminal = sys.stdout.isatty()
-    print(title, timeline.as_text(slots, terminal, shutil.get_terminal_size((100, 24)).columns), sep="\n")
+    print(
+        title, timeline.as_text(slots, terminal, shutil.get_terminal_size((100, 24)).columns), sep="\n"
+    )
     print(timeline.report(table, name, virtual_stages))
     try:
         if out.endswith(".svg"):

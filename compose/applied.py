@@ -12,9 +12,9 @@ from compose.pipeline_parallel import PipelineRunner
 
 @dataclass(frozen=True)
 class Applied:
-    """zero: the ZeRO stage. balance: how ContextParallel expects sequences to be cut. pipeline: what runs
-    the model if it is cut into stages. aliases: of parameters that had another name in the whole model,
-    that name."""
+    """zero: the ZeRO stage. balance: how ContextParallel expects sequences to be cut. pipeline: what
+    runs the model if it is cut into stages. aliases: of parameters that had another name in the whole
+    model, that name."""
 
     zero: int = 3
     balance: Balance = "headtail"

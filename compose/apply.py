@@ -66,7 +66,9 @@ def apply(
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
     if mesh["tp"].size() > 1:
         _tensor(model, resolved, mesh["tp"])
-    if mesh["cp"].size() > 1:
+    # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
+    flash = mesh.device_type == "cuda" and param_dtype != torch.float32
+    if mesh["cp"].size() > 1 or (flash and resolved.context):
         _context(model, resolved, mesh["cp"])
     if activation_checkpoint == "full":
         _checkpoint(model, resolved)

@@ -23,7 +23,7 @@ from compose.toml import COMMAND_LINE, load, nearest_key
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line: the TOML file, keys set over it, and flags by name, "" where they take no value."""
+    """A command line: the TOML file, keys set over it, and flags by name ("" where nothing follows)."""
 
     file: str
     overrides: list[tuple[str, str]]

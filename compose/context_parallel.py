@@ -88,7 +88,8 @@ class ContextParallel(ParallelStyle):
 
     q: (B, L, H, K), k and v: (B, L, G, K), this rank's part as :func:`shard_sequence` cuts it;
     ``documents`` has ``ids`` (B, L), or is None where each row is one document. Returns (B, L, H, K).
-    The module's own forward is replaced. Raises ConfigError where ulysses cannot divide the heads.
+    The module's own forward is replaced. Raises ConfigError where ulysses cannot divide the heads. On
+    an axis of one rank it only spares the mask of documents, (B, L, L).
     """
 
     def __init__(self, method: Method = "ring", balance: Balance = "headtail") -> None:
@@ -160,6 +161,8 @@ def _attend(
     exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, documents: HasIds | None = None
 ) -> Tensor:
     starts = exchange.starts(q.shape[0], q.shape[1], documents)
+    if exchange.cp == 1:
+        return cast(Tensor, _Local.apply(q, k, v, starts))
     if exchange.method == "ulysses":
         return _ulysses(exchange, q, k, v, starts)
     method = _Ring if exchange.method == "ring" else _AllGather

@@ -77,8 +77,8 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def gather(model: nn.Module) -> None:
-    """Have all of the model's parameters whole, and gradients stay where they are, for what runs outside
-    of forward and ``backward()``; :func:`finish_backward` ends this."""
+    """Have all of the model's parameters whole, and gradients stay where they are, for what runs
+    outside of forward and ``backward()``; :func:`finish_backward` ends this."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
         model.set_reshard_after_backward(False)

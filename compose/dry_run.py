@@ -77,9 +77,7 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
                     sharded_over_tp |= axis == "tp" and not placement.is_replicate()
         whole = parameter.numel() // (tp if sharded_over_tp else 1) * size
         shapes = tuple(parameter.shape), tuple(local.shape)
-        result.append(
-            Placed(name, stage, shapes[0], by_axis, shapes[1], whole, local.numel() * 4)
-        )
+        result.append(Placed(name, stage, shapes[0], by_axis, shapes[1], whole, local.numel() * 4))
     return result
 
 

@@ -132,9 +132,7 @@ def _micro_batches(case: Case) -> None:
     if degrees.pp == 1 or not case.micro_batches:
         return
     try:
-        build_table(
-            degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, case.micro_batches
-        )
+        build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, case.micro_batches)
     except ConfigError as error:
         ranks = degrees.dp_replicate * degrees.dp_shard
         unit = f" (train.global_batch is {ranks * case.config.train.micro_batch} times that)"
@@ -207,8 +205,8 @@ RULES = [
         _sequence,
     ),
     Rule(
-        "with cp_method ulysses, cp divides the query heads that tp leaves, and divides or is divided by"
-        " the key/value heads",
+        "with cp_method ulysses, cp divides the query heads that tp leaves, and divides or is divided"
+        " by the key/value heads",
         "ranks trade sequence for whole heads; ring and allgather do not",
         _ulysses,
     ),
@@ -330,8 +328,8 @@ python -m compose legal train.toml --world-size 8
 | what must hold | why | forced by |
 | --- | --- | --- |"""
 _TAIL = """
-Where the last column is empty, arithmetic asks for it. A refusal names the key, the reason and the nearest
-change that helps."""
+Where the last column is empty, arithmetic asks for it. A refusal names the key, the reason and the
+nearest change that helps."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pipeline parallel: stages on different ranks, micro-batches run through them by a schedule.
 
-A schedule's table (schedules.py) is executed by the runtime of ``torch.distributed.pipelining``. What is
-added here is what that leaves to others: ZeRO stages that keep their meaning (data_parallel.py), a
+A schedule's table (schedules.py) is executed by the runtime of ``torch.distributed.pipelining``. What
+is added here is what that leaves to others: ZeRO stages that keep their meaning (data_parallel.py), a
 parameter shared by several stages, and stages that need no shapes from the user.
 
 Per micro-batch and cut one activation goes forward and its gradient back: 2 B L D elements, and nothing
@@ -11,7 +11,7 @@ else. The price is idle time (``python -m compose schedule``).
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,9 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a pipeline runs. name: of a schedule, or of a CSV file. virtual_stages: on each rank; 0 is what
-    the schedule is made for. layers: of each stage; empty is balanced by FLOPs at ``seq_len`` tokens."""
+    """How a pipeline runs. name: of a schedule, or of a CSV file. virtual_stages: on each rank; 0 is
+    what the schedule is made for. layers: of each stage; empty is balanced by FLOPs at ``seq_len``
+    tokens."""
 
     name: str = "1F1B"
     virtual_stages: int = 0
@@ -99,7 +100,7 @@ class PipelineRunner:
         losses: list[Tensor] = []
         arguments = (first,) if self.placement[0] == self.rank else ()
         self.runtimes[key].step(
-            *arguments, target=targets, losses=losses, return_outputs=False, **inputs
+            *arguments, target=targets, losses=losses, return_outputs=False, **cast(Any, inputs)
         )
         self._sum_tied_gradients()
         total = torch.zeros((), device=targets.device)
@@ -152,7 +153,9 @@ class PipelineRunner:
                 output = self.stages[0].module(first, **inputs)
             if type(output) is Tensor:
                 found = [(output.shape, output.dtype)]
-        dist.broadcast_object_list(found, src=dist.get_global_rank(self.group, source), group=self.group)
+        dist.broadcast_object_list(
+            found, src=dist.get_global_rank(self.group, source), group=self.group
+        )
         if found[0] is None:
             raise ConfigError("plan.pipeline: layers hand on something other than one plain tensor")
         shape, dtype = found[0]
@@ -197,7 +200,7 @@ _copies = WeakIdKeyDictionary()
 
 def copies_of(parameter: nn.Parameter) -> int:
     """How many stages of a pipeline hold a copy of ``parameter``, whose gradient counts once."""
-    return _copies.get(parameter, 1)
+    return _copies.get(parameter) or 1
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
@@ -219,14 +222,14 @@ class _Plain(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """A stage whose gradients are reduced, and parameters gathered and freed, as the ZeRO stage says."""
+    """A stage that reduces gradients, and gathers and frees parameters, as its ZeRO stage says."""
 
     zero: int = 3
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        module = self.submod.stage
+        module = cast(_Plain, self.submod).stage
         if backward_type == "full":
             prepare_micro_batch(module, self.zero, last=last_backward)
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

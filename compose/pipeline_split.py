@@ -69,9 +69,10 @@ def check_stages(stages: int, pp: int, n_layers: int) -> None:
     """
     if n_layers < stages - 2:
         per_rank = stages // pp
+        each = f"{per_rank} stage{'s' if per_rank > 1 else ''}"
         most = (n_layers + 2) // per_rank
         raise ConfigError(
-            f"parallel.pp: {pp} ranks of {per_rank} stage{'s' if per_rank > 1 else ''} need {stages - 2}"
+            f"parallel.pp: {pp} ranks of {each} need {stages - 2}"
             f" layers between the ends; the model has {n_layers}; use at most {most}"
         )
 
@@ -133,10 +134,8 @@ def _costs(model: nn.Module, pipeline: Pipeline, seq_len: int) -> tuple[float, l
     return first, [spent[name] for name in layers], last
 
 
-def _fewest_at_most(
-    first: float, layers: Sequence[float], last: float, stages: int
-) -> tuple[int, ...]:
-    """The cut with the smallest greatest cost, and of those the one with the smallest sum of squares."""
+def _fewest_at_most(first: float, layers: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
+    """The cut with the smallest greatest cost, then with the smallest sum of squares."""
     n = len(layers)
     before = [0.0]
     for cost in layers:
@@ -232,5 +231,3 @@ def _twin(module: nn.Module, path: str, changing: set[str]) -> nn.Module:
         if any(f"{other}.".startswith(full) for other in changing):
             twin._modules[name] = _twin(child, full, changing)
     return twin
-
-

@@ -1,6 +1,6 @@
 """Pipeline schedules as tables: what each rank does, action after action.
 
-A table is what the runtime executes, what ``python -m compose schedule`` draws and what a CSV file holds:
+A table is what the runtime executes, ``python -m compose schedule`` draws and a CSV file holds:
 one row per pipeline rank, one cell per action, as ``2F0``: stage 2, forward, micro-batch 0. F is a
 forward, B a whole backward, I the part of it that finds the input's gradient and W the part that finds
 the weights' (Qi et al. 2023, arXiv:2401.10241). The tables of named schedules are those of
@@ -61,7 +61,8 @@ def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
         known = ", ".join(SCHEDULES)
         near = did_you_mean(schedule, SCHEDULES)
         raise ConfigError(
-            f"parallel.pp_schedule: unknown schedule {schedule!r}{near} (known: {known}, or a .csv file)"
+            f"parallel.pp_schedule: unknown schedule {schedule!r}{near} (known: {known}, or a .csv"
+            " file)"
         )
     usual = SCHEDULES[schedule]
     if schedule in _FIXED and virtual_stages not in (0, usual):
@@ -88,8 +89,8 @@ def build_table(schedule: str, pp: int, virtual_stages: int, micro_batches: int)
     except ValueError as error:
         reason = str(error).strip().rstrip(".")
     raise ConfigError(
-        f"parallel.pp_schedule: {schedule} with parallel.pp {pp} cannot run {micro_batches} micro-batches"
-        f" (PyTorch: {' '.join(reason.split())}); nearest:"
+        f"parallel.pp_schedule: {schedule} with parallel.pp {pp} cannot run {micro_batches}"
+        f" micro-batches (PyTorch: {' '.join(reason.split())}); nearest:"
         f" {_nearest(schedule, pp, per_rank, micro_batches)}"
     )
 

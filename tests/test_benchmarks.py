@@ -23,3 +23,13 @@ def test_context() -> None:
     assert [result["method"] for result in results] == ["ring", "allgather", "ulysses"]
     ring = results[0]
     assert ring["peak_bytes_at_twice_the_length"] / ring["peak_bytes"] == pytest.approx(2, rel=0.1)
+
+
+def test_context_of_one_process() -> None:
+    done = execute("benchmarks/context.py", "--device", "cpu", "--length", "128")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["time_to_flash"] > 0
+    # Both are as far from float64 as bfloat16 is.
+    assert 1e-3 < result["error"] < 1e-2
+    assert 1e-3 < result["error_of_flash"] < 1e-2

@@ -1,4 +1,4 @@
-"""The table of rules: every mesh is proved or refused by it, and the pages and commands say the same."""
+"""The table of rules: every mesh is proved or refused by it; pages and commands say the same."""
 
 from pathlib import Path
 
@@ -141,8 +141,8 @@ def test_legal() -> None:
             ],
             "train.toml: parallel.pp_schedule: Interleaved1F1B with parallel.pp 2 cannot run 5"
             " micro-batches (PyTorch: Interleaved 1F1B requires the number of microbatches to be a"
-            " multiple of the number of rounds (2), but got 5); nearest: 4 or 6 (train.global_batch is 2"
-            " times that)",
+            " multiple of the number of rounds (2), but got 5); nearest: 4 or 6 (train.global_batch is"
+            " 2 times that)",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),

@@ -123,7 +123,8 @@ def _cores(method: Method, balance: Balance, heads: int, kv_heads: int, length: 
 @pytest.mark.parametrize("balance", ["headtail", "none"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("ranks", "heads", "kv_heads", "length"), [(2, 4, 2, 12), (4, 8, 2, 40), (3, 3, 3, 18)]
+    ("ranks", "heads", "kv_heads", "length"),
+    [(1, 4, 2, 12), (2, 4, 2, 12), (4, 8, 2, 40), (3, 3, 3, 18)],
 )
 def test_style_in_a_plain_module(
     pool: Pool, method: Method, balance: Balance, ranks: int, heads: int, kv_heads: int, length: int

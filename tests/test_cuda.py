@@ -31,3 +31,28 @@ def test_trains(tmp_path: Path, precision: str) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 3
     assert 2**20 < lines[-1]["memory"] < 2**33
+
+
+NO_MASK = """
+from models.layers.attention import Documents
+from train import main
+
+def refuse(self):
+    raise AssertionError("a mask was built")
+
+Documents.mask = property(refuse)
+main({arguments!r})
+"""
+
+
+def test_no_mask_is_built(tmp_path: Path) -> None:
+    arguments = ["--run.device=cuda", "--precision.param=bfloat16", f"--run.dir={tmp_path}"]
+    done = execute("-c", NO_MASK.format(arguments=[*arguments, "--train.stop_after=2"]))
+    assert done.returncode == 0, done.stderr
+
+
+def test_ring_of_two_against_flash() -> None:
+    done = execute("benchmarks/context.py", "--device", "cuda", "--length", "4096")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["error"] < 2 * result["error_of_flash"]

@@ -243,7 +243,7 @@ def a_tied_weight_is_summed_once_too_often() -> Iterator[None]:
 
 @contextmanager
 def a_tied_weight_is_not_summed() -> Iterator[None]:
-    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", lambda self: None):
+    with mock.patch.object(PipelineRunner, "_sum_tied_gradients"):
         yield
 
 
@@ -288,7 +288,7 @@ def norm_is_not_summed_over_pp() -> Iterator[None]:
 
 @contextmanager
 def a_tied_weight_counts_twice_in_the_norm() -> Iterator[None]:
-    with mock.patch.object(compose.step, "copies_of", lambda parameter: 1):
+    with mock.patch.object(compose.step, "copies_of", return_value=1):
         yield
 
 

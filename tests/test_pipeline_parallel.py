@@ -211,17 +211,20 @@ class Block(nn.Module):
         return x + torch.tanh(self.inner(x)) * (1 if scale is None else scale[:, None])
 
 
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [Block() for _ in range(4)]
+        blocks[3].inner.weight = blocks[0].inner.weight
+        self.into, self.blocks = nn.Linear(5, 6), nn.ModuleList(blocks)
+
+
 class Nested(nn.Module):
     """Layers in a plain ModuleList inside another module; two of them share a weight; float input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Module()
-        self.body.into = nn.Linear(5, 6)
-        self.body.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(6, 7)
-        blocks = list(self.body.blocks)
-        blocks[3].inner.weight = blocks[0].inner.weight
+        self.body, self.head = Body(), nn.Linear(6, 7)
         self.register_buffer("shift", torch.linspace(0, 1, 6))
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -345,7 +348,10 @@ def test_layers_by_hand() -> None:
 def test_plans_that_no_pipeline_fits() -> None:
     model = Nested()
     for pipeline, problem in [
-        (Pipeline([], "body.block", ["head"]), "there is no module 'body.block'; did you mean body.blocks?"),
+        (
+            Pipeline([], "body.block", ["head"]),
+            "there is no module 'body.block'; did you mean body.blocks?",
+        ),
         (Pipeline(["body.into"], "head", []), "head holds no layers"),
         (
             Pipeline([], "body.blocks", ["head"]),

@@ -134,8 +134,8 @@ def test_zero_3_in_a_pipeline(pool: Pool) -> None:
     parallel = Parallel(pp=2, dp_shard=2)
     found = pool.run(_collectives_of_stage, 4, parallel, "1F1B", 3)
     # Two units, three micro-batches, forward and backward, but for the model's last unit, which its
-    # backward follows at once. Once more on the first stage: with two micro-batches in flight, what FSDP
-    # prefetches by the order of the last forwards is one time the wrong unit.
+    # backward follows at once. Once more on the first stage: with two micro-batches in flight, what
+    # FSDP prefetches by the order of the last forwards is one time the wrong unit.
     assert found == [{"gather": 13, "scatter": 6}] * 2 + [{"gather": 9, "scatter": 6}] * 2
 
 
