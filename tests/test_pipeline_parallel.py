@@ -241,6 +241,7 @@ NESTED = Plan(
 
 
 def _own_model(schedule: str, layers: list[int]) -> Report:
+    """Of layers one of which shares the weight of another, on another stage or its own."""
     torch.manual_seed(dist.get_rank())
     generator = torch.Generator().manual_seed(0)
     batch = {
@@ -261,16 +262,12 @@ def _own_model(schedule: str, layers: list[int]) -> Report:
 
 @pytest.mark.parametrize(
     ("schedule", "layers"),
-    [("1F1B", [2, 2]), ("1F1B", [4, 0]), ("ZBVZeroBubble", [1, 1, 1, 1]), ("LoopedBFS", [2, 1, 0, 1])],
+    [("1F1B", [2, 2]), ("1F1B", [4, 0]), ("ZBVZeroBubble", [1, 1, 1, 1]), ("LoopedBFS", [0, 1, 3, 0])],
     ids=str,
 )
 def test_own_model_with_layers_that_share_a_weight(
     pool: Pool, schedule: str, layers: list[int]
 ) -> None:
-    if layers[2:3] == [0]:
-        with pytest.raises(AssertionError, match="leaves stage 2 nothing to do; give it a layer"):
-            pool.run(_own_model, 4, schedule, layers)
-        return
     report = agreed(pool.run(_own_model, 4, schedule, layers))
     assert report.ok, str(report)
 

@@ -99,6 +99,7 @@ CONTEXT: list[dict[str, object]] = [
 )
 def test_context_parallel(pool: Pool, keys: dict[str, object]) -> None:
     """On random documents of 8 tokens in the mean, many of which span ranks."""
+    keys = {"train__global_batch": 8, **keys}
     degrees = [keys.get(f"parallel__{axis}", 1) for axis in ("cp", "dp_replicate", "dp_shard", "tp")]
     report = agreed(pool.run(prove_case, math.prod(map(int, map(str, degrees))), keys))
     assert report.ok, str(report)
@@ -146,7 +147,7 @@ ODD: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("case", ODD)
 def test_odd_sizes(pool: Pool, case: str) -> None:
-    keys = dict(ODD[case])
+    keys = {"train__global_batch": 8, **ODD[case]}
     count = keys.pop("ranks")
     assert isinstance(count, int)
     report = agreed(pool.run(prove_case, count, keys))

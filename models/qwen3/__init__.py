@@ -1,0 +1,8 @@
+"""Qwen3, dense. The four names below are what the trainer looks for in a model's folder."""
+
+from .model import PRESETS
+from .model import Qwen3 as Model
+from .model import Qwen3Config as Config
+from .plan import plan
+
+__all__ = ["PRESETS", "Config", "Model", "plan"]

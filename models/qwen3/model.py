@@ -1,0 +1,191 @@
+"""Qwen3, dense (Qwen team 2025, arXiv:2505.09388), as a plain nn.Module.
+
+Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
+V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers.attention import AttentionCore, Documents, attention_pairs
+from models.layers.rope import inverse_frequencies, rotate, rotation
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    vocab_size: int = 257
+    """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
+    dim: int = 128
+    """Width of the residual stream."""
+    n_layers: int = 5
+    """Transformer blocks."""
+    n_heads: int = 8
+    """Query heads."""
+    n_kv_heads: int = 2
+    """Key/value heads; divides n_heads."""
+    head_dim: int = 32
+    """Width of each head; n_heads * head_dim need not be dim."""
+    hidden_dim: int = 384
+    """Inner width of the feed-forward network."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    rope_theta: float = 1_000_000.0
+    """Base of the rotary frequencies."""
+    tie_embeddings: bool = False
+    """Use the embedding's weight for the output projection too."""
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
+        for size in sizes:
+            if not 1 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        for factor in ("norm_eps", "rope_theta"):
+            if not getattr(self, factor) > 0:
+                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} is not even, and RoPE rotates pairs")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        weights = self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
+        weights += self.vocab_size * self.dim
+        scores = self.n_layers * 2 * self.n_heads * self.head_dim * attention_pairs(seq_len)
+        return 3 * 2 * (weights + scores)
+
+
+def _published(dim: int, n_layers: int, n_heads: int, hidden_dim: int, tied: bool) -> Qwen3Config:
+    """What all published sizes share is given here."""
+    return Qwen3Config(
+        vocab_size=151_936,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        head_dim=128,
+        hidden_dim=hidden_dim,
+        tie_embeddings=tied,
+    )
+
+
+PRESETS = {
+    "debug": Qwen3Config(),
+    "0.6b": _published(1024, 28, 16, 3072, tied=True),
+    "1.7b": _published(2048, 28, 16, 6144, tied=True),
+    "4b": _published(2560, 36, 32, 9728, tied=True),
+    "8b": _published(4096, 36, 32, 12_288, tied=False),
+    "14b": _published(5120, 40, 40, 17_408, tied=False),
+    "32b": _published(5120, 64, 64, 25_600, tied=False),
+}
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with an RMSNorm of each query and key head (QK-Norm).
+
+    Counts its heads from its input, so a rank may hold a part of them.
+    """
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, q_dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.core = AttentionCore()
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
+        q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
+        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+
+
+class Qwen3(nn.Module):
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # Keyed by index, so that a layer keeps its name when others are taken away.
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, L, V) of ``tokens`` (B, L), int64.
+
+        ``positions`` (B, L) count from 0 if None; ``document_ids`` (B, L) keep attention within a
+        document, and None makes each row one document.
+        """
+        c = self.config
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        # Computed, not a buffer: nothing to go stale when the model is built on meta.
+        frequency = inverse_frequencies(c.head_dim, c.rope_theta, device=tokens.device)
+        cosine, sine = rotation(positions, frequency)
+        documents = None if document_ids is None else Documents(document_ids)
+        x_BLD = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x_BLD = layer(x_BLD, cosine, sine, documents)
+        return self.output(self.norm(x_BLD))
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill ``tensor``, the whole parameter ``name``: zeros (biases), ones (norms), else normal.
+
+        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al.
+        2019, GPT-2), so that the stream's variance does not grow with depth.
+        """
+        if tensor.ndim == 1:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            return
+        ends_branch = name.endswith(("wo.weight", "w2.weight"))
+        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
+        tensor.normal_(0.0, 0.02 * scale, generator=generator)

@@ -1,0 +1,59 @@
+"""How Qwen3 is cut: one value, for any mesh."""
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from compose import Parallel, Pipeline, Plan
+from compose.context_parallel import ContextParallel
+from compose.tensor_parallel import HeadParallel
+
+from .model import Qwen3Config
+
+
+def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
+    """The plan of a Qwen3 for these degrees."""
+    # The layout of the residual stream between layers, (B, L, D) over tp.
+    stream = Shard(1) if parallel.sequence else Replicate()
+    gather = PrepareModuleInput(
+        input_layouts=(stream, None, None, None),
+        desired_input_layouts=(Replicate(), None, None, None),
+    )
+    # A local tensor carries no global shape, so uneven shards must stay DTensors.
+    hidden = ColwiseParallel(use_local_output=model.hidden_dim % parallel.tp == 0)
+    norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
+    ends = ["tok_embeddings", "norm", "output"]
+    return Plan(
+        tensor={
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+            **({norm: SequenceParallel() for norm in norms} if parallel.sequence else {}),
+            "layers.*.attention": gather,
+            "layers.*.attention.wq": ColwiseParallel(),
+            "layers.*.attention.w[kv]": HeadParallel(model.n_kv_heads),
+            # Whole, on this rank's heads alone (B, L, heads, head_dim): the gradient is summed over tp.
+            "layers.*.attention.[qk]_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+            "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+            "layers.*.feed_forward": PrepareModuleInput(
+                input_layouts=stream, desired_input_layouts=Replicate()
+            ),
+            "layers.*.feed_forward.w1": hidden,
+            "layers.*.feed_forward.w3": hidden,
+            "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
+            "output": ColwiseParallel(
+                input_layouts=stream,
+                output_layouts=Shard(-1) if parallel.loss else Replicate(),
+                use_local_output=not parallel.loss,
+            ),
+        },
+        context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)},
+        replicate=[] if parallel.sequence else norms,
+        # A tied weight belongs to one unit.
+        shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
+        checkpoint=["layers.*"],
+        pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
+        heads=(model.n_heads, model.n_kv_heads),
+    )
