@@ -5,9 +5,9 @@ L = S / cp the length held, all three methods compute the same:
 
     ring       keys and values travel round the ranks, one hop while the last ones are attended to (Liu
                et al. 2023, arXiv:2310.01889). Memory O(L); per layer each rank sends 2 (cp - 1) L G K
-               elements forward and 4 (cp - 1) L G K backward, for G key/value heads of width K.
+               elements forward and (4 cp - 2) L G K backward, for G key/value heads of width K.
     allgather  all keys and values on every rank (Llama team 2024, arXiv:2407.21783, section 3.3.2).
-               Memory O(S) for them; as many elements, in one collective.
+               Memory O(S) for them; as many elements (4 (cp - 1) L G K backward), in one collective.
     ulysses    sequence for heads and back (Jacobs et al. 2023, arXiv:2309.14509). Each rank sends
                L (2 H + 2 G) K (cp - 1) / cp; the heads must divide.
 

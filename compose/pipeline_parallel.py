@@ -4,8 +4,8 @@ A schedule's table (schedules.py) is executed by the runtime of ``torch.distribu
 is added here is what that leaves to others: ZeRO stages that keep their meaning (data_parallel.py), a
 parameter shared by several stages, and stages that need no shapes from the user.
 
-Per micro-batch and cut one activation goes forward and its gradient back: 2 B L D elements, and nothing
-else. The price is idle time (``python -m compose schedule``).
+Per micro-batch and cut one activation goes forward and its gradient back: 2 B L D elements, 1/tp of it
+with sequence parallel, and nothing else. The price is idle time (``python -m compose schedule``).
 """
 
 import inspect

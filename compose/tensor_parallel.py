@@ -49,8 +49,8 @@ class HeadParallel(ParallelStyle):
 
     Where the axis' size divides the heads this is ColwiseParallel. Where the heads divide the axis,
     a group of neighbouring ranks shares each head: the weight is whole on every rank, every rank
-    computes all the heads and keeps one, and the weight's gradient is summed over the axis (one
-    all-reduce or reduce-scatter of the heads' gradients, (B, L, n_heads * head_dim)).
+    computes all the heads and keeps one, and the gradients of weight and input are summed over the
+    axis (an all-reduce of each, (D, n_heads * head_dim) and (B, L, D)).
 
     Input: (B, L, D), replicated. Output: local, (B, L, heads per rank * head_dim).
     Raises ConfigError where neither number divides the other.
