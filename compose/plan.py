@@ -6,6 +6,8 @@ is the notation of ``torch.distributed.tensor.parallel.parallelize_module``, whi
 parameter that no pattern covers are errors.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,6 +25,8 @@ from compose.ties import tied_names
 
 # Styles that only lay out activations: a parameter under them is not placed by them.
 _ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+
+_CURE = "; give its module a style, or list it in replicate if its input is the same on all tp ranks"
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     problems += _twice("shard", [n for unit in shard for n in unit])
     if plan.tensor:
         placing = [n for n, s in tensor if not isinstance(s, _ACTIVATION_STYLES)] + replicate
-        problems += _uncovered("tensor", "and is not listed in replicate", placing, model)
+        problems += _uncovered("tensor", _CURE, placing, model)
     if plan.shard:
         problems += _uncovered("shard", "", [n for unit in shard for n in unit], model)
         problems += _unfit_units(shard, model)
@@ -227,5 +231,10 @@ def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> li
     # What the root module itself owns no pattern can name; FSDP's root unit takes it.
     own = {id(p) for p in model.parameters(recurse=False)} if part == "shard" else set()
     lost = [name for key, name in first_name.items() if key not in covered | own]
-    also = f" {also}" if also else ""
-    return [f"plan.{part}: parameter {name} is matched by no pattern{also}" for name in lost]
+    # Layers that are alike make one line.
+    alike = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in lost)
+    return [
+        f"plan.{part}: parameter {name}{f' ({count} of them)' if count > 1 else ''} is matched by no"
+        f" pattern{also}"
+        for name, count in alike.items()
+    ]

@@ -54,7 +54,7 @@ def problems(*arguments: object) -> list[str]:
         ),
         (
             '[model]\nname = "lama"',
-            "model.name: unknown model 'lama'; did you mean llama? (known: llama)",
+            "model.name: unknown model 'lama'; did you mean llama? (known: llama, qwen3)",
         ),
         (
             '[model]\npreset = "9b"',
