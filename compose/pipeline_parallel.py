@@ -66,7 +66,8 @@ class PipelineRunner:
         self.placement, self.schedule, self.zero = placement, schedule, zero
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
-        self.runtimes: dict[tuple[Any, ...], _PipelineScheduleRuntime] = {}
+        # Of the last batch's shapes: it holds buffers for every micro-batch.
+        self.runtime: tuple[Any, _PipelineScheduleRuntime] | None = None
         self.loss: LossFunction | None = None
 
     @property
@@ -94,15 +95,16 @@ class PipelineRunner:
         inputs = dict(batch)
         targets, first = inputs.pop("targets"), inputs.pop(self.first_argument)
         key = (samples // micro_batch, *((v.shape, v.dtype) for v in (first, *inputs.values())))
-        if key not in self.runtimes:
-            self.runtimes[key] = self._runtime(first, inputs, micro_batch)
+        if self.runtime is None or self.runtime[0] != key:
+            self.runtime = key, self._runtime(first, inputs, micro_batch)
         self.loss = loss
+        earlier = self._take_tied_gradients()
         losses: list[Tensor] = []
         arguments = (first,) if self.placement[0] == self.rank else ()
-        self.runtimes[key].step(
+        self.runtime[1].step(
             *arguments, target=targets, losses=losses, return_outputs=False, **cast(Any, inputs)
         )
-        self._sum_tied_gradients()
+        self._sum_tied_gradients(earlier)
         total = torch.zeros((), device=targets.device)
         return total + sum(x.detach() for x in losses)
 
@@ -161,8 +163,21 @@ class PipelineRunner:
         shape, dtype = found[0]
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
-    def _sum_tied_gradients(self) -> None:
-        """Give every copy of a tied parameter the sum of their gradients, bitwise the same."""
+    def _take_tied_gradients(self) -> dict[str, Tensor]:
+        """Gradients that tied parameters have from before, by name, taken away: they are sums already."""
+        earlier = {}
+        for tied in self.ties:
+            for stage, name in tied.holders:
+                if self.placement[stage] == self.rank:
+                    parameter = self.model.get_parameter(name)
+                    if parameter.grad is not None:
+                        earlier[tied.name] = _local_gradient(parameter)
+                        parameter.grad = None
+        return earlier
+
+    def _sum_tied_gradients(self, earlier: Mapping[str, Tensor]) -> None:
+        """Give every copy of a tied parameter the sum of their gradients, and ``earlier`` ones, bitwise
+        the same."""
         for tied in self.ties:
             ranks = sorted({self.placement[stage] for stage, _ in tied.holders})
             held = {
@@ -187,6 +202,8 @@ class PipelineRunner:
                 work.wait()
             # In the order of stages on every rank: floating-point sums depend on it.
             total = torch.stack([gradients[stage] for stage, _ in tied.holders]).sum(0)
+            if tied.name in earlier:
+                total += earlier[tied.name]
             for parameter in held.values():
                 _local_gradient(parameter).copy_(total)
                 _copies[parameter] = len(tied.holders)

@@ -233,9 +233,9 @@ def a_stage_averages_over_micro_batches() -> Iterator[None]:
 def a_tied_weight_is_summed_once_too_often() -> Iterator[None]:
     real = PipelineRunner._sum_tied_gradients
 
-    def fake(self: PipelineRunner) -> None:
-        real(self)
-        real(self)
+    def fake(self: PipelineRunner, earlier: Any) -> None:
+        real(self, earlier)
+        real(self, earlier)
 
     with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
         yield
@@ -252,8 +252,8 @@ def copies_of_a_tied_weight_are_rounded_differently() -> Iterator[None]:
     """The last stage's copy of the summed gradient passes through bfloat16's eight bits."""
     real = PipelineRunner._sum_tied_gradients
 
-    def fake(self: PipelineRunner) -> None:
-        real(self)
+    def fake(self: PipelineRunner, earlier: Any) -> None:
+        real(self, earlier)
         if self.rank == 1:
             gradient = self.model.get_parameter("output.weight").grad
             assert isinstance(gradient, DTensor)
