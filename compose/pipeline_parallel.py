@@ -164,7 +164,7 @@ class PipelineRunner:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def _take_tied_gradients(self) -> dict[str, Tensor]:
-        """Gradients that tied parameters have from before, by name, taken away: they are sums already."""
+        """Gradients that tied parameters have from before, by name; taken, since they are sums."""
         earlier = {}
         for tied in self.ties:
             for stage, name in tied.holders:
