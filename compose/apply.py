@@ -103,7 +103,7 @@ def _pipeline(
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
     stages, ties = split(model, resolved.pipeline, layers, mine)
     model.forward = _not_whole
-    return PipelineRunner(model, stages, ties, ranks, schedule, mesh, zero)
+    return PipelineRunner(stages, ties, ranks, schedule, mesh, zero)
 
 
 def _not_whole(*args: Any, **kwargs: Any) -> Any:

@@ -54,7 +54,6 @@ class PipelineRunner:
 
     def __init__(
         self,
-        model: nn.Module,
         stages: Sequence[Stage],
         ties: Sequence[Tied],
         placement: Sequence[int],
@@ -62,7 +61,7 @@ class PipelineRunner:
         mesh: DeviceMesh,
         zero: int,
     ) -> None:
-        self.model, self.stages, self.ties = model, stages, ties
+        self.stages, self.ties = stages, ties
         self.placement, self.schedule, self.zero = placement, schedule, zero
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
@@ -169,7 +168,7 @@ class PipelineRunner:
         for tied in self.ties:
             for stage, name in tied.holders:
                 if self.placement[stage] == self.rank:
-                    parameter = self.model.get_parameter(name)
+                    parameter = self._parameter(stage, name)
                     if parameter.grad is not None:
                         earlier[tied.name] = _local_gradient(parameter)
                         parameter.grad = None
@@ -181,7 +180,7 @@ class PipelineRunner:
         for tied in self.ties:
             ranks = sorted({self.placement[stage] for stage, _ in tied.holders})
             held = {
-                stage: self.model.get_parameter(name)
+                stage: self._parameter(stage, name)
                 for stage, name in tied.holders
                 if self.placement[stage] == self.rank
             }
@@ -207,6 +206,10 @@ class PipelineRunner:
             for parameter in held.values():
                 _local_gradient(parameter).copy_(total)
                 _copies[parameter] = len(tied.holders)
+
+    def _parameter(self, index: int, name: str) -> nn.Parameter:
+        """A parameter of a stage that is here, by the name it has there."""
+        return next(s.module for s in self.stages if s.index == index).get_parameter(name)
 
     def _p2p(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)

@@ -1,6 +1,7 @@
 """A pool of gloo ranks, started once, that serves the whole test run."""
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import traceback
@@ -77,6 +78,7 @@ def _worker(connection: Connection, port: int) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    gc.freeze()  # so that a collection looks at what tests have made alone
     while True:
         try:
             job, function, rank, world_size, args = connection.recv()
@@ -95,6 +97,8 @@ def _worker(connection: Connection, port: int) -> None:
             answer = (True, function(*args))
             dist.barrier()
             dist.destroy_process_group()
+            # Groups live in cycles with the models that used them, two threads and a socket each.
+            gc.collect()
         except BaseException:
             answer = (False, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
