@@ -52,7 +52,7 @@ def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> N
         keys = keys_for(tmp_path / name, train__stop_after=20)
         keys |= {f"parallel__{axis}": degree for axis, degree in mesh.items()}
         keys |= {name.replace(".", "__"): value for name, value in DEFAULT.items()}
-        pool.run(_train, 8 if mesh else 1, keys | {"train__seq_len": 64, "train__micro_batch": 4})
+        pool.run(_train, 8 if mesh else 1, keys | {"train__seq_len": 64, "train__global_batch": 8})
     one = lines(tmp_path / "one")
     assert [line["step"] for line in one] == list(range(1, 21))
     for name in ("data", "pipeline"):
@@ -61,8 +61,8 @@ def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> N
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
             assert all(a[key] == b[key] for key in ("step", "lr", "tokens", "samples"))
     assert one[-1]["loss"] < one[0]["loss"] - 2
-    assert one[-1]["tokens"] == 20 * 16 * 64
-    assert one[-1]["samples"] == 320
+    assert one[-1]["tokens"] == 20 * 8 * 64
+    assert one[-1]["samples"] == 160
     assert one[0]["mfu"] is None
 
 
