@@ -293,7 +293,6 @@ def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], li
     model, _ = build_model(config)
     for degrees in meshes(world_size):
         parallel = replace(config.parallel, **degrees)
-        # What was balanced for one number of stages says nothing of another.
         here = replace(config, parallel=parallel)
         try:
             plan = folder.plan(config.model.config, parallel)

@@ -192,7 +192,13 @@ def write_table(table: Table, path: str) -> None:
 def placement(schedule: str, pp: int, virtual_stages: int) -> list[int]:
     """The pipeline rank of each stage: round and round, or there and back for V-schedules."""
     if schedule.endswith(".csv"):
-        return stage_ranks(read_table(schedule))
+        table = read_table(schedule)
+        stages = {action.stage for row in table for action in row}
+        if stages != set(range(len(stages))):
+            raise ConfigError(
+                f"parallel.pp_schedule: {schedule} has stages {_span(stages)}; count them from 0 on"
+            )
+        return stage_ranks(table)
     there = list(range(pp))
     if schedule in ("ZBVZeroBubble", "DualPipeV"):
         return there + there[::-1]

@@ -12,6 +12,7 @@ from compose.schedules import (
     build_table,
     check_table,
     execution_order,
+    placement,
     read_table,
     stage_ranks,
     stages_per_rank,
@@ -232,6 +233,13 @@ def test_csv_of_another_size(folder: Path) -> None:
     write_rows("")
     assert refusal(build_table, "table.csv", 1, 0, 1) == (
         "parallel.pp_schedule: table.csv holds no action"
+    )
+
+
+def test_csv_that_leaves_a_stage_out(folder: Path) -> None:
+    write_rows("0F0 0B0", "2F0 2B0")
+    assert refusal(placement, "table.csv", 2, 0) == (
+        "parallel.pp_schedule: table.csv has stages 0, 2; count them from 0 on"
     )
 
 
