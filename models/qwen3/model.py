@@ -1,4 +1,4 @@
-"""Qwen3, dense (Qwen team 2025, arXiv:2505.09388), as a plain nn.Module.
+"""Qwen3, dense and mixture of experts (Qwen team 2025, arXiv:2505.09388), as a plain nn.Module.
 
 Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
 V vocabulary.
@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.attention import AttentionCore, Documents, attention_pairs
+from models.layers.moe import MoE, MoEConfig
 from models.layers.rope import inverse_frequencies, rotate, rotation
 
 
 @dataclass(frozen=True)
-class Qwen3Config:
+class Qwen3Config(MoEConfig):
     vocab_size: int = 257
     """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
     dim: int = 128
@@ -29,7 +30,7 @@ class Qwen3Config:
     head_dim: int = 32
     """Width of each head; n_heads * head_dim need not be dim."""
     hidden_dim: int = 384
-    """Inner width of the feed-forward network."""
+    """Inner width of the feed-forward network, where there are no experts."""
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
     rope_theta: float = 1_000_000.0
@@ -38,6 +39,7 @@ class Qwen3Config:
     """Use the embedding's weight for the output projection too."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
         for size in sizes:
             if not 1 <= getattr(self, size) < 2**31:
@@ -53,7 +55,10 @@ class Qwen3Config:
     def flops_per_token(self, seq_len: int) -> float:
         """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
-        weights = self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
+        hidden, router = self.hidden_dim, 0
+        if self.n_experts:  # those that a token activates
+            hidden, router = self.top_k * self.expert_dim, self.dim * self.n_experts
+        weights = self.n_layers * (attention + 3 * self.dim * hidden + router)
         weights += self.vocab_size * self.dim
         scores = self.n_layers * 2 * self.n_heads * self.head_dim * attention_pairs(seq_len)
         return 3 * 2 * (weights + scores)
@@ -73,14 +78,33 @@ def _published(dim: int, n_layers: int, n_heads: int, hidden_dim: int, tied: boo
     )
 
 
+def _published_moe(dim: int, n_layers: int, n_heads: int, expert_dim: int) -> Qwen3Config:
+    """The same for mixture of experts; the balancing loss's weight is that of the model cards."""
+    return Qwen3Config(
+        vocab_size=151_936,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=4,
+        head_dim=128,
+        n_experts=128,
+        top_k=8,
+        expert_dim=expert_dim,
+        balance_weight=1e-3,
+    )
+
+
 PRESETS = {
     "debug": Qwen3Config(),
+    "debug_moe": Qwen3Config(n_experts=8, balance_weight=1e-2),
     "0.6b": _published(1024, 28, 16, 3072, tied=True),
     "1.7b": _published(2048, 28, 16, 6144, tied=True),
     "4b": _published(2560, 36, 32, 9728, tied=True),
     "8b": _published(4096, 36, 32, 12_288, tied=False),
     "14b": _published(5120, 40, 40, 17_408, tied=False),
     "32b": _published(5120, 64, 64, 25_600, tied=False),
+    "30b_a3b": _published_moe(2048, 48, 32, 768),
+    "235b_a22b": _published_moe(4096, 94, 64, 1536),
 }
 
 
@@ -132,13 +156,22 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        if config.n_experts:
+            self.moe = MoE(config.dim, config)
+        else:
+            self.feed_forward = FeedForward(config)
 
     def forward(
-        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+        self,
+        x_BLD: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        real_BL: Tensor,
+        documents: Documents | None = None,
     ) -> Tensor:
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
-        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+        x = self.ffn_norm(x_BLD)
+        return x_BLD + (self.moe(x, real_BL) if hasattr(self, "moe") else self.feed_forward(x))
 
 
 class Qwen3(nn.Module):
@@ -161,8 +194,8 @@ class Qwen3(nn.Module):
     ) -> Tensor:
         """Logits (B, L, V) of ``tokens`` (B, L), int64.
 
-        ``positions`` (B, L) count from 0 if None; ``document_ids`` (B, L) keep attention within a
-        document, and None makes each row one document.
+        ``positions`` (B, L) count from 0 if None, and are -1 for padding; ``document_ids`` (B, L) keep
+        attention within a document, and None makes each row one document.
         """
         c = self.config
         if positions is None:
@@ -172,8 +205,9 @@ class Qwen3(nn.Module):
         cosine, sine = rotation(positions, frequency)
         documents = None if document_ids is None else Documents(document_ids)
         x_BLD = self.tok_embeddings(tokens)
+        real_BL = (positions >= 0).expand(x_BLD.shape[:2])
         for layer in self.layers.values():
-            x_BLD = layer(x_BLD, cosine, sine, documents)
+            x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
         return self.output(self.norm(x_BLD))
 
     @torch.no_grad()
@@ -186,6 +220,6 @@ class Qwen3(nn.Module):
         if tensor.ndim == 1:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
             return
-        ends_branch = name.endswith(("wo.weight", "w2.weight"))
+        ends_branch = name.endswith(("wo.weight", "w2.weight", "experts.w2"))
         scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
         tensor.normal_(0.0, 0.02 * scale, generator=generator)
