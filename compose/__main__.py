@@ -40,14 +40,12 @@ def _schedule(arguments: Sequence[str]) -> int:
     degrees = [getattr(config.parallel, axis) for axis in AXES]
     world_size = world_size_of(given) or math.prod(max(1, degree) for degree in degrees)
     config, problems = legality.check(config, world_size)
-    parallel, train = config.parallel, config.train
+    parallel = config.parallel
     if not problems and parallel.pp == 1:
         problems = ["parallel.pp: 1 has no schedule; set --parallel.pp=2 or more"]
     if problems:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
-    micro_batches = train.global_batch // (
-        parallel.dp_replicate * parallel.dp_shard * train.micro_batch
-    )
+    micro_batches = legality.micro_batches(config)
     name, virtual_stages = parallel.pp_schedule, parallel.pp_virtual_stages
     table = build_table(name, parallel.pp, virtual_stages, micro_batches)
     title = (

@@ -15,10 +15,10 @@ from compose.applied import Applied, remember
 from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
-from compose.pipeline_parallel import PipelineRunner, Schedule
-from compose.pipeline_split import Stage, balanced, check_layers, layer_names, split
+from compose.expert_parallel import expert_mesh
+from compose.pipeline_parallel import PipelineRunner, Schedule, apply_pipeline_parallel
+from compose.pipeline_split import Stage
 from compose.plan import Plan, Resolved, resolve
-from compose.schedules import placement
 from compose.tensor_parallel import Replicated, apply_tensor_parallel, check_heads
 
 
@@ -32,6 +32,7 @@ def apply(
     reduce_dtype: torch.dtype = torch.float32,
     activation_checkpoint: str = "none",
     pipeline: Schedule | None = None,
+    ep: int = 1,
 ) -> nn.Module:
     """Cut ``model`` over ``mesh`` in place, as ``plan`` says, and return it.
 
@@ -40,7 +41,8 @@ def apply(
     ``compose.init_mesh``. Make the optimizer afterwards: the parameters are new objects.
 
     With pp, ``pipeline`` says how; the model then keeps what this rank's stages run, under the names it
-    had, and ``compose.forward_backward`` runs it.
+    had, and ``compose.forward_backward`` runs it. ``ep`` neighbouring ranks hold the experts between
+    them; the mesh has no axis for it.
 
     Raises ConfigError where the plan does not fit the model.
     """
@@ -61,11 +63,18 @@ def apply(
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]
     if mesh["pp"].size() > 1:
-        runner = _pipeline(model, resolved, pipeline or Schedule(), mesh["pp"], zero)
+        runner = apply_pipeline_parallel(
+            model, resolved.pipeline, pipeline or Schedule(), mesh["pp"], zero
+        )
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
     if mesh["tp"].size() > 1:
         _tensor(model, resolved, mesh["tp"])
+    # With tp experts are not split as other weights are, but lie on other axes even where ep is 1.
+    over: DeviceMesh | None = None
+    if ep > 1 or (mesh["tp"].size() > 1 and resolved.expert):
+        over = expert_mesh(mesh, ep)
+        _expert(model, resolved, over["ep"])
     # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
     flash = mesh.device_type == "cuda" and param_dtype != torch.float32
     if mesh["cp"].size() > 1 or (flash and resolved.context):
@@ -75,10 +84,13 @@ def apply(
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or param_dtype != torch.float32:
         for stage in stages:
+            here = resolved.without(stage.absent)
             apply_data_parallel(
                 stage.module,
-                resolved.without(stage.absent).shard,
+                here.shard,
                 mesh,
+                experts=[name for name, _ in here.expert],
+                expert_mesh=over,
                 zero=zero,
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
@@ -92,38 +104,33 @@ def apply(
     return model
 
 
-def _pipeline(
-    model: nn.Module, resolved: Resolved, schedule: Schedule, mesh: DeviceMesh, zero: int
-) -> PipelineRunner:
-    if resolved.pipeline is None:
-        raise ConfigError("plan.pipeline: says nothing, which parallel.pp needs")
-    ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
-    layers = schedule.layers or balanced(model, resolved.pipeline, len(ranks), schedule.seq_len)
-    check_layers(layers, len(ranks), len(layer_names(model, resolved.pipeline)))
-    mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
-    stages, ties = split(model, resolved.pipeline, layers, mine)
-    model.forward = _not_whole
-    return PipelineRunner(stages, ties, ranks, schedule, mesh, zero)
-
-
-def _not_whole(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("this rank holds some stages of the model: run it by compose.forward_backward")
-
-
 def _broadcast(model: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return  # it holds no weights yet, only buffers that were made the same everywhere
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            dist.broadcast(tensor.detach(), src=0)
+        dist.broadcast(tensor.detach(), src=0)
 
 
 def _tensor(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
     replicated = [(name, Replicated()) for name in resolved.replicate]
     apply_tensor_parallel(model, resolved.tensor + replicated, mesh)
-    whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    elsewhere = {id(p) for name, _ in resolved.expert for p in model.get_submodule(name).parameters()}
+    whole = [
+        name
+        for name, p in model.named_parameters()
+        if not isinstance(p, DTensor) and id(p) not in elsewhere
+    ]
     if whole:
         raise ConfigError(
             *(f"plan.tensor: no style placed the parameter {name} on the tp axis" for name in whole)
         )
+
+
+def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
+    if not resolved.expert:
+        raise ConfigError("plan.expert: names no experts, which parallel.ep needs")
+    for name, style in resolved.expert:
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
 
 
 def _context(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:

@@ -21,6 +21,7 @@ def apply_options(config: Config) -> dict[str, Any]:
         "reduce_dtype": getattr(torch, config.precision.reduce),
         "activation_checkpoint": config.activation_checkpoint.mode,
         "pipeline": pipeline_schedule(config),
+        "ep": config.parallel.ep,
     }
 
 

@@ -115,7 +115,7 @@ class Parallel:
     pp_layers: tuple[NonNegative, ...] = ()
     """Layers of each stage, in order; empty: balanced by FLOPs, the output projection counted."""
     ep: Positive = 1
-    """Expert-parallel degree, taken from the data and tensor axes (not built yet)."""
+    """Expert-parallel degree, laid over the innermost of the other axes but pp: no ranks of its own."""
     sequence: bool = True
     """With tp: shard the sequence between layers (norms, residuals) over tp."""
     loss: bool = True
@@ -175,8 +175,9 @@ TABLES: dict[str, type] = {
 @functools.cache
 def docs(table: type) -> dict[str, str]:
     """The text under each field of a dataclass, in the fields' order."""
+    inherited = [docs(base) for base in table.__bases__ if dataclasses.is_dataclass(base)]
     body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0].body  # type: ignore[attr-defined]
-    return {
+    return {name: text for base in inherited for name, text in base.items()} | {
         key.target.id: " ".join(text.value.value.split())
         for key, text in itertools.pairwise(body)
         if isinstance(key, ast.AnnAssign)

@@ -62,7 +62,7 @@ def shard_sequence(
 
     A length that the chunks do not divide is padded at the end (each part to a multiple of
     ``multiple``), where no token sees it: targets with IGNORE, ``document_ids`` with a document of
-    its own.
+    its own, ``positions`` with -1.
     """
     cp, rank = mesh.size(), mesh.get_local_rank()
     count = chunk_count(cp, balance)
@@ -77,6 +77,8 @@ def shard_sequence(
                 filler.fill_(IGNORE)
             elif name == "document_ids":
                 filler += 1
+            elif name == "positions":
+                filler.fill_(-1)
             value = torch.cat([value, filler], 1)
         pieces = value.chunk(count, 1)
         result[name] = torch.cat([pieces[i] for i in chunks_of(rank, cp, balance)], 1)

@@ -13,11 +13,14 @@ Over dp_replicate the (sharded) gradients are all-reduced once a step in every s
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from compose.errors import ConfigError
 
@@ -31,6 +34,8 @@ def apply_data_parallel(
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     ends: bool = True,
+    experts: Sequence[str] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """``fully_shard`` each unit, then the model, over the data axes of ``mesh``.
 
@@ -39,15 +44,28 @@ def apply_data_parallel(
     Gradients are summed, not averaged, over ranks: the loss is already divided by the number of
     target tokens in the global batch. ``zero`` = 0 asks for a mesh whose dp_shard is 1. ``ends``: the
     loss follows the last unit, as it does not in a pipeline's other stages.
+
+    ``experts``: modules that are sharded over ``expert_mesh`` (that of expert_parallel.py) instead, each
+    a unit of its own within another.
     """
     if zero == 0 and mesh["dp_shard"].size() > 1:
         raise ConfigError("zero: 0 shards nothing, but the mesh does; init_mesh(Parallel(zero=0, ...))")
     data_mesh = _data_mesh(mesh)
 
-    def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
+    def shard(
+        modules: nn.Module | list[nn.Module], reshard: bool, mesh: DeviceMesh = data_mesh, **more: Any
+    ) -> None:
         # The model's own inputs are cast; between its parts, what is float32 is so on purpose.
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=modules is model)
-        fully_shard(modules, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)  # type: ignore[arg-type]
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, **more)  # type: ignore[arg-type]
+
+    if expert_mesh is not None:
+        over = expert_mesh["expert_shard"]
+        if expert_mesh["expert_replicate"].size() > 1:
+            over = expert_mesh["expert_replicate", "expert_shard"]
+        place = partial(_even_dim, expert_mesh["expert_shard"].size())
+        for name in experts:
+            shard(model.get_submodule(name), zero == 3, over, shard_placement_fn=place)
 
     for i, unit in enumerate(units):
         modules = [model.get_submodule(name) for name in unit]
@@ -60,6 +78,12 @@ def apply_data_parallel(
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _even_dim(ranks: int, parameter: nn.Parameter) -> Shard:
+    """The first dim that ``ranks`` share evenly: few experts are left to cut, and FSDP pads only dim 0."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(next((dim for dim, size in enumerate(local.shape) if size % ranks == 0), 0))
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -16,6 +16,7 @@ from torch import nn
 from compose.config import Config, Parallel
 from compose.context_parallel import check_ulysses
 from compose.errors import ConfigError
+from compose.expert_parallel import check_experts
 from compose.mesh import AXES, resolve_degrees
 from compose.pipeline_split import balanced, check_layers, check_stages, layer_names
 from compose.plan import Plan, resolve
@@ -31,21 +32,22 @@ class Case:
     config: Config
     model: nn.Module
     plan: Plan
+    world_size: int
 
     @property
     def degrees(self) -> Parallel:
         return self.config.parallel
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one rank in a step; 0 where they are not whole."""
-        train, ranks = self.config.train, self.degrees.dp_replicate * self.degrees.dp_shard
-        whole, rest = divmod(train.global_batch, ranks * train.micro_batch)
-        return 0 if rest else whole
-
-    @property
     def on_cuda(self) -> bool:
         return self.config.run.device != "cpu" and torch.cuda.is_available()
+
+
+def micro_batches(config: Config) -> int:
+    """Micro-batches of one rank in a step of a config with known degrees; 0 where they are not whole."""
+    train, ranks = config.train, config.parallel.dp_replicate * config.parallel.dp_shard
+    whole, rest = divmod(train.global_batch, ranks * train.micro_batch)
+    return 0 if rest else whole
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,25 @@ class Rule:
 
 
 def _degrees(case: Case) -> None:
-    resolve_degrees(case.degrees, math.prod(getattr(case.degrees, axis) for axis in AXES))
+    resolve_degrees(case.degrees, case.world_size)
 
 
-def _expert_parallel(case: Case) -> None:
-    if case.degrees.ep != 1:
-        raise ConfigError(
-            f"parallel.ep: {case.degrees.ep} asks for expert parallel, which is not built yet; use 1"
+def _expert_ranks(case: Case) -> None:
+    degrees = case.degrees
+    ranks = degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp
+    if ranks % degrees.ep:
+        nearest = min(
+            (d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - degrees.ep)
         )
+        raise ConfigError(
+            f"parallel.ep: {degrees.ep} does not divide dp_replicate x dp_shard x cp x tp = {ranks},"
+            f" the ranks it is taken from; nearest: {nearest}"
+        )
+
+
+def _experts(case: Case) -> None:
+    for name, _ in resolve(case.plan, case.model).expert:
+        check_experts(len(next(case.model.get_submodule(name).parameters())), case.degrees.ep)
 
 
 def _global_batch(case: Case) -> None:
@@ -99,12 +112,16 @@ def _heads(case: Case) -> None:
 def _sequence(case: Case) -> None:
     seq_len, tp = case.config.train.seq_len, case.degrees.tp
     # With cp a sequence is padded to what both divide.
-    if not case.degrees.sequence or seq_len % tp == 0 or case.degrees.cp > 1:
+    if seq_len % tp == 0 or case.degrees.cp > 1:
+        return
+    if not case.degrees.sequence and not case.plan.expert:
         return
     nearest = max(1, round(seq_len / tp)) * tp
+    cure = "" if case.plan.expert else ", or parallel.sequence = false"
     raise ConfigError(
-        f"train.seq_len: {seq_len} is not a multiple of parallel.tp {tp}, which parallel.sequence"
-        f" needs; nearest: {nearest}, or parallel.sequence = false"
+        f"train.seq_len: {seq_len} is not a multiple of parallel.tp {tp}, which"
+        f" {'a mixture of experts' if case.plan.expert else 'parallel.sequence'} needs;"
+        f" nearest: {nearest}{cure}"
     )
 
 
@@ -128,11 +145,11 @@ def _schedule(case: Case) -> None:
 
 
 def _micro_batches(case: Case) -> None:
-    degrees = case.degrees
-    if degrees.pp == 1 or not case.micro_batches:
+    degrees, count = case.degrees, micro_batches(case.config)
+    if degrees.pp == 1 or not count:
         return
     try:
-        build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, case.micro_batches)
+        build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
     except ConfigError as error:
         ranks = degrees.dp_replicate * degrees.dp_shard
         unit = f" (train.global_batch is {ranks * case.config.train.micro_batch} times that)"
@@ -162,6 +179,7 @@ def _plan_names(case: Case) -> None:
         "tensor": (case.degrees.tp > 1, case.plan.tensor, "parallel.tp = 1"),
         "context": (case.degrees.cp > 1, case.plan.context, "parallel.cp = 1"),
         "pipeline": (case.degrees.pp > 1, case.plan.pipeline, "parallel.pp = 1"),
+        "expert": (case.degrees.ep > 1, case.plan.expert, "parallel.ep = 1"),
         "checkpoint": (
             case.config.activation_checkpoint.mode != "none",
             case.plan.checkpoint,
@@ -183,7 +201,12 @@ RULES = [
         "every rank has one place in the mesh",
         _degrees,
     ),
-    Rule("ep = 1", "expert parallel is not built yet", _expert_parallel),
+    Rule(
+        "ep divides dp_replicate x dp_shard x cp x tp",
+        "expert parallel is laid over these ranks, which hold different tokens anyway",
+        _expert_ranks,
+    ),
+    Rule("ep divides the experts", "every rank holds as many", _experts),
     Rule(
         "the plan says how to do what the degrees ask for",
         "a plan without styles for an axis would leave its ranks doing the same work",
@@ -200,7 +223,7 @@ RULES = [
         _heads,
     ),
     Rule(
-        "with sequence and without cp, seq_len is a multiple of tp",
+        "with sequence, or with experts, and without cp, seq_len is a multiple of tp",
         "a local tensor carries no global shape, so every rank must hold an equal part",
         _sequence,
     ),
@@ -261,7 +284,7 @@ def check(config: Config, world_size: int) -> tuple[Config, list[str]]:
         resolve(plan, model)
     except ConfigError as error:
         return config, error.problems
-    case = Case(config, model, plan)
+    case = Case(config, model, plan, world_size)
     problems = list(dict.fromkeys(problem for _, problem in problems_of(case)))
     if not problems and degrees.pp > 1 and not degrees.pp_layers:
         config, problems = _with_layers(case)
@@ -299,7 +322,7 @@ def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], li
         except ConfigError as error:
             yield degrees, error.problems
             continue
-        yield degrees, [problem for _, problem in problems_of(Case(here, model, plan))]
+        yield degrees, [problem for _, problem in problems_of(Case(here, model, plan, world_size))]
 
 
 def markdown() -> str:

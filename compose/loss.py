@@ -1,10 +1,14 @@
 """The loss: cross-entropy summed over target tokens, of whole or vocabulary-sharded logits."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""Of a model's output and its targets: a sum over targets, a scalar."""
 IGNORE = -100
 """The target of a position that is not trained on."""
 

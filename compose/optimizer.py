@@ -2,24 +2,27 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from compose.config import Optimizer
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], options: Optimizer) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused, decay on matrices only."""
-    matrices, vectors = [], []
+    # The fused step takes a list of DTensors on one mesh; experts are on another.
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for parameter in parameters:
-        (matrices if parameter.ndim > 1 else vectors).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": options.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": group, "weight_decay": options.weight_decay if matrices else 0.0}
+            for (matrices, _), group in groups.items()
+        ],
         lr=options.lr,
         betas=(options.beta1, options.beta2),
         eps=options.eps,

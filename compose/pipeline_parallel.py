@@ -28,10 +28,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compose.data_parallel import finish_backward, gather, prepare_micro_batch
 from compose.errors import ConfigError
-from compose.pipeline_split import Stage, Tied
-from compose.schedules import build_table
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+from compose.loss import LossFunction
+from compose.pipeline_split import Stage, Tied, balanced, check_layers, layer_names, split
+from compose.plan import Pipeline
+from compose.schedules import build_table, placement
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,28 @@ class Schedule:
     virtual_stages: int = 0
     layers: Sequence[int] = ()
     seq_len: int = 2048
+
+
+def apply_pipeline_parallel(
+    model: nn.Module, pipeline: Pipeline | None, schedule: Schedule, mesh: DeviceMesh, zero: int
+) -> "PipelineRunner":
+    """Keep of ``model``, in place, what this rank of the 1-D ``mesh`` runs; what then runs it.
+
+    Raises ConfigError where there is no ``pipeline``, or the model cannot be cut as ``schedule`` asks.
+    """
+    if pipeline is None:
+        raise ConfigError("plan.pipeline: says nothing, which parallel.pp needs")
+    ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
+    layers = schedule.layers or balanced(model, pipeline, len(ranks), schedule.seq_len)
+    check_layers(layers, len(ranks), len(layer_names(model, pipeline)))
+    mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
+    stages, ties = split(model, pipeline, layers, mine)
+    model.forward = _not_whole
+    return PipelineRunner(stages, ties, ranks, schedule, mesh, zero)
+
+
+def _not_whole(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this rank holds some stages of the model: run it by compose.forward_backward")
 
 
 class PipelineRunner:

@@ -59,6 +59,7 @@ class Plan:
     checkpoint: activation-checkpoint units.
     pipeline: how the model can be cut into stages; None where it cannot.
     heads: query and key/value heads of each attention, which tp and ulysses divide.
+    expert: styles on the ep axis. What they name is placed by them alone, not by ``tensor``.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -68,10 +69,12 @@ class Plan:
     checkpoint: Sequence[str] = ()
     pipeline: Pipeline | None = None
     heads: tuple[int, int] | None = None
+    expert: Mapping[str, ParallelStyle] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [("tensor", key, repr(style)) for key, style in self.tensor.items()]
         rows += [("replicate", key, "") for key in self.replicate]
+        rows += [("expert", key, repr(style)) for key, style in self.expert.items()]
         rows += [("context", key, repr(style)) for key, style in self.context.items()]
         rows += [
             ("shard", unit if isinstance(unit, str) else " + ".join(unit), "") for unit in self.shard
@@ -80,7 +83,9 @@ class Plan:
         if self.pipeline:
             ends = (self.pipeline.first, [f"{self.pipeline.layers}.*"], self.pipeline.last)
             rows.append(("pipeline", " | ".join(" + ".join(end) for end in ends), ""))
-        wide = max(map(len, [*self.tensor, *self.context]), default=0)
+        if self.heads:
+            rows.append(("heads", f"{self.heads[0]} query, {self.heads[1]} key/value", ""))
+        wide = max(map(len, [*self.tensor, *self.expert, *self.context]), default=0)
         return "\n".join(f"{kind:<11}{key:<{wide + 2}}{style}".rstrip() for kind, key, style in rows)
 
 
@@ -94,6 +99,7 @@ class Resolved:
     shard: list[list[str]]
     checkpoint: list[str]
     pipeline: Pipeline | None
+    expert: list[tuple[str, ParallelStyle]]
 
     def without(self, modules: Iterable[str]) -> "Resolved":
         """What is left where ``modules``, and all that is in them, are elsewhere."""
@@ -110,6 +116,7 @@ class Resolved:
             [unit for unit in units if unit],
             [name for name in self.checkpoint if here(name)],
             self.pipeline,
+            [(name, style) for name, style in self.expert if here(name)],
         )
 
 
@@ -128,6 +135,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     tensor = [(n, s) for pattern, s in plan.tensor.items() for n in match("tensor", pattern)]
     replicate = [n for pattern in plan.replicate for n in match("replicate", pattern)]
     context = [(n, s) for pattern, s in plan.context.items() for n in match("context", pattern)]
+    expert = [(n, s) for pattern, s in plan.expert.items() for n in match("expert", pattern)]
     shard: list[list[str]] = []
     for unit in plan.shard:
         if isinstance(unit, str):
@@ -140,10 +148,11 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         raise ConfigError(*problems)
     problems += _twice("tensor or replicate", [n for n, _ in tensor] + replicate)
     problems += _twice("context", [n for n, _ in context])
+    problems += _twice("expert", [n for n, _ in expert])
     problems += _twice("shard", [n for unit in shard for n in unit])
     if plan.tensor:
         placing = [n for n, s in tensor if not isinstance(s, _ACTIVATION_STYLES)] + replicate
-        problems += _uncovered("tensor", _CURE, placing, model)
+        problems += _uncovered("tensor", _CURE, placing + [n for n, _ in expert], model)
     if plan.shard:
         problems += _uncovered("shard", "", [n for unit in shard for n in unit], model)
         problems += _unfit_units(shard, model)
@@ -151,7 +160,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         problems += _unfit_pipeline(plan.pipeline, model)
     if problems:
         raise ConfigError(*problems)
-    return Resolved(tensor, replicate, context, shard, checkpoint, plan.pipeline)
+    return Resolved(tensor, replicate, context, shard, checkpoint, plan.pipeline, expert)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -1,6 +1,6 @@
 """One optimizer step's forward, backward and clipping, the same on every mesh."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.applied import applied_to
 from compose.context_parallel import shard_sequence
 from compose.data_parallel import prepare_micro_batch
-from compose.loss import count_targets, cross_entropy
-from compose.mesh import AXES, BATCH_AXES, sum_over
+from compose.loss import LossFunction, count_targets, cross_entropy
+from compose.mesh import AXES, BATCH_AXES, batch_share, sum_over
 from compose.pipeline_parallel import copies_of
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+from compose.routing import begin_step, finish_step
 
 
 def forward_backward(
@@ -34,6 +33,8 @@ def forward_backward(
     matter how samples, or masked targets, fall on ranks and micro-batches. With cp, each tensor is cut
     along its second dim.
 
+    Routers (compose/routing.py) act on what the whole batch counted.
+
     micro_batch: samples in one forward; None is the whole share. Raises ValueError below 1.
     """
     targets = batch["targets"]
@@ -43,6 +44,7 @@ def forward_backward(
         raise ValueError(f"micro_batch: {micro_batch} should be at least 1")
     applied = applied_to(model)
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
+    begin_step(model, targets.numel() * batch_share(mesh)[1])
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
         return loss_function(output, targets) / count
@@ -55,6 +57,7 @@ def forward_backward(
             total = applied.pipeline.run(batch, micro_batch, loss)
         else:
             total = _run(model, batch, micro_batch, loss, applied.zero)
+    finish_step(model, mesh)
     return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp"))
 
 

@@ -86,6 +86,21 @@ class HeadParallel(ParallelStyle):
         return f"HeadParallel(n_heads={self.n_heads})"
 
 
+class SharedByHeads(ParallelStyle):
+    """What all heads read, whole on every rank of the axis, each of which has some of the heads.
+
+    For a module without parameters (nn.Identity) whose output it is. Its gradient is summed over the
+    axis (an all-reduce), as each rank finds that of its own heads.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(partial(_summed_gradient, device_mesh))
+        return module
+
+    def __repr__(self) -> str:
+        return "SharedByHeads()"
+
+
 def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
     """Raise ConfigError unless ``tp`` ranks can each hold whole query and key/value heads."""
     allowed = [
@@ -136,6 +151,11 @@ def _replicate_parameters(
         module.register_parameter(leaf, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
+def _summed_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    whole = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
+
+
 def _replicated_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> Any:
     first = inputs[0]
     if not isinstance(first, DTensor):
@@ -143,4 +163,4 @@ def _replicated_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: D
     return first.redistribute(placements=[Replicate()]), *inputs[1:]
 
 
-__all__ = ["HeadParallel", "Replicated", "apply_tensor_parallel", "check_heads"]
+__all__ = ["HeadParallel", "Replicated", "SharedByHeads", "apply_tensor_parallel", "check_heads"]

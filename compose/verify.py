@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from compose.applied import applied_to
 from compose.apply import apply
 from compose.errors import ConfigError
-from compose.loss import count_targets, cross_entropy
+from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import batch_share
 from compose.pipeline_parallel import Schedule
 from compose.plan import Plan
-from compose.step import LossFunction, clip_grad_norm_, forward_backward
+from compose.step import clip_grad_norm_, forward_backward
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -105,6 +106,7 @@ def verify(
     reduce_dtype: torch.dtype = torch.float32,
     activation_checkpoint: str = "none",
     pipeline: Schedule | None = None,
+    ep: int = 1,
     loss_function: LossFunction = cross_entropy,
     optimizer: OptimizerFactory | None = None,
     max_norm: float = 1.0,
@@ -127,6 +129,7 @@ def verify(
         reduce_dtype=reduce_dtype,
         activation_checkpoint=activation_checkpoint,
         pipeline=pipeline,
+        ep=ep,
     )
     return compare(
         model,
@@ -136,7 +139,7 @@ def verify(
         micro_batch=micro_batch,
         param_dtype=param_dtype,
         loss_function=loss_function,
-        optimizer=optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)),
+        optimizer=optimizer or partial(torch.optim.AdamW, lr=1e-3, foreach=False),
         max_norm=max_norm,
         tolerance=tolerance or TOLERANCES[param_dtype],
     )
@@ -281,6 +284,9 @@ class _OneProcess:
         """One optimizer step on the global batch; leaves loss, norm and gradients behind."""
         parameters = dict(self.model.named_parameters())
         count = count_targets(batch["targets"]).clamp(min=1)
+        routers: list[Any] = [m for m in self.model.modules() if hasattr(m, "tokens_per_step")]
+        for router in routers:
+            router.tokens_per_step = batch["targets"].numel()
         self.loss = torch.zeros((), device=count.device)
         samples = len(batch["targets"])
         size = self.micro_batch or samples
@@ -293,6 +299,8 @@ class _OneProcess:
             loss = self.loss_function(output, targets) / count
             loss.backward()
             self.loss += loss.detach()
+        for router in routers:
+            router.finish_step(router.tally)
         self.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
         limit = self.max_norm if self.max_norm > 0 else float("inf")
         self.norm = nn.utils.clip_grad_norm_(list(parameters.values()), limit)

@@ -105,20 +105,21 @@ def _worker(connection: Connection, port: int) -> None:
         connection.send(answer)
 
 
-_last_shape: tuple[int, ...] = ()
+_last: tuple[int, ...] = ()
 
 
 def make_mesh(parallel: Parallel) -> DeviceMesh:
     """``compose.init_mesh``, for use in a pool.
 
     DTensor caches results by a mesh's layout, with the names of its process groups; those are other
-    groups once a mesh of another shape was made in this process, so the caches are then emptied.
+    groups once a mesh of another shape, or with another ep, was made in this process, so the caches are
+    then emptied.
     """
-    global _last_shape
+    global _last
     mesh = init_mesh(parallel)
-    if mesh.shape != _last_shape:
+    if (*mesh.shape, parallel.ep) != _last:
         _clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
         _redistribute.clear_redistribute_planner_cache()
-    _last_shape = mesh.shape
+    _last = (*mesh.shape, parallel.ep)
     return mesh

@@ -214,7 +214,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def finish_step(self, tally: Tensor) -> None:
-        """After an optimizer step's backward: ``tally`` is that of the whole batch, as a sum over ranks.
+        """After an optimizer step's backward; ``tally`` is that of the whole batch, summed over ranks.
 
         Moves each expert's bias by ``bias_rate`` towards an even load (Wang et al. 2024,
         arXiv:2408.15664), and keeps in ``last``: load (greatest over mean), dropped (rows),
@@ -258,7 +258,7 @@ class _Observe(torch.autograd.Function):
 
 
 def count_rows(experts: Tensor, n_experts: int) -> Tensor:
-    """How often each expert stands in ``experts``, of any shape: (E,), int64. Others are not counted."""
+    """How often each expert stands in ``experts``, of any shape: (E,), int64. E itself counts not."""
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:n_experts]
 
@@ -275,7 +275,7 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """``x_ND``: rows sorted by expert, of which each has ``counts_E``; returns them in that order."""
+        """``x_ND``: rows sorted by expert, ``counts_E`` of each; what is returned is in that order."""
         return self.run(x_ND, counts_E, self.w1, self.w2, self.w3)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with the llama3 scaling rule."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with the llama3 and YaRN scaling rules."""
 
 import math
 
@@ -31,14 +31,58 @@ def inverse_frequencies(
     return frequency * (keep + (1 - keep) / scaling_factor)
 
 
+def yarn_frequencies(
+    head_dim: int,
+    theta: float,
+    factor: float,
+    original_max_seq_len: int,
+    beta_fast: float,
+    beta_slow: float,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Frequencies as :func:`inverse_frequencies`, scaled by YaRN (Peng et al. 2023, arXiv:2309.00071).
+
+    Pairs that turn more than ``beta_fast`` times within ``original_max_seq_len`` are kept, those that
+    turn less than ``beta_slow`` times are slowed down by ``factor``. Between them the blend is linear in
+    the pair's index, from whole index to whole index: so in the paper's code and DeepSeek's, where
+    the paper's text makes it linear in the turns.
+    """
+    frequency = inverse_frequencies(head_dim, theta, device=device)
+    if factor == 1.0:
+        return frequency
+
+    def index(turns: float) -> float:
+        """The pair that turns so often: theta^(-2 i / head_dim) * length = 2 pi turns, solved for i."""
+        ratio = original_max_seq_len / (2 * math.pi * turns)
+        return head_dim / 2 * math.log(ratio) / math.log(theta)
+
+    first = max(math.floor(index(beta_fast)), 0)
+    # Beyond the last pair on purpose: the published models were trained with this slope.
+    last = min(math.ceil(index(beta_slow)), head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+    slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return frequency * (1 - slowed + slowed / factor)
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """YaRN's factor on queries and on keys, against the entropy that a longer context adds (its eq. 22);
+    ``mscale`` weighs the part that grows with the context's factor."""
+    return 1 + 0.1 * mscale * math.log(factor)
+
+
 def rotation(positions_BL: Tensor, inverse_frequency: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, each float32 of shape (B, L, 1, head_dim / 2)."""
     angles = positions_BL[..., None, None].float() * inverse_frequency
     return angles.cos(), angles.sin()
 
 
-def rotate(x_BLHK: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of each head: the layout of Hugging Face's weights."""
-    first, second = x_BLHK.float().chunk(2, dim=-1)
+def rotate(x_BLHK: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of each head: the layout of Hugging Face's weights.
+
+    ``interleaved``: the pairs (2 i, 2 i + 1), that of Meta's and DeepSeek's weights.
+    """
+    x = x_BLHK.float()
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     rotated = (first * cosine - second * sine, second * cosine + first * sine)
-    return torch.cat(rotated, dim=-1).type_as(x_BLHK)
+    whole = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return whole.type_as(x_BLHK)

@@ -7,10 +7,10 @@ V vocabulary.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.attention import AttentionCore, Documents, attention_pairs
+from models.layers.feed_forward import FeedForward
 from models.layers.rope import inverse_frequencies, rotate, rotation
 
 
@@ -109,26 +109,13 @@ class Attention(nn.Module):
         return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
-
-
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config.dim, config.hidden_dim)
 
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None

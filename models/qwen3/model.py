@@ -7,10 +7,10 @@ V vocabulary.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.attention import AttentionCore, Documents, attention_pairs
+from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE, MoEConfig
 from models.layers.rope import inverse_frequencies, rotate, rotation
 
@@ -137,19 +137,6 @@ class Attention(nn.Module):
         return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
-
-
 class Block(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -159,7 +146,7 @@ class Block(nn.Module):
         if config.n_experts:
             self.moe = MoE(config.dim, config)
         else:
-            self.feed_forward = FeedForward(config)
+            self.feed_forward = FeedForward(config.dim, config.hidden_dim)
 
     def forward(
         self,
@@ -205,7 +192,7 @@ class Qwen3(nn.Module):
         cosine, sine = rotation(positions, frequency)
         documents = None if document_ids is None else Documents(document_ids)
         x_BLD = self.tok_embeddings(tokens)
-        real_BL = (positions >= 0).expand(x_BLD.shape[:2])
+        real_BL = (positions >= 0).expand(len(tokens), -1)
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
         return self.output(self.norm(x_BLD))

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import (
 from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel
 from compose.tensor_parallel import HeadParallel
+from models.layers.plans import MoEPlan, feed_forward
 
 from .model import Qwen3Config
 
@@ -23,8 +24,8 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
         input_layouts=(stream, None, None, None),
         desired_input_layouts=(Replicate(), None, None, None),
     )
-    # A local tensor carries no global shape, so uneven shards must stay DTensors.
-    hidden = ColwiseParallel(use_local_output=model.hidden_dim % parallel.tp == 0)
+    moe = MoEPlan("layers.*.moe", stream, parallel.tp)
+    hidden = feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0)
     norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
     ends = ["tok_embeddings", "norm", "output"]
     return Plan(
@@ -37,19 +38,16 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
             # Whole, on this rank's heads alone (B, L, heads, head_dim): the gradient is summed over tp.
             "layers.*.attention.[qk]_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
             "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
-            "layers.*.feed_forward": PrepareModuleInput(
-                input_layouts=stream, desired_input_layouts=Replicate()
-            ),
-            "layers.*.feed_forward.w1": hidden,
-            "layers.*.feed_forward.w3": hidden,
-            "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
+            **(moe.tensor if model.n_experts else hidden),
             "output": ColwiseParallel(
                 input_layouts=stream,
                 output_layouts=Shard(-1) if parallel.loss else Replicate(),
                 use_local_output=not parallel.loss,
             ),
         },
-        context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)},
+        context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)}
+        | (moe.context if model.n_experts else {}),
+        expert=moe.expert if model.n_experts else {},
         replicate=[] if parallel.sequence else norms,
         # A tied weight belongs to one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],

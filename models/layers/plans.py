@@ -1,0 +1,70 @@
+"""The part of a plan that belongs to a shared layer."""
+
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from compose.expert_parallel import ExpertParallel, GatherSequence
+
+
+def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, ParallelStyle]:
+    """Entries of ``tensor`` for a SwiGLU of w1, w2, w3. even: tp divides its inner width.
+
+    name: its pattern. stream: layout of its input and output, (B, L, D) over tp.
+    """
+    # A local tensor carries no global shape, so uneven shards must stay DTensors.
+    hidden = ColwiseParallel(use_local_output=even)
+    return {
+        name: PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
+        f"{name}.w[13]": hidden,
+        f"{name}.w2": RowwiseParallel(output_layouts=stream),
+    }
+
+
+@dataclass(frozen=True)
+class MoEPlan:
+    """How layers.moe.MoE is cut: what it adds to ``tensor``, ``expert`` and ``context`` of a Plan.
+
+    name: pattern of the layer. stream: layout of its input, (B, L, D) over tp. shared_dim: inner width of
+    the shared expert, 0 without one. tp: that degree.
+    """
+
+    name: str
+    stream: Placement
+    tp: int
+    shared_dim: int = 0
+
+    @property
+    def tensor(self) -> dict[str, ParallelStyle]:
+        styles: dict[str, ParallelStyle] = {
+            # Each rank routes a part of the tokens: the same part twice would be wasted work.
+            self.name: PrepareModuleInputOutput(
+                input_layouts=(self.stream, Replicate()),
+                desired_input_layouts=(Shard(1), Shard(1)),
+                use_local_input=True,
+                output_layouts=Shard(1),
+                desired_output_layouts=self.stream,
+            ),
+            f"{self.name}.router": GatherSequence(),
+            # Whole, on this rank's tokens alone (T, D): the gradient is summed over tp.
+            f"{self.name}.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True),
+        }
+        if self.shared_dim:
+            styles |= feed_forward(f"{self.name}.shared", Shard(1), self.shared_dim % self.tp == 0)
+        return styles
+
+    @property
+    def expert(self) -> dict[str, ParallelStyle]:
+        return {f"{self.name}.experts": ExpertParallel()}
+
+    @property
+    def context(self) -> dict[str, ParallelStyle]:
+        return {f"{self.name}.router": GatherSequence()}
