@@ -1,7 +1,6 @@
 """Where a Plan meets a model and a mesh: the one place, in one fixed order."""
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +58,7 @@ def apply(
     resolved = resolve(plan, model)
     if plan.heads:
         check_heads(*plan.heads, mesh["tp"].size())
+    _check_named(resolved, mesh, ep, activation_checkpoint)
     _broadcast(model)
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]
@@ -104,6 +104,25 @@ def apply(
     return model
 
 
+def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, activation_checkpoint: str) -> None:
+    """Of the whole model: a stage of it may well hold none of these."""
+    wants = (
+        (mesh["cp"].size() > 1, resolved.context, "context: names no attention core", "parallel.cp"),
+        (ep > 1, resolved.expert, "expert: names no experts", "parallel.ep"),
+        (
+            activation_checkpoint != "none",
+            resolved.checkpoint,
+            "checkpoint: names no unit",
+            "activation checkpointing",
+        ),
+    )
+    problems = [
+        f"plan.{lack}, which {why} needs" for wanted, names, lack, why in wants if wanted and not names
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
 def _broadcast(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # it holds no weights yet, only buffers that were made the same everywhere
@@ -127,22 +146,16 @@ def _tensor(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
 
 
 def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
-    if not resolved.expert:
-        raise ConfigError("plan.expert: names no experts, which parallel.ep needs")
     for name, style in resolved.expert:
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
 
 
 def _context(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
-    if not resolved.context:
-        raise ConfigError("plan.context: names no attention core, which parallel.cp needs")
     for name, style in resolved.context:
         parallelize_module(model.get_submodule(name), mesh, style)
 
 
 def _checkpoint(model: nn.Module, resolved: Resolved) -> None:
-    if not resolved.checkpoint:
-        raise ConfigError("plan.checkpoint: names no unit, which activation checkpointing needs")
     for name in resolved.checkpoint:
         module = model.get_submodule(name)
         # Around forward only, so that hooks and names stay where they are.

@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,6 +91,7 @@ class ContextParallel(ParallelStyle):
 
     q: (B, L, H, K), k and v: (B, L, G, K), this rank's part as :func:`shard_sequence` cuts it;
     ``documents`` has ``ids`` (B, L), or is None where each row is one document. Returns (B, L, H, K).
+    v, and with it what is returned, may be narrower than k: the flash kernels are given zeros there.
     The module's own forward is replaced. Raises ConfigError where ulysses cannot divide the heads. On
     an axis of one rank it only spares the mask of documents, (B, L, L).
     """
@@ -162,6 +164,9 @@ class Exchange:
 def _attend(
     exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, documents: HasIds | None = None
 ) -> Tensor:
+    if v.shape[-1] < k.shape[-1]:
+        padded = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        return _attend(exchange, q, k, padded, documents)[..., : v.shape[-1]]
     starts = exchange.starts(q.shape[0], q.shape[1], documents)
     if exchange.cp == 1:
         return cast(Tensor, _Local.apply(q, k, v, starts))

@@ -45,8 +45,8 @@ def apply_data_parallel(
     target tokens in the global batch. ``zero`` = 0 asks for a mesh whose dp_shard is 1. ``ends``: the
     loss follows the last unit, as it does not in a pipeline's other stages.
 
-    ``experts``: modules that are sharded over ``expert_mesh`` (that of expert_parallel.py) instead, each
-    a unit of its own within another.
+    ``experts``: modules that are sharded over ``expert_mesh`` (of expert_parallel.py) instead, each a
+    unit of its own within another.
     """
     if zero == 0 and mesh["dp_shard"].size() > 1:
         raise ConfigError("zero: 0 shards nothing, but the mesh does; init_mesh(Parallel(zero=0, ...))")
@@ -81,7 +81,7 @@ def apply_data_parallel(
 
 
 def _even_dim(ranks: int, parameter: nn.Parameter) -> Shard:
-    """The first dim that ``ranks`` share evenly: few experts are left to cut, and FSDP pads only dim 0."""
+    """The first dim that ``ranks`` share evenly, as few experts may be left; FSDP pads only dim 0."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return Shard(next((dim for dim, size in enumerate(local.shape) if size % ranks == 0), 0))
 

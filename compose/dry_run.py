@@ -31,7 +31,7 @@ class Placed:
     shape: tuple[int, ...]
     placements: dict[str, str]  # by axis, those of size 1 left out
     local_shape: tuple[int, ...]
-    whole_bytes: int  # of the part of this tp rank, gathered over the data axes, in param_dtype
+    whole_bytes: int  # of the part of this tp or ep rank, gathered over the data axes, in param_dtype
     local_bytes: int  # of the float32 master weight
 
 
@@ -61,21 +61,24 @@ def _stage(config: Config, world_size: int, rank: int) -> list[Placed]:
 
 def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Placed]:
     """Every parameter of a model that was cut over ``mesh``."""
-    tp, size = mesh["tp"].size(), getattr(torch, config.precision.param).itemsize
+    width = getattr(torch, config.precision.param).itemsize
     stage = mesh["pp"].get_local_rank()
     result = []
     for name, parameter in model.named_parameters():
         local: torch.Tensor = parameter
         by_axis: dict[str, str] = {}
-        sharded_over_tp = False
+        parts = 1
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
             names = parameter.device_mesh.mesh_dim_names or ()
-            for axis, placement in zip(names, parameter.placements, strict=True):
-                if mesh[axis].size() > 1:
+            sizes = parameter.device_mesh.shape
+            for axis, size, placement in zip(names, sizes, parameter.placements, strict=True):
+                if size > 1:
                     by_axis[axis] = "R" if placement.is_replicate() else f"S({placement.dim})"  # type: ignore[attr-defined]
-                    sharded_over_tp |= axis == "tp" and not placement.is_replicate()
-        whole = parameter.numel() // (tp if sharded_over_tp else 1) * size
+                    # What FSDP does not gather.
+                    if axis in ("tp", "ep") and not placement.is_replicate():
+                        parts *= size
+        whole = parameter.numel() // parts * width
         shapes = tuple(parameter.shape), tuple(local.shape)
         result.append(Placed(name, stage, shapes[0], by_axis, shapes[1], whole, local.numel() * 4))
     return result
@@ -84,7 +87,8 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
 def _mesh_line(config: Config, world_size: int) -> str:
     parallel = config.parallel
     degrees = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in AXES)
-    line = f"mesh: {world_size} ranks: {degrees}; zero {parallel.zero}"
+    experts = f" (ep {parallel.ep} over them)" if parallel.ep > 1 else ""
+    line = f"mesh: {world_size} ranks: {degrees}{experts}; zero {parallel.zero}"
     if parallel.pp > 1:
         line += f"\npipeline: {parallel.pp_schedule}, layers of its stages {list(parallel.pp_layers)}"
     return line
@@ -92,7 +96,8 @@ def _mesh_line(config: Config, world_size: int) -> str:
 
 def _table(placed: list[Placed], pp: int) -> list[str]:
     """A line per parameter; layers that are alike share one, which says how many they are."""
-    axes = [axis for axis in AXES if any(axis in p.placements for p in placed)]
+    known = [*AXES, "dp_shard_cp", "expert_replicate", "expert_shard", "ep"]
+    axes = [axis for axis in known if any(axis in p.placements for p in placed)]
     groups: dict[tuple[object, ...], list[Placed]] = {}
     for p in placed:
         pattern = re.sub(r"\.\d+\.", ".*.", p.name)

@@ -44,7 +44,7 @@ class Case:
 
 
 def micro_batches(config: Config) -> int:
-    """Micro-batches of one rank in a step of a config with known degrees; 0 where they are not whole."""
+    """Micro-batches of one rank in a step, the degrees being known; 0 where they are not whole."""
     train, ranks = config.train, config.parallel.dp_replicate * config.parallel.dp_shard
     whole, rest = divmod(train.global_batch, ranks * train.micro_batch)
     return 0 if rest else whole

@@ -3,7 +3,8 @@
 import json
 import resource
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,15 +68,18 @@ class StepMetrics:
     tokens_per_second: float
     mfu: float | None
     memory: int
+    routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
 
     def console(self, steps: int, seconds_left: float) -> str:
         """The step as a line for a person, with the time left."""
         minutes, seconds = divmod(round(seconds_left), 60)
         mfu = "" if self.mfu is None else f"  mfu {self.mfu:.1%}"
+        loads = [report["load"] for report in self.routing.values() if "load" in report]
+        load = f"  load {max(loads):.2f}" if loads else ""
         return (
             f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}"
             f"  grad_norm {self.grad_norm:.3f}  lr {self.lr:.2e}"
-            f"  {self.tokens_per_second:,.0f} tokens/s{mfu}  {self.memory / 2**30:.2f} GiB"
+            f"  {self.tokens_per_second:,.0f} tokens/s{mfu}{load}  {self.memory / 2**30:.2f} GiB"
             f"  sample {self.samples:,}  left {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
         )
 
@@ -94,9 +98,13 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
+        if not metrics.routing:
+            del values["routing"]
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         if self.events:
+            for router, report in values.pop("routing", {}).items():
+                values |= {f"{key}/{router}": value for key, value in report.items()}
             for name, value in values.items():
                 if name != "step" and value is not None:
                     self.events.add_scalar(name, value, metrics.step)

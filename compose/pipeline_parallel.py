@@ -100,6 +100,16 @@ class PipelineRunner:
         """Whether ``stage`` ends the model."""
         return stage.index == len(self.placement) - 1
 
+    def forward_order(self, micro_batches: int) -> dict[str, list[int]]:
+        """Of every module of this rank's stages, by name: its micro-batches in the order they run."""
+        per_rank = len(self.placement) // self.pp
+        table = build_table(self.schedule.name, self.pp, per_rank, micro_batches)
+        return {
+            name: [a.micro_batch for a in table[self.rank] if (a.kind, a.stage) == ("F", stage.index)]
+            for stage in self.stages
+            for name, _ in stage.module.named_modules()
+        }
+
     def run(self, batch: Mapping[str, Tensor], micro_batch: int, loss: LossFunction) -> Tensor:
         """Forward and backward of all micro-batches; the sum of the losses if the last stage is here,
         else zero.

@@ -12,7 +12,8 @@ from compose.data import random_batch
 from compose.loss import cross_entropy
 from compose.optimizer import build_optimizer
 from compose.registry import build_model
-from compose.verify import TOLERANCES, Report, compare
+from compose.report import TOLERANCES, Report
+from compose.verify import compare
 
 STEPS = 2
 # AdamW divides by a gradient's own size plus eps: with 1e-8 one element whose gradient is rounding

@@ -19,7 +19,8 @@ _TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 @runtime_checkable
 class Router(Protocol):
-    """What is asked of a router.
+    """What is asked of a router, whose forward returns a named tuple with ``experts`` (B, L, k), their
+    ``weights`` (B, L, k), and the ``scores`` (B, L, E) by which they were chosen.
 
     tokens_per_step: of the whole batch, by which it divides its auxiliary losses; set before forward.
     tally: what it counted in backward since the last ``finish_step``; 1-D, float64.

@@ -19,6 +19,7 @@ from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
 from compose.optimizer import build_optimizer, learning_rate, set_learning_rate
 from compose.registry import build_model
+from compose.routing import routing_metrics
 from compose.runtime import TrainingError
 from compose.step import clip_grad_norm_, forward_backward
 from compose.toml import dump
@@ -116,6 +117,7 @@ class Trainer:
             tokens_per_second=rate,
             mfu=self.peak_rate and rate / self.peak_rate,
             memory=peak_memory(self.device),
+            routing=routing_metrics(self.model, self.mesh),
         )
 
     def _write(self, writer: MetricsWriter, metrics: StepMetrics) -> None:

@@ -7,12 +7,9 @@ drifted apart look right on one rank.
 
 import copy
 import logging
-import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,71 +24,12 @@ from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import batch_share
 from compose.pipeline_parallel import Schedule
 from compose.plan import Plan
+from compose.report import TOLERANCES, Judge, Report, Tolerance
+from compose.routing import routers
 from compose.step import clip_grad_norm_, forward_backward
+from compose.witness import Difference, ids_of_calls, watch
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Largest relative error allowed. An update is the change of a weight over all steps; AdamW
-    divides by the gradient's own size, so rounding near zero weighs more there."""
-
-    loss: float
-    gradient: float
-    update: float
-
-
-# bfloat16 keeps 8 bits: one rounding is up to 2^-9 = 0.2%, and a gradient passes through many.
-TOLERANCES = {
-    torch.float32: Tolerance(loss=1e-5, gradient=1e-4, update=1e-3),
-    torch.bfloat16: Tolerance(loss=1e-2, gradient=5e-2, update=3e-1),
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: ``error`` is relative, the largest over ranks, and ``rank`` the one with it."""
-
-    quantity: str
-    name: str
-    error: float
-    tolerance: float
-    rank: int
-
-    @property
-    def ok(self) -> bool:
-        return self.error <= self.tolerance  # False for NaN
-
-
-@dataclass(frozen=True)
-class Report:
-    """The same on every rank; ``print`` it for a table, worst first."""
-
-    rows: list[Row]
-
-    @property
-    def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
-
-    @property
-    def failed(self) -> list[Row]:
-        return [row for row in self.rows if not row.ok]
-
-    def __str__(self) -> str:
-        rows = sorted(self.rows, key=_severity, reverse=True)
-        lines = [f"{'quantity':<16}{'error':>10}{'allowed':>10}  {'rank':>4}  name"]
-        lines += [
-            f"{row.quantity:<16}{row.error:>10.1e}{row.tolerance:>10.0e}  {row.rank:>4}  {row.name}"
-            f"{'' if row.ok else '   FAILED'}".rstrip()
-            for row in rows
-        ]
-        verdict = (
-            f"equal to one process: {len(rows)} quantities"
-            if self.ok
-            else f"NOT equal to one process: {len(self.failed)} of {len(rows)} quantities differ"
-        )
-        return "\n".join([*lines, verdict])
 
 
 def verify(
@@ -165,7 +103,7 @@ def compare(
     samples = {len(value) for batch in batches for value in batch.values()}
     if any(number % count for number in samples):
         raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
-    judge = _Judge(next(composed.parameters()).device)
+    judge = Judge(next(composed.parameters()).device)
     reference: _OneProcess | None = None
     if dist.get_rank() == 0:
         reference = _OneProcess(model, param_dtype, loss_function, optimizer, max_norm, micro_batch)
@@ -181,16 +119,18 @@ def compare(
         judge.tensor("buffer", name, value, buffer.shape, expected, 0.0)
 
     composed_optimizer = optimizer(composed.parameters())
+    differences: list[Difference] = []
     for step, batch in enumerate(batches):
         _on_first_rank(partial(reference.step, batch) if reference else None)
         share = {name: _slice(value, index, count) for name, value in batch.items()}
-        loss = forward_backward(
-            composed,
-            share,
-            mesh,
-            micro_batch=micro_batch,
-            loss_function=loss_function,
-        )
+        with watch(composed) as witness:
+            loss = forward_backward(
+                composed, share, mesh, micro_batch=micro_batch, loss_function=loss_function
+            )
+        if routers(model):
+            calls = ids_of_calls(composed, batch["targets"].shape, mesh, micro_batch)
+            found = witness.choices(calls)
+            differences += judge.routing(found, reference and reference.choices, step + 1)
         for name, parameter in model.named_parameters() if step == 0 else ():
             gradients = [_gradient(p) for p in held.get(name, ())]
             expected = reference and reference.gradients.get(name)
@@ -203,6 +143,11 @@ def compare(
         judge.tensor("loss", label, [loss], loss.shape, expected, tolerance.loss)
         expected = reference and reference.norm
         judge.tensor("grad_norm", label, [norm], norm.shape, expected, tolerance.gradient)
+    buffers = dict(composed.named_buffers())
+    for name, buffer in model.named_buffers():
+        value = [buffers[name]] if name in buffers else []
+        expected = reference and reference.model.get_buffer(name)
+        judge.tensor("buffer after", name, value, buffer.shape, expected, tolerance.loss)
     after = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     for name, parameter in model.named_parameters():
         pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
@@ -212,7 +157,7 @@ def compare(
     pipeline = applied_to(composed).pipeline
     for tied in pipeline.ties if pipeline else ():
         judge.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
-    return judge.report()
+    return judge.report(differences, tolerance.loss)
 
 
 def _held(composed: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -254,13 +199,6 @@ def _slice(value: Tensor, index: int, count: int) -> Tensor:
     return value[index * share : (index + 1) * share]
 
 
-def _severity(row: Row) -> float:
-    """How many times its tolerance an error is; what should be exact and is not comes first."""
-    if row.tolerance == 0:
-        return 0.0 if row.ok else float("inf")
-    return _or_infinite(row.error / row.tolerance)
-
-
 class _OneProcess:
     """The same steps in plain PyTorch, with float32 master weights and autocast by hand."""
 
@@ -284,10 +222,26 @@ class _OneProcess:
         """One optimizer step on the global batch; leaves loss, norm and gradients behind."""
         parameters = dict(self.model.named_parameters())
         count = count_targets(batch["targets"]).clamp(min=1)
-        routers: list[Any] = [m for m in self.model.modules() if hasattr(m, "tokens_per_step")]
-        for router in routers:
+        routing = routers(self.model).values()
+        for router in routing:
             router.tokens_per_step = batch["targets"].numel()
         self.loss = torch.zeros((), device=count.device)
+        with watch(self.model) as witness:
+            self._accumulate(batch, count, parameters)
+        ids = torch.arange(batch["targets"].numel()).view(batch["targets"].shape)
+        parts = ids.split(self.micro_batch or len(ids))
+        self.choices = witness.choices(dict.fromkeys(witness.calls, parts))
+        for router in routing:
+            router.finish_step(router.tally)
+        self.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+        limit = self.max_norm if self.max_norm > 0 else float("inf")
+        self.norm = nn.utils.clip_grad_norm_(list(parameters.values()), limit)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _accumulate(
+        self, batch: Mapping[str, Tensor], count: Tensor, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
         samples = len(batch["targets"])
         size = self.micro_batch or samples
         for start in range(0, samples, size):
@@ -299,79 +253,6 @@ class _OneProcess:
             loss = self.loss_function(output, targets) / count
             loss.backward()
             self.loss += loss.detach()
-        for router in routers:
-            router.finish_step(router.tally)
-        self.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
-        limit = self.max_norm if self.max_norm > 0 else float("inf")
-        self.norm = nn.utils.clip_grad_norm_(list(parameters.values()), limit)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def change(self, name: str) -> Tensor:
         return self.model.get_parameter(name).detach() - self.initial[name]
-
-
-_NOT_HELD = -1.0  # the error of what a rank has no part of
-
-
-class _Judge:
-    """Holds what each rank has against what rank 0 expects. Every call is a collective."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.compared: list[tuple[str, str, float]] = []
-        self.errors: list[float] = []
-
-    def tensor(
-        self,
-        quantity: str,
-        name: str,
-        values: Sequence[Tensor],
-        shape: torch.Size,
-        expected: Tensor | None,
-        tolerance: float,
-        source: int = 0,
-    ) -> None:
-        """``values``: what this rank holds of it, which may be nothing. ``expected`` counts on the rank
-        ``source``, where None stands for zeros.
-
-        The error is ||value - expected|| / ||expected||, in Frobenius norms.
-        """
-        right = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        if expected is not None:
-            right.copy_(expected)
-        dist.broadcast(right, src=source)
-        errors = [_relative(value.double(), right) for value in values]
-        self.compared.append((quantity, name, tolerance))
-        self.errors.append(max(map(_or_infinite, errors), default=_NOT_HELD))
-
-    def copies(self, name: str, values: Sequence[Tensor], shape: torch.Size) -> None:
-        """That all ranks' copies of one parameter are the same, bit for bit."""
-        holds: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(holds, bool(values))
-        source = holds.index(True)
-        expected = values[0] if dist.get_rank() == source else None
-        self.tensor("tied copies", name, values, shape, expected, 0.0, source)
-
-    def report(self) -> Report:
-        everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, self.errors)
-        rows = []
-        for (quantity, name, tolerance), errors in zip(
-            self.compared, zip(*everyone, strict=True), strict=True
-        ):
-            rank = max(range(len(errors)), key=errors.__getitem__)
-            lost = errors[rank] == _NOT_HELD
-            rows.append(Row(quantity, name, math.inf if lost else errors[rank], tolerance, rank))
-        return Report(rows)
-
-
-def _or_infinite(error: float) -> float:
-    return float("inf") if math.isnan(error) else error
-
-
-def _relative(value: Tensor, expected: Tensor) -> float:
-    error, size = float((value - expected).norm()), float(expected.norm())
-    if error == 0.0:
-        return 0.0
-    return error / size if size else float("inf")

@@ -9,8 +9,8 @@ from compose import legality
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.prove import prove
+from compose.report import Report
 from compose.toml import load
-from compose.verify import Report
 from tests.pool import make_mesh
 
 ROOT = Path(__file__).parent.parent

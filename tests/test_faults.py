@@ -26,8 +26,9 @@ from compose.context_parallel import Exchange
 from compose.data_parallel import prepare_micro_batch
 from compose.mesh import sum_over
 from compose.pipeline_parallel import PipelineRunner, _Stage
+from compose.report import TOLERANCES, Report
 from compose.tensor_parallel import HeadParallel
-from compose.verify import TOLERANCES, Report, compare
+from compose.verify import compare
 from models.llama import Model
 from tests.helpers import prove_case
 from tests.pool import Pool, make_mesh

@@ -19,8 +19,8 @@ from compose.loss import count_targets, cross_entropy
 from compose.pipeline_split import balanced, check_layers
 from compose.plan import resolve
 from compose.registry import build_model
+from compose.report import Report
 from compose.schedules import SCHEDULES, build_table, write_table
-from compose.verify import Report
 from compose.verify import whole as full
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import models.qwen3
 from compose import Parallel, Plan
 from compose.errors import ConfigError
-from compose.verify import Report
+from compose.report import Report
 from models.layers.attention import AttentionCore
 from models.qwen3 import PRESETS, Config, Model
 from models.qwen3.hf import hf_name
@@ -71,7 +71,11 @@ def test_logits_equal_transformers(config: Config) -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("config", [ODD, dataclasses.replace(PRESETS["debug"], n_layers=2)])
+@pytest.mark.parametrize(
+    "config",
+    [ODD, *(dataclasses.replace(PRESETS[name], n_layers=2) for name in ("debug", "debug_moe"))],
+    ids=["odd", "debug", "debug_moe"],
+)
 def test_flops_equal_what_torch_counts(config: Config) -> None:
     torch.manual_seed(0)
     batch, seq_len = 2, 37
@@ -130,7 +134,7 @@ def test_keys_of_llama_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         make_config(1, model__name="qwen3", model__rope_scaling=8.0)
     assert str(caught.value) == (
-        "command line: model.rope_scaling: unknown key; did you mean model.rope_theta?"
+        "command line: model.rope_scaling: unknown key; did you mean model.route_scale?"
     )
 
 

@@ -54,7 +54,7 @@ def problems(*arguments: object) -> list[str]:
         ),
         (
             '[model]\nname = "lama"',
-            "model.name: unknown model 'lama'; did you mean llama? (known: llama, qwen3)",
+            "model.name: unknown model 'lama'; did you mean llama? (known: deepseek_v3, llama, qwen3)",
         ),
         (
             '[model]\npreset = "9b"',

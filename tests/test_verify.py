@@ -9,7 +9,7 @@ import torch.distributed as dist
 from compose import Plan, verify
 from compose.config import Parallel
 from compose.data import random_batch
-from compose.verify import Report, Row
+from compose.report import Report, Row
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan

@@ -33,8 +33,8 @@ def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, Parallel
 class MoEPlan:
     """How layers.moe.MoE is cut: what it adds to ``tensor``, ``expert`` and ``context`` of a Plan.
 
-    name: pattern of the layer. stream: layout of its input, (B, L, D) over tp. shared_dim: inner width of
-    the shared expert, 0 without one. tp: that degree.
+    name: pattern of the layer. stream: layout of its input, (B, L, D) over tp. tp: that degree.
+    shared_dim: inner width of the shared expert, 0 without one.
     """
 
     name: str

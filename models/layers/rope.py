@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with the llama3 and YaRN scaling rules."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), and the rules of llama3 and YaRN."""
 
 import math
 
@@ -43,9 +43,9 @@ def yarn_frequencies(
     """Frequencies as :func:`inverse_frequencies`, scaled by YaRN (Peng et al. 2023, arXiv:2309.00071).
 
     Pairs that turn more than ``beta_fast`` times within ``original_max_seq_len`` are kept, those that
-    turn less than ``beta_slow`` times are slowed down by ``factor``. Between them the blend is linear in
-    the pair's index, from whole index to whole index: so in the paper's code and DeepSeek's, where
-    the paper's text makes it linear in the turns.
+    turn less than ``beta_slow`` times are slowed down by ``factor``. Between them the blend is linear
+    in the pair's index, from whole index to whole index: as DeepSeek's models were trained, where the
+    paper has it linear in the turns.
     """
     frequency = inverse_frequencies(head_dim, theta, device=device)
     if factor == 1.0:
@@ -57,7 +57,7 @@ def yarn_frequencies(
         return head_dim / 2 * math.log(ratio) / math.log(theta)
 
     first = max(math.floor(index(beta_fast)), 0)
-    # Beyond the last pair on purpose: the published models were trained with this slope.
+    # Bounded by the width, where the pairs are half as many: so it is for the published weights.
     last = min(math.ceil(index(beta_slow)), head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
     slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
@@ -65,8 +65,10 @@ def yarn_frequencies(
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """YaRN's factor on queries and on keys, against the entropy that a longer context adds (its eq. 22);
-    ``mscale`` weighs the part that grows with the context's factor."""
+    """YaRN's factor on queries and on keys alike, against the entropy that a longer context adds.
+
+    ``mscale`` weighs the part that grows with ``factor``; the paper has 1.
+    """
     return 1 + 0.1 * mscale * math.log(factor)
 
 

@@ -1,0 +1,8 @@
+"""DeepSeek-V3. The four names below are what the trainer looks for in a model's folder."""
+
+from .model import PRESETS
+from .model import DeepSeekV3 as Model
+from .model import DeepSeekV3Config as Config
+from .plan import plan
+
+__all__ = ["PRESETS", "Config", "Model", "plan"]

@@ -1,0 +1,320 @@
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437) and V2 (arXiv:2405.04434) as a plain nn.Module.
+
+Shapes: B batch, L sequence length, D model width, H heads, C width of a latent, K width of a head's
+query and key (nope_dim + rope_dim) or of a part of it, V of its value.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from models.layers.attention import AttentionCore, Documents, attention_pairs
+from models.layers.feed_forward import FeedForward
+from models.layers.moe import MoE, MoEConfig
+from models.layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
+
+
+@dataclass(frozen=True)
+class DeepSeekV3Config(MoEConfig):
+    vocab_size: int = 257
+    """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
+    dim: int = 128
+    """Width of the residual stream."""
+    n_layers: int = 4
+    """Transformer blocks."""
+    n_dense_layers: int = 1
+    """First layers with a dense feed-forward network; the others are mixtures of experts."""
+    n_heads: int = 8
+    """Attention heads."""
+    q_rank: int = 48
+    """Width of the latent that queries are made from; 0 makes them from the residual stream."""
+    kv_rank: int = 32
+    """Width of the latent that keys and values are made from."""
+    nope_dim: int = 16
+    """Width of each head's query and key without position."""
+    rope_dim: int = 8
+    """Width that RoPE rotates besides; this part of the key is shared by all heads."""
+    v_dim: int = 16
+    """Width of each head's value."""
+    hidden_dim: int = 384
+    """Inner width of the dense layers' feed-forward network."""
+    n_shared_experts: int = 1
+    """Experts that every token goes to besides; they are one network, as many times as wide."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_factor: float = 1.0
+    """Factor of YaRN on the context's length; 1 is none."""
+    rope_original_len: int = 4096
+    """Length the model was trained at before rope_factor."""
+    rope_beta_fast: float = 32.0
+    """Frequencies that turn more often within rope_original_len are kept."""
+    rope_beta_slow: float = 1.0
+    """Frequencies that turn less often within rope_original_len are divided by rope_factor."""
+    rope_mscale: float = 1.0
+    """Weight of YaRN's growth of the rotated part of queries and keys, over rope_mscale_all_dim's."""
+    rope_mscale_all_dim: float = 1.0
+    """Weight of YaRN's growth of whole queries and keys."""
+    tie_embeddings: bool = False
+    """Use the embedding's weight for the output projection too."""
+    n_experts: int = 8
+    """Routed experts of a mixture-of-experts layer; 0 makes every layer dense."""
+    top_k: int = 3
+    """Routed experts that each token goes to."""
+    expert_dim: int = 96
+    """Inner width of an expert."""
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid"
+    """How the router's logits become scores: over all experts, or each by itself."""
+    route_scale: float = 2.5
+    """Factor on the weights of a token's experts."""
+    n_groups: int = 4
+    """Groups of neighbouring experts; a token picks groups first, by their two best scores."""
+    top_groups: int = 2
+    """Groups that a token's experts come from."""
+    bias_rate: float = 1e-2
+    """Step of each expert's selection bias against its load (balancing without a loss); 0 is none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "kv_rank", "nope_dim", "rope_dim", "v_dim")
+        for size in (*sizes, "hidden_dim", "rope_original_len"):
+            if not 1 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        for size in ("n_dense_layers", "q_rank", "n_shared_experts"):
+            if not 0 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
+        for factor in ("rope_mscale", "rope_mscale_all_dim"):
+            if not getattr(self, factor) >= 0:
+                raise ValueError(f"{factor}: {getattr(self, factor)} should be at least 0")
+        for factor in ("norm_eps", "rope_beta_slow"):
+            if not getattr(self, factor) > 0:
+                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        if not self.rope_theta > 1:
+            raise ValueError(f"rope_theta: {self.rope_theta} should be above 1")
+        if not self.rope_factor >= 1:
+            raise ValueError(f"rope_factor: {self.rope_factor} should be at least 1")
+        fast, slow = self.rope_beta_fast, self.rope_beta_slow
+        if not fast >= slow:
+            raise ValueError(f"rope_beta_fast: {fast} is less than rope_beta_slow {slow}")
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim: {self.rope_dim} is not even, and RoPE rotates pairs")
+        if self.n_dense_layers > self.n_layers:
+            raise ValueError(
+                f"n_dense_layers: {self.n_dense_layers} is more than n_layers {self.n_layers}"
+            )
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether the layer of this index has a dense feed-forward network."""
+        return layer < self.n_dense_layers or not self.n_experts
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        k_dim = self.nope_dim + self.rope_dim
+        attention = self.dim * (self.kv_rank + self.rope_dim)
+        attention += self.kv_rank * self.n_heads * (self.nope_dim + self.v_dim)
+        attention += self.n_heads * self.v_dim * self.dim
+        attention += self.q_rank * self.dim
+        attention += (self.q_rank or self.dim) * self.n_heads * k_dim
+        dense = 3 * self.dim * self.hidden_dim
+        # Those that a token activates.
+        experts = 3 * self.dim * self.expert_dim * (self.top_k + self.n_shared_experts)
+        experts += self.dim * self.n_experts
+        n_dense = sum(self.is_dense(layer) for layer in range(self.n_layers))
+        weights = self.n_layers * attention + n_dense * dense + (self.n_layers - n_dense) * experts
+        weights += self.vocab_size * self.dim
+        scores = self.n_layers * self.n_heads * (k_dim + self.v_dim) * attention_pairs(seq_len)
+        return 3 * 2 * (weights + scores)
+
+
+# Published shapes. The first is DeepSeek-V2-Lite; what it leaves to the defaults, V3 has too.
+PRESETS = {
+    "debug": DeepSeekV3Config(),
+    "16b": DeepSeekV3Config(
+        vocab_size=102_400,
+        dim=2048,
+        n_layers=27,
+        n_dense_layers=1,
+        n_heads=16,
+        q_rank=0,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        hidden_dim=10_944,
+        n_experts=64,
+        top_k=6,
+        expert_dim=1408,
+        n_shared_experts=2,
+        scoring="softmax",
+        normalize_weights=False,
+        route_scale=1.0,
+        n_groups=1,
+        top_groups=1,
+        balance_loss="sequence",
+        balance_weight=1e-3,
+        bias_rate=0.0,
+        rope_factor=40.0,
+        rope_mscale=0.707,
+        rope_mscale_all_dim=0.707,
+    ),
+    "671b": DeepSeekV3Config(
+        vocab_size=129_280,
+        dim=7168,
+        n_layers=61,
+        n_dense_layers=3,
+        n_heads=128,
+        q_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        hidden_dim=18_432,
+        n_experts=256,
+        top_k=8,
+        expert_dim=2048,
+        n_shared_experts=1,
+        n_groups=8,
+        top_groups=4,
+        balance_loss="sequence",
+        balance_weight=1e-4,
+        bias_rate=1e-3,
+        rope_factor=40.0,
+    ),
+}
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention: keys and values of all heads are made from one narrow latent.
+
+    Only ``rope_dim`` of a query and a key carry position, and that part of the key is made once for all
+    heads. Counts its heads from its input, so a rank may hold a part of them.
+    """
+
+    def __init__(self, config: DeepSeekV3Config) -> None:
+        super().__init__()
+        c = self.config = config
+        q_dim = c.n_heads * (c.nope_dim + c.rope_dim)
+        if c.q_rank:
+            self.wq_a = nn.Linear(c.dim, c.q_rank, bias=False)
+            self.q_norm = nn.RMSNorm(c.q_rank, eps=c.norm_eps)
+            self.wq_b = nn.Linear(c.q_rank, q_dim, bias=False)
+        else:
+            self.wq = nn.Linear(c.dim, q_dim, bias=False)
+        self.wkv_a = nn.Linear(c.dim, c.kv_rank + c.rope_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(c.kv_rank, eps=c.norm_eps)
+        self.wkv_b = nn.Linear(c.kv_rank, c.n_heads * (c.nope_dim + c.v_dim), bias=False)
+        self.wo = nn.Linear(c.n_heads * c.v_dim, c.dim, bias=False)
+        # A module, so that a plan can name what all heads share.
+        self.rope_key = nn.Identity()
+        self.core = AttentionCore()
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        c = self.config
+        q_BLK = self.wq_b(self.q_norm(self.wq_a(x_BLD))) if c.q_rank else self.wq(x_BLD)
+        q_BLHK = q_BLK.unflatten(-1, (-1, c.nope_dim + c.rope_dim))
+        q_nope_BLHK, q_rope_BLHK = q_BLHK.split((c.nope_dim, c.rope_dim), dim=-1)
+        q_rope_BLHK = rotate(q_rope_BLHK, cosine, sine, interleaved=True)
+
+        latent_BLC, k_rope_BLK = self.wkv_a(x_BLD).split((c.kv_rank, c.rope_dim), dim=-1)
+        kv_BLHK = self.wkv_b(self.kv_norm(latent_BLC)).unflatten(-1, (-1, c.nope_dim + c.v_dim))
+        k_nope_BLHK, v_BLHV = kv_BLHK.split((c.nope_dim, c.v_dim), dim=-1)
+        k_rope_BL1K = self.rope_key(rotate(k_rope_BLK[:, :, None], cosine, sine, interleaved=True))
+        k_rope_BLHK = k_rope_BL1K.expand(-1, -1, k_nope_BLHK.shape[2], -1)
+
+        q_BLHK = torch.cat([q_nope_BLHK, q_rope_BLHK], dim=-1)
+        k_BLHK = torch.cat([k_nope_BLHK, k_rope_BLHK], dim=-1)
+        # The queries take the keys' share too, for the core's own scale knows nothing of YaRN.
+        q_BLHK = q_BLHK * yarn_magnitude(c.rope_factor, c.rope_mscale_all_dim) ** 2
+        return self.wo(self.core(q_BLHK, k_BLHK, v_BLHV, documents).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, config: DeepSeekV3Config, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        if config.is_dense(layer):
+            self.feed_forward = FeedForward(config.dim, config.hidden_dim)
+        else:
+            width = config.n_shared_experts * config.expert_dim
+            self.moe = MoE(config.dim, config, FeedForward(config.dim, width) if width else None)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        real_BL: Tensor,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
+        x = self.ffn_norm(x_BLD)
+        return x_BLD + (self.moe(x, real_BL) if hasattr(self, "moe") else self.feed_forward(x))
+
+
+class DeepSeekV3(nn.Module):
+    def __init__(self, config: DeepSeekV3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # Keyed by index, so that a layer keeps its name when others are taken away.
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, L, vocab_size) of ``tokens`` (B, L), int64.
+
+        ``positions`` (B, L) count from 0 if None, and are -1 for padding; ``document_ids`` (B, L) keep
+        attention within a document, and None makes each row one document.
+        """
+        c = self.config
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        # Computed, not a buffer: nothing to go stale when the model is built on meta.
+        frequency = yarn_frequencies(
+            c.rope_dim,
+            c.rope_theta,
+            c.rope_factor,
+            c.rope_original_len,
+            c.rope_beta_fast,
+            c.rope_beta_slow,
+            device=tokens.device,
+        )
+        cosine, sine = rotation(positions, frequency)
+        growth = yarn_magnitude(c.rope_factor, c.rope_mscale)
+        growth /= yarn_magnitude(c.rope_factor, c.rope_mscale_all_dim)
+        cosine, sine = cosine * growth, sine * growth
+        documents = None if document_ids is None else Documents(document_ids)
+        x_BLD = self.tok_embeddings(tokens)
+        real_BL = (positions >= 0).expand(len(tokens), -1)
+        for layer in self.layers.values():
+            x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
+        return self.output(self.norm(x_BLD))
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill ``tensor``, the whole parameter ``name``: zeros (biases), ones (norms), else normal.
+
+        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al.
+        2019, GPT-2), so that the stream's variance does not grow with depth.
+        """
+        if tensor.ndim == 1:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            return
+        ends_branch = name.endswith(("wo.weight", "w2.weight", "experts.w2"))
+        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
+        tensor.normal_(0.0, 0.02 * scale, generator=generator)

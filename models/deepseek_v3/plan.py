@@ -1,0 +1,64 @@
+"""How DeepSeek-V3 is cut: one value, for any mesh."""
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from compose import Parallel, Pipeline, Plan
+from compose.context_parallel import ContextParallel
+from compose.tensor_parallel import SharedByHeads
+from models.layers.plans import MoEPlan, feed_forward
+
+from .model import DeepSeekV3Config
+
+
+def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
+    """The plan of a DeepSeek-V3 for these degrees."""
+    # The layout of the residual stream between layers, (B, L, D) over tp.
+    stream = Shard(1) if parallel.sequence else Replicate()
+    gather = PrepareModuleInput(
+        input_layouts=(stream, None, None, None),
+        desired_input_layouts=(Replicate(), None, None, None),
+    )
+    shared = model.n_shared_experts * model.expert_dim
+    moe = MoEPlan("layers.*.moe", stream, parallel.tp, shared)
+    dense = feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0)
+    has_dense, has_moe = (
+        any(model.is_dense(layer) is kind for layer in range(model.n_layers)) for kind in (True, False)
+    )
+    norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
+    # The latents are narrow, and every rank's heads read all of them: they are made on every rank.
+    latents = ["wkv_a", "kv_norm", *(["wq_a", "q_norm"] if model.q_rank else [])]
+    ends = ["tok_embeddings", "norm", "output"]
+    return Plan(
+        tensor={
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+            **({norm: SequenceParallel() for norm in norms} if parallel.sequence else {}),
+            "layers.*.attention": gather,
+            f"layers.*.attention.{'wq_b' if model.q_rank else 'wq'}": ColwiseParallel(),
+            "layers.*.attention.wkv_b": ColwiseParallel(),
+            "layers.*.attention.rope_key": SharedByHeads(),
+            "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+            **(dense if has_dense else {}),
+            **(moe.tensor if has_moe else {}),
+            "output": ColwiseParallel(
+                input_layouts=stream,
+                output_layouts=Shard(-1) if parallel.loss else Replicate(),
+                use_local_output=not parallel.loss,
+            ),
+        },
+        replicate=[f"layers.*.attention.{name}" for name in latents]
+        + ([] if parallel.sequence else norms),
+        context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)}
+        | (moe.context if has_moe else {}),
+        expert=moe.expert if has_moe else {},
+        # A tied weight belongs to one unit.
+        shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
+        checkpoint=["layers.*"],
+        pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
+        heads=(model.n_heads, model.n_heads),
+    )
