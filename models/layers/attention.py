@@ -32,7 +32,7 @@ class AttentionCore(nn.Module):
     def forward(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Attention within ``documents``; None makes each row one. Returns (B, L, H, K)."""
+        """Attention within ``documents``; None makes each row one. Returns (B, L, H, K), K as in v."""
         out_BHLK = F.scaled_dot_product_attention(
             q_BLHK.transpose(1, 2),
             k_BLGK.transpose(1, 2),

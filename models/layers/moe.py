@@ -230,7 +230,7 @@ class Router(nn.Module):
         tokens = (counts.sum() / c.top_k).clamp(min=1)
         self.last = {
             "load": counts.max() / mean.clamp(min=1 / c.n_experts),
-            "dropped": dropped,
+            "dropped": dropped.clone(),
             "balance_loss": balance / tokens,
             "z_loss": z / tokens,
             "bias_change": change.abs().mean(),

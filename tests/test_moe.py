@@ -1,0 +1,330 @@
+"""The mixture-of-experts layer on one process: against a loop over tokens; its losses and counts."""
+
+import copy
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.layers.moe import Experts, MoE, MoEConfig, Router, grouped_mm
+
+DIM = 9
+SOFTMAX = MoEConfig(n_experts=5, top_k=2, expert_dim=7)
+SIGMOID = MoEConfig(
+    n_experts=8, top_k=3, expert_dim=5, scoring="sigmoid", n_groups=4, top_groups=2, route_scale=2.5
+)
+
+
+def inputs(batch: int = 3, length: int = 11, seed: int = 0) -> Tensor:
+    return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def make(config: MoEConfig, shared: bool = False) -> MoE:
+    torch.manual_seed(1)
+    moe = MoE(DIM, config, nn.Linear(DIM, DIM) if shared else None)
+    moe.router.bias.normal_(std=0.1)
+    return moe
+
+
+def by_hand(moe: MoE, x_BLD: Tensor) -> Tensor:
+    """Token by token, with nothing of the layer's but its weights."""
+    c = moe.router.config
+    rows = []
+    for x in x_BLD.flatten(0, 1):
+        logits = moe.router.gate.weight @ x
+        scores = logits.sigmoid() if c.scoring == "sigmoid" else logits.softmax(0)
+        choice = (scores + moe.router.bias).tolist()
+        size = c.n_experts // c.n_groups
+        groups = [
+            sorted(range(g * size, (g + 1) * size), key=choice.__getitem__) for g in range(c.n_groups)
+        ]
+        groups.sort(key=lambda group: -sum(choice[e] for e in group[-2:]))
+        allowed = [e for group in groups[: c.top_groups] for e in group]
+        picked = sorted(allowed, key=lambda e: -choice[e])[: c.top_k]
+        total = sum(scores[e] for e in picked) if c.normalize_weights else 1.0
+        y = torch.zeros(DIM)
+        for e in picked:
+            w1, w2, w3 = (w[e] for w in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
+            y = y + c.route_scale * scores[e] / total * (w2 @ (F.silu(w1 @ x) * (w3 @ x)))
+        rows.append(y if moe.shared is None else y + moe.shared(x))
+    return torch.stack(rows).view_as(x_BLD)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SOFTMAX,
+        SIGMOID,
+        replace(SOFTMAX, normalize_weights=False, route_scale=0.5),
+        replace(SOFTMAX, top_k=5),
+        replace(SOFTMAX, n_experts=1, top_k=1),
+    ],
+    ids=["softmax", "sigmoid in groups", "not normalized", "all experts", "one expert"],
+)
+def test_equals_a_loop_over_tokens(config: MoEConfig, shared: bool) -> None:
+    moe, x = make(config, shared), inputs().requires_grad_()
+    parameters = [x, *moe.parameters()]
+    weight = inputs(seed=2)
+    found = moe(x)
+    expected = by_hand(moe, x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    gradients = torch.autograd.grad((found * weight).sum(), parameters, allow_unused=True)
+    wanted = torch.autograd.grad((expected * weight).sum(), parameters, allow_unused=True)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        assert gradient is not None
+        # Where no token went, plain autograd may have found nothing at all.
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient) if want is None else want)
+
+
+def test_experts_without_tokens_and_a_lone_token() -> None:
+    moe = make(replace(SOFTMAX, top_k=1))
+    moe.router.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0, 0.0]))
+    for x in (inputs(), inputs(1, 1)):
+        moe.zero_grad()
+        found = moe(x)
+        torch.testing.assert_close(found, by_hand(moe, x), rtol=1e-5, atol=1e-6)
+        found.sum().backward()
+        for weight in moe.experts.parameters():
+            assert weight.grad is not None
+            assert [bool(part.abs().sum()) for part in weight.grad] == [
+                False,
+                False,
+                True,
+                False,
+                False,
+            ]
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    return float(((value - expected).norm() / expected.norm()).detach())
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0]])
+def test_kernel_equals_the_loop(counts: list[int]) -> None:
+    """In bfloat16, aligned rows are one grouped kernel's; else a loop's."""
+    torch.manual_seed(0)
+    aligned, odd = Experts(4, 16, 24).bfloat16(), Experts(4, 15, 23).bfloat16()
+    for experts, dim in ((aligned, 16), (odd, 15)):
+        x = torch.randn(9, dim, dtype=torch.bfloat16, requires_grad=True)
+        given = torch.tensor(counts)
+        found = experts(x, given)
+        exact = copy.deepcopy(experts).float()
+        x32 = x.detach().float().requires_grad_()
+        expected = exact(x32, given)
+        assert relative(found, expected) < 2e-2
+        (found.float() ** 2).sum().backward()
+        (expected**2).sum().backward()
+        for value, want in ((x.grad, x32.grad), (experts.w2.grad, exact.w2.grad)):
+            assert value is not None
+            assert want is not None
+            assert relative(value, want) < 5e-2
+
+
+def test_kernel_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *a, **k: calls.append(1) or real(*a, **k))
+    counts = torch.tensor([2, 3])
+    for dim, dtype, used in ((16, torch.bfloat16, 1), (12, torch.bfloat16, 0), (16, torch.float32, 0)):
+        calls.clear()
+        x, weight = torch.randn(5, dim, dtype=dtype), torch.randn(2, 8, dim, dtype=dtype)
+        assert grouped_mm(x, weight, counts).shape == (5, 8)
+        assert len(calls) == used
+
+
+def test_router_computes_in_float32() -> None:
+    moe, x = make(SIGMOID).bfloat16(), inputs().bfloat16()
+    routing = moe.router(x)
+    scores = F.linear(x.float(), moe.router.gate.weight.float()).sigmoid()
+    expected = scores.gather(-1, routing.experts)
+    expected = expected / expected.sum(-1, keepdim=True) * 2.5
+    assert routing.weights.dtype == torch.float32
+    torch.testing.assert_close(routing.weights, expected)
+    assert moe(x).dtype == torch.bfloat16
+
+
+def test_bias_chooses_but_does_not_weigh() -> None:
+    moe, x = make(replace(SOFTMAX, top_k=1, normalize_weights=False)), inputs()
+    moe.router.bias.zero_()
+    moe.router.bias[3] = 2.0
+    routing = moe.router(x)
+    assert (routing.experts == 3).all()
+    expected = moe.router.gate(x.flatten(0, 1)).softmax(-1)[:, 3].view(3, 11, 1)
+    torch.testing.assert_close(routing.weights, expected)
+
+
+def losses(moe: MoE, x: Tensor, share: Tensor) -> Tensor:
+    """Mean over tokens of both losses, by their formulas. share: (B, E), of each sequence's tokens."""
+    c = moe.router.config
+    logits = F.linear(x, moe.router.gate.weight)
+    scores = logits.sigmoid() if c.scoring == "sigmoid" else logits.softmax(-1)
+    p = scores / scores.sum(-1, keepdim=True)
+    balance = c.n_experts * (p * share[:, None]).sum(-1)
+    return (c.balance_weight * balance + c.z_weight * logits.logsumexp(-1) ** 2).mean()
+
+
+@pytest.mark.parametrize("kind", ["batch", "sequence"])
+@pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_gradient_of_auxiliary_losses(config: MoEConfig, kind: str) -> None:
+    config = replace(config, balance_loss=kind, balance_weight=0.3, z_weight=0.02)
+    moe, x = make(config), inputs().requires_grad_()
+    # Of the step before; a batch has no load of its own while its first micro-batch runs.
+    load = torch.arange(1.0, config.n_experts + 1)
+    moe.router.load.copy_(load / load.sum())
+    parameters = [x, moe.router.gate.weight]
+    routing = moe.router(x)
+    found = torch.autograd.grad(0 * routing.weights.sum(), parameters)
+    share = moe.router.load.clone().expand(3, -1)
+    if kind == "sequence":
+        counts = F.one_hot(routing.experts, config.n_experts).sum((1, 2)).float()
+        share = counts / counts.sum(1, keepdim=True)
+    expected = torch.autograd.grad(losses(moe, x, share), parameters)
+    for value, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-7)
+    moe.router.finish_step(moe.router.tally)
+    last = {name: float(value) for name, value in moe.router.last.items()}
+    with torch.no_grad():
+        expected_loss = float(losses(moe, x, share))
+    total = 0.3 * last["balance_loss"] + 0.02 * last["z_loss"]
+    assert total == pytest.approx(expected_loss, rel=1e-5)
+
+
+def test_balancing_loss_is_one_where_all_is_even() -> None:
+    moe = make(replace(SOFTMAX, balance_weight=1.0))
+    nn.init.zeros_(moe.router.gate.weight)
+    moe(inputs()).sum().backward()
+    moe.router.finish_step(moe.router.tally)
+    assert float(moe.router.last["balance_loss"]) == pytest.approx(1.0)
+
+
+def test_counts_each_token_once() -> None:
+    x = inputs().requires_grad_()
+    moe = make(SOFTMAX)
+    chosen = moe.router(x).experts
+    assert not moe.router.tally.any(), "nothing was counted before backward"
+    with torch.no_grad():
+        moe(x)
+    assert not moe.router.tally.any(), "nothing is counted in evaluation"
+    checkpoint(moe, x, use_reentrant=False).sum().backward()
+    counts = torch.bincount(chosen.flatten(), minlength=5)
+    assert moe.router.tally[:5].tolist() == counts.tolist(), "recomputation counted again"
+    moe(x).sum().backward()
+    assert moe.router.tally[:5].tolist() == (2 * counts).tolist(), "micro-batches add up"
+
+
+def test_micro_batches_are_one_batch() -> None:
+    config = replace(SOFTMAX, balance_weight=0.3, z_weight=0.1, bias_rate=0.01)
+    whole, parts, x = make(config), make(config), inputs(4)
+    load = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.1])
+    for moe in (whole, parts):
+        moe.router.load.copy_(load)
+        moe.router.tokens_per_step = 44
+    (whole(x) ** 2).sum().backward()
+    for part in x.split([1, 3]):
+        (parts(part) ** 2).sum().backward()
+    for moe in (whole, parts):
+        moe.router.finish_step(moe.router.tally)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert torch.equal(whole.router.bias, parts.router.bias)
+    assert torch.equal(whole.router.load, parts.router.load)
+
+
+def test_bias_moves_against_the_load() -> None:
+    router = Router(DIM, replace(SOFTMAX, bias_rate=0.25))
+    router.finish_step(torch.tensor([9.0, 1.0, 4.0, 4.0, 2.0, 0.0, 0.0, 0.0], dtype=torch.float64))
+    assert router.bias.tolist() == [-0.25, 0.25, 0.0, 0.0, 0.25]
+    assert router.load.tolist() == pytest.approx([0.45, 0.05, 0.2, 0.2, 0.1])
+    assert {k: float(v) for k, v in router.last.items()} == pytest.approx(
+        {"load": 2.25, "dropped": 0, "balance_loss": 0, "z_loss": 0, "bias_change": 0.15}
+    )
+    assert not router.tally.any()
+
+
+def test_capacity_drops_the_lowest_scores_of_each_sequence() -> None:
+    config = replace(SOFTMAX, capacity_factor=1.0)
+    moe, x = make(config), inputs(2, 10).requires_grad_()
+    with torch.no_grad():
+        routing = moe.router(x)
+        scores = moe.router.gate(x.flatten(0, 1)).softmax(-1).view(2, 10, 5)
+    assert routing.kept is not None
+    capacity = 4  # 10 tokens x 2 over 5 experts
+    dropped = 0
+    for b in range(2):
+        for e in range(5):
+            here = [(t, j) for t in range(10) for j in range(2) if routing.experts[b, t, j] == e]
+            here.sort(key=lambda at: -float(scores[b, at[0], e]))
+            kept = [at for at in here if routing.kept[b, at[0], at[1]]]
+            assert kept == here[:capacity]
+            dropped += len(here) - len(kept)
+    assert dropped > 0, "the case must drop some"
+    found = moe(x)
+    # What is dropped counts for nothing; the rest is as it was.
+    uncapped = MoE(DIM, SOFTMAX)
+    uncapped.load_state_dict(moe.state_dict())
+    expected = torch.zeros_like(found)
+    for b in range(2):
+        for t in range(10):
+            for j in range(2):
+                if routing.kept[b, t, j]:
+                    e, w = routing.experts[b, t, j], routing.weights[b, t, j]
+                    one = torch.zeros(5, dtype=torch.int64).scatter(0, e, 1)
+                    expected[b, t] += w * uncapped.experts(x[b, t][None], one)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    found.sum().backward()
+    moe.router.finish_step(moe.router.tally)
+    assert float(moe.router.last["dropped"]) == dropped
+
+
+@pytest.mark.parametrize("kind", ["batch", "sequence"])
+def test_padding_counts_for_nothing(kind: str) -> None:
+    config = replace(SOFTMAX, balance_loss=kind, balance_weight=0.3, z_weight=0.1, capacity_factor=1.0)
+    padded, plain, x = make(config), make(config), inputs(2, 8)
+    filler = 5 * inputs(2, 3, seed=3)
+    real = torch.tensor([[True] * 8 + [False] * 3] * 2)
+    for moe in (padded, plain):
+        moe.router.tokens_per_step = 16
+    y = padded(torch.cat([x, filler], 1), real)[:, :8]
+    expected = plain(x)
+    torch.testing.assert_close(y, expected)
+    (y**2).sum().backward()
+    (expected**2).sum().backward()
+    assert torch.equal(padded.router.tally, plain.router.tally)
+    for a, b in zip(padded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_buffers_are_made_on_a_real_device() -> None:
+    with torch.device("meta"):
+        moe = MoE(DIM, SOFTMAX)
+    assert all(p.is_meta for p in moe.parameters())
+    assert not any(b.is_meta for b in moe.buffers())
+    assert set(moe.state_dict()) - set(dict(moe.named_parameters())) == {"router.bias", "router.load"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_experts": -1}, "n_experts: -1 should be at least 0, below 2^31"),
+        ({"n_experts": 4, "top_k": 5}, "top_k: 5 is more than the 4 experts to choose from"),
+        ({"n_experts": 4, "top_k": 0}, "top_k: 0 should be at least 1, below 2^31"),
+        ({"n_experts": 6, "n_groups": 4}, "n_groups: 4 does not divide n_experts 6"),
+        ({"n_experts": 4, "n_groups": 4}, "n_groups: 4 leaves groups of one expert; two are scored"),
+        ({"n_experts": 4, "n_groups": 2, "top_groups": 3}, "top_groups: 3 is more than n_groups 2"),
+        (
+            {"n_experts": 8, "n_groups": 4, "top_k": 3},
+            "top_k: 3 is more than the 2 experts to choose from",
+        ),
+        ({"n_experts": 4, "route_scale": 0.0}, "route_scale: 0.0 should be above 0"),
+        ({"bias_rate": -0.1}, "bias_rate: -0.1 should be at least 0"),
+        ({"capacity_factor": float("nan")}, "capacity_factor: nan should be at least 0"),
+    ],
+)
+def test_bad_config(fields: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        MoEConfig(**fields)  # type: ignore[arg-type]
