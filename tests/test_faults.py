@@ -364,7 +364,7 @@ FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
 ]
 
 
-def _with_fault(fault: Fault, keys: dict[str, object]) -> Report:
+def with_fault(fault: Fault, keys: dict[str, object]) -> Report:
     with fault():
         return prove_case(keys)
 
@@ -382,7 +382,11 @@ def test_fault_is_named(
     quantity: str,
     names: set[str],
 ) -> None:
-    report = pool.run(_with_fault, ranks, fault, keys)[0]
+    assert_named(pool.run(with_fault, ranks, fault, keys)[0], quantity, names)
+
+
+def assert_named(report: Report, quantity: str, names: set[str]) -> None:
+    """Of the rows of ``quantity`` exactly those fail whose names match one of ``names``."""
     assert not report.ok
     rows = [row for row in report.rows if row.quantity == quantity]
     failed = {row.name for row in rows if not row.ok}

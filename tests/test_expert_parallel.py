@@ -1,0 +1,270 @@
+"""Expert parallel over every source axis and with every other technique, equal to one process."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from compose import Parallel, Plan, verify
+from compose.errors import ConfigError
+from compose.expert_parallel import ExpertParallel, expert_mesh
+from compose.legality import meshes
+from models.layers.moe import Experts, MoE, MoEConfig
+from tests.helpers import make_config, prove_case
+from tests.pool import Pool, make_mesh
+from tests.test_verify import agreed
+
+QWEN: dict[str, object] = {
+    "model__name": "qwen3",
+    "model__preset": "debug_moe",
+    "model__dim": 32,
+    "model__n_heads": 4,
+    "model__head_dim": 8,
+    "model__expert_dim": 24,
+    "model__z_weight": 1e-3,
+}
+DEEPSEEK: dict[str, object] = {
+    "model__name": "deepseek_v3",
+    "model__preset": "debug",
+    "model__dim": 32,
+    "model__n_heads": 4,
+    "model__hidden_dim": 48,
+    "model__expert_dim": 24,
+    "model__balance_loss": "sequence",
+    "model__balance_weight": 0.05,
+}
+AXES = {"dr": "dp_replicate", "ds": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
+MODELS = {"qwen3": QWEN, "deepseek_v3": DEEPSEEK}
+
+
+def keys_of(model: dict[str, object], case: str) -> tuple[int, dict[str, object]]:
+    """The number of ranks and the config's keys of, say, 'ds 2 tp 2 ep 4'. Other words are keys."""
+    words = case.split()
+    degrees = dict(zip(words[::2], words[1::2], strict=True))
+    keys: dict[str, object] = {
+        "train__seq_len": 16,
+        "model__n_layers": 2,
+        "parallel__dp_shard": 1,
+    } | model
+    ranks = 1
+    for word, value in degrees.items():
+        if word in AXES:
+            keys[f"parallel__{AXES[word]}"] = value
+            ranks *= int(value)
+        else:
+            keys[word if "__" in word else f"parallel__{word}"] = value
+    data = math.prod(int(degrees.get(axis, 1)) for axis in ("dr", "ds"))
+    micro_batches = 4 if "pp" in degrees else 2
+    return ranks, {"train__global_batch": 2 * data * micro_batches} | keys
+
+
+CASES = [
+    *(
+        "ds 1",
+        "ds 2",
+        "tp 2",
+        "ds 2 ep 2",
+        "dr 2 ep 2",
+        "cp 2 ep 2",
+        "tp 2 ep 2",
+        "tp 2 ep 2 sequence false",
+    ),
+    # The shards left over: of the experts, of their inner dims, of replicas.
+    *("ds 4 ep 2 zero 0", "ds 4 ep 2 zero 1", "ds 4 ep 2 zero 2", "ds 4 ep 2", "ds 4 ep 4"),
+    *("dr 2 ds 2 ep 2", "dr 2 ds 2 ep 4", "ds 2 tp 2 ep 2", "ds 2 cp 2 ep 4", "cp 2 tp 2 ep 4"),
+    *(f"cp 2 ep 2 cp_method {method} train__seq_len 13" for method in ("ring", "allgather", "ulysses")),
+    # Neighbours by threes where tp goes by twos; more ranks than experts divide evenly.
+    "ds 3 tp 2 ep 3 model__n_experts 6",
+    "ds 3 model__n_experts 4",
+    *(
+        f"pp 2 ds 2 ep 2 pp_schedule {schedule} model__n_layers 4"
+        for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
+    ),
+    "pp 2 ds 2 ep 2 zero 1 pp_schedule ZBVZeroBubble model__n_layers 4 activation_checkpoint__mode full",
+    "ds 2 tp 2 pp 2 ep 4",
+    "ds 2 cp 2 tp 2 ep 8",
+    "cp 2 tp 2 ep 4 model__capacity_factor 1.0 train__seq_len 13",
+    "ds 2 ep 2 activation_checkpoint__mode full model__tie_embeddings true",
+    "ds 2 tp 2 ep 2 model__expert_dim 23 train__micro_batch 1",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", MODELS)
+def test_equals_one_process(pool: Pool, model: str, case: str) -> None:
+    ranks, keys = keys_of(MODELS[model], case)
+    if model == "deepseek_v3" and "model__n_experts" in case:
+        keys |= {"model__n_groups": 1, "model__top_groups": 1}
+    report = agreed(pool.run(prove_case, ranks, keys))
+    assert report.ok, str(report)
+    routers = {row.name for row in report.rows if row.quantity == "routing"}
+    assert len(routers) == 2 * (int(str(keys["model__n_layers"])) - (model == "deepseek_v3"))
+    assert {"buffer after", "gradient", "update"} <= {row.quantity for row in report.rows}
+
+
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", MODELS)
+def test_every_mesh_of_eight_ranks(pool: Pool, model: str) -> None:
+    """Every ep on every mesh; ZeRO stages, schedules and cp methods in turn."""
+    proved, turn = 0, 0
+    for degrees in meshes(8):
+        if degrees["pp"] == 8:
+            continue  # needs more layers than the models here have
+        ranks = 8 // degrees["pp"]
+        for ep in (2, 4, 8):
+            if ranks % ep:
+                continue
+            case = " ".join(f"{short} {degrees[axis]}" for short, axis in AXES.items())
+            case += f" ep {ep} zero {turn % 4} cp_method {('ring', 'allgather', 'ulysses')[turn % 3]}"
+            case += f" pp_schedule {'1F1B' if degrees['pp'] > 2 else SCHEDULES[turn % 4]}"
+            count, keys = keys_of(MODELS[model], f"{case} model__n_layers 4 model__n_heads 8")
+            keys |= {"model__n_kv_heads": 8} if model == "qwen3" else {}
+            report = agreed(pool.run(prove_case, count, keys))
+            assert report.ok, f"{case}\n{report}"
+            proved, turn = proved + 1, turn + 1
+    assert proved == 75
+
+
+def _groups() -> dict[str, Any]:
+    found = {}
+    for name, parallel, ep in (
+        ("tp first", Parallel(dp_shard=2, tp=2), 2),
+        ("then data", Parallel(dp_shard=2, tp=2), 4),
+        ("replicas stay", Parallel(dp_replicate=2, dp_shard=2), 2),
+        ("replicas too", Parallel(dp_replicate=2, dp_shard=2), 4),
+        ("half the replicas", Parallel(dp_replicate=4, dp_shard=1), 2),
+        ("alone", Parallel(dp_shard=2, tp=2), 1),
+    ):
+        mesh = expert_mesh(make_mesh(parallel), ep)
+        found[name] = (mesh.shape[1:], mesh.mesh[0].tolist())
+    return found
+
+
+def test_which_ranks_hold_the_same_experts(pool: Pool) -> None:
+    """(expert_replicate, expert_shard, ep), and the ranks in that order."""
+    assert pool.run(_groups, 4)[0] == {
+        "tp first": ((1, 2, 2), [[[0, 1], [2, 3]]]),
+        "then data": ((1, 1, 4), [[[0, 1, 2, 3]]]),
+        "replicas stay": ((2, 1, 2), [[[0, 1]], [[2, 3]]]),
+        "replicas too": ((1, 1, 4), [[[0, 1, 2, 3]]]),
+        "half the replicas": ((2, 1, 2), [[[0, 1]], [[2, 3]]]),
+        "alone": ((1, 4, 1), [[[0], [1], [2], [3]]]),
+    }
+
+
+def _style_alone(counts_of: list[list[int]]) -> float:
+    """The style in plain ``parallelize_module``, on given loads of each rank: largest error."""
+    mesh = make_mesh(Parallel(tp=len(counts_of)))["tp"]
+    rank, n_experts = mesh.get_local_rank(), len(counts_of[0])
+    torch.manual_seed(0)
+    whole, experts = Experts(n_experts, 6, 5), Experts(n_experts, 6, 5)
+    experts.load_state_dict(whole.state_dict())
+    parallelize_module(experts, mesh, ExpertParallel())
+    rows = [torch.randn(sum(counts), 6) for counts in counts_of]
+    mine = rows[rank].clone().requires_grad_()
+    found = experts(mine, torch.tensor(counts_of[rank]))
+    weight = [torch.randn_like(part) for part in rows]
+    (found * weight[rank]).sum().backward()
+    everyone = [part.requires_grad_() for part in rows]
+    expected = [whole(x, torch.tensor(c)) for x, c in zip(everyone, counts_of, strict=True)]
+    sum((y * w).sum() for y, w in zip(expected, weight, strict=True)).backward()  # type: ignore[union-attr]
+    errors = [(found - expected[rank]).abs().max() if len(mine) else torch.zeros(())]
+    errors.append((mine.grad - rows[rank].grad).abs().max() if len(mine) else torch.zeros(()))
+    for name, parameter in experts.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.to_local().shape[0] == n_experts // mesh.size()
+        assert isinstance(parameter.grad, DTensor)
+        want = whole.get_parameter(name).grad
+        assert want is not None
+        errors.append((parameter.grad.full_tensor() - want).abs().max())
+    return max(float(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[2, 1, 3, 1], [1, 1, 1, 1]],
+        [[7, 0, 0, 0], [0, 0, 0, 5]],  # experts without a row
+        [[0, 0, 4, 3], [0, 0, 2, 2]],  # a rank whose experts get none
+        [[0, 0, 0, 0], [3, 0, 0, 2]],  # a rank that has none
+        [[0, 0, 0, 0], [0, 0, 0, 0]],
+    ],
+    ids=["uneven", "idle experts", "idle rank", "silent rank", "nothing at all"],
+)
+def test_style_alone(pool: Pool, counts: list[list[int]]) -> None:
+    assert max(pool.run(_style_alone, 2, counts)) < 1e-5
+
+
+class Tiny(nn.Module):
+    """A model of the user's own, whose experts are on another mesh than the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.moe = MoE(6, MoEConfig(n_experts=4, top_k=2, expert_dim=3, balance_weight=0.1))
+        self.last = nn.Linear(6, 7)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.last(self.moe(self.first(input)))
+
+
+def _own_model() -> Any:
+    torch.manual_seed(3)
+    batch = {"input": torch.randn(4, 6, 5), "targets": torch.randint(7, (4, 6))}
+    mesh = make_mesh(Parallel(dp_shard=4))
+    return verify(Tiny(), Plan(expert={"moe.experts": ExpertParallel()}), mesh, batch, ep=2)
+
+
+def test_a_plan_of_experts_alone(pool: Pool) -> None:
+    report = agreed(pool.run(_own_model, 4))
+    assert report.ok, str(report)
+
+
+def problems(world_size: int, case: str, model: dict[str, object] = QWEN) -> list[str]:
+    _, keys = keys_of(model, case)
+    with pytest.raises(ConfigError) as error:
+        make_config(world_size, **keys)
+    return error.value.problems
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case", "message"),
+    [
+        (
+            4,
+            "ds 4 ep 3",
+            "parallel.ep: 3 does not divide dp_replicate x dp_shard x cp x tp = 4, the ranks it is"
+            " taken from; nearest: 2",
+        ),
+        (
+            4,
+            "pp 2 ds 2 ep 4",
+            "parallel.ep: 4 does not divide dp_replicate x dp_shard x cp x tp = 2, the ranks it is"
+            " taken from; nearest: 2",
+        ),
+        (6, "ds 6 ep 6", "parallel.ep: 6 does not divide 8 experts (allowed: 1, 2, 4, 8)"),
+        (
+            2,
+            "tp 2 sequence false train__seq_len 15",
+            "train.seq_len: 15 is not a multiple of parallel.tp 2, which a mixture of experts needs;"
+            " nearest: 16",
+        ),
+    ],
+)
+def test_refused(world_size: int, case: str, message: str) -> None:
+    assert message in problems(world_size, case)
+
+
+def test_dense_model_has_no_experts_to_spread() -> None:
+    with pytest.raises(ConfigError) as error:
+        make_config(2, parallel__ep=2)
+    assert error.value.problems == [
+        "model.name: the plan of llama has nothing under expert; add it, or use parallel.ep = 1"
+    ]

@@ -1,0 +1,251 @@
+"""Faults of routing and of expert parallel: each is put in on purpose, and named by what it harmed."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import compose.expert_parallel
+import compose.prove
+import compose.step
+import compose.tensor_parallel
+from compose import Parallel, Plan, apply
+from compose.build import build
+from compose.expert_parallel import ExpertParallel
+from compose.report import TOLERANCES, Report
+from compose.routing import begin_step, finish_step, routers
+from compose.verify import compare
+from models.layers.moe import Experts, MoE, count_rows
+from tests.pool import Pool, make_mesh
+from tests.test_expert_parallel import DEEPSEEK, QWEN, Tiny, keys_of
+from tests.test_faults import (
+    EVERYTHING,
+    Fault,
+    assert_named,
+    partial_gradients_are_taken_as_whole,
+    with_fault,
+)
+
+# What the router of the last layer (the second) has an influence on.
+BEFORE_ROUTERS = {
+    "tok_embeddings.weight",
+    "layers.0.*",
+    "layers.1.attention*",
+    "layers.1.ffn_norm.weight",
+    "layers.1.moe.router.*",
+}
+
+
+@contextmanager
+def an_experts_gradient_is_summed_over_too_many_ranks() -> Iterator[None]:
+    """Over the ranks that hold other experts too."""
+
+    def fake(model: nn.Module, mesh: Any) -> None:
+        for module in model.modules():
+            for parameter in module.parameters() if isinstance(module, Experts) else ():
+                assert isinstance(parameter.grad, DTensor)
+                dist.all_reduce(parameter.grad.to_local())
+        finish_step(model, mesh)
+
+    with mock.patch.object(compose.step, "finish_step", fake):
+        yield
+
+
+@contextmanager
+def rows_come_back_in_another_order() -> Iterator[None]:
+    real = compose.expert_parallel._run_where_they_are
+
+    def fake(*args: Any) -> Tensor:
+        return real(*args).roll(1, 0)
+
+    with mock.patch.object(compose.expert_parallel, "_run_where_they_are", fake):
+        yield
+
+
+@contextmanager
+def a_sequence_is_balanced_in_parts() -> Iterator[None]:
+    """The balancing loss of a sequence is the mean of those of the ranks' parts."""
+
+    def fake(group: Any, inner: Any, tensor: Tensor) -> Tensor:
+        return inner(tensor)
+
+    with mock.patch.object(compose.expert_parallel, "_gather_sequence", fake):
+        yield
+
+
+@contextmanager
+def the_auxiliary_loss_is_a_mean_of_each_rank() -> Iterator[None]:
+    """Divided by the tokens of the rank, and summed over ranks."""
+
+    def fake(model: nn.Module, tokens: int) -> None:
+        begin_step(model, tokens // dist.get_world_size())
+
+    with mock.patch.object(compose.step, "begin_step", fake):
+        yield
+
+
+def _weights_first(moe: MoE, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
+    routing = moe.router(x_BLD, real_BL)
+    rows_N, k = routing.experts.flatten(), routing.experts.shape[-1]
+    order = rows_N.argsort(stable=True)
+    weighed = x_BLD.flatten(0, 1)[order // k] * routing.weights.flatten()[order, None]
+    out = moe.experts(weighed, count_rows(rows_N, moe.router.config.n_experts))
+    y = torch.zeros_like(out).index_copy(0, order, out).unflatten(0, (-1, k)).sum(1)
+    return y.view_as(x_BLD) + (0 if moe.shared is None else moe.shared(x_BLD))
+
+
+@contextmanager
+def weights_are_applied_before_the_experts() -> Iterator[None]:
+    def fake(*args: Any) -> nn.Module:
+        model = build(*args)
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.forward = partial(_weights_first, module)
+        return model
+
+    with mock.patch.object(compose.prove, "build", fake):
+        yield
+
+
+@contextmanager
+def routers_act_on_their_own_counts() -> Iterator[None]:
+    """The bias is updated, and the load remembered, from each rank's own tokens."""
+
+    def fake(model: nn.Module, mesh: Any) -> None:
+        for router in routers(model).values():
+            router.finish_step(router.tally)
+
+    with mock.patch.object(compose.step, "finish_step", fake):
+        yield
+
+
+@contextmanager
+def what_heads_share_is_summed_over_this_ranks_alone() -> Iterator[None]:
+    with mock.patch.object(compose.tensor_parallel, "_summed_gradient", lambda *args: args[-1]):
+        yield
+
+
+FAULTS: list[tuple[Fault, dict[str, object], str, str, set[str]]] = [
+    (
+        an_experts_gradient_is_summed_over_too_many_ranks,
+        QWEN,
+        "ds 2 ep 2",
+        "gradient",
+        {"layers.*.moe.experts.*"},
+    ),
+    (rows_come_back_in_another_order, QWEN, "ds 2 ep 2", "gradient", EVERYTHING),
+    (a_sequence_is_balanced_in_parts, DEEPSEEK, "cp 2", "gradient", BEFORE_ROUTERS),
+    (a_sequence_is_balanced_in_parts, DEEPSEEK, "tp 2", "gradient", BEFORE_ROUTERS),
+    (the_auxiliary_loss_is_a_mean_of_each_rank, DEEPSEEK, "ds 2", "gradient", BEFORE_ROUTERS),
+    (weights_are_applied_before_the_experts, QWEN, "ds 2 ep 2", "gradient", EVERYTHING),
+    (
+        routers_act_on_their_own_counts,
+        DEEPSEEK,
+        "ds 2 ep 2",
+        "buffer after",
+        {"layers.*.moe.router.bias", "layers.*.moe.router.load"},
+    ),
+    (
+        what_heads_share_is_summed_over_this_ranks_alone,
+        DEEPSEEK,
+        "tp 2",
+        "gradient",
+        # Its own weight, and all that lies before the last layer's.
+        {
+            "tok_embeddings.weight",
+            "layers.0.*",
+            "layers.1.attention_norm.weight",
+            "layers.1.attention.wkv_a.weight",
+        },
+    ),
+    (
+        partial_gradients_are_taken_as_whole,
+        QWEN,
+        "tp 2",
+        "gradient",
+        {
+            "layers.*_norm.weight",
+            "layers.*.moe.router.gate.weight",
+            "norm.weight",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "model", "case", "quantity", "names"),
+    FAULTS,
+    ids=[f"{fault.__name__}-{case}" for fault, _, case, _, _ in FAULTS],
+)
+def test_fault_is_named(
+    pool: Pool,
+    fault: Fault,
+    model: dict[str, object],
+    case: str,
+    quantity: str,
+    names: set[str],
+) -> None:
+    ranks, keys = keys_of(model, case)
+    assert_named(pool.run(with_fault, ranks, fault, keys)[0], quantity, names)
+
+
+def _routes_elsewhere(change: float, gate_rows_alike: bool) -> Report:
+    """A bias that one process has not, for one expert; with its like, it decides a tie."""
+    torch.manual_seed(3)
+    model, mesh = Tiny(), make_mesh(Parallel(dp_shard=2))
+    if gate_rows_alike:
+        with torch.no_grad():
+            model.moe.router.gate.weight[1] = model.moe.router.gate.weight[0]
+    batch = {"input": torch.randn(4, 6, 5), "targets": torch.randint(7, (4, 6))}
+    plan = Plan(expert={"moe.experts": ExpertParallel()})
+    composed = apply(copy.deepcopy(model), plan, mesh, ep=2)
+    composed.get_buffer("moe.router.bias")[1] += change
+    return compare(
+        model,
+        composed,
+        mesh,
+        [batch],
+        micro_batch=None,
+        param_dtype=torch.float32,
+        loss_function=lambda output, targets: nn.functional.cross_entropy(
+            output.flatten(0, 1), targets.flatten(), reduction="sum"
+        ),
+        optimizer=partial(torch.optim.AdamW, foreach=False),
+        max_norm=1.0,
+        tolerance=TOLERANCES[torch.float32],
+    )
+
+
+def test_routing_that_differs_is_reported(pool: Pool) -> None:
+    report = pool.run(_routes_elsewhere, 2, 0.05, False)[0]
+    (row,) = (row for row in report.failed if row.quantity == "routing")
+    assert row.name == "moe.router, step 1"
+    assert 0.001 < row.error < 0.05
+    (note,) = report.notes
+    assert note.startswith("moe.router, step 1: ")
+    assert note.endswith(
+        " of 24 tokens chose other experts than on one process, which scored them at most"
+        f" {row.error:.1e} apart"
+    )
+    assert note in str(report)
+
+
+def test_a_tie_is_told_from_a_fault(pool: Pool) -> None:
+    """Two experts that score alike: which one runs is chance, and their gradients differ for it."""
+    report = pool.run(_routes_elsewhere, 2, -1e-7, True)[0]
+    (row,) = (row for row in report.rows if row.quantity == "routing")
+    assert row.ok
+    assert row.error <= 1e-7
+    assert len(report.notes) == 1
+    assert not report.ok
+    assert {row.name for row in report.failed if row.quantity == "gradient"} >= {
+        f"moe.experts.{w}" for w in ("w1", "w2", "w3")
+    }
