@@ -33,3 +33,26 @@ def test_context_of_one_process() -> None:
     # Both are as far from float64 as bfloat16 is.
     assert 1e-3 < result["error"] < 1e-2
     assert 1e-3 < result["error_of_flash"] < 1e-2
+
+
+def test_moe_of_one_process() -> None:
+    done = execute("benchmarks/moe.py", "--device", "cpu", "--small")
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    layers = [result for result in results if result["benchmark"] == "moe_layer"]
+    assert [result["dtype"] for result in layers] == ["float32", "bfloat16"]
+    for result in layers:
+        assert min(result["moe_ms"], result["dense_ms"], result["ratio"]) > 0
+    experts = results[len(layers) :]
+    assert [result["n_experts"] for result in experts] == [8, 16, 32, 64, 128]
+    assert all(min(result["forward_fraction"], result["fraction"]) > 0 for result in experts)
+
+
+def test_moe_of_two_ranks() -> None:
+    done = execute("benchmarks/moe.py", "--small", ranks=2)
+    assert done.returncode == 0, done.stderr
+    alone, parted = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert (alone["ep"], alone["waiting_ms"], parted["ep"]) == (1, 0, 2)
+    for result in (alone, parted):
+        assert 0 <= result["waiting_ms"] < result["dispatch_ms"] < result["step_ms"]
+        assert 0 < result["share"] < 1

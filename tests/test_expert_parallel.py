@@ -84,7 +84,8 @@ CASES = [
         f"pp 2 ds 2 ep 2 pp_schedule {schedule} model__n_layers 4"
         for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
     ),
-    "pp 2 ds 2 ep 2 zero 1 pp_schedule ZBVZeroBubble model__n_layers 4 activation_checkpoint__mode full",
+    "pp 2 ds 2 ep 2 zero 1 pp_schedule ZBVZeroBubble model__n_layers 4"
+    " activation_checkpoint__mode full",
     "ds 2 tp 2 pp 2 ep 4",
     "ds 2 cp 2 tp 2 ep 8",
     "cp 2 tp 2 ep 4 model__capacity_factor 1.0 train__seq_len 13",

@@ -1,35 +1,42 @@
 """The proof can fail: each fault is put in on purpose, and the report names what it harmed."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-import compose.step
-import compose.weights
 from compose import Parallel, Plan, apply
-from compose.attention_blocks import Block
-from compose.context_parallel import Exchange
-from compose.data_parallel import prepare_micro_batch
-from compose.mesh import sum_over
-from compose.pipeline_parallel import PipelineRunner, _Stage
 from compose.report import TOLERANCES, Report
-from compose.tensor_parallel import HeadParallel
 from compose.verify import compare
-from models.llama import Model
+from tests.faults import (
+    Fault,
+    a_block_is_skipped,
+    a_later_stage_sees_another_micro_batch,
+    a_parameter_is_on_no_rank,
+    a_stage_averages_over_micro_batches,
+    a_tied_weight_counts_twice_in_the_norm,
+    a_tied_weight_is_not_summed,
+    a_tied_weight_is_summed_once_too_often,
+    all_reduce_of_gradients_is_skipped,
+    an_edge_between_ranks_is_off_by_one,
+    blocks_are_merged_without_rescaling,
+    copies_of_a_tied_weight_are_rounded_differently,
+    gradients_are_averaged_over_ranks,
+    gradients_are_reduced_on_the_first_micro_batch,
+    loss_is_averaged_per_rank,
+    norm_is_not_summed_over_pp,
+    norm_is_not_summed_over_tp,
+    one_replica_starts_elsewhere,
+    partial_gradients_are_taken_as_whole,
+    positions_are_counted_anew_on_each_rank,
+    reduce_scatter_keeps_own_part,
+    shared_heads_are_taken_as_whole,
+    wo_shards_are_in_reverse_order,
+)
 from tests.helpers import prove_case
 from tests.pool import Pool, make_mesh
 
@@ -38,262 +45,6 @@ TIED: dict[str, object] = {"parallel__pp": 2, "model__tie_embeddings": True}
 NORMS = {"layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight"}
 
 
-@contextmanager
-def reduce_scatter_keeps_own_part() -> Iterator[None]:
-    """dp_shard's gradient is not summed: each rank keeps its part of its own."""
-
-    def fake(group: dist.ProcessGroup, **named: Any) -> None:
-        tensors = [value for value in named.values() if isinstance(value, Tensor)]
-        output, whole = sorted(tensors, key=Tensor.numel)
-        output.copy_(whole.chunk(group.size())[group.rank()])
-
-    name = "reduce_scatter_single"  # what FSDP calls since torch 2.13
-    with mock.patch.object(dist, name if hasattr(dist, name) else "reduce_scatter_tensor", fake):
-        yield
-
-
-@contextmanager
-def all_reduce_of_gradients_is_skipped() -> Iterator[None]:
-    """dp_replicate's gradient is not summed. (Scalars, which are metrics, still are.)"""
-    real = dist.all_reduce
-
-    def fake(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return real(tensor, *args, **kwargs) if tensor.ndim == 0 else None
-
-    with mock.patch.object(dist, "all_reduce", fake):
-        yield
-
-
-@contextmanager
-def partial_gradients_are_taken_as_whole() -> Iterator[None]:
-    """What each tp rank found of a replicated weight's gradient is not summed over tp."""
-    real = FSDPParam._get_grad_inner_tensor
-
-    def fake(self: FSDPParam, gradient: Tensor) -> Tensor:
-        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-            return gradient.to_local()
-        return real(self, gradient)
-
-    with mock.patch.object(FSDPParam, "_get_grad_inner_tensor", fake):
-        yield
-
-
-@contextmanager
-def shared_heads_are_taken_as_whole() -> Iterator[None]:
-    """HeadParallel forgets that the ranks of a shared head each hold a part of its gradient."""
-
-    def fake(self: HeadParallel, module: nn.Module, output: DTensor, mesh: Any) -> Tensor:
-        head = mesh.get_local_rank() * self.n_heads // mesh.size()
-        return output.to_local().unflatten(-1, (self.n_heads, -1))[..., head, :]
-
-    with mock.patch.object(HeadParallel, "_own_head", fake):
-        yield
-
-
-@contextmanager
-def norm_is_not_summed_over_tp() -> Iterator[None]:
-    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
-        return sum_over(tensor, mesh, [axis for axis in axes if axis != "tp"])
-
-    with mock.patch.object(compose.step, "sum_over", fake):
-        yield
-
-
-@contextmanager
-def loss_is_averaged_per_rank() -> Iterator[None]:
-    """Each rank divides by its own number of targets, and the mean of means is taken."""
-
-    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
-        if tensor.dtype == torch.int64:
-            return tensor * mesh["dp_shard"].size() * mesh["dp_replicate"].size()
-        return sum_over(tensor, mesh, axes)
-
-    with mock.patch.object(compose.step, "sum_over", fake):
-        yield
-
-
-@contextmanager
-def gradients_are_reduced_on_the_first_micro_batch() -> Iterator[None]:
-    """The others' gradients stay behind, unreduced."""
-    first = iter([True])
-
-    def fake(model: nn.Module, zero: int, last: bool) -> None:
-        prepare_micro_batch(model, zero, next(first, False))
-
-    with mock.patch.object(compose.step, "prepare_micro_batch", fake):
-        yield
-
-
-@contextmanager
-def gradients_are_averaged_over_ranks() -> Iterator[None]:
-    """FSDP's default: a second division, after that by the number of targets."""
-    real = FSDPModule.set_gradient_divide_factor
-
-    def fake(self: FSDPModule, factor: float) -> None:
-        real(self, 2.0)
-
-    with mock.patch.object(FSDPModule, "set_gradient_divide_factor", fake):
-        yield
-
-
-@contextmanager
-def wo_shards_are_in_reverse_order() -> Iterator[None]:
-    """Each tp rank fills wo with the part of the rank opposite."""
-    real = compose.weights.local_part
-
-    def fake(whole: Tensor, like: DTensor) -> Tensor:
-        if whole.shape == (64, 64) and like.placements[-1].is_shard(1):
-            whole = torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)
-        return real(whole, like)
-
-    with mock.patch.object(compose.weights, "local_part", fake):
-        yield
-
-
-@contextmanager
-def one_replica_starts_elsewhere() -> Iterator[None]:
-    """The last rank draws norms other than ones."""
-    real = Model.init_parameter
-
-    def fake(self: Any, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        real(self, name, tensor, generator)
-        if tensor.ndim == 1 and dist.get_rank() == 1:
-            tensor += 1e-3
-
-    with mock.patch.object(Model, "init_parameter", fake):
-        yield
-
-
-@contextmanager
-def a_block_is_skipped() -> Iterator[None]:
-    """Ring attention leaves out the last rectangle between two ranks."""
-    real = Exchange.blocks
-
-    def fake(self: Exchange, length: int, source: int, starts: Any) -> list[Block]:
-        found = real(self, length, source, starts)
-        return found if source == self.rank else found[:-1]
-
-    with mock.patch.object(Exchange, "blocks", fake):
-        yield
-
-
-@contextmanager
-def an_edge_between_ranks_is_off_by_one() -> Iterator[None]:
-    """A document that spans ranks loses its first key on the earlier one."""
-    real = Exchange.blocks
-
-    def fake(self: Exchange, length: int, source: int, starts: Any) -> list[Block]:
-        return [
-            b if b.causal or b.k.stop - b.k.start < 2 else replace(b, k=slice(b.k.start + 1, b.k.stop))
-            for b in real(self, length, source, starts)
-        ]
-
-    with mock.patch.object(Exchange, "blocks", fake):
-        yield
-
-
-@contextmanager
-def blocks_are_merged_without_rescaling() -> Iterator[None]:
-    """Outputs are added up with equal weights, whatever their log-sum-exp."""
-
-    def fake(before: Tensor, new: Tensor) -> Tensor:
-        first = before.isinf()
-        return torch.where(first, new, torch.maximum(before, new) + 0.5)
-
-    with mock.patch.object(torch, "logaddexp", fake):
-        yield
-
-
-@contextmanager
-def positions_are_counted_anew_on_each_rank() -> Iterator[None]:
-    """Rotary positions of the second piece of a sequence begin at 0 again."""
-    real = compose.step.shard_sequence
-
-    def fake(batch: Any, mesh: Any, balance: Any, multiple: int) -> dict[str, Tensor]:
-        found = real(batch, mesh, balance, multiple)
-        size = found["positions"].shape[1]
-        return {**found, "positions": torch.arange(size).expand_as(found["positions"])}
-
-    with mock.patch.object(compose.step, "shard_sequence", fake):
-        yield
-
-
-@contextmanager
-def a_stage_averages_over_micro_batches() -> Iterator[None]:
-    """The last stage divides its gradients by the number of micro-batches: PyTorch's default."""
-
-    def fake(self: _Stage, grad_scale_factor: int) -> None:
-        if self.is_last:
-            self.scale_grads(8)
-
-    with mock.patch.object(_Stage, "perform_reduce_grad", fake):
-        yield
-
-
-@contextmanager
-def a_tied_weight_is_summed_once_too_often() -> Iterator[None]:
-    real = PipelineRunner._sum_tied_gradients
-
-    def fake(self: PipelineRunner, earlier: Any) -> None:
-        real(self, earlier)
-        real(self, earlier)
-
-    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
-        yield
-
-
-@contextmanager
-def a_tied_weight_is_not_summed() -> Iterator[None]:
-    with mock.patch.object(PipelineRunner, "_sum_tied_gradients"):
-        yield
-
-
-@contextmanager
-def copies_of_a_tied_weight_are_rounded_differently() -> Iterator[None]:
-    """The last stage's copy of the summed gradient passes through bfloat16's eight bits."""
-    real = PipelineRunner._sum_tied_gradients
-
-    def fake(self: PipelineRunner, earlier: Any) -> None:
-        real(self, earlier)
-        if self.rank == 1:
-            gradient = self._parameter(1, "output.weight").grad
-            assert isinstance(gradient, DTensor)
-            gradient.to_local().copy_(gradient.to_local().bfloat16())
-
-    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
-        yield
-
-
-@contextmanager
-def a_later_stage_sees_another_micro_batch() -> Iterator[None]:
-    """Positions and documents come to the second stage one micro-batch too early."""
-    real = _PipelineScheduleRuntime._split_inputs
-
-    def fake(self: Any, args: Any, kwargs: Any = None) -> Any:
-        first, rest = real(self, args, kwargs)
-        return first, rest[1:] + rest[:1] if self.rank == 1 else rest
-
-    with mock.patch.object(_PipelineScheduleRuntime, "_split_inputs", fake):
-        yield
-
-
-@contextmanager
-def norm_is_not_summed_over_pp() -> Iterator[None]:
-    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
-        norm = tensor.dtype == torch.float64
-        return sum_over(tensor, mesh, [axis for axis in axes if axis != "pp" or not norm])
-
-    with mock.patch.object(compose.step, "sum_over", fake):
-        yield
-
-
-@contextmanager
-def a_tied_weight_counts_twice_in_the_norm() -> Iterator[None]:
-    with mock.patch.object(compose.step, "copies_of", return_value=1):
-        yield
-
-
-Fault = Callable[[], AbstractContextManager[None]]
 # fault, keys, ranks, quantity, patterns of what it must name: all that match, and nothing else.
 FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
     (reduce_scatter_keeps_own_part, {"parallel__dp_shard": 2}, 2, "gradient", EVERYTHING),
@@ -360,6 +111,7 @@ FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
     (a_later_stage_sees_another_micro_batch, {"parallel__pp": 2}, 2, "gradient", EVERYTHING),
     (norm_is_not_summed_over_pp, {"parallel__pp": 2}, 2, "grad_norm", {"step *"}),
     (a_tied_weight_counts_twice_in_the_norm, TIED, 2, "grad_norm", {"step *"}),
+    (a_parameter_is_on_no_rank, {"parallel__dp_shard": 2}, 2, "gradient", {"norm.weight"}),
     (one_replica_starts_elsewhere, {"parallel__dp_replicate": 2}, 2, "initial weight", NORMS),
 ]
 

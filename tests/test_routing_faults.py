@@ -24,15 +24,10 @@ from compose.report import TOLERANCES, Report
 from compose.routing import begin_step, finish_step, routers
 from compose.verify import compare
 from models.layers.moe import Experts, MoE, count_rows
+from tests.faults import Fault, partial_gradients_are_taken_as_whole
 from tests.pool import Pool, make_mesh
 from tests.test_expert_parallel import DEEPSEEK, QWEN, Tiny, keys_of
-from tests.test_faults import (
-    EVERYTHING,
-    Fault,
-    assert_named,
-    partial_gradients_are_taken_as_whole,
-    with_fault,
-)
+from tests.test_faults import EVERYTHING, assert_named, with_fault
 
 # What the router of the last layer (the second) has an influence on.
 BEFORE_ROUTERS = {

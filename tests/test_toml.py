@@ -236,7 +236,7 @@ def test_dump_is_read_back_as_the_same(write: Write) -> None:
         (
             2,
             {"parallel.ep": "2"},
-            "parallel.ep: 2 asks for expert parallel, which is not built yet; use 1",
+            "model.name: the plan of llama has nothing under expert; add it, or use parallel.ep = 1",
         ),
         (
             4,
