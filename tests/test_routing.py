@@ -1,0 +1,65 @@
+"""Routing in training: what is counted, acted on and reported is the same on every mesh."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from compose.metrics import MetricsWriter
+from tests.pool import Pool
+from tests.test_expert_parallel import DEEPSEEK, QWEN
+from tests.test_metrics import STEP
+from tests.test_trainer import _train as train
+from tests.test_trainer import keys_for, lines
+
+MESHES = {
+    "experts and pipeline": {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 4},
+    "experts and context": {"dp_replicate": 2, "cp": 2, "tp": 2, "dp_shard": 1, "ep": 8},
+}
+
+
+@pytest.mark.parametrize("model", [QWEN, DEEPSEEK], ids=["qwen3", "deepseek_v3"])
+def test_trains_the_same_on_every_mesh(pool: Pool, tmp_path: Path, model: dict[str, object]) -> None:
+    keys = model | {"model__n_layers": 3, "train__seq_len": 32, "train__global_batch": 8}
+    keys |= {"model__bias_rate": 0.01, "train__stop_after": 12}
+    for name, mesh in {"one": {}, **MESHES}.items():
+        degrees = {f"parallel__{axis}": degree for axis, degree in mesh.items()}
+        pool.run(train, 8 if mesh else 1, keys_for(tmp_path / name, **keys) | degrees)
+    one = lines(tmp_path / "one")
+    assert len(one) == 12
+    for name in MESHES:
+        for a, b in zip(one, lines(tmp_path / name), strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+            assert list(b["routing"]) == list(a["routing"]), "every stage's, in order"
+            for router, expected in a["routing"].items():
+                found = b["routing"][router]
+                assert found["load"] == expected["load"], f"{name}, step {a['step']}, {router}"
+                assert found == pytest.approx(expected, rel=1e-4)
+    reports = list(one[-1]["routing"].values())
+    assert len(reports) == (3 if model is QWEN else 2)
+    for report in reports:
+        assert set(report) == {"load", "dropped", "balance_loss", "z_loss", "bias_change"}
+        assert report["load"] >= 1
+        assert report["dropped"] == 0
+        # An expert may stand at the mean, whose bias then stays.
+        assert 0.005 < report["bias_change"] < 0.01001
+
+
+def test_reports_are_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    routing = {"layers.1.moe.router": {"load": 1.25, "dropped": 3.0}}
+    step = replace(STEP, routing=routing)
+    writer.write(step)
+    writer.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["routing"] == routing
+    assert "load 1.25" in step.console(10, 1.0)
+    assert "load" not in STEP.console(10, 1.0)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {"load/layers.1.moe.router", "dropped/layers.1.moe.router", "loss"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert events.Scalars("load/layers.1.moe.router")[0].value == 1.25
