@@ -1,14 +1,14 @@
 """What a proof found: rows of errors against tolerances, gathered from every rank."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.witness import Choices, Difference, compare_choices
+from compose.witness import Difference
 
 
 @dataclass(frozen=True)
@@ -123,19 +123,8 @@ class Judge:
         expected = values[0] if dist.get_rank() == source else None
         self.tensor("tied copies", name, values, shape, expected, 0.0, source)
 
-    def routing(
-        self, found: Mapping[str, Choices], expected: Mapping[str, Choices] | None, step: int
-    ) -> list[Difference]:
-        """Where this step's routing was another than rank 0 ``expected``; on rank 0 alone."""
-        everyone: list[Mapping[str, Choices]] = [{} for _ in range(dist.get_world_size())]
-        dist.gather_object(found, everyone if dist.get_rank() == 0 else None)
-        return [
-            compare_choices(name, step, choices, [held[name] for held in everyone if name in held])
-            for name, choices in (expected or {}).items()
-        ]
-
-    def report(self, routing: Sequence[Difference] = (), gap: float = 0.0) -> Report:
-        """``routing``: of each router and step, on rank 0. ``gap``: between scores as good as equal."""
+    def report(self, routing: Sequence[Difference], tie: float) -> Report:
+        """``routing``: of each router and step, on rank 0. ``tie``: a margin as good as none."""
         everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, self.errors)
         rows = []
@@ -145,8 +134,8 @@ class Judge:
             rank = max(range(len(errors)), key=errors.__getitem__)
             lost = errors[rank] == _NOT_HELD
             rows.append(Row(quantity, name, math.inf if lost else errors[rank], tolerance, rank))
-        rows += [Row("routing", f"{d.router}, step {d.step}", d.gap, gap, 0) for d in routing]
-        notes = [str(d) for d in routing if d.tokens]
+        rows += [Row("routing", f"{d.router}, step {d.step}", d.margin, tie, 0) for d in routing]
+        notes = [f"{d}{': a tie' if d.margin <= tie else ''}" for d in routing if d.tokens]
         shared = [rows, notes]
         dist.broadcast_object_list(shared, src=0)
         return Report(shared[0], tuple(shared[1]))

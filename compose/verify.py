@@ -27,7 +27,15 @@ from compose.plan import Plan
 from compose.report import TOLERANCES, Judge, Report, Tolerance
 from compose.routing import routers
 from compose.step import clip_grad_norm_, forward_backward
-from compose.witness import Difference, ids_of_calls, watch
+from compose.witness import (
+    Choices,
+    Difference,
+    compare_choices,
+    follow,
+    gathered,
+    ids_of_calls,
+    watch,
+)
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -106,7 +114,9 @@ def compare(
     judge = Judge(next(composed.parameters()).device)
     reference: _OneProcess | None = None
     if dist.get_rank() == 0:
-        reference = _OneProcess(model, param_dtype, loss_function, optimizer, max_norm, micro_batch)
+        reference = _OneProcess(
+            model, param_dtype, loss_function, optimizer, max_norm, micro_batch, tolerance.loss
+        )
     held = _held(composed)
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     for name, parameter in model.named_parameters():
@@ -121,16 +131,21 @@ def compare(
     composed_optimizer = optimizer(composed.parameters())
     differences: list[Difference] = []
     for step, batch in enumerate(batches):
-        _on_first_rank(partial(reference.step, batch) if reference else None)
         share = {name: _slice(value, index, count) for name, value in batch.items()}
         with watch(composed) as witness:
             loss = forward_backward(
                 composed, share, mesh, micro_batch=micro_batch, loss_function=loss_function
             )
+        found: dict[str, list[Choices]] = {}
         if routers(model):
             calls = ids_of_calls(composed, batch["targets"].shape, mesh, micro_batch)
-            found = witness.choices(calls)
-            differences += judge.routing(found, reference and reference.choices, step + 1)
+            found = gathered(witness.choices(calls))
+        _on_first_rank(partial(reference.step, batch, found) if reference else None)
+        if reference:
+            differences += [
+                compare_choices(name, step + 1, expected, found.get(name, []))
+                for name, expected in reference.choices.items()
+            ]
         for name, parameter in model.named_parameters() if step == 0 else ():
             gradients = [_gradient(p) for p in held.get(name, ())]
             expected = reference and reference.gradients.get(name)
@@ -210,7 +225,9 @@ class _OneProcess:
         optimizer: OptimizerFactory,
         max_norm: float,
         micro_batch: int | None,
+        tie: float,
     ) -> None:
+        self.tie = tie
         self.model = copy.deepcopy(model)
         self.param_dtype, self.loss_function = param_dtype, loss_function
         self.max_norm, self.micro_batch = max_norm, micro_batch
@@ -218,19 +235,21 @@ class _OneProcess:
         self.initial = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
 
-    def step(self, batch: Mapping[str, Tensor]) -> None:
-        """One optimizer step on the global batch; leaves loss, norm and gradients behind."""
+    def step(self, batch: Mapping[str, Tensor], found: Mapping[str, Sequence[Choices]]) -> None:
+        """One optimizer step on the global batch; leaves loss, norm, gradients and choices behind.
+
+        Where routing is a tie, it goes as in the other run, which ``found``.
+        """
         parameters = dict(self.model.named_parameters())
         count = count_targets(batch["targets"]).clamp(min=1)
         routing = routers(self.model).values()
         for router in routing:
             router.tokens_per_step = batch["targets"].numel()
         self.loss = torch.zeros((), device=count.device)
-        with watch(self.model) as witness:
-            self._accumulate(batch, count, parameters)
         ids = torch.arange(batch["targets"].numel()).view(batch["targets"].shape)
-        parts = ids.split(self.micro_batch or len(ids))
-        self.choices = witness.choices(dict.fromkeys(witness.calls, parts))
+        calls = ids.split(self.micro_batch or len(ids))
+        with follow(self.model, found, calls, self.tie) as self.choices:
+            self._accumulate(batch, count, parameters)
         for router in routing:
             router.finish_step(router.tally)
         self.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}

@@ -1,7 +1,8 @@
 """Which experts each token was sent to, recorded on two runs and compared.
 
 Routing is a choice: where two experts' scores for a token are as close as rounding, two correct runs
-may choose otherwise, and all that follows differs. A proof has to say so, not report the rest alone.
+may choose otherwise, and all that follows differs. So the one process follows the other run there, and
+the proof says where that was; what differs by more than rounding is a failure of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,30 +23,30 @@ from compose.routing import routers
 
 @dataclass(frozen=True)
 class Choices:
-    """Of one router and one step: ids of tokens (T,), their experts (T, k), and the scores (T, E)."""
+    """Of one router and one step: ids of tokens (T,), their experts (T, k), and their margins (T,)."""
 
     ids: Tensor
     experts: Tensor
-    scores: Tensor
+    margins: Tensor
 
 
 @dataclass(frozen=True)
 class Difference:
     """Of one router and one step: tokens of which other experts were chosen than one process did.
 
-    gap: by how much one process scored what it chose above what the other run chose, at most.
+    margin: the greatest by which one process chose for one of them.
     """
 
     router: str
     step: int
     tokens: int
     of: int
-    gap: float
+    margin: float
 
     def __str__(self) -> str:
         return (
             f"{self.router}, step {self.step}: {self.tokens} of {self.of} tokens chose other experts"
-            f" than on one process, which scored them at most {self.gap:.1e} apart"
+            f" than one process would, whose scores were at most {self.margin:.1e} apart"
         )
 
 
@@ -63,9 +65,9 @@ class Witness:
             calls.sort(key=lambda call: call[0])
             tokens = torch.cat([x.flatten() for x in ids[name]])
             experts = torch.cat([experts.flatten(0, 1) for _, experts, _ in calls])
-            scores = torch.cat([scores.flatten(0, 1) for _, _, scores in calls])
+            margins = torch.cat([margins.flatten() for _, _, margins in calls])
             real = tokens >= 0
-            result[name] = Choices(tokens[real], experts[real], scores[real])
+            result[name] = Choices(tokens[real], experts[real], margins[real])
         self.calls = {}
         return result
 
@@ -78,7 +80,7 @@ def watch(model: nn.Module) -> Iterator[Witness]:
 
         def see(module: nn.Module, inputs: Any, routing: Any, name: str = name) -> Any:
             witness.count += 1
-            seen = (name, witness.count, routing.experts, routing.scores)
+            seen = (name, witness.count, routing.experts, routing.margin)
             # Recomputation runs this again, but backward goes through the first.
             return routing._replace(weights=_Seen.apply(routing.weights, witness, seen))
 
@@ -124,24 +126,79 @@ def ids_of_calls(
     return {name: [parts[i] for i in orders.get(name, range(len(parts)))] for name in routers(model)}
 
 
+@contextmanager
+def follow(
+    model: nn.Module, found: Mapping[str, Sequence[Choices]], ids: Sequence[Tensor], within: float
+) -> Iterator[dict[str, Choices]]:
+    """Have the routers of a whole ``model`` choose as another run did where their own margin is at most
+    ``within``; what they would have chosen, filled in as they run.
+
+    found: by router, what ranks chose of the tokens that each saw. ids: of the tokens of each call.
+    """
+    tokens = sum(x.numel() for x in ids)
+    natural: dict[str, Choices] = {}
+    for name, router in routers(model).items():
+        calls = iter(ids)
+        given: Tensor | None = None
+        for choices in found.get(name, ()):
+            if given is None:
+                given = torch.full(
+                    (tokens, choices.experts.shape[1]), -1, device=choices.experts.device
+                )
+            given[choices.ids] = choices.experts
+
+        def choose(
+            scores: Tensor,
+            name: str = name,
+            own: Any = router.choose,
+            calls: Iterator[Tensor] = calls,
+            given: Tensor | None = given,
+        ) -> tuple[Tensor, Tensor]:
+            experts, margin = own(scores)
+            here = next(calls)
+            seen = Choices(here.flatten(), experts.flatten(0, 1), margin.flatten())
+            before = natural.get(name)
+            natural[name] = seen if before is None else _joined([before, seen])
+            if given is not None:
+                other = given[here]
+                tie = (margin <= within) & (other[..., 0] >= 0)
+                experts = torch.where(tie[..., None], other, experts)
+            return experts, margin
+
+        cast(Any, router).choose = choose
+    try:
+        yield natural
+    finally:
+        for router in routers(model).values():
+            del cast(Any, router).choose
+
+
+def gathered(found: Mapping[str, Choices]) -> dict[str, list[Choices]]:
+    """What each rank ``found``, by router; nothing on ranks other than the first."""
+    everyone: list[Mapping[str, Choices]] = [{} for _ in range(dist.get_world_size())]
+    dist.gather_object(found, everyone if dist.get_rank() == 0 else None)
+    return {
+        name: [held[name] for held in everyone if name in held]
+        for name in dict.fromkeys(name for held in everyone for name in held)
+    }
+
+
+def _joined(choices: Sequence[Choices]) -> Choices:
+    return Choices(
+        torch.cat([c.ids for c in choices]),
+        torch.cat([c.experts for c in choices]),
+        torch.cat([c.margins for c in choices]),
+    )
+
+
 def compare_choices(router: str, step: int, expected: Choices, found: Sequence[Choices]) -> Difference:
-    """``found``: what ranks chose of the tokens that each saw; of one that none saw the gap is inf."""
-    ids = torch.cat([choices.ids for choices in found])
-    experts = torch.cat([choices.experts for choices in found])
-    lost = len(set(expected.ids.tolist()) - set(ids.tolist()))
+    """``found``: what ranks chose of the tokens that each saw; if none saw one, the margin is inf."""
+    joined = _joined(found)
+    lost = len(set(expected.ids.tolist()) - set(joined.ids.tolist()))
     place = torch.empty_like(expected.ids)
     place[expected.ids] = torch.arange(len(place))
-    at = place[ids]
-    scores = expected.scores[at]
-    chosen, other = (
-        torch.zeros_like(scores, dtype=torch.bool).scatter(1, choice, True)
-        for choice in (expected.experts[at], experts)
-    )
-    differs = (chosen != other).any(1)
-    # The best that was given up over the worst that was taken for it.
-    given_up = scores.masked_fill(~(chosen & ~other), -torch.inf).amax(1)
-    taken = scores.masked_fill(~(other & ~chosen), torch.inf).amin(1)
-    gap = float((given_up - taken)[differs].max()) if differs.any() else 0.0
-    return Difference(
-        router, step, int(differs.sum()) + lost, len(expected.ids), torch.inf if lost else gap
-    )
+    at = place[joined.ids]
+    differs = (expected.experts[at].sort(1).values != joined.experts.sort(1).values).any(1)
+    margin = float(expected.margins[at][differs].max()) if differs.any() else 0.0
+    tokens = int(joined.ids[differs].unique().numel()) + lost
+    return Difference(router, step, tokens, len(expected.ids), torch.inf if lost else margin)

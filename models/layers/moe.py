@@ -74,13 +74,12 @@ class MoEConfig:
 
 class Routing(NamedTuple):
     """What a router decided. experts: (B, L, k), int64. weights: (B, L, k), float32. kept: (B, L, k),
-    False where a token is dropped; None: none is. scores: (B, L, E), by which the experts were chosen
-    (bias included; -inf outside of the chosen groups)."""
+    False where a token is dropped; None: none is. margin: (B, L), as :meth:`Router.choose` gives it."""
 
     experts: Tensor
     weights: Tensor
     kept: Tensor | None
-    scores: Tensor
+    margin: Tensor
 
 
 class Gate(nn.Linear):
@@ -133,8 +132,7 @@ class Router(nn.Module):
         logits_BLE = self.gate(x_BLD.flatten(0, 1)).unflatten(0, x_BLD.shape[:2])
         sigmoid = c.scoring == "sigmoid"
         scores_BLE = logits_BLE.sigmoid() if sigmoid else logits_BLE.softmax(-1)
-        choice_BLE = self._within_groups(scores_BLE.detach() + self.bias)
-        experts_BLK = choice_BLE.topk(c.top_k).indices
+        experts_BLK, margin_BL = self.choose(scores_BLE.detach() + self.bias)
         picked_BLK = scores_BLE.gather(-1, experts_BLK)
         weights_BLK = picked_BLK
         if c.normalize_weights:
@@ -168,17 +166,24 @@ class Router(nn.Module):
                 found = torch.cat([counts.double(), torch.stack([dropped, balance, z]).double()])
             tokens = self.tokens_per_step or real_BL.sum().clamp(min=1)
             weights_BLK = cast(Tensor, _Observe.apply(weights_BLK, loss / tokens, self, found))
-        return Routing(experts_BLK, weights_BLK, kept_BLK, choice_BLE)
+        return Routing(experts_BLK, weights_BLK, kept_BLK, margin_BL)
 
-    def _within_groups(self, scores_BLE: Tensor) -> Tensor:
-        """The scores, -inf outside each token's best groups (DeepSeek-AI 2024, arXiv:2412.19437)."""
-        c = self.config
-        if c.n_groups == c.top_groups:
-            return scores_BLE
-        groups = scores_BLE.unflatten(-1, (c.n_groups, -1))
-        best = groups.topk(2).values.sum(-1).topk(c.top_groups).indices
-        outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
-        return groups.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    def choose(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts (B, L, k), out of its best groups (DeepSeek-AI 2024, arXiv:2412.19437),
+        and its margin (B, L): how far the last that was chosen is ahead of the first that was not."""
+        c, margin_BL = self.config, torch.full_like(scores_BLE[..., 0], torch.inf)
+        if c.top_groups < c.n_groups:
+            groups = scores_BLE.unflatten(-1, (c.n_groups, -1))
+            best = groups.topk(2).values.sum(-1).topk(c.top_groups + 1)
+            margin_BL = best.values[..., -2] - best.values[..., -1]
+            outside = torch.ones_like(groups[..., 0], dtype=torch.bool)
+            outside = outside.scatter(-1, best.indices[..., :-1], False)
+            scores_BLE = groups.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+        choice = c.n_experts // c.n_groups * c.top_groups
+        best = scores_BLE.topk(min(c.top_k + 1, choice))
+        if c.top_k < choice:
+            margin_BL = torch.minimum(margin_BL, best.values[..., -2] - best.values[..., -1])
+        return best.indices[..., : c.top_k], margin_BL
 
     def _balance(self, probabilities: Tensor, real_BL: Tensor, everyone_BSK: Tensor | None) -> Tensor:
         """Sum over tokens of E sum_e f_e p_e, which is 1 for each where all is even.
@@ -321,7 +326,7 @@ class MoE(nn.Module):
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
         """``real_BL``: False for padding, which is computed but not counted."""
         routing: Routing = self.router(x_BLD, real_BL)
-        k, n_experts = routing.experts.shape[-1], routing.scores.shape[-1]
+        k, n_experts = routing.experts.shape[-1], self.router.config.n_experts
         rows_N = routing.experts.flatten()
         if routing.kept is not None:
             rows_N = rows_N.where(routing.kept.flatten(), n_experts)
