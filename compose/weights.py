@@ -23,7 +23,8 @@ def init_weights(
     """Move a model from meta to ``device`` and fill it, bitwise the same on every mesh.
 
     ``init_parameter(name, tensor, generator)`` fills ``tensor``, the whole float32 parameter; a rank
-    then keeps its own part. One whole parameter is held at a time. Buffers must have been made on a
+    then keeps its own part. One whole parameter is held at a time; of a stack (3 dims), one slice, and
+    only of the slices that the rank has a part of. Buffers must have been made on a
     real device, since nothing here could know their values: one on meta raises ConfigError.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -40,20 +41,29 @@ def init_weights(
     aliases = applied_to(model).aliases
     for held_as, parameter in model.named_parameters():
         name = aliases.get(held_as, held_as)
-        whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-        init_parameter(name, whole, named_generator(seed, name, device))
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(local_part(whole, parameter))
-        else:
-            parameter.copy_(whole)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if parameter.ndim < 3:
+            whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            init_parameter(name, whole, named_generator(seed, name, device))
+            local.copy_(local_part(whole, parameter))
+            continue
+        numbers = torch.arange(len(parameter)).view(-1, *[1] * (parameter.ndim - 1))
+        held = local_part(numbers.expand(parameter.shape), parameter)
+        for place, number in enumerate(held.flatten(1)[:, :1].flatten().tolist()):
+            whole = torch.empty(parameter.shape[1:], dtype=torch.float32, device=device)
+            init_parameter(name, whole, named_generator(seed, f"{name}.{number}", device))
+            local[place].copy_(local_part(whole.expand(parameter.shape), parameter)[place])
 
 
-def local_part(whole: Tensor, like: DTensor) -> Tensor:
-    """The part of ``whole`` that this rank holds of a DTensor placed as ``like``; a view.
+def local_part(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of ``whole`` that this rank holds of a DTensor placed as ``like``; a view. All of it if
+    ``like`` is a plain tensor.
 
     FSDP cuts a dim after tensor parallel has (its placement is then a strided one). PyTorch's
     ``distribute_tensor`` cuts uneven ones elsewhere than FSDP does: 257 rows over dp 4 x tp 2.
     """
+    if not isinstance(like, DTensor):
+        return whole
     cuts = [
         (isinstance(placement, _StridedShard), axis, placement.dim)
         for axis, placement in enumerate(like.placements)
