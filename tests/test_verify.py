@@ -44,8 +44,16 @@ def agreed(reports: list[Report]) -> Report:
     return reports[0]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("tied", "accumulation"),
+    [
+        (False, 1),
+        (True, 3),
+        pytest.param(False, 3, marks=pytest.mark.full),
+        pytest.param(True, 1, marks=pytest.mark.full),
+    ],
+    ids=["untied-1", "tied-3", "untied-3", "tied-1"],
+)
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_equals_one_process(
     pool: Pool, mesh: dict[str, int | bool], tied: bool, accumulation: int
