@@ -4,25 +4,23 @@
 
 prints, of one process, one JSON line per shape and dtype: time of the layer's forward and backward over
 that of a dense feed-forward of the same activated FLOPs (the router's come on top). On a GPU, or with
---small, one line for each of many counts of experts follows: throughput of the experts alone, in
-bfloat16 and on rows already sorted, as a fraction of that of a dense feed-forward on the same rows.
+--small, one line per count of experts follows: throughput of the experts alone, in bfloat16 and on rows
+already sorted, as a fraction of that of a dense feed-forward on the same rows.
 
     torchrun --nproc-per-node 4 benchmarks/moe.py [--small]
 
 prints one JSON line per degree of expert parallel, of a training step on CPUs: the time that rows take
-to their experts and back, forward and backward, and its share of the step. Counted are sorting rows,
-every permutation of them, exchanging counts, and the all-to-alls until they have arrived; not the
-router, nor the sum by its weights. In an all-to-all a rank waits for slower ones. ``dispatch_ms``
-includes that; ``waiting_ms`` is how much of it that was, if the rank that spent least did not wait.
+to their experts and back, forward and backward, and its share of the step. Counted are sorting and
+permuting them, exchanging counts, and all-to-alls until they have arrived; not the router, nor the sum
+by its weights. ``dispatch_ms`` includes waiting for slower ranks in all-to-alls; ``waiting_ms`` is how
+much of it that was, if in each the rank that spent least did not wait.
 """
 
 import argparse
-import dataclasses
 import json
-import os
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from operator import truediv
 from statistics import median
@@ -69,51 +67,44 @@ def in_turn(device: str, *works: Callable[[], object]) -> list[tuple[float, ...]
     return list(zip(*turns[1:], strict=True))  # the first warms up
 
 
-def both_ways(module: nn.Module, grad: Tensor, x: Tensor, *more: Tensor) -> None:
-    """Forward and backward; the gradients are not kept."""
+def train(module: nn.Module, grad: Tensor, x: Tensor, *more: Tensor) -> None:
     torch.autograd.grad(module(x, *more), [x, *module.parameters()], grad)
 
 
 def show(benchmark: str, **found: Any) -> None:
-    rounded = {name: round(x, 3) if isinstance(x, float) else x for name, x in found.items()}
-    print(json.dumps({"benchmark": benchmark, **rounded, "torch": torch.__version__}), flush=True)
+    rounded = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in found.items()}
+    made_by = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    print(json.dumps({"benchmark": benchmark, **rounded, **made_by}), flush=True)
 
 
 def layer(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float]:
-    config = moe.MoEConfig(shape.n_experts, shape.top_k, shape.expert_dim, balance_weight=1e-3)
-    sparse = moe.MoE(shape.dim, config).to(device)
-    dense = FeedForward(shape.dim, shape.top_k * shape.expert_dim).to(device)
+    sparse = moe.MoE(shape.dim, moe.MoEConfig(*shape[2:], balance_weight=1e-3)).to(device)
+    dense = FeedForward(shape.dim, shape.top_k * shape.expert_dim)
     for parameter in (*sparse.parameters(), *dense.parameters()):  # not buffers, as in training
         parameter.data = parameter.data.to(dtype)
-    x, grad = torch.randn(2, 1, shape.tokens, shape.dim, dtype=dtype, device=device)
+    x, grad = torch.randn(2, 1, shape.tokens, shape.dim, dtype=dtype)
     x.requires_grad_()
-    a, b = in_turn(device, partial(both_ways, sparse, grad, x), partial(both_ways, dense, grad, x))
+    a, b = in_turn(device, partial(train, sparse, grad, x), partial(train, dense, grad, x))
     return {"moe_ms": median(a), "dense_ms": median(b), "ratio": median(map(truediv, a, b))}
 
 
 def experts(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float]:
     rows = shape.tokens * shape.top_k
-    grouped = moe.Experts(shape.n_experts, shape.dim, shape.expert_dim).to(device, dtype)
-    dense = FeedForward(shape.dim, shape.expert_dim).to(device, dtype)
+    grouped = moe.Experts(shape.n_experts, shape.dim, shape.expert_dim).to(dtype)
+    dense = FeedForward(shape.dim, shape.expert_dim).to(dtype)
     # By chance, as a router would: loads are uneven, and no multiples of a kernel's tile.
-    counts = torch.randint(shape.n_experts, (rows,)).bincount(minlength=shape.n_experts).to(device)
-    x, grad = torch.randn(2, rows, shape.dim, dtype=dtype, device=device)
+    counts = torch.randint(shape.n_experts, (rows,)).bincount(minlength=shape.n_experts)
+    x, grad = torch.randn(2, rows, shape.dim, dtype=dtype)
     x.requires_grad_()
     flops = 2 * rows * sum(weight.numel() for weight in dense.parameters())
-    found: dict[str, float] = {}
-    for name, passes, *works in (
-        ("forward_", 1, partial(grouped, x, counts), partial(dense, x)),
-        ("", 3, partial(both_ways, grouped, grad, x, counts), partial(both_ways, dense, grad, x)),
-    ):
-        a, b = in_turn(device, *works)
-        found[f"{name}fraction"] = median(map(truediv, b, a))
-        found[f"{name}tflops"] = passes * flops / median(a) / 1e9
-    return found
+    a, b = in_turn(device, partial(grouped, x, counts), partial(dense, x))
+    c, d = in_turn(device, partial(train, grouped, grad, x, counts), partial(train, dense, grad, x))
+    found = {"forward_fraction": median(map(truediv, b, a)), "fraction": median(map(truediv, d, c))}
+    return found | {"forward_tflops": flops / median(a) / 1e9, "tflops": 3 * flops / median(c) / 1e9}
 
 
 def watch(calls: list[tuple[float, bool]], owner: Any, name: str, collective: bool = False) -> None:
-    """Have calls of ``owner.name``, and what backward does for them, added to ``calls``: milliseconds,
-    and ``collective``. For CPUs, where an operation that returns has ended."""
+    """Add each call of ``owner.name``, and what backward does for it, to ``calls``. For CPUs only."""
     real = getattr(owner, name)
 
     def add(start: float) -> None:
@@ -121,12 +112,11 @@ def watch(calls: list[tuple[float, bool]], owner: Any, name: str, collective: bo
 
     def timed(*args: Any, **options: Any) -> Any:
         start = time.perf_counter()
-        out = node_of = real(*args, **options)
+        out = real(*args, **options)
         if isinstance(out, AsyncCollectiveTensor):  # else whoever reads it first waits, unseen
             out.trigger_wait()
-            node_of = out.elem
         add(start)
-        if (node := getattr(node_of, "grad_fn", None)) is not None:
+        if (node := getattr(getattr(out, "elem", out), "grad_fn", None)) is not None:
             starts: list[float] = []
             node.register_prehook(lambda _: starts.append(time.perf_counter()))
             node.register_hook(lambda *_: add(starts.pop()))
@@ -137,13 +127,11 @@ def watch(calls: list[tuple[float, bool]], owner: Any, name: str, collective: bo
 
 def training(ep: int, small: bool) -> Callable[[], None]:
     """A step of a new model on every rank."""
-    config, length = qwen3.PRESETS["debug_moe"], 256
-    if small:
-        config, length = dataclasses.replace(config, dim=32, n_layers=1, expert_dim=16), 16
-    parallel = Parallel(ep=ep)
-    mesh = init_mesh(parallel)
+    tiny = qwen3.Config(dim=32, n_layers=1, n_experts=8, expert_dim=16)
+    config, length = (tiny, 16) if small else (qwen3.PRESETS["debug_moe"], 256)
+    mesh = init_mesh(Parallel(ep=ep))
     torch.manual_seed(dist.get_rank())  # of the tokens; the weights become those of rank 0
-    model = apply(qwen3.Model(config), qwen3.plan(config, parallel), mesh, zero=3, ep=ep)
+    model = apply(qwen3.Model(config), qwen3.plan(config, Parallel(ep=ep)), mesh, zero=3, ep=ep)
     optimizer = build_optimizer(model.parameters(), Optimizer())
     tokens = torch.randint(config.vocab_size, (4, length + 1))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -158,7 +146,8 @@ def training(ep: int, small: bool) -> Callable[[], None]:
 
 
 def shares(small: bool) -> None:
-    calls: list[tuple[float, bool]] = []
+    dist.init_process_group("gloo")
+    calls: list[tuple[float, bool]] = []  # milliseconds; whether other ranks take part
     for name in ("argsort", "index_copy"):
         watch(calls, torch.Tensor, name)
     watch(calls, moe._Dispatch, "apply")
@@ -168,7 +157,7 @@ def shares(small: bool) -> None:
     ranks = dist.get_world_size()
     steps = {ep: training(ep, small) for ep in (1, 2, 4) if ranks % ep == 0}
     turns: dict[int, list[tuple[float, float, float]]] = {ep: [] for ep in steps}
-    for ep, step in [*steps.items()] * (TURNS + 1):
+    for ep, step in [*steps.items()] * (TURNS + 1):  # the first of each warms up
         dist.barrier()
         calls.clear()
         whole = milliseconds(step, "cpu")
@@ -183,6 +172,8 @@ def shares(small: bool) -> None:
         a, b, c = zip(*turns[ep][1:], strict=True)
         times = {"step_ms": median(a), "dispatch_ms": median(b), "waiting_ms": median(c)}
         show("moe", ep=ep, ranks=ranks, **times, share=median(map(truediv, b, a)))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -190,22 +181,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="sizes that only show that it runs")
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+    if dist.is_torchelastic_launched():
         shares(options.small)
-        dist.barrier()
-        dist.destroy_process_group()
         return
     device, size = options.device, "small" if options.small else options.device
     chip = torch.cuda.get_device_name() if device == "cuda" else device
-    for shape in LAYERS[size]:
-        for dtype in (torch.float32, torch.bfloat16):
-            found = layer(shape, dtype, device)
-            show("moe_layer", **shape._asdict(), dtype=str(dtype)[6:], device=chip, **found)
-    for n_experts in (8, 16, 32, 64, 128) if size in EXPERTS else ():
-        shape = EXPERTS[size]._replace(n_experts=n_experts)
-        found = experts(shape, torch.bfloat16, device)
-        show("moe_experts", **shape._asdict(), dtype="bfloat16", device=chip, **found)
+    torch.set_default_device(device)  # a CPU would take long to draw so many weights
+    jobs = [(layer, s, dtype) for s in LAYERS[size] for dtype in (torch.float32, torch.bfloat16)]
+    for n in (8, 16, 32, 64, 128) if size in EXPERTS else ():
+        jobs.append((experts, EXPERTS[size]._replace(n_experts=n), torch.bfloat16))
+    for work, shape, dtype in jobs:
+        what = {**shape._asdict(), "dtype": str(dtype).removeprefix("torch."), "device": chip}
+        show(f"moe_{work.__name__}", **what, **work(shape, dtype, device))
 
 
 if __name__ == "__main__":
