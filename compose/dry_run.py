@@ -130,29 +130,33 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _summary(placed: list[list[Placed]], config: Config) -> list[str]:
     """Parameter count, FLOPs, and bytes of what outlives a micro-batch on the rank with most."""
-    fullest = max(placed, key=lambda stage: sum(p.local_bytes for p in stage))
     parameters = sum(p.numel() for p in build_model(config)[0].parameters())
-    local = sum(p.local_bytes for p in fullest)
-    whole = sum(p.whole_bytes for p in fullest)
     zero, reduce_size = config.parallel.zero, getattr(torch, config.precision.reduce).itemsize
     param_size = getattr(torch, config.precision.param).itemsize
     train = config.train
-    # Before the reduction of ZeRO-1 gradients wait whole; after it, and later, they are sharded.
-    gradients = local if zero >= 2 else max(local, whole // param_size * reduce_size)
-    rows = [
-        ("weights (float32)", local),
-        ("gradients", gradients),
-        ("optimizer (AdamW)", 2 * local),
-    ]
+
+    def sizes(stage: list[Placed]) -> list[tuple[str, int]]:
+        local, whole = sum(p.local_bytes for p in stage), sum(p.whole_bytes for p in stage)
+        # Before the reduction of ZeRO-1 gradients wait whole; after it, and later, they are sharded.
+        gradients = local if zero >= 2 else max(local, whole // param_size * reduce_size)
+        return [
+            ("weights (float32)", local),
+            ("gradients", gradients),
+            ("optimizer (AdamW)", 2 * local),
+            ("gathered in a step", whole if zero < 3 and any(p.placements for p in stage) else 0),
+        ]
+
+    fullest = max(placed, key=lambda stage: sum(size for _, size in sizes(stage)))
+    *rows, (_, whole) = sizes(fullest)
     lines = [
         f"parameters: {parameters:,}",
         f"FLOPs per token: {config.model.config.flops_per_token(train.seq_len):,.0f}"
         f" (forward and backward, seq_len {train.seq_len})",
-        f"bytes per rank (the {_fullest(fullest, len(placed))}, whose shards are the largest):",
+        f"bytes per rank (the {_fullest(fullest, len(placed))}, which holds most):",
         *(f"  {name:<20}{_bytes(size)}" for name, size in rows),
         f"  {'state in all':<20}{_bytes(sum(size for _, size in rows))}",
     ]
-    if zero < 3 and any(p.placements for p in fullest):
+    if whole:
         lines.append(f"  {'gathered in a step':<20}{_bytes(whole)} ({config.precision.param})")
     return lines
 

@@ -22,7 +22,8 @@ class Router(Protocol):
     """What is asked of a router, whose forward returns a named tuple with ``experts`` (B, L, k), their
     ``weights`` (B, L, k), and the ``margin`` (B, L) of the choice.
 
-    choose(scores): of (B, L, E), those experts, and by how much the last was chosen over the next.
+    choose(scores): of (B, L, E), those experts, and by how much of its score the last was ahead of
+    the next.
     tokens_per_step: of the whole batch, by which it divides its auxiliary losses; set before forward.
     tally: what it counted in backward since the last ``finish_step``; 1-D, float64.
     finish_step(tally): acts on the tally of the whole batch, sets ``tally`` to zero, and leaves in

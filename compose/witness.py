@@ -46,7 +46,7 @@ class Difference:
     def __str__(self) -> str:
         return (
             f"{self.router}, step {self.step}: {self.tokens} of {self.of} tokens chose other experts"
-            f" than one process would, whose scores were at most {self.margin:.1e} apart"
+            f" than one process would, for a margin of at most {self.margin:.1e}"
         )
 
 

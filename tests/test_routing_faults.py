@@ -223,12 +223,11 @@ def test_routing_that_differs_is_reported(pool: Pool) -> None:
     report = pool.run(_routes_elsewhere, 2, 0.05, False)[0]
     (row,) = (row for row in report.failed if row.quantity == "routing")
     assert row.name == "moe.router, step 1"
-    assert 0.001 < row.error < 0.05
+    assert 0.001 < row.error < 0.3
     (note,) = report.notes
     assert note.startswith("moe.router, step 1: ")
     assert note.endswith(
-        " of 24 tokens chose other experts than one process would, whose scores were at most"
-        f" {row.error:.1e} apart"
+        f" of 24 tokens chose other experts than one process would, for a margin of at most {row.error:.1e}"
     )
     assert note in str(report)
 
@@ -237,9 +236,9 @@ def test_a_tie_is_told_from_a_fault(pool: Pool) -> None:
     """Two experts that score alike: which one runs is chance, and the one process then follows."""
     report = pool.run(_routes_elsewhere, 2, -1e-7, True)[0]
     (row,) = (row for row in report.rows if row.quantity == "routing")
-    assert row.error <= 1e-7
+    assert row.error <= 1e-6
     (note,) = report.notes
-    assert note.endswith("apart: a tie")
+    assert note.endswith(": a tie")
     # All but the bias that was moved to break it.
     assert {(row.quantity, row.name) for row in report.failed} == {
         ("buffer", "moe.router.bias"),

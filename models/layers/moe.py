@@ -170,19 +170,20 @@ class Router(nn.Module):
 
     def choose(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts (B, L, k), out of its best groups (DeepSeek-AI 2024, arXiv:2412.19437),
-        and its margin (B, L): how far the last that was chosen is ahead of the first that was not."""
+        and its margin (B, L): how far the last that was chosen is ahead of the first that was not,
+        relative to it."""
         c, margin_BL = self.config, torch.full_like(scores_BLE[..., 0], torch.inf)
         if c.top_groups < c.n_groups:
             groups = scores_BLE.unflatten(-1, (c.n_groups, -1))
             best = groups.topk(2).values.sum(-1).topk(c.top_groups + 1)
-            margin_BL = best.values[..., -2] - best.values[..., -1]
+            margin_BL = _lead(best.values)
             outside = torch.ones_like(groups[..., 0], dtype=torch.bool)
             outside = outside.scatter(-1, best.indices[..., :-1], False)
             scores_BLE = groups.masked_fill(outside[..., None], -torch.inf).flatten(-2)
         choice = c.n_experts // c.n_groups * c.top_groups
         best = scores_BLE.topk(min(c.top_k + 1, choice))
         if c.top_k < choice:
-            margin_BL = torch.minimum(margin_BL, best.values[..., -2] - best.values[..., -1])
+            margin_BL = torch.minimum(margin_BL, _lead(best.values))
         return best.indices[..., : c.top_k], margin_BL
 
     def _balance(self, probabilities: Tensor, real_BL: Tensor, everyone_BSK: Tensor | None) -> Tensor:
@@ -241,6 +242,12 @@ class Router(nn.Module):
             "bias_change": change.abs().mean(),
         }
         self.tally.zero_()
+
+
+def _lead(best: Tensor) -> Tensor:
+    """Of descending scores (..., n): by how much the last but one exceeds the last, relative to it."""
+    ahead, behind = best[..., -2], best[..., -1]
+    return (ahead - behind) / ahead.abs().clamp(min=torch.finfo(best.dtype).tiny)
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -332,7 +339,7 @@ class MoE(nn.Module):
             rows_N = rows_N.where(routing.kept.flatten(), n_experts)
         order = rows_N.argsort(stable=True)
         counts_E = count_rows(rows_N, n_experts)
-        if routing.kept is not None:
+        if routing.kept is not None and not x_BLD.is_meta:  # where nothing is known of the counts
             order = order[: int(counts_E.sum())]
         x_TD = x_BLD.flatten(0, 1)
         out_ND = self.experts(_Dispatch.apply(x_TD, order, k), counts_E)
