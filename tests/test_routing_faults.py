@@ -227,7 +227,8 @@ def test_routing_that_differs_is_reported(pool: Pool) -> None:
     (note,) = report.notes
     assert note.startswith("moe.router, step 1: ")
     assert note.endswith(
-        f" of 24 tokens chose other experts than one process would, for a margin of at most {row.error:.1e}"
+        " of 24 tokens chose other experts than one process would, for a margin of at most"
+        f" {row.error:.1e}"
     )
     assert note in str(report)
 
