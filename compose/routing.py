@@ -1,6 +1,6 @@
 """Routing that no mesh can change: routers count tokens on each rank, and act on counts of the batch.
 
-A router is any module with the attributes of :class:`Router`; models/layers/moe.py has one.
+A router is any module with the attributes of :class:`Router`; models/layers/router.py has one.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def finish_step(model: nn.Module, mesh: DeviceMesh) -> None:
 def routing_metrics(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, float]]:
     """What every router of the whole model reported of the last step, by its name; a collective.
 
-    For models/layers/moe.py's: load (of the busiest expert, over the mean), dropped (rows),
+    For models/layers/router.py's: load (of the busiest expert, over the mean), dropped (rows),
     balance_loss and z_loss (means over tokens), bias_change. The same on every rank.
     """
     here = {

@@ -13,7 +13,8 @@ from compose import Parallel, Plan, verify
 from compose.errors import ConfigError
 from compose.expert_parallel import ExpertParallel, expert_mesh
 from compose.legality import meshes
-from models.layers.moe import Experts, MoE, MoEConfig
+from models.layers.moe import Experts, MoE
+from models.layers.router import MoEConfig
 from tests.helpers import make_config, prove_case
 from tests.pool import Pool, make_mesh
 from tests.test_verify import agreed

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.layers.moe import Experts, MoE, MoEConfig, Router, grouped_mm
+from models.layers.moe import Experts, MoE, grouped_mm
+from models.layers.router import MoEConfig, Router
 
 DIM = 9
 SOFTMAX = MoEConfig(n_experts=5, top_k=2, expert_dim=7)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models import deepseek_v3, qwen3
 from models.deepseek_v3.hf import hf_name as deepseek_name
-from models.layers.moe import Router
+from models.layers.router import Router
 from models.qwen3.hf import hf_name as qwen3_name
 
 QWEN3 = qwen3.Config(

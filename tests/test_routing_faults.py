@@ -23,7 +23,8 @@ from compose.expert_parallel import ExpertParallel
 from compose.report import TOLERANCES, Report
 from compose.routing import begin_step, finish_step, routers
 from compose.verify import compare
-from models.layers.moe import Experts, MoE, count_rows
+from models.layers.moe import Experts, MoE
+from models.layers.router import count_rows
 from tests.faults import Fault, partial_gradients_are_taken_as_whole
 from tests.pool import Pool, make_mesh
 from tests.test_expert_parallel import DEEPSEEK, QWEN, Tiny, keys_of

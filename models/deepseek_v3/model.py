@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from models.layers.attention import AttentionCore, Documents, attention_pairs
 from models.layers.feed_forward import FeedForward
-from models.layers.moe import MoE, MoEConfig
+from models.layers.moe import MoE
 from models.layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
+from models.layers.router import MoEConfig
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,271 @@
+"""The router of a mixture of experts: which experts a token goes to, and how load is kept even.
+
+Shapes: B batch, L the sequence length here, S that of whole sequences, D model width, E experts, k
+experts per token, T = B L tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The fields of a model's config that its mixture-of-experts layers read."""
+
+    n_experts: int = 0
+    """Routed experts of a mixture-of-experts layer; 0 makes every layer dense."""
+    top_k: int = 2
+    """Experts that each token goes to."""
+    expert_dim: int = 192
+    """Inner width of an expert."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores: over all experts, or each by itself."""
+    normalize_weights: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    route_scale: float = 1.0
+    """Factor on those weights."""
+    n_groups: int = 1
+    """Groups of neighbouring experts; a token picks groups first, by their two best scores."""
+    top_groups: int = 1
+    """Groups that a token's experts come from."""
+    balance_loss: Literal["batch", "sequence"] = "batch"
+    """What the balancing loss evens out: the load of the whole batch, or of each sequence."""
+    balance_weight: float = 0.0
+    """Weight of the balancing loss; 0 is none."""
+    z_weight: float = 0.0
+    """Weight of the router's z-loss, which keeps its logits small; 0 is none."""
+    bias_rate: float = 0.0
+    """Step of each expert's selection bias against its load (balancing without a loss); 0 is none."""
+    capacity_factor: float = 0.0
+    """Rows of a sequence that an expert takes, over an even share; the rest is dropped. 0: no limit."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.n_experts < 2**31:
+            raise ValueError(f"n_experts: {self.n_experts} should be at least 0, below 2^31")
+        for factor in ("balance_weight", "z_weight", "bias_rate", "capacity_factor"):
+            if not getattr(self, factor) >= 0:
+                raise ValueError(f"{factor}: {getattr(self, factor)} should be at least 0")
+        if not self.n_experts:
+            return
+        for size in ("top_k", "expert_dim", "n_groups", "top_groups"):
+            if not 1 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        if not self.route_scale > 0:
+            raise ValueError(f"route_scale: {self.route_scale} should be above 0")
+        if self.n_experts % self.n_groups:
+            raise ValueError(f"n_groups: {self.n_groups} does not divide n_experts {self.n_experts}")
+        if self.n_groups > 1 and self.n_experts == self.n_groups:
+            raise ValueError(f"n_groups: {self.n_groups} leaves groups of one expert; two are scored")
+        if self.top_groups > self.n_groups:
+            raise ValueError(f"top_groups: {self.top_groups} is more than n_groups {self.n_groups}")
+        choice = self.n_experts // self.n_groups * self.top_groups
+        if self.top_k > choice:
+            raise ValueError(f"top_k: {self.top_k} is more than the {choice} experts to choose from")
+
+
+class Routing(NamedTuple):
+    """What a router decided. experts: (B, L, k), int64. weights: (B, L, k), float32. kept: (B, L, k),
+    False where a token is dropped; None: none is. margin: (B, L), as :meth:`Router.choose` gives it."""
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor | None
+    margin: Tensor
+
+
+class Gate(nn.Linear):
+    """The router's projection, (T, D) to logits (T, E): computed in float32, whatever its input is."""
+
+    def __init__(self, dim: int, n_experts: int) -> None:
+        super().__init__(dim, n_experts, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.float(), self.weight.float())
+
+
+class Router(nn.Module):
+    """Scores experts, picks k for each token, and keeps the load even.
+
+    A loss belongs to the mean over all tokens of an optimizer step, and its gradient is added in
+    backward without being part of the model's output, so that it needs no way through the layers (or
+    pipeline stages) behind. What it counts (``tally``) it counts in backward too: once per token,
+    with recomputation as without, and nothing in evaluation. After a step, :meth:`finish_step` takes
+    the tally of the whole batch.
+
+    tokens_per_step: of the whole batch; None is what one forward sees.
+    gather_sequence: (B, L, n) of the tokens here to (B, S, n) of whole sequences, in any order, where
+    others hold the rest.
+    """
+
+    bias: Tensor
+    load: Tensor
+    tally: Tensor
+
+    def __init__(self, dim: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Gate(dim, config.n_experts)
+        self.tokens_per_step: int | None = None
+        self.gather_sequence: Callable[[Tensor], Tensor] = _alone
+        n = config.n_experts
+        # On a real device even where the model is made on meta: their values are not to be drawn.
+        self.register_buffer("bias", torch.zeros(n, device="cpu"))
+        # The share of each expert in the last step's batch.
+        self.register_buffer("load", torch.full((n,), 1 / n, device="cpu"))
+        # Rows per expert; then rows dropped, and the sums over tokens of balancing loss and z-loss.
+        tally = torch.zeros(n + 3, dtype=torch.float64, device="cpu")
+        self.register_buffer("tally", tally, persistent=False)
+        self.last: dict[str, Tensor] = {}
+
+    def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Routing:
+        """``real_BL``: False for padding, which counts for nothing; None: all tokens are real."""
+        c = self.config
+        logits_BLE = self.gate(x_BLD.flatten(0, 1)).unflatten(0, x_BLD.shape[:2])
+        sigmoid = c.scoring == "sigmoid"
+        scores_BLE = logits_BLE.sigmoid() if sigmoid else logits_BLE.softmax(-1)
+        experts_BLK, margin_BL = self.choose(scores_BLE.detach() + self.bias)
+        picked_BLK = scores_BLE.gather(-1, experts_BLK)
+        weights_BLK = picked_BLK
+        if c.normalize_weights:
+            weights_BLK = weights_BLK / (weights_BLK.sum(-1, keepdim=True) + 1e-20)
+        weights_BLK = weights_BLK * c.route_scale
+
+        real_BL = torch.ones_like(x_BLD[..., 0], dtype=torch.bool) if real_BL is None else real_BL
+        # A row of experts_BLK for padding names none of them.
+        chosen_BLK = torch.where(real_BL[..., None], experts_BLK, c.n_experts)
+        everyone_BSK: Tensor | None = None
+        kept_BLK: Tensor | None = None
+        if c.capacity_factor or (c.balance_weight and c.balance_loss == "sequence"):
+            everyone_BSK = self.gather_sequence(chosen_BLK)
+        if c.capacity_factor:
+            assert everyone_BSK is not None
+            kept_BLK = self._within_capacity(chosen_BLK, picked_BLK.detach(), everyone_BSK)
+        if torch.is_grad_enabled():
+            probabilities = scores_BLE / scores_BLE.sum(-1, keepdim=True) if sigmoid else scores_BLE
+            balance = self._balance(probabilities, real_BL, everyone_BSK)
+            z = (logits_BLE.logsumexp(-1).square() * real_BL).sum()
+            # A loss without weight is only reported.
+            loss = sum(
+                weight * (value if weight else value.detach())
+                for weight, value in ((c.balance_weight, balance), (c.z_weight, z))
+            )
+            with torch.no_grad():
+                counts = count_rows(chosen_BLK, c.n_experts)
+                dropped = (
+                    counts.new_zeros(()) if kept_BLK is None else (~kept_BLK & real_BL[..., None]).sum()
+                )
+                found = torch.cat([counts.double(), torch.stack([dropped, balance, z]).double()])
+            tokens = self.tokens_per_step or real_BL.sum().clamp(min=1)
+            weights_BLK = cast(Tensor, _Observe.apply(weights_BLK, loss / tokens, self, found))
+        return Routing(experts_BLK, weights_BLK, kept_BLK, margin_BL)
+
+    def choose(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts (B, L, k), out of its best groups (DeepSeek-AI 2024, arXiv:2412.19437),
+        and its margin (B, L): how far the last that was chosen is ahead of the first that was not,
+        relative to it."""
+        c, margin_BL = self.config, torch.full_like(scores_BLE[..., 0], torch.inf)
+        if c.top_groups < c.n_groups:
+            groups = scores_BLE.unflatten(-1, (c.n_groups, -1))
+            best = groups.topk(2).values.sum(-1).topk(c.top_groups + 1)
+            margin_BL = _lead(best.values)
+            outside = torch.ones_like(groups[..., 0], dtype=torch.bool)
+            outside = outside.scatter(-1, best.indices[..., :-1], False)
+            scores_BLE = groups.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+        choice = c.n_experts // c.n_groups * c.top_groups
+        best = scores_BLE.topk(min(c.top_k + 1, choice))
+        if c.top_k < choice:
+            margin_BL = torch.minimum(margin_BL, _lead(best.values))
+        return best.indices[..., : c.top_k], margin_BL
+
+    def _balance(self, probabilities: Tensor, real_BL: Tensor, everyone_BSK: Tensor | None) -> Tensor:
+        """Sum over tokens of E sum_e f_e p_e, which is 1 for each where all is even.
+
+        p_e is the token's probability of e, f_e the share of e among all choices: of the batch (Fedus
+        et al. 2021, arXiv:2101.03961, eq. 4; over all ranks as in Qiu et al. 2025, arXiv:2501.11873),
+        or of the token's sequence (arXiv:2412.19437, eq. 17). The batch's is that of the step before:
+        backward of the first micro-batch begins before the last one is routed, and what is summed over
+        the micro-batch at hand would depend on the mesh.
+        """
+        c, share = self.config, self.load
+        if everyone_BSK is not None and c.balance_loss == "sequence":
+            counts_BE = torch.stack([count_rows(row, c.n_experts) for row in everyone_BSK])
+            share = (counts_BE / counts_BE.sum(-1, keepdim=True).clamp(min=1))[:, None]
+        return c.n_experts * ((probabilities * share).sum(-1) * real_BL).sum()
+
+    def _within_capacity(self, chosen_BLK: Tensor, scores_BLK: Tensor, everyone_BSK: Tensor) -> Tensor:
+        """True for the best-scored rows of each expert in each sequence, as many as it takes."""
+        c = self.config
+        scores_BSK = self.gather_sequence(scores_BLK)
+        limits = []
+        for chosen, scores in zip(everyone_BSK.flatten(1), scores_BSK.flatten(1), strict=True):
+            counts = count_rows(chosen, c.n_experts)
+            capacity = (c.capacity_factor * counts.sum() / c.n_experts).ceil().long().clamp(min=1)
+            order = scores.argsort(descending=True)
+            order = order[chosen[order].argsort(stable=True)]
+            last = counts.cumsum(0) - counts + torch.minimum(counts, capacity) - 1
+            limits.append(torch.where(counts > capacity, scores[order][last], -torch.inf))
+        # A place for padding, which takes none.
+        limit = F.pad(torch.stack(limits), (0, 1), value=torch.inf)
+        at = limit.gather(1, chosen_BLK.flatten(1)).view_as(chosen_BLK)
+        return scores_BLK >= at
+
+    @torch.no_grad()
+    def finish_step(self, tally: Tensor) -> None:
+        """After an optimizer step's backward; ``tally`` is that of the whole batch, summed over ranks.
+
+        Moves each expert's bias by ``bias_rate`` towards an even load (Wang et al. 2024,
+        arXiv:2408.15664), and keeps in ``last``: load (greatest over mean), dropped (rows),
+        balance_loss and z_loss (means over tokens, unweighted), bias_change (mean size). Where the
+        balancing loss has no weight, the batch's is reported.
+        """
+        c = self.config
+        counts, (dropped, balance, z) = tally[: c.n_experts], tally[c.n_experts :]
+        mean = counts.mean()
+        change = c.bias_rate * (mean - counts).sign().float()
+        self.bias += change
+        self.load.copy_(counts / counts.sum().clamp(min=1))
+        tokens = (counts.sum() / c.top_k).clamp(min=1)
+        self.last = {
+            "load": counts.max() / mean.clamp(min=1 / c.n_experts),
+            "dropped": dropped.clone(),
+            "balance_loss": balance / tokens,
+            "z_loss": z / tokens,
+            "bias_change": change.abs().mean(),
+        }
+        self.tally.zero_()
+
+
+def _lead(best: Tensor) -> Tensor:
+    """Of descending scores (..., n): by how much the last but one exceeds the last, relative to it."""
+    ahead, behind = best[..., -2], best[..., -1]
+    return (ahead - behind) / ahead.abs().clamp(min=torch.finfo(best.dtype).tiny)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A sequence of which no one else holds a part."""
+    return tensor
+
+
+class _Observe(torch.autograd.Function):
+    """Hands weights on; in backward, adds the gradient of a loss, and to the router's tally."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, router: Router, found: Tensor) -> Tensor:
+        ctx.router, ctx.found, ctx.loss_dtype = router, found, loss.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.router.tally += ctx.found
+        return grads[0], grads[0].new_ones((), dtype=ctx.loss_dtype), None, None
+
+
+def count_rows(experts: Tensor, n_experts: int) -> Tensor:
+    """How often each expert stands in ``experts``, of any shape: (E,), int64. E itself counts not."""
+    flat = experts.flatten()
+    return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:n_experts]
