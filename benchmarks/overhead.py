@@ -43,6 +43,7 @@ class BareLoop:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
+        self.samples, self.global_batch = 0, train.global_batch
         self.batches = Batches(
             open_source(config.data),
             seq_len=train.seq_len,
@@ -51,8 +52,10 @@ class BareLoop:
             seed=train.seed,
         )
 
-    def step(self, step: int) -> float:
-        batch = {name: value.to(self.device) for name, value in self.batches.batch(step).items()}
+    def step(self) -> float:
+        batch = self.batches.batch(self.samples)
+        batch = {name: value.to(self.device) for name, value in batch.items()}
+        self.samples += self.global_batch
         count = (batch["targets"] != -100).sum()
         total = 0.0
         for part in zip(*(value.split(self.micro_batch) for value in batch.values()), strict=True):
@@ -83,12 +86,11 @@ def main() -> None:
             trainer = Trainer(config, mesh, model, device)
             ratios, seconds = [], {"trainer": 0.0, "bare": 0.0}
             for turn in range(-1, rounds):  # the first turn warms up
-                steps = range((turn + 1) * ROUND, (turn + 2) * ROUND)
                 spent = {}
                 for name, loop in (("trainer", trainer), ("bare", bare)):
                     start = time.perf_counter()
-                    for step in steps:
-                        loop.step(step)
+                    for _ in range(ROUND):
+                        loop.step()
                     spent[name] = time.perf_counter() - start
                 if turn >= 0:
                     ratios.append(spent["bare"] / spent["trainer"])

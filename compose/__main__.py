@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from compose import legality, timeline
 from compose.cli import parse, read_arguments, run, world_size_of
+from compose.convert import convert
 from compose.errors import ConfigError, did_you_mean
 from compose.mesh import AXES, init_mesh
 from compose.prove import prove
@@ -93,6 +94,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "verify": _verify,
     "schedule": _schedule,
     "legal": _legal,
+    "convert": convert,
 }
 
 

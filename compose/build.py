@@ -1,5 +1,6 @@
 """From a checked Config to a model that is cut and filled, or to a description of one."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -8,9 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
 from compose.config import Config
+from compose.errors import ConfigError
+from compose.hugging_face import config_problems, load_hf, name_of
 from compose.pipeline_parallel import Schedule
 from compose.registry import InitialisedModel, build_model
-from compose.weights import init_weights
+from compose.weights import init_weights, materialize
 
 
 def apply_options(config: Config) -> dict[str, Any]:
@@ -34,7 +37,7 @@ def pipeline_schedule(config: Config) -> Schedule:
 
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """The model on meta, cut over ``mesh``, then given memory on ``device`` and initial weights."""
+    """The model on meta, cut over ``mesh``, then given memory on ``device`` and weights."""
     model, plan = build_model(config)
     apply(model, plan, mesh, **apply_options(config))
     fill(model, config, device)
@@ -42,6 +45,18 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
 
 
 def fill(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Initial weights of ``train.seed``, for a whole model or a cut one."""
+    """Weights of ``checkpoint.load_hf``, or drawn by ``train.seed``, for a whole model or a cut one.
+
+    Raises ConfigError where the former do not fit.
+    """
+    if config.checkpoint.load_hf:
+        chosen, folder = config.model, Path(config.checkpoint.load_hf)
+        problems = config_problems(folder, chosen.name, chosen.config)
+        if problems:
+            raise ConfigError(*problems)
+        whole, _ = build_model(config)
+        materialize(model, device)
+        load_hf(model, folder, name_of(chosen.name, chosen.config), whole)
+        return
     initialised = cast(InitialisedModel, model)
     init_weights(model, initialised.init_parameter, config.train.seed, device)

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 
 from compose import legality
-from compose.config import TABLES, Config, Model, docs, toml_value, type_name
+from compose.checkpoint.store import newest_first
+from compose.config import TABLES, Config, Model, attribute, docs, toml_value, type_name
 from compose.data import check_source, open_source
 from compose.errors import ConfigError, did_you_mean
+from compose.hugging_face import source_problems
 from compose.registry import find_model, model_names
 from compose.toml import COMMAND_LINE, load, nearest_key
 
@@ -138,7 +140,7 @@ def _device_problems(config: Config) -> list[str]:
 
 
 def _surroundings(config: Config) -> list[str]:
-    """Problems with the data and the folder of a run, on this machine."""
+    """Problems with the data, the first weights and the folder of a run, on this machine."""
     problems = []
     try:
         source = open_source(config.data)
@@ -146,15 +148,21 @@ def _surroundings(config: Config) -> list[str]:
     except ConfigError as error:
         problems += error.problems
     if _is_first_rank():
-        problems += _run_dir(Path(config.run.dir or "runs"), bool(config.run.dir))
+        if config.checkpoint.load_hf:
+            problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(config)]
+        problems += _run_dir(config)
     return problems
 
 
-def _run_dir(folder: Path, chosen: bool) -> list[str]:
+def _run_dir(config: Config) -> list[str]:
+    folder, keep = Path(config.run.dir or "runs"), config.checkpoint
+    # A run that saves may have been stopped before its first checkpoint, and begins again.
+    resumes = keep.resume == "auto" and (keep.interval or newest_first(folder / "checkpoints"))
     try:
-        for name in ("config.toml", "metrics.jsonl") if chosen else ():
+        for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
             if (folder / name).exists():
-                return [f"run.dir: {folder} already holds {name} of a run; choose another folder"]
+                why = ", and no checkpoint" if keep.resume == "auto" else ""
+                return [f"run.dir: {folder} already holds {name} of a run{why}; choose another folder"]
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.touch()
@@ -190,7 +198,8 @@ def _help_rows(kind: type) -> list[str]:
     types = typing.get_type_hints(kind, include_extras=True)
     defaults = {f.name: f.default for f in dataclasses.fields(kind)}
     return [
-        f"  {key:<22} {type_name(types[key])}, default {toml_value(defaults[key])}\n      {doc}"
+        f"  {key:<22} {type_name(types[attribute(key)])}, default"
+        f" {toml_value(defaults[attribute(key)])}\n      {doc}"
         for key, doc in docs(kind).items()
     ]
 

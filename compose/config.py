@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import keyword
 import textwrap
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -137,6 +138,24 @@ class ActivationCheckpoint:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    interval: NonNegative = 0
+    """Steps between checkpoints in run.dir, one at the end besides; 0 is off."""
+    resume: Literal["auto", "none"] = "auto"
+    """auto: go on from the newest checkpoint in run.dir that is whole; none: run.dir must be new."""
+    load_hf: str = ""
+    """Hugging Face folder (config.json, safetensors) with the weights to begin with; empty: drawn."""
+    async_: bool = True
+    """Write while training goes on; the step waits for a copy of the state only."""
+    keep_last: Positive = 2
+    """Newest checkpoints to keep."""
+    keep_every: NonNegative = 0
+    """Keep those of every so many steps too; 0 is none."""
+    fail_after: NonNegative = 0
+    """Stop the run after so many failed saves; 0 trains on."""
+
+
+@dataclass(frozen=True)
 class Metrics:
     tensorboard: bool = True
     """Write TensorBoard events into run.dir."""
@@ -160,6 +179,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     precision: Precision = field(default_factory=Precision)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     source: str = "train.toml"  # the file's name, which begins every message about a key
@@ -172,13 +192,18 @@ TABLES: dict[str, type] = {
 }
 
 
+def attribute(key: str) -> str:
+    """The field of a key: Python's own words, as async, have an underscore there."""
+    return f"{key}_" if keyword.iskeyword(key) else key
+
+
 @functools.cache
 def docs(table: type) -> dict[str, str]:
-    """The text under each field of a dataclass, in the fields' order."""
+    """The text under each field of a dataclass, by its key, in the fields' order."""
     inherited = [docs(base) for base in table.__bases__ if dataclasses.is_dataclass(base)]
     body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0].body  # type: ignore[attr-defined]
     return {name: text for base in inherited for name, text in base.items()} | {
-        key.target.id: " ".join(text.value.value.split())
+        key.target.id.rstrip("_"): " ".join(text.value.value.split())
         for key, text in itertools.pairwise(body)
         if isinstance(key, ast.AnnAssign)
         and isinstance(key.target, ast.Name)

@@ -138,13 +138,13 @@ class Batches:
         self.rows = range(index * global_batch // count, (index + 1) * global_batch // count)
         self.windows = (len(source.tokens) - 1) // seq_len
 
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """This rank's samples of optimizer step ``step`` (from 0): int64 tensors (samples, L).
+    def batch(self, first: int) -> dict[str, Tensor]:
+        """This rank's part of the global batch that begins at sample ``first`` of the run: int64
+        tensors (samples, L).
 
         ``tokens``, ``targets`` (IGNORE where the next token belongs to another document),
         ``positions`` (from 0 in each document) and ``document_ids``.
         """
-        first = step * self.global_batch
         windows = np.stack([self._sample(first + row) for row in self.rows])
         check_ids(windows, self.source.name, self.vocab_size)
         return pack(torch.from_numpy(windows), self.source.separator)

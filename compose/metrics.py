@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import torch
 
+from compose.checkpoint.store import write_whole
 from compose.config import Precision
 
 # Dense peak FLOP/s by a part of torch.cuda.get_device_name(), first match wins; bfloat16 and float8
@@ -69,6 +70,7 @@ class StepMetrics:
     mfu: float | None
     memory: int
     routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
+    checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
 
     def console(self, steps: int, seconds_left: float) -> str:
         """The step as a line for a person, with the time left."""
@@ -85,24 +87,31 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writes steps into ``folder``. Made by one rank; the others have none."""
+    """Writes steps into ``folder``, after the first ``steps`` lines of what is there: a run that goes
+    on leaves one line a step. Made by one rank; the others have none."""
 
-    def __init__(self, folder: Path, tensorboard: bool) -> None:
-        self.file: IO[str] = (folder / "metrics.jsonl").open("x", encoding="utf-8")
+    def __init__(self, folder: Path, tensorboard: bool, steps: int = 0) -> None:
+        path = folder / "metrics.jsonl"
+        before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        # A new file in its place, so that a crash leaves the old one or the new one.
+        write_whole(path, "".join(before[:steps]))
+        self.file: IO[str] = path.open("a", encoding="utf-8")
         self.events: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # half a second to import
 
-            self.events = SummaryWriter(str(folder))
+            self.events = SummaryWriter(str(folder), purge_step=steps + 1 if steps else None)
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        if not metrics.routing:
-            del values["routing"]
+        for name in ("routing", "checkpoint"):
+            if not values[name]:
+                del values[name]
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         if self.events:
+            values |= {f"checkpoint/{k}": v for k, v in values.pop("checkpoint", {}).items()}
             for router, report in values.pop("routing", {}).items():
                 values |= {f"{key}/{router}": value for key, value in report.items()}
             for name, value in values.items():

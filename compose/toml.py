@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from compose.config import TABLES, Config, Model, docs, toml_value, type_name
+from compose.config import TABLES, Config, Model, attribute, docs, toml_value, type_name
 from compose.errors import ConfigError, did_you_mean
 from compose.registry import ModelConfig, ModelFolder, find_model
 
@@ -134,9 +134,9 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
         # A frozen dataclass holds a tuple where TOML has an array.
         given = tuple(value) if isinstance(value, list) else value
         try:
-            good[key] = TypeAdapter(types[key], config=_STRICT).validate_python(given)
+            good[key] = TypeAdapter(types[attribute(key)], config=_STRICT).validate_python(given)
         except ValidationError as error:
-            kind_name, got = type_name(types[key]), toml_value(value)
+            kind_name, got = type_name(types[attribute(key)]), toml_value(value)
             detail = error.errors()[0]
             if detail["type"].endswith(("_type", "literal_error")):
                 keys.problem(table, key, f"expected {kind_name}, got {got}")
@@ -147,7 +147,8 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
 
 
 def _table(table: str, kind: type, keys: Keys) -> Any:
-    return kind(**_checked(table, kind, keys, list(docs(kind))))
+    checked = _checked(table, kind, keys, list(docs(kind)))
+    return kind(**{attribute(key): value for key, value in checked.items()})
 
 
 def _model(keys: Keys) -> Model:
@@ -193,7 +194,7 @@ def dump(config: Config) -> str:
     lines = []
     for table, kind in TABLES.items():
         values = getattr(config, table)
-        pairs = {key: getattr(values, key) for key in docs(kind)}
+        pairs = {key: getattr(values, attribute(key)) for key in docs(kind)}
         if isinstance(values, Model):
             pairs |= {key: getattr(values.config, key) for key in docs(type(values.config))}
         lines += [f"[{table}]", *(f"{k} = {toml_value(v)}" for k, v in pairs.items()), ""]

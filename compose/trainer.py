@@ -4,23 +4,25 @@ import gc
 import math
 import signal
 import time
-from datetime import datetime
-from pathlib import Path
-from types import FrameType
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.checkpoint.store import write_whole
 from compose.config import Config
 from compose.data import Batches, open_source
+from compose.folder import RunFolder
 from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
 from compose.optimizer import build_optimizer, learning_rate, set_learning_rate
 from compose.registry import build_model
 from compose.routing import routing_metrics
 from compose.runtime import TrainingError
+from compose.signals import Signals
 from compose.step import clip_grad_norm_, forward_backward
 from compose.toml import dump
 
@@ -49,46 +51,82 @@ class Trainer:
         peak = device_peak(device, config.precision)
         # Tokens per second at which every device would run at its peak.
         self.peak_rate = peak and peak * mesh.size() / shape.flops_per_token(train.seq_len)
+        self.held = RunFolder(config.run.dir)
+        self.folder = self.held.path
+        self.checkpointer = Checkpointer(config, model, self.optimizer, self.folder)
+        self.progress = Progress()
+        if config.checkpoint.resume == "auto":
+            self.progress = self.checkpointer.resume()
         self.writer: MetricsWriter | None = None
-        self.interrupted = 0.0  # when Ctrl-C was pressed, by time.monotonic()
         if dist.get_rank() == 0:
-            folder = _new_folder(config.run.dir)
-            with (folder / "config.toml").open("x", encoding="utf-8") as file:
-                file.write(dump(config))
-            self.writer = MetricsWriter(folder, config.metrics.tensorboard)
+            write_whole(self.folder / "config.toml", dump(config))
+            self.writer = MetricsWriter(self.folder, config.metrics.tensorboard, self.progress.step)
             whole, _ = build_model(config)  # of which this rank may hold a part
             count = sum(p.numel() for p in whole.parameters())
-            print(f"{folder}: {count:,} parameters", flush=True)
+            print(f"{self.folder}: {count:,} parameters", flush=True)
 
     def run(self) -> None:
-        """Train to the end, or to Ctrl-C, after which the step at hand is finished first.
+        """Train to the end, or until a signal asks for it, after which the step at hand is finished and
+        the run saved first.
 
-        Raises TrainingError where a loss or gradient is not finite, before it reaches the weights.
+        Raises TrainingError where a loss or gradient is not finite, before it reaches the weights, or
+        where saving fails too often; KeyboardInterrupt after Ctrl-C.
         """
         gc.collect()
         gc.disable()  # or ranks stop at different moments, and each waits for all
-        previous = signal.signal(signal.SIGINT, self._interrupt)
         try:
-            for step in range(self.last_step):
-                metrics = self.step(step)
-                if self.writer:
-                    self._write(self.writer, metrics)
-                if self._anyone_interrupted():
-                    self._say(f"stopped by Ctrl-C after step {step + 1}")
-                    raise KeyboardInterrupt
-                if (step + 1) % _COLLECT_EVERY == 0:
-                    gc.collect()
+            with Signals(self.device) as signals:
+                while self.progress.step < self.last_step:
+                    metrics = self.step()
+                    done = self.progress.step
+                    if self.writer:
+                        self._write(self.writer, metrics)
+                    asked = signals.asked()
+                    if asked:
+                        self._stop(asked)
+                        return
+                    self._save(done)
+                    if done % _COLLECT_EVERY == 0:
+                        gc.collect()
+            self.checkpointer.wait()
+            self.checkpointer.finished()
         finally:
-            signal.signal(signal.SIGINT, previous)
             gc.enable()
             if self.writer:
                 self.writer.close()
+            self.held.release()
 
-    def step(self, step: int) -> StepMetrics:
-        """One optimizer step, ``step`` counted from 0; the same metrics on every rank."""
-        config, start = self.config, time.perf_counter()
+    def _save(self, done: int) -> None:
+        """The checkpoint that is due after ``done`` steps, if one is."""
+        every = self.config.checkpoint.interval
+        if self._any(self.checkpointer.failed_too_often):
+            raise TrainingError(
+                f"step {done}: {self.config.checkpoint.fail_after} checkpoints could not be saved"
+                " (checkpoint.fail_after)"
+            )
+        if every and (done % every == 0 or done == self.last_step):
+            self.checkpointer.save(self.progress)
+
+    def _stop(self, asked: signal.Signals) -> None:
+        """Save, and say how to go on; raise KeyboardInterrupt if it was Ctrl-C."""
+        interrupted = asked == signal.SIGINT
+        saved = ""
+        if not interrupted or self.config.checkpoint.interval:
+            self.checkpointer.save(self.progress, wait=True)
+            report = self.checkpointer.finished()
+            if report and not report.problem:
+                saved = f"; saved: the same command with --run.dir={self.folder} goes on"
+        name = "Ctrl-C" if interrupted else asked.name
+        self._say(f"stopped by {name} after step {self.progress.step}{saved}")
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def step(self) -> StepMetrics:
+        """The next optimizer step; the same metrics on every rank, but for those of saving."""
+        config, start, before = self.config, time.perf_counter(), self.progress
+        step = before.step
         train = config.train
-        batch = {k: v.to(self.device) for k, v in self.batches.batch(step).items()}
+        batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
         loss = forward_backward(
             self.model,
             batch,
@@ -106,18 +144,21 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.progress = Progress(
+            step + 1, before.samples + train.global_batch, before.tokens + self.step_tokens
+        )
         rate = self.step_tokens / (time.perf_counter() - start)
+        report = self.checkpointer.finished()
         return StepMetrics(
-            step=step + 1,
+            **asdict(self.progress),
             loss=loss,
             grad_norm=norm,
             lr=lr,
-            tokens=(step + 1) * self.step_tokens,
-            samples=(step + 1) * train.global_batch,
             tokens_per_second=rate,
             mfu=self.peak_rate and rate / self.peak_rate,
             memory=peak_memory(self.device),
             routing=routing_metrics(self.model, self.mesh),
+            checkpoint=report.metrics() if report else {},
         )
 
     def _write(self, writer: MetricsWriter, metrics: StepMetrics) -> None:
@@ -127,35 +168,14 @@ class Trainer:
             left = (self.last_step - step) * self.step_tokens / metrics.tokens_per_second
             print(metrics.console(self.config.train.steps, left), flush=True)
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        # A terminal and torchrun both pass one Ctrl-C on: what follows at once is the same one.
-        now = time.monotonic()
-        if self.interrupted and now > self.interrupted + 2:
-            raise KeyboardInterrupt
-        self.interrupted = self.interrupted or now
-
-    def _anyone_interrupted(self) -> bool:
-        """Whether any rank was: all must leave after the same step."""
-        flag = torch.tensor(self.interrupted > 0, dtype=torch.int32, device=self.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flag)
-        return bool(flag.item())
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any rank: all must leave after the same step."""
+        if not self.config.checkpoint.fail_after:
+            return False
+        found = torch.tensor(flag, dtype=torch.int32, device=self.device)
+        dist.all_reduce(found)
+        return bool(found.item())
 
     def _say(self, text: str) -> None:
         if self.writer:
             print(text, flush=True)
-
-
-def _new_folder(name: str) -> Path:
-    """``run.dir``, or a new folder named by the time, which another run may have taken already."""
-    if name:
-        Path(name).mkdir(parents=True, exist_ok=True)
-        return Path(name)
-    while True:
-        folder = Path(f"runs/{datetime.now():%Y%m%d-%H%M%S}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            time.sleep(0.1)
-        else:
-            return folder

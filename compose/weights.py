@@ -14,18 +14,11 @@ from compose.ties import tie, tied_names
 
 
 @torch.no_grad()
-def init_weights(
-    model: nn.Module,
-    init_parameter: Callable[[str, Tensor, Generator], None],
-    seed: int,
-    device: torch.device,
-) -> None:
-    """Move a model from meta to ``device`` and fill it, bitwise the same on every mesh.
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Move a model from meta to ``device``: parameters get memory without values, buffers keep theirs.
 
-    ``init_parameter(name, tensor, generator)`` fills ``tensor``, the whole float32 parameter; a rank
-    then keeps its own part. One whole parameter is held at a time; of a stack (3 dims), one slice, and
-    only of the slices that the rank has a part of. Buffers must have been made on a
-    real device, since nothing here could know their values: one on meta raises ConfigError.
+    Buffers must have been made on a real device, since nothing here could know their values: one on
+    meta raises ConfigError.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, buffer in buffers.items():
@@ -38,6 +31,23 @@ def init_weights(
         tie(model, names)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         buffer.copy_(values[name])
+
+
+@torch.no_grad()
+def init_weights(
+    model: nn.Module,
+    init_parameter: Callable[[str, Tensor, Generator], None],
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Move a model from meta to ``device`` and fill it, bitwise the same on every mesh.
+
+    ``init_parameter(name, tensor, generator)`` fills ``tensor``, the whole float32 parameter; a rank
+    then keeps its own part. One whole parameter is held at a time; of a stack (3 dims), one slice, and
+    only of the slices that the rank has a part of. Buffers keep their values, as in
+    :func:`materialize`.
+    """
+    materialize(model, device)
     aliases = applied_to(model).aliases
     for held_as, parameter in model.named_parameters():
         name = aliases.get(held_as, held_as)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from compose import legality
-from compose.config import TABLES, Config, docs, toml_value
+from compose.config import TABLES, Config, attribute, docs, toml_value
 from compose.errors import ConfigError
 from compose.toml import dump, load
 from tests.helpers import ROOT
@@ -175,14 +175,14 @@ def test_default_file_states_every_default() -> None:
     for table, kind in TABLES.items():
         assert list(content[table]) == list(docs(kind)), table
         for key, value in content[table].items():
-            assert toml_value(value) == toml_value(getattr(kind(), key)), f"{table}.{key}"
+            assert toml_value(value) == toml_value(getattr(kind(), attribute(key))), f"{table}.{key}"
     for line in text.splitlines():
         assert not line or line[0] in "[#" or "#" in line, f"no doc: {line}"
 
 
 def test_every_field_has_a_doc() -> None:
     for table, kind in TABLES.items():
-        undocumented = {f.name for f in fields(kind)} - docs(kind).keys()
+        undocumented = {f.name.rstrip("_") for f in fields(kind)} - docs(kind).keys()
         assert undocumented <= ({"config"} if table == "model" else set())
 
 

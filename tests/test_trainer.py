@@ -124,9 +124,9 @@ def _gc_during_steps(keys: dict[str, object]) -> tuple[list[bool], bool]:
     seen: list[bool] = []
     real = Trainer.step
 
-    def spy(self: Trainer, step: int) -> Any:
+    def spy(self: Trainer) -> Any:
         seen.append(gc.isenabled())
-        return real(self, step)
+        return real(self)
 
     with mock.patch.object(Trainer, "step", spy):
         _train(keys)
@@ -193,8 +193,8 @@ def test_run_dir_that_cannot_be_written_or_is_taken(tmp_path: Path) -> None:
     done = execute("train.py", f"--run.dir={tmp_path}")
     assert (done.returncode, done.stderr) == (
         2,
-        f"train.toml: run.dir: {tmp_path} already holds metrics.jsonl of a run;"
-        " choose another folder\n",
+        f"train.toml: run.dir: {tmp_path} already holds metrics.jsonl of a run, and no"
+        " checkpoint; choose another folder\n",
     )
     assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
 

@@ -1,0 +1,1 @@
+"""Checkpoints: sharded, written while training goes on, resumed on any mesh."""

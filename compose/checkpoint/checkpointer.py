@@ -1,0 +1,259 @@
+"""Saves a run while it goes on, and finds the way back into it.
+
+The step waits for one copy of the state into host memory; a thread writes that, over a process group of
+its own, so that its messages and those of training never meet. Nothing is read or deleted by a name
+before it is whole (store.py).
+"""
+
+import json
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from compose.checkpoint import store
+from compose.checkpoint.parts import LoadParts, Part, SaveParts, mismatches
+from compose.checkpoint.state import make_optimizer_state, named_tensors, parts, spread, staged
+from compose.config import Config
+from compose.errors import ConfigError
+from compose.toml import dump
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: optimizer steps, samples and tokens of the data."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Report:
+    """Of one save. stall: seconds for which training stood still. seconds: until it was published.
+    bytes: of the whole checkpoint. problem: why it was not published, if it was not."""
+
+    step: int
+    stall: float
+    seconds: float = 0.0
+    bytes: int = 0
+    problem: str = "it did not end"
+
+    def metrics(self) -> dict[str, float]:
+        """As metrics.jsonl has it."""
+        rate = self.bytes / self.seconds if self.seconds else 0.0
+        return {
+            "step": self.step,
+            "stall": self.stall,
+            "seconds": self.seconds,
+            "bytes": self.bytes,
+            "bytes_per_second": rate,
+            "failed": float(bool(self.problem)),
+        }
+
+
+class Checkpointer:
+    """Of one run. Every rank makes one, and calls its methods after the same steps.
+
+    folder: ``run.dir``, the same on every rank.
+    """
+
+    def __init__(
+        self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
+    ) -> None:
+        self.config, self.model, self.optimizer = config, model, optimizer
+        self.root = folder / "checkpoints"
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+        self.thread: threading.Thread | None = None
+        self.report: Report | None = None
+        self.failures = 0
+
+    def resume(self) -> Progress:
+        """Load the newest checkpoint that is whole; the start of a run if there is none.
+
+        Says which, and names the damaged ones it passed over. Raises ConfigError where it is of another
+        model.
+        """
+        if self.rank == 0:
+            store.clean(self.root)
+        for folder in self._agreed(store.newest_first(self.root) if self.rank == 0 else []):
+            found: list[list[str]] = [[] for _ in range(self.ranks)]
+            mine = store.problems(folder, (self.rank, self.ranks))
+            dist.all_gather_object(found, mine, group=self.group)
+            damage = list(dict.fromkeys(problem for each in found for problem in each))
+            if not damage:
+                progress = self._load(folder)
+                self._say(f"{folder}: resumed after step {progress.step}")
+                return progress
+            self._say(f"{folder}: damaged and passed over: {'; '.join(damage)}")
+        return Progress()
+
+    def save(self, progress: Progress, wait: bool = False) -> None:
+        """Begin to save the state as it is now; ``wait`` for the end of it.
+
+        A save that is still going on is waited for first: two would take twice the memory.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        self.finished()
+        state = staged(self._state())
+        self.report = Report(progress.step, stall=time.perf_counter() - begun)
+        self.thread = threading.Thread(target=self._write, args=(state, progress, begun), daemon=True)
+        self.thread.start()
+        if wait or not self.config.checkpoint.async_:
+            self.wait()
+            self.report.stall = time.perf_counter() - begun
+
+    def wait(self) -> None:
+        """Until no save is going on."""
+        if self.thread:
+            self.thread.join()
+
+    def finished(self) -> Report | None:
+        """The report of a save that has ended since this was asked last, on this rank."""
+        if self.thread is None or self.thread.is_alive():
+            return None
+        self.thread.join()
+        self.thread, report = None, self.report
+        if report and report.problem:
+            self.failures += 1
+            left = self.config.checkpoint.fail_after - self.failures
+            self._say(
+                f"checkpoint of step {report.step} failed: {report.problem}; training goes on"
+                f"{f', and stops after {left} more' if left > 0 else ''}"
+            )
+        return report
+
+    @property
+    def failed_too_often(self) -> bool:
+        """Whether ``checkpoint.fail_after`` saves have failed."""
+        return 0 < self.config.checkpoint.fail_after <= self.failures
+
+    def _state(self) -> dict[str, Part]:
+        return parts(named_tensors(self.model, self.optimizer))
+
+    def _write(self, state: Mapping[str, Part], progress: Progress, begun: float) -> None:
+        """In the thread, on every rank: write, then publish on the first."""
+        assert self.report is not None
+        target = self.root / f".writing-{store.name_of(progress.step)}"
+        problem, files = "", {}
+        try:
+            self._first(lambda: store.begin(self.root, progress.step))
+            dcp.save(
+                dict(state),
+                storage_writer=FileSystemWriter(target),
+                planner=SaveParts(),
+                process_group=self.group,
+            )
+            files = store.described(target.glob(f"__{self.rank}_*"))
+        except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
+            problem = _cause(error)
+        everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(self.ranks)]
+        dist.all_gather_object(everyone, (problem, files), group=self.group)
+        problems = [words for words, _ in everyone if words]
+        result = [problems[0] if problems else "", 0]
+        if self.rank == 0:
+            if not problems:
+                result = self._publish(target, progress, [entries for _, entries in everyone])
+            if result[0]:
+                shutil.rmtree(target, ignore_errors=True)
+        dist.broadcast_object_list(result, src=0, group=self.group)
+        self.report.problem, self.report.bytes = result[0], result[1]
+        self.report.seconds = time.perf_counter() - begun
+
+    def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
+        """(problem, bytes) of naming what all ranks have written."""
+        keep = self.config.checkpoint
+        try:
+            store.write_whole(target / STATE, json.dumps(self._described(progress), indent=1))
+            store.write_whole(target / "config.toml", dump(self.config))
+            own = store.described(p for p in target.iterdir() if not p.name.startswith("__"))
+            everything = {name: entry for part in (own, *files) for name, entry in part.items()}
+            folder = store.publish(target, everything)
+            store.prune(self.root, keep.keep_last, keep.keep_every, folder)
+        except OSError as error:
+            return [_cause(error), 0]
+        return ["", sum(entry["size"] for entry in everything.values())]
+
+    def _described(self, progress: Progress) -> dict[str, Any]:
+        return {
+            **asdict(progress),
+            "model": _fields(self.config),
+            "seed": self.config.train.seed,
+            "ranks": self.ranks,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        }
+
+    def _load(self, folder: Path) -> Progress:
+        known = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        here = _fields(self.config)
+        other = [
+            f"{folder}: was made with model.{key} = {known['model'].get(key)}, not {here[key]}"
+            for key in here
+            if known["model"].get(key) != here[key]
+        ]
+        if other:
+            raise ConfigError(*other)
+        make_optimizer_state(self.optimizer)
+        tensors = named_tensors(self.model, self.optimizer)
+        state = parts(tensors)
+        reader = FileSystemReader(folder)
+        problems = mismatches(state, reader.read_metadata())
+        if problems:
+            raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
+        dcp.load(dict(state), storage_reader=reader, planner=LoadParts(), process_group=self.group)
+        spread(tensors)
+        return Progress(**{key: known[key] for key in ("step", "samples", "tokens")})
+
+    def _agreed(self, folders: list[Path]) -> list[Path]:
+        """What the first rank sees."""
+        shared = [folders]
+        dist.broadcast_object_list(shared, src=0, group=self.group)
+        return shared[0]
+
+    def _first(self, work: Any) -> None:
+        """Do what the first rank alone has to do; where it fails, every rank does."""
+        problem = [""]
+        if self.rank == 0:
+            try:
+                work()
+            except OSError as error:
+                problem = [_cause(error)]
+        dist.broadcast_object_list(problem, src=0, group=self.group)
+        if problem[0]:
+            raise OSError(problem[0])
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    """The model's name and the fields of its config that decide its shapes or its function."""
+    return {"name": config.model.name, **json.loads(json.dumps(asdict(config.model.config)))}
+
+
+def _cause(error: BaseException) -> str:
+    """One line of the first error, which DCP wraps with every rank's traceback."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, Mapping) and failures:
+        inner = next(iter(failures.values()))
+        error = inner[0] if isinstance(inner, tuple) else inner
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return next(iter(words.strip().splitlines()), type(error).__name__)

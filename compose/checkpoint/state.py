@@ -1,0 +1,70 @@
+"""What a run is made of between two steps, by names that no mesh changes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compose.applied import applied_to
+from compose.checkpoint.parts import Part, part_of
+
+
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
+    """Every tensor that training changes, by its name in the whole model.
+
+    ``model.<name>``: parameters and persistent buffers; ``optimizer.<name>.<key>``: the optimizer's
+    state of a parameter. Of what stages share, this rank may hold several copies, all listed.
+    """
+    aliases = applied_to(model).aliases
+    found: dict[str, list[Tensor]] = {}
+    persistent = model.state_dict(keep_vars=True)
+    for name, parameter in model.named_parameters():
+        whole = aliases.get(name, name)
+        found.setdefault(f"model.{whole}", []).append(parameter)
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
+            if isinstance(value, Tensor):
+                found.setdefault(f"optimizer.{whole}.{key}", []).append(value)
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            found.setdefault(f"model.{name}", []).append(buffer)
+    return found
+
+
+def parts(tensors: dict[str, list[Tensor]]) -> dict[str, Part]:
+    """This rank's part of each; of copies, of the first."""
+    return {name: part_of(copies[0]) for name, copies in tensors.items()}
+
+
+def staged(state: dict[str, Part]) -> dict[str, Part]:
+    """A copy in host memory, which training cannot change."""
+    return {
+        name: Part(part.shape, part.offsets, part.local.to("cpu", copy=True))
+        for name, part in state.items()
+    }
+
+
+@torch.no_grad()
+def spread(tensors: dict[str, list[Tensor]]) -> None:
+    """Give every copy what the first one holds."""
+    for first, *others in tensors.values():
+        for other in others:
+            _local(other).copy_(_local(first))
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make its state, as its first step does, and change nothing."""
+    rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,201 @@
+"""Hugging Face's folders, config.json and safetensors, read into a model that may be cut already.
+
+What a model's weights are called there, its ``models/<name>/hf.py`` says.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from compose.applied import applied_to
+from compose.checkpoint.parts import Part, part_of
+from compose.config import Config
+from compose.errors import ConfigError
+from compose.registry import build_model
+from compose.safetensors_files import DTYPES, TensorFiles
+from compose.ties import tied_names
+
+# Fields of a model's config that change what is learnt, and not what weights compute.
+_TRAINING = ("balance_loss", "balance_weight", "z_weight", "bias_rate", "capacity_factor")
+# What older files hold besides weights: it is computed.
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+# A layer of DeepSeek's multi-token prediction, which no model here has.
+_PREDICTION = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+
+HfName = Callable[[str], str]
+
+
+class HuggingFace(Protocol):
+    """What ``models/<name>/hf.py`` holds."""
+
+    MODEL_TYPES: Sequence[str]
+    """The model_type in config.json of models that can be expressed."""
+
+    def hf_name(self, name: str, config: Any = None) -> str: ...
+
+    def hf_config(self, config: Any) -> dict[str, Any]: ...
+
+    def config_from_hf(self, values: Mapping[str, Any]) -> Any: ...
+
+
+def find_hf(name: str) -> HuggingFace:
+    """The hf.py of the model ``models/<name>/``. Raises ConfigError where there is none."""
+    if importlib.util.find_spec(f"models.{name}.hf") is None:
+        raise ConfigError(f"models/{name}: has no hf.py, with Hugging Face's names of its weights")
+    return cast(HuggingFace, importlib.import_module(f"models.{name}.hf"))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of ``folder``. Raises ConfigError where it cannot be read."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: is not an object")
+    return values
+
+
+def config_problems(folder: Path, name: str, config: Any) -> list[str]:
+    """One line for each field of a model's config that is another than that of ``folder``'s
+    config.json, and would have its weights compute something else."""
+    hf = find_hf(name)
+    try:
+        theirs = hf.config_from_hf(read_config(folder))
+    except ValueError as error:
+        return [f"{folder}/config.json: {error}"]
+    except ConfigError as error:
+        return error.problems
+    ours = config
+    # There and back, as theirs has come: without what such a model makes no use of.
+    with contextlib.suppress(ValueError):
+        ours = hf.config_from_hf(hf.hf_config(config))
+    return [
+        f"{folder}: is a model with {field} = {getattr(theirs, field)}, not {getattr(config, field)}"
+        for field in (f.name for f in dataclasses.fields(config))
+        if field not in _TRAINING and getattr(theirs, field) != getattr(ours, field)
+    ]
+
+
+def source_problems(config: Config) -> list[str]:
+    """All that keeps ``checkpoint.load_hf`` from filling the model of ``config``."""
+    folder, model = Path(config.checkpoint.load_hf), config.model
+    if not folder.is_dir():
+        return [f"{folder}: no such folder"]
+    problems = config_problems(folder, model.name, model.config)
+    if problems:  # it would be of no use to compare the tensors too
+        return problems
+    try:
+        whole, _ = build_model(config)
+        return differences(TensorFiles(folder), whole, name_of(model.name, model.config))
+    except ConfigError as error:
+        return error.problems
+
+
+def name_of(name: str, config: Any) -> HfName:
+    """``hf_name`` of the model ``models/<name>/`` with this config."""
+    return functools.partial(find_hf(name).hf_name, config=config)
+
+
+def published(model: nn.Module, hf_name: HfName) -> Iterator[tuple[str, str, Tensor]]:
+    """(name in the whole model, Hugging Face's, tensor) of what ``model`` has of the published weights:
+    all parameters, and the persistent buffers that have a name there."""
+    aliases = applied_to(model).aliases
+    for name, parameter in model.named_parameters():
+        whole = aliases.get(name, name)
+        yield whole, hf_name(whole), parameter
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        try:
+            theirs = hf_name(name)
+        except KeyError:
+            continue
+        if name in persistent:
+            yield name, theirs, buffer
+
+
+def load_hf(
+    model: nn.Module, folder: str | Path, hf_name: HfName, whole: nn.Module | None = None
+) -> None:
+    """Fill ``model``, which has memory, from the safetensors in ``folder``; on each rank, its own part
+    of each weight alone is read. The values are cast to the parameters' type.
+
+    hf_name: Hugging Face's name of our parameter; '{}' in it stands for the index in a stack. whole:
+    the model before it was cut, on meta, where ``model`` is a pipeline's part of it. Raises ConfigError
+    with every tensor that is missing, has no place or another shape, before any is loaded.
+    """
+    files = TensorFiles(Path(folder))
+    problems = differences(files, whole or model, hf_name)
+    if problems:
+        raise ConfigError(*problems)
+    for _, theirs, tensor in published(model, hf_name):
+        fill_part(files, theirs, part_of(tensor))
+
+
+@torch.no_grad()
+def fill_part(files: TensorFiles, theirs: str, part: Part) -> None:
+    """Read what ``part`` is of the tensor ``theirs``, or of the stack of them that '{}' stands for."""
+    if part.local.numel() == 0:
+        return
+    box = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
+    if "{}" not in theirs:
+        part.local.copy_(files.read(theirs, box))
+        return
+    for place, index in enumerate(range(box[0].start, box[0].stop)):
+        part.local[place].copy_(files.read(theirs.format(index), box[1:]))
+
+
+def differences(files: TensorFiles, model: nn.Module, hf_name: HfName) -> list[str]:
+    """One line for each tensor that ``files`` lack, have in another shape or type, or hold besides.
+
+    ``model``: whole, or cut but for pipeline stages. What is alike in all layers makes one line. What a
+    file may hold besides: the second name of a tied weight, frequencies of the rotary embedding, and
+    layers of multi-token prediction.
+    """
+    expected: dict[str, tuple[int, ...]] = {}
+    for _, theirs, tensor in published(model, hf_name):
+        if "{}" in theirs:
+            expected |= {theirs.format(i): tuple(tensor.shape[1:]) for i in range(len(tensor))}
+        else:
+            expected[theirs] = tuple(tensor.shape)
+    found: list[tuple[str, str]] = []
+    for name, shape in expected.items():
+        entry = files.entries.get(name)
+        if entry is None:
+            found.append((name, "is missing"))
+        elif entry.shape != shape:
+            found.append((name, f"is {entry.shape}, the model's is {shape}"))
+        elif entry.dtype not in DTYPES:
+            found.append((name, f"is {entry.dtype}, not one of {', '.join(DTYPES)}"))
+    tied = {hf_name(name) for names in tied_names(model) for name in names[1:]}
+    prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
+    prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
+    for name in files.entries:
+        besides = name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
+        if name not in expected and not besides:
+            found.append((name, "is not of this model"))
+    return [f"{files.folder}: {line}" for line in _collapsed(found)]
+
+
+def _collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
+    """One line for what is said of several names that differ by numbers alone."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, words in found:
+        alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), words), []).append(name)
+    return [
+        f"{pattern} {words} ({len(names)} of them)" if len(names) > 1 else f"{names[0]} {words}"
+        for (pattern, words), names in alike.items()
+    ]

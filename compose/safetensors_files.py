@@ -1,0 +1,140 @@
+"""Folders of safetensors files: read by slices, written one tensor at a time.
+
+The format (https://github.com/huggingface/safetensors): 8 bytes, the header's length; the header, JSON
+of each tensor's type, shape and place; the tensors' bytes. All little-endian. Several files have an
+index beside them, that says which holds what.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compose.errors import ConfigError
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file. dtype: as the format has it, "F32"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    path: Path
+
+
+class TensorFiles:
+    """The tensors of a folder, ``entries`` by name; of their values, what is asked for is read.
+
+    Raises ConfigError, with a line for each file that is missing or cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        problems = []
+        for path in self._paths():
+            try:
+                with safe_open(path, "pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (it has no iterator)
+                        part = file.get_slice(name)
+                        self.entries[name] = Entry(tuple(part.get_shape()), part.get_dtype(), path)
+            except FileNotFoundError:
+                problems.append(f"{path}: is missing")
+            except (OSError, SafetensorError) as error:
+                problems.append(f"{path}: cannot be read: {error}")
+        if problems:
+            raise ConfigError(*problems)
+
+    def _paths(self) -> list[Path]:
+        index = self.folder / INDEX
+        if index.exists():
+            try:
+                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                return [self.folder / name for name in sorted(set(names))]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                raise ConfigError(f"{index}: cannot be read as an index") from None
+        if (self.folder / WHOLE).exists():
+            return [self.folder / WHOLE]
+        if not self.folder.is_dir():
+            raise ConfigError(f"{self.folder}: no such folder")
+        raise ConfigError(f"{self.folder}: has neither {WHOLE} nor {INDEX}")
+
+    def read(self, name: str, box: Sequence[slice]) -> Tensor:
+        """A part of a tensor, one slice for each dim; its memory may be the mapped file's."""
+        # Opened anew for each: of a file that stays mapped, all that was ever read stays in memory.
+        with safe_open(self.entries[name].path, "pt") as file:
+            return file.get_slice(name)[tuple(box) or ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_files(
+    folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
+) -> list[Path]:
+    """Write ``tensors``, which come in the order of ``planned``, and hold no more than the one at hand.
+
+    limit: bytes of tensors in a file; one that is larger has a file of its own. Returns the files.
+    """
+    shards: list[list[Planned]] = [[]]
+    filled = 0
+    for one in planned:
+        if shards[-1] and filled + one.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(one)
+        filled += one.nbytes
+    count = len(shards)
+    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else [WHOLE]
+    source = iter(tensors)
+    for name, shard in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as file:
+            _write(file, shard, source)
+    if count > 1:
+        places = {one.name: name for name, shard in zip(names, shards, strict=True) for one in shard}
+        total = sum(one.nbytes for one in planned)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return [folder / name for name in names]
+
+
+def _write(file: IO[bytes], shard: Sequence[Planned], tensors: Iterator[Tensor]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    end = 0
+    for one in shard:
+        begin, end = end, end + one.nbytes
+        header[one.name] = {
+            "dtype": _NAMES[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [begin, end],
+        }
+    words = json.dumps(header, separators=(",", ":")).encode()
+    words += b" " * (-len(words) % 8)  # so that the tensors' bytes are aligned
+    file.write(len(words).to_bytes(8, "little"))
+    file.write(words)
+    for one in shard:
+        tensor = next(tensors)
+        assert (tuple(tensor.shape), tensor.dtype) == (one.shape, one.dtype), one.name
+        file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        del tensor  # before the next one is made

@@ -1,0 +1,44 @@
+"""Signals that ask a run to end: noted at once, acted on between two steps, by all ranks alike."""
+
+import signal
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+# In the order of their codes, from 1; where ranks got different ones, the last counts.
+_ASKS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+_ECHO = 2.0  # seconds within which a second signal is the same one, passed on by torchrun too
+
+
+class Signals:
+    """While this is entered, SIGINT, SIGTERM and SIGUSR1 let the step at hand finish.
+
+    A second one, later than the echo of the first, ends the process at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.code, self.since = device, 0, 0.0
+
+    def __enter__(self) -> "Signals":
+        self.previous = [signal.signal(number, self._note) for number in _ASKS]
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for number, handler in zip(_ASKS, self.previous, strict=True):
+            signal.signal(number, handler)
+
+    def asked(self) -> signal.Signals | None:
+        """What any rank was asked by; a collective, so that all leave after the same step."""
+        code = torch.tensor(self.code, dtype=torch.int32, device=self.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(code, dist.ReduceOp.MAX)
+        return _ASKS[int(code.item()) - 1] if code.item() else None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.code and now > self.since + _ECHO:
+            raise KeyboardInterrupt
+        if not self.code:
+            self.code, self.since = _ASKS.index(number) + 1, now
