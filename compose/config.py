@@ -66,6 +66,9 @@ class Train:
     """Seed of the initial weights and of the order of the samples."""
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    skip_nonfinite: bool = False
+    """Leave the weights as they are after a step whose loss or gradient is not finite, and count it;
+    false stops the run."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ class Metrics:
 class Comm:
     timeout: Positive = 600
     """Seconds after which a collective that a rank has not joined is an error."""
+    check_every: NonNegative = 0
+    """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
 
 
 @dataclass(frozen=True)

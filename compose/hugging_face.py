@@ -72,8 +72,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def config_problems(folder: Path, name: str, config: Any) -> list[str]:
     """One line for each field of a model's config that is another than that of ``folder``'s
     config.json, and would have its weights compute something else."""
-    hf = find_hf(name)
     try:
+        hf = find_hf(name)
         theirs = hf.config_from_hf(read_config(folder))
     except ValueError as error:
         return [f"{folder}/config.json: {error}"]

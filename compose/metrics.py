@@ -61,14 +61,15 @@ class StepMetrics:
     """One line of metrics.jsonl; docs/metrics.md defines each field."""
 
     step: int
-    loss: float
-    grad_norm: float
+    loss: float | None  # null where it was not finite
+    grad_norm: float | None
     lr: float
     tokens: int
     samples: int
     tokens_per_second: float
     mfu: float | None
     memory: int
+    skipped: int = 0  # steps of this process that were not finite
     routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
     checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
 
@@ -79,11 +80,15 @@ class StepMetrics:
         loads = [report["load"] for report in self.routing.values() if "load" in report]
         load = f"  load {max(loads):.2f}" if loads else ""
         return (
-            f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}"
-            f"  grad_norm {self.grad_norm:.3f}  lr {self.lr:.2e}"
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {_shown(self.loss, 4)}"
+            f"  grad_norm {_shown(self.grad_norm, 3)}  lr {self.lr:.2e}"
             f"  {self.tokens_per_second:,.0f} tokens/s{mfu}{load}  {self.memory / 2**30:.2f} GiB"
             f"  sample {self.samples:,}  left {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
         )
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 class MetricsWriter:
@@ -105,7 +110,7 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        for name in ("routing", "checkpoint"):
+        for name in ("skipped", "routing", "checkpoint"):
             if not values[name]:
                 del values[name]
         self.file.write(json.dumps(values) + "\n")

@@ -20,6 +20,7 @@ from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
 from compose.optimizer import build_optimizer, learning_rate, set_learning_rate
 from compose.registry import build_model
+from compose.replicas import differences
 from compose.routing import routing_metrics
 from compose.runtime import TrainingError
 from compose.signals import Signals
@@ -54,7 +55,7 @@ class Trainer:
         self.held = RunFolder(config.run.dir)
         self.folder = self.held.path
         self.checkpointer = Checkpointer(config, model, self.optimizer, self.folder)
-        self.progress = Progress()
+        self.progress, self.skipped = Progress(), 0
         if config.checkpoint.resume == "auto":
             self.progress = self.checkpointer.resume()
         self.writer: MetricsWriter | None = None
@@ -134,15 +135,12 @@ class Trainer:
             micro_batch=train.micro_batch,
         ).item()
         norm = clip_grad_norm_(self.model.parameters(), train.max_norm, self.mesh).item()
-        for name, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                raise TrainingError(
-                    f"step {step + 1}: the {name} is {value}; the weights are still those of step"
-                    f" {step} (a lower optimizer.lr or a longer optimizer.warmup may help)"
-                )
+        finite = self._finite(step, loss, norm)
+        self._check_copies(step)
         lr = learning_rate(step, train.steps, config.optimizer)
         set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
+        if finite:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress = Progress(
             step + 1, before.samples + train.global_batch, before.tokens + self.step_tokens
@@ -151,8 +149,9 @@ class Trainer:
         report = self.checkpointer.finished()
         return StepMetrics(
             **asdict(self.progress),
-            loss=loss,
-            grad_norm=norm,
+            loss=loss if math.isfinite(loss) else None,
+            grad_norm=norm if math.isfinite(norm) else None,
+            skipped=self.skipped,
             lr=lr,
             tokens_per_second=rate,
             mfu=self.peak_rate and rate / self.peak_rate,
@@ -160,6 +159,32 @@ class Trainer:
             routing=routing_metrics(self.model, self.mesh),
             checkpoint=report.metrics() if report else {},
         )
+
+    def _finite(self, step: int, loss: float, norm: float) -> bool:
+        """Whether the step can be taken. Raises TrainingError if not, unless it may be skipped."""
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if math.isfinite(value):
+                continue
+            if self.config.train.skip_nonfinite:
+                self.skipped += 1
+                self._say(f"step {step + 1}: the {name} is {value}; skipped, {self.skipped} in all")
+                return False
+            raise TrainingError(
+                f"step {step + 1}: the {name} is {value}; the weights are still those of step"
+                f" {step} (a lower optimizer.lr or a longer optimizer.warmup may help)"
+            )
+        return True
+
+    def _check_copies(self, step: int) -> None:
+        """Raise TrainingError where ranks differ that must not, every ``comm.check_every`` steps."""
+        every = self.config.comm.check_every
+        if every and (step + 1) % every == 0:
+            found = differences(self.model, self.optimizer, self.mesh)
+            if found:
+                raise TrainingError(
+                    f"step {step + 1}: {'; '.join(found)}: silent corruption; the last checkpoint is"
+                    " of before, and these machines want a test"
+                )
 
     def _write(self, writer: MetricsWriter, metrics: StepMetrics) -> None:
         writer.write(metrics)

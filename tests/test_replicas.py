@@ -1,0 +1,99 @@
+"""Copies that must be bitwise equal: one flipped bit is named, and clean steps give no alarm."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from compose.build import build
+from compose.data import random_batch
+from compose.mesh import batch_share
+from compose.optimizer import build_optimizer
+from compose.replicas import checksum, differences
+from compose.step import clip_grad_norm_, forward_backward
+from tests.helpers import make_config
+from tests.pool import Pool, make_mesh
+from tests.test_expert_parallel import DEEPSEEK
+from tests.test_trainer import _train_until_error, keys_for, lines
+
+Keys = dict[str, object]
+REPLICAS: Keys = {"parallel__dp_replicate": 4, "train__global_batch": 8}
+PRODUCT: Keys = {
+    "parallel__dp_replicate": 2,
+    "parallel__dp_shard": 2,
+    "parallel__tp": 2,
+    "train__global_batch": 8,
+}
+EXPERTS: Keys = DEEPSEEK | PRODUCT | {"parallel__ep": 2, "train__seq_len": 16, "model__n_layers": 2}
+
+
+def test_checksum_sees_every_bit() -> None:
+    tensor = torch.randn(3, 5)
+    before = int(checksum(tensor))
+    for byte in range(60):
+        for bit in range(8):
+            changed = tensor.clone()
+            changed.view(-1).view(torch.uint8)[byte] ^= 1 << bit
+            assert int(checksum(changed)) != before
+    assert int(checksum(tensor.flip(0))) != before
+    assert int(checksum(tensor[0, 0])) == int(checksum(tensor[0, 0].clone()))
+
+
+def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]:
+    """Train; then, on ``rank``, flip one bit of a weight, a gradient or the optimizer's state."""
+    config = make_config(dist.get_world_size(), **keys)
+    mesh = make_mesh(config.parallel)
+    model = build(config, mesh, torch.device("cpu"))
+    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    index, count = batch_share(mesh)
+    for step in range(steps):
+        batch = random_batch(8, config.train.seq_len, config.model.config.vocab_size, step)
+        share = {key: value.chunk(count)[index] for key, value in batch.items()}
+        forward_backward(model, share, mesh, micro_batch=1)
+        clip_grad_norm_(model.parameters(), 1.0, mesh)
+        found = differences(model, optimizer, mesh)
+        assert found == [], f"step {step}: {found}"
+        if step < steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    if dist.get_rank() == rank:
+        parameter = model.get_parameter(name)
+        tensors = {"weight": parameter, "gradient": parameter.grad}
+        tensor = tensors.get(what, optimizer.state[parameter].get(what))
+        assert tensor is not None
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local.detach().view(-1).view(torch.int32)[-1] ^= 1
+    return differences(model, optimizer, mesh)
+
+
+@pytest.mark.parametrize("what", ["weight", "gradient", "exp_avg", "exp_avg_sq"])
+def test_one_bit_in_one_of_four_replicas(pool: Pool, what: str) -> None:
+    name = "layers.1.attention.wo.weight"
+    found = pool.run(_steps, 4, REPLICAS, 3, 2, what, name)
+    shown = {"weight": "weight", "gradient": "gradient of"}.get(what, f"{what} of")
+    assert found == [[f"rank 2 differs in {shown} {name}"]] * 4
+
+
+def test_a_norm_on_the_tp_axis_and_one_of_two_replicas(pool: Pool) -> None:
+    """Of two copies either may be wrong; over two axes the one that is in both is."""
+    found = pool.run(_steps, 8, PRODUCT, 2, 5, "weight", "norm.weight")[0]
+    assert sorted(found) == [
+        "ranks 1, 5 differ in weight norm.weight",
+        "ranks 4, 5 differ in weight norm.weight",
+    ]
+
+
+@pytest.mark.parametrize("keys", [PRODUCT, EXPERTS], ids=["product", "experts"])
+def test_clean_steps_give_no_alarm(pool: Pool, keys: Keys) -> None:
+    assert pool.run(_steps, 8, keys, 6, -1, "", "")[0] == []
+
+
+def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_for(tmp_path, train__skip_nonfinite=True, train__stop_after=5)
+    found = pool.run(_train_until_error, 2, keys, float("nan"), "clip_grad_norm_")
+    assert found == ["", ""]
+    there = lines(tmp_path)
+    assert [line["grad_norm"] is None for line in there] == [False, False, True, False, False]
+    assert [line.get("skipped", 0) for line in there] == [0, 0, 1, 1, 1]
