@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,28 @@ import torch.distributed as dist
 
 from compose.config import Config
 from compose.errors import ConfigError
+
+_seen: tuple[dist.Store, int] | None = None  # where this rank says what it does, and its number
+
+
+def note(doing: str) -> None:
+    """Tell the other ranks what this one is about to do, so that they can say so if it never ends."""
+    if _seen:
+        store, rank = _seen
+        store.set(f"compose/seen/{rank}", f"{time.time()} {doing}")
+
+
+def laggards(store: dist.Store, world_size: int) -> str:
+    """Which rank was heard of longest ago, and what it was doing then; empty if none ever said."""
+    seen = []
+    for rank in range(world_size):
+        if store.check([f"compose/seen/{rank}"]):
+            when, _, doing = store.get(f"compose/seen/{rank}").decode().partition(" ")
+            seen.append((float(when), rank, doing))
+    if not seen:
+        return ""
+    when, rank, doing = min(seen)
+    return f"rank {rank} is behind: last heard of {time.time() - when:.0f} s ago, before {doing}"
 
 
 class TrainingError(Exception):
@@ -42,6 +65,7 @@ def process_group(config: Config) -> Iterator[torch.device]:
         store, rank, world_size = next(iter(dist.rendezvous("env://")))
     else:
         store, rank, world_size = dist.HashStore(), 0, 1
+    global _seen
     try:
         device = pick_device(config.run.device)
         dist.init_process_group(
@@ -52,6 +76,7 @@ def process_group(config: Config) -> Iterator[torch.device]:
             timeout=timedelta(seconds=config.comm.timeout),
             device_id=device if device.type == "cuda" else None,
         )
+        _seen = (store, rank) if world_size > 1 else None
         yield device
     except KeyboardInterrupt:
         sys.exit(130)
@@ -59,6 +84,9 @@ def process_group(config: Config) -> Iterator[torch.device]:
         # No orderly shutdown: other ranks may be waiting in a collective until torchrun ends them.
         if store.add("compose/failed", 1) == 1:
             _report(error, rank)
+            behind = laggards(store, world_size) if isinstance(error, RuntimeError) else ""
+            if behind:
+                print(behind, file=sys.stderr)
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ConfigError) else 1)
     dist.destroy_process_group()

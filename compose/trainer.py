@@ -22,7 +22,7 @@ from compose.optimizer import build_optimizer, learning_rate, set_learning_rate
 from compose.registry import build_model
 from compose.replicas import differences
 from compose.routing import routing_metrics
-from compose.runtime import TrainingError
+from compose.runtime import TrainingError, note
 from compose.signals import Signals
 from compose.step import clip_grad_norm_, forward_backward
 from compose.toml import dump
@@ -127,6 +127,7 @@ class Trainer:
         config, start, before = self.config, time.perf_counter(), self.progress
         step = before.step
         train = config.train
+        note(f"forward and backward of step {step + 1}")
         batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
         loss = forward_backward(
             self.model,
@@ -135,6 +136,7 @@ class Trainer:
             micro_batch=train.micro_batch,
         ).item()
         norm = clip_grad_norm_(self.model.parameters(), train.max_norm, self.mesh).item()
+        note(f"the optimizer's part of step {step + 1}")
         finite = self._finite(step, loss, norm)
         self._check_copies(step)
         lr = learning_rate(step, train.steps, config.optimizer)

@@ -12,7 +12,7 @@ import pytest
 
 from compose.checkpoint import store
 from tests.helpers import ROOT
-from tests.test_trainer import QUICK, command, lines
+from tests.test_trainer import QUICK, command, execute, lines
 
 SAVING = [*QUICK, "--checkpoint.interval=1", "--metrics.console_every=1", "--metrics.tensorboard=false"]
 
@@ -108,3 +108,25 @@ def test_ranks_die_fifty_times(tmp_path: Path) -> None:
         if dead >= 50:
             return
     raise AssertionError(f"only {dead} were killed")
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "from compose.cli import parse, run\n"
+        "from compose.runtime import note, process_group\n"
+        "def main(arguments):\n"
+        "    with process_group(parse(arguments, 'hangs.py').config):\n"
+        "        for step in (1, 2):\n"
+        "            if dist.get_rank() == 2 and step == 2:\n"
+        "                time.sleep(100)\n"
+        "            note(f'step {step}')\n"
+        "            dist.all_reduce(torch.ones(1))\n"
+        "run(main)\n"
+    )
+    done = execute(str(script), "--comm.timeout=5", "--train.global_batch=24", ranks=3)
+    assert done.returncode == 1
+    (line,) = (row for row in done.stderr.splitlines() if "is behind" in row)
+    assert line.startswith("rank 2 is behind: last heard of ")
+    assert line.endswith(" s ago, before step 1")
