@@ -56,3 +56,13 @@ def test_moe_of_two_ranks() -> None:
     for result in (alone, parted):
         assert 0 <= result["waiting_ms"] < result["dispatch_ms"] < result["step_ms"]
         assert 0 < result["share"] < 1
+
+
+def test_checkpoint() -> None:
+    done = execute("benchmarks/checkpoint.py", "--small")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["bytes"] > 12 * result["parameters"]
+    ratios = [value for key, value in result.items() if "_over_" in key]
+    assert len(ratios) == 5
+    assert all(value > 0 for value in ratios)

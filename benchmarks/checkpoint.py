@@ -1,0 +1,136 @@
+"""What saving and resuming cost, as ratios of two things measured in one run.
+
+    python benchmarks/checkpoint.py [--small]
+
+Prints one JSON line: stall of an asynchronous save over a step's time, over one copy of the state in
+memory, and over the time until it is published; bytes per second until then over those of copying the
+published files and flushing them; seconds from a process' start to the end of its first step, resumed
+over fresh. A Llama of about 300 million parameters on one process, AdamW's state included; ``--small``
+is a few thousand, and says nothing about speed.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from compose.build import build
+from compose.checkpoint import store
+from compose.checkpoint.state import named_tensors, parts, staged
+from compose.legality import check
+from compose.mesh import init_mesh
+from compose.runtime import process_group
+from compose.toml import load
+from compose.trainer import Trainer
+
+ROOT = Path(__file__).parent.parent
+LARGE = {
+    "model.dim": 1024,
+    "model.n_layers": 20,
+    "model.n_heads": 16,
+    "model.hidden_dim": 3584,
+    "model.vocab_size": 16384,
+}
+SMALL = {"model.dim": 32, "model.n_layers": 2, "model.hidden_dim": 48}
+SHAPE = {"train.seq_len": 64, "train.global_batch": 1, "train.micro_batch": 1}
+STEPS = 6
+
+
+def overrides(small: bool, folder: Path) -> dict[str, object]:
+    """Keys of the run."""
+    model = SMALL if small else LARGE
+    return {**model, **SHAPE, "run.dir": folder, "metrics.tensorboard": "false"}
+
+
+def saving(keys: dict[str, object]) -> tuple[dict[str, float], Path]:
+    """Ratios of saving; the checkpoint that was made."""
+    values = [(name, str(value)) for name, value in keys.items()]
+    config, problems = check(load(str(ROOT / "train.toml"), values), 1)
+    assert not problems, problems
+    with process_group(config) as device:
+        mesh = init_mesh(config.parallel, device.type)
+        trainer = Trainer(config, mesh, build(config, mesh, device), device)
+
+        def step() -> float:
+            start = time.perf_counter()
+            trainer.step()
+            return time.perf_counter() - start
+
+        step()
+        steps = [step() for _ in range(STEPS)]
+        state = parts(named_tensors(trainer.model, trainer.optimizer))
+        copies = []
+        for _ in range(3):
+            start = time.perf_counter()
+            staged(state)
+            copies.append(time.perf_counter() - start)
+        trainer.checkpointer.save(trainer.progress)
+        while trainer.checkpointer.thread and trainer.checkpointer.thread.is_alive():
+            trainer.step()
+        trainer.checkpointer.wait()
+        report = trainer.checkpointer.report
+        assert report
+        assert not report.problem, report.problem
+        # With nothing beside it, as the plain copy below has nothing.
+        trainer.checkpointer.save(trainer.progress, wait=True)
+        alone = trainer.checkpointer.report
+        assert alone
+        trainer.held.release()
+        folder = store.newest_first(trainer.checkpointer.root)[0]
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+    target = folder.parent / "copy"
+    start = time.perf_counter()
+    shutil.copytree(folder, target)
+    for path in target.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    plain = report.bytes / (time.perf_counter() - start)
+    shutil.rmtree(target)
+    return {
+        "parameters": parameters,
+        "bytes": report.bytes,
+        "stall_over_step": report.stall / statistics.median(steps),
+        "stall_over_memory_copy": report.stall / statistics.median(copies),
+        "stall_over_save": report.stall / report.seconds,
+        "throughput_over_file_copy": alone.bytes / alone.seconds / plain,
+    }, folder
+
+
+def first_step(keys: dict[str, object], stop_after: int) -> float:
+    """Seconds of a process that trains one step, to its end."""
+    words = [f"--{name}={value}" for name, value in keys.items()]
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "train.py", *words, f"--train.stop_after={stop_after}"],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    small = "--small" in sys.argv
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+        result, folder = saving(overrides(small, here / "run"))
+        step = store.step_of(folder)
+        resumed = first_step(overrides(small, here / "run"), step + 1)
+        fresh = first_step(overrides(small, here / "fresh"), 1)
+    result["resume_over_fresh_start"] = resumed / fresh
+    shown = {
+        key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()
+    }
+    print(json.dumps({"benchmark": "checkpoint", **shown, "torch": torch.__version__}))
+
+
+if __name__ == "__main__":
+    main()
