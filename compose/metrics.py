@@ -110,7 +110,7 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        for name in ("skipped", "routing", "checkpoint"):
+        for name in ("skipped", "routing", "checkpoint"):  # where there is nothing to say
             if not values[name]:
                 del values[name]
         self.file.write(json.dumps(values) + "\n")
