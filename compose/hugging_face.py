@@ -21,12 +21,10 @@ from compose.applied import applied_to
 from compose.checkpoint.parts import Part, part_of
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.registry import build_model
+from compose.registry import build_model, training_fields
 from compose.safetensors_files import DTYPES, TensorFiles
 from compose.ties import tied_names
 
-# Fields of a model's config that change what is learnt, and not what weights compute.
-_TRAINING = ("balance_loss", "balance_weight", "z_weight", "bias_rate", "capacity_factor")
 # What older files hold besides weights: it is computed.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 # A layer of DeepSeek's multi-token prediction, which no model here has.
@@ -86,7 +84,7 @@ def config_problems(folder: Path, name: str, config: Any) -> list[str]:
     return [
         f"{folder}: is a model with {field} = {getattr(theirs, field)}, not {getattr(config, field)}"
         for field in (f.name for f in dataclasses.fields(config))
-        if field not in _TRAINING and getattr(theirs, field) != getattr(ours, field)
+        if field not in training_fields(config) and getattr(theirs, field) != getattr(ours, field)
     ]
 
 

@@ -66,6 +66,11 @@ def find_model(name: str) -> ModelFolder:
     return ModelFolder(name, folder.Config, folder.Model, folder.PRESETS, folder.plan)
 
 
+def training_fields(config: object) -> tuple[str, ...]:
+    """Fields of a model's config that change how it is trained, not what its weights mean."""
+    return getattr(config, "training_fields", ())
+
+
 def build_model(config: Config) -> tuple[nn.Module, Plan]:
     """The model of ``[model]``, on meta, and its plan for ``[parallel]``.
 

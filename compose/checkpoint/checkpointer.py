@@ -27,6 +27,7 @@ from compose.checkpoint.parts import LoadParts, Part, SaveParts, mismatches
 from compose.checkpoint.state import make_optimizer_state, named_tensors, parts, spread, staged
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.registry import training_fields
 from compose.toml import dump
 
 STATE = "state.json"
@@ -163,7 +164,7 @@ class Checkpointer:
             )
             files = store.described(target.glob(f"__{self.rank}_*"))
         except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
-            problem = _cause(error)
+            problem = cause_of(error)
         everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(self.ranks)]
         dist.all_gather_object(everyone, (problem, files), group=self.group)
         problems = [words for words, _ in everyone if words]
@@ -188,7 +189,7 @@ class Checkpointer:
             folder = store.publish(target, everything)
             store.prune(self.root, keep.keep_last, keep.keep_every, folder)
         except OSError as error:
-            return [_cause(error), 0]
+            return [cause_of(error), 0]
         return ["", sum(entry["size"] for entry in everything.values())]
 
     def _described(self, progress: Progress) -> dict[str, Any]:
@@ -210,11 +211,15 @@ class Checkpointer:
         ]
         if other:
             raise ConfigError(*other)
-        make_optimizer_state(self.optimizer)
-        tensors = named_tensors(self.model, self.optimizer)
-        state = parts(tensors)
         reader = FileSystemReader(folder)
-        problems = mismatches(state, reader.read_metadata())
+        stored = reader.read_metadata()
+        # One made of published weights has no optimizer's state: a run begins with it.
+        begun = any(name.startswith("optimizer.") for name in stored.state_dict_metadata)
+        if begun:
+            make_optimizer_state(self.optimizer)
+        tensors = named_tensors(self.model, self.optimizer if begun else None)
+        state = parts(tensors)
+        problems = mismatches(state, stored)
         if problems:
             raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
         dcp.load(dict(state), storage_reader=reader, planner=LoadParts(), process_group=self.group)
@@ -234,7 +239,7 @@ class Checkpointer:
             try:
                 work()
             except OSError as error:
-                problem = [_cause(error)]
+                problem = [cause_of(error)]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         if problem[0]:
             raise OSError(problem[0])
@@ -245,15 +250,19 @@ class Checkpointer:
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """The model's name and the fields of its config that decide its shapes or its function."""
-    return {"name": config.model.name, **json.loads(json.dumps(asdict(config.model.config)))}
+    """The model's name and the fields of its config that decide what its weights mean."""
+    shape = config.model.config
+    kept = {k: v for k, v in asdict(shape).items() if k not in training_fields(shape)}
+    return {"name": config.model.name, **json.loads(json.dumps(kept))}
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """One line of the first error, which DCP wraps with every rank's traceback."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, Mapping) and failures:
         inner = next(iter(failures.values()))
         error = inner[0] if isinstance(inner, tuple) else inner
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if "inline_container" in words:  # what torch.save says, with places in its own source
+        return "a file could not be written whole (is the disk full?)"
     return next(iter(words.strip().splitlines()), type(error).__name__)

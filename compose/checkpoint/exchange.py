@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from compose.checkpoint import store
-from compose.checkpoint.checkpointer import STATE, Progress, _cause
+from compose.checkpoint.checkpointer import STATE, Progress, cause_of
 from compose.checkpoint.parts import LoadParts, Part, SaveParts, mismatches
 from compose.checkpoint.state import named_tensors
 from compose.config import Config, Model
@@ -109,9 +109,11 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         store.write_whole(folder / STATE, json.dumps(state, indent=1))
         store.write_whole(folder / "config.toml", dump(config))
         written = store.publish(folder, store.described(folder.iterdir()))
-    except (OSError, CheckpointException) as error:
+    except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
-        raise ConfigError(f"{target}: cannot be written: {_cause(error)}") from None
+        if not isinstance(error, (OSError, CheckpointException)):
+            raise
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
     size = sum(tensor.nbytes for tensor in tensors.values())
     return Converted(written, len(tensors), size, len(list(written.glob("__*"))))
 
@@ -169,7 +171,9 @@ def export(
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    if original:
+    if original and not original.is_dir():
+        raise ConfigError(f"{original}: no such folder")
+    if original and (original / "config.json").exists():
         there = read_config(original)
         values |= {key: there[key] for key in _KEPT if key in there}
     _absent(target)
@@ -184,9 +188,11 @@ def export(
             for path in sorted(original.glob(pattern)) if original else ():
                 shutil.copyfile(path, aside / path.name)
         aside.rename(target)
-    except (OSError, CheckpointException) as error:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise ConfigError(f"{target}: cannot be written: {_cause(error)}") from None
+        if not isinstance(error, (OSError, CheckpointException)):
+            raise
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
     return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written))
 
 

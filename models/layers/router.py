@@ -6,7 +6,7 @@ experts per token, T = B L tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,18 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The fields of a model's config that its mixture-of-experts layers read."""
+    """The fields of a model's config that its mixture-of-experts layers read.
+
+    training_fields: those that change how it is trained, not what its weights mean.
+    """
+
+    training_fields: ClassVar[tuple[str, ...]] = (
+        "balance_loss",
+        "balance_weight",
+        "z_weight",
+        "bias_rate",
+        "capacity_factor",
+    )
 
     n_experts: int = 0
     """Routed experts of a mixture-of-experts layer; 0 makes every layer dense."""
