@@ -35,16 +35,23 @@ def prove(pool: Pool, degrees: dict[str, int]) -> None:
 # With those of three axes, every two axes meet at degree 2 at least once.
 COVERING = [
     {"pp": 2, "dp_replicate": 2, "cp": 2},
-    {"pp": 2, "dp_shard": 2, "tp": 2},
     {"pp": 2, "dp_replicate": 2, "dp_shard": 2},
-    {"pp": 2, "cp": 2, "tp": 2},
     {"dp_replicate": 2, "cp": 2, "tp": 2},
-    {"dp_shard": 2, "cp": 2, "tp": 2},
     {"pp": 4, "tp": 2},
+]
+# These the suite runs with experts (test_expert_parallel.py) and in training (test_trainer.py).
+ELSEWHERE = [
+    {"pp": 2, "dp_shard": 2, "tp": 2},
+    {"pp": 2, "cp": 2, "tp": 2},
+    {"dp_shard": 2, "cp": 2, "tp": 2},
 ]
 
 
-@pytest.mark.parametrize("degrees", COVERING, ids=lambda d: " ".join(f"{k} {v}" for k, v in d.items()))
+@pytest.mark.parametrize(
+    "degrees",
+    [*COVERING, *(pytest.param(degrees, marks=pytest.mark.full) for degrees in ELSEWHERE)],
+    ids=lambda d: " ".join(f"{k} {v}" for k, v in d.items()),
+)
 def test_covering_part_of_the_product(pool: Pool, degrees: dict[str, int]) -> None:
     prove(pool, {"dp_shard": 1, **degrees})
 

@@ -17,7 +17,11 @@ from tests.test_trainer import keys_for, lines
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        (QWEN, {"dp_replicate": 2, "cp": 2, "tp": 2, "dp_shard": 1, "ep": 8}),
+        pytest.param(
+            QWEN,
+            {"dp_replicate": 2, "cp": 2, "tp": 2, "dp_shard": 1, "ep": 8},
+            marks=pytest.mark.full,
+        ),
         (DEEPSEEK, {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 4}),
     ],
     ids=["qwen3", "deepseek_v3"],

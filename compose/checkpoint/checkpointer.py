@@ -84,6 +84,7 @@ class Checkpointer:
         self.thread: threading.Thread | None = None
         self.report: Report | None = None
         self.failures = 0
+        self.stage: dict[str, Part] | None = None  # the last save's copy, for the next one's
 
     def resume(self) -> Progress:
         """Load the newest checkpoint that is whole; the start of a run if there is none.
@@ -113,7 +114,7 @@ class Checkpointer:
         begun = time.perf_counter()
         self.wait()
         self.finished()
-        state = staged(self._state())
+        self.stage = state = staged(self._state(), self.stage)
         self.report = Report(progress.step, stall=time.perf_counter() - begun)
         self.thread = threading.Thread(target=self._write, args=(state, progress, begun), daemon=True)
         self.thread.start()

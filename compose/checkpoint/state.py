@@ -36,12 +36,14 @@ def parts(tensors: dict[str, list[Tensor]]) -> dict[str, Part]:
     return {name: part_of(copies[0]) for name, copies in tensors.items()}
 
 
-def staged(state: dict[str, Part]) -> dict[str, Part]:
-    """A copy in host memory, which training cannot change."""
-    return {
-        name: Part(part.shape, part.offsets, part.local.to("cpu", copy=True))
-        for name, part in state.items()
-    }
+def staged(state: dict[str, Part], into: dict[str, Part] | None = None) -> dict[str, Part]:
+    """A copy in host memory, which training cannot change; in the memory of ``into``, an earlier copy
+    of the same parts, if given: new pages cost more than the copying."""
+    copies = {}
+    for name, part in state.items():
+        kept = into[name].local if into else torch.empty_like(part.local, device="cpu")
+        copies[name] = Part(part.shape, part.offsets, kept.copy_(part.local))
+    return copies
 
 
 @torch.no_grad()
