@@ -139,6 +139,7 @@ def test_unknown_command() -> None:
     done = execute("-m", "compose", "verfy")
     assert (done.returncode, done.stderr) == (
         2,
-        "compose: verfy: unknown command; did you mean verify? (known: verify, schedule, legal, convert)\n",
+        "compose: verfy: unknown command; did you mean verify? (known: verify, schedule, legal,"
+        " convert)\n",
     )
     assert "verify" in execute("-m", "compose").stdout
