@@ -60,6 +60,11 @@ def apply(
         check_heads(*plan.heads, mesh["tp"].size())
     _check_named(resolved, mesh, ep, activation_checkpoint)
     _broadcast(model)
+    # Of the whole plan: a stage without attention cuts its sequences as the others do.
+    balances: list[Balance] = [
+        style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
+    ]
+    balance: Balance = balances[0] if balances else "headtail"
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]
     if mesh["pp"].size() > 1:
@@ -96,10 +101,6 @@ def apply(
                 reduce_dtype=reduce_dtype,
                 ends=runner is None or runner.is_last(stage),
             )
-    balances: list[Balance] = [
-        style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
-    ]
-    balance: Balance = balances[0] if balances else "headtail"
     remember(model, Applied(zero, balance, runner, runner.aliases if runner else {}))
     return model
 

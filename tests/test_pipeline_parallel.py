@@ -106,6 +106,8 @@ PRODUCTS: list[tuple[int, dict[str, object]]] = [
         for schedule in ("1F1B", "InterleavedZeroBubble")
     ),
     (4, parallel(pp=2, dp_replicate=2, pp_schedule="ZBVZeroBubble") | batches(3, 2)),
+    # A stage without attention cuts its sequences as the others do.
+    (4, parallel(pp=2, cp=2, cp_balance="none", pp_layers="[0,4]") | batches(4)),
     (4, parallel(pp=2, tp=2, pp_schedule="ZBVZeroBubble") | batches(4)),
     (4, parallel(pp=2, tp=2, sequence=False, loss=False, pp_schedule="DualPipeV") | batches(4)),
     (4, parallel(pp=2, tp=2, pp_schedule="Interleaved1F1B") | batches(2)),
