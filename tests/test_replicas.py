@@ -92,6 +92,7 @@ def test_clean_steps_give_no_alarm(pool: Pool, keys: Keys) -> None:
 
 def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, train__skip_nonfinite=True, train__stop_after=5)
+    keys |= {"checkpoint__interval": 1}
     found = pool.run(_train_until_error, 2, keys, float("nan"), "clip_grad_norm_")
     assert found == ["", ""]
     there = lines(tmp_path)

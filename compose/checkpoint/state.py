@@ -37,11 +37,12 @@ def parts(tensors: dict[str, list[Tensor]]) -> dict[str, Part]:
 
 
 def staged(state: dict[str, Part], into: dict[str, Part] | None = None) -> dict[str, Part]:
-    """A copy in host memory, which training cannot change; in the memory of ``into``, an earlier copy
-    of the same parts, if given: new pages cost more than the copying."""
+    """A copy in host memory, which training cannot change; in the memory of ``into``, an earlier copy,
+    as far as that has the same parts: new pages cost more than the copying."""
     copies = {}
     for name, part in state.items():
-        kept = into[name].local if into else torch.empty_like(part.local, device="cpu")
+        # An optimizer has no state before its first step.
+        kept = into[name].local if into and name in into else torch.empty_like(part.local, device="cpu")
         copies[name] = Part(part.shape, part.offsets, kept.copy_(part.local))
     return copies
 
