@@ -21,9 +21,8 @@ from torch import Tensor
 from compose.config import Data
 from compose.errors import ConfigError
 from compose.loss import IGNORE
+from compose.tokenizer import SEPARATOR
 
-SEPARATOR = 256
-"""The byte tokenizer's one special token: it ends each document. Its vocabulary is 257."""
 _CHECKED = 1 << 27  # tokens of a file whose ids are checked at the start; the rest, as they are read
 
 

@@ -8,7 +8,6 @@ import torch
 
 from compose.config import Data
 from compose.data import (
-    SEPARATOR,
     Batches,
     Source,
     check_source,
@@ -19,6 +18,7 @@ from compose.data import (
 )
 from compose.errors import ConfigError
 from compose.loss import IGNORE
+from compose.tokenizer import SEPARATOR
 
 
 def batches(source: Source, share: tuple[int, int] = (0, 1), **keys: int) -> Batches:

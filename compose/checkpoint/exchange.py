@@ -35,19 +35,10 @@ from compose.hugging_face import (
 )
 from compose.registry import find_model
 from compose.safetensors_files import Planned, TensorFiles, write_files
+from compose.tokenizer import carry
 from compose.toml import dump
 
 SHARD_BYTES = 5 * 10**9
-# What stands beside the weights and says nothing of them.
-_CARRIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-)
 # Keys of config.json that the original knows better.
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
@@ -184,9 +175,11 @@ def export(
         flat = [one for part in plan for one in part]
         written = write_files(aside, flat, tensors(), shard_bytes)
         (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
-        for pattern in _CARRIED if original else ():
-            for path in sorted(original.glob(pattern)) if original else ():
-                shutil.copyfile(path, aside / path.name)
+        if original:
+            carry(original, aside)
+            generation = original / "generation_config.json"
+            if generation.exists():
+                shutil.copyfile(generation, aside / generation.name)
         aside.rename(target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
