@@ -22,7 +22,7 @@ CARRIED = (
 )
 """What stands beside a tokenizer.json and belongs to it."""
 # Where no tokenizer_config.json says which token ends a document.
-_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
 class Tokenizer(Protocol):
