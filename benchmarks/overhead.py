@@ -24,7 +24,7 @@ from compose import init_mesh
 from compose.build import build
 from compose.cli import parse
 from compose.config import Config
-from compose.data import Batches, open_source
+from compose.data import training_batches
 from compose.registry import find_model
 from compose.runtime import process_group
 from compose.trainer import Trainer
@@ -44,13 +44,7 @@ class BareLoop:
             self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.samples, self.global_batch = 0, train.global_batch
-        self.batches = Batches(
-            open_source(config.data),
-            seq_len=train.seq_len,
-            global_batch=train.global_batch,
-            vocab_size=config.model.config.vocab_size,
-            seed=train.seed,
-        )
+        self.batches = training_batches(config)
 
     def step(self) -> float:
         batch = self.batches.batch(self.samples)

@@ -17,6 +17,7 @@ from compose.mesh import AXES, init_mesh
 from compose.prove import prove
 from compose.runtime import process_group
 from compose.schedules import build_table
+from compose.tokenize import tokenize
 from compose.toml import load
 
 
@@ -95,6 +96,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "schedule": _schedule,
     "legal": _legal,
     "convert": convert,
+    "tokenize": tokenize,
 }
 
 

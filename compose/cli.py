@@ -16,7 +16,7 @@ import torch
 from compose import legality
 from compose.checkpoint.store import newest_first
 from compose.config import TABLES, Config, Model, attribute, docs, toml_value, type_name
-from compose.data import check_source, open_source
+from compose.data import data_problems
 from compose.errors import ConfigError, did_you_mean
 from compose.hugging_face import source_problems
 from compose.registry import find_model, model_names
@@ -133,6 +133,30 @@ def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str])
     return Arguments(files[0] if files else "train.toml", overrides, found)
 
 
+def read_flags(words: Sequence[str], flags: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """What stands in a command line alone, and its flags; ``flags`` says what each takes ("" for none).
+
+    Raises ConfigError for a flag that is unknown or lacks its value.
+    """
+    alone: list[str] = []
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            alone.append(word)
+        elif name not in flags:
+            raise ConfigError(f"{COMMAND_LINE}: {name}: unknown option{did_you_mean(name, flags)}")
+        elif not flags[name]:
+            found[name] = ""
+        elif not equals and not rest:
+            raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
+        else:
+            found[name] = value if equals else rest.pop(0)
+    return alone, found
+
+
 def _device_problems(config: Config) -> list[str]:
     if config.run.device == "cuda" and not torch.cuda.is_available():
         return ["run.device: cuda is not available here; use cpu or auto"]
@@ -141,12 +165,7 @@ def _device_problems(config: Config) -> list[str]:
 
 def _surroundings(config: Config) -> list[str]:
     """Problems with the data, the first weights and the folder of a run, on this machine."""
-    problems = []
-    try:
-        source = open_source(config.data)
-        check_source(source, config.train.seq_len, config.model.config.vocab_size)
-    except ConfigError as error:
-        problems += error.problems
+    problems = data_problems(config)
     if _is_first_rank():
         if config.checkpoint.load_hf:
             problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(config)]

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import keyword
 import textwrap
+import types
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -20,6 +21,7 @@ Positive = Annotated[int, Field(ge=1, lt=2**63)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    path: str = "stdlib"
-    """stdlib (the source text of Python's standard library), a text file or glob (read as bytes), or
-    token files: .bin or .npy."""
+    path: str | tuple[str, ...] = "stdlib"
+    """stdlib (the source text of Python's standard library), a text file or glob (read as bytes), a
+    folder of compose tokenize, or a token file: .bin or .npy; several in a list are mixed."""
+    weights: tuple[Weight, ...] = ()
+    """Share of each of a list in what is trained on, in any unit; empty: by their sizes."""
+    validation: str = ""
+    """What the validation loss is measured on, all of it; named as path is."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Integer type of a .bin token file."""
     separator: int = -1
@@ -62,6 +68,8 @@ class Train:
     """Samples per optimizer step over all ranks."""
     micro_batch: Positive = 2
     """Samples per rank in one forward pass; the rest of the rank's share is accumulated."""
+    validate_every: NonNegative = 0
+    """Steps between measurements of the validation loss, one at the end besides; 0 is never."""
     seed: NonNegative = 0
     """Seed of the initial weights and of the order of the samples."""
     max_norm: Annotated[float, Field(ge=0)] = 1.0
@@ -226,6 +234,8 @@ def type_name(kind: Any) -> str:
         return " | ".join(toml_value(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
         return f"list of {type_name(get_args(kind)[0])}"
+    if get_origin(kind) is types.UnionType:
+        return " or ".join(type_name(choice) for choice in get_args(kind))
     return getattr(kind, "__name__", str(kind))
 
 

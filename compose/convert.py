@@ -5,8 +5,9 @@ from pathlib import Path
 
 from compose.checkpoint import store
 from compose.checkpoint.exchange import export, import_
+from compose.cli import read_flags
 from compose.config import Config, Model
-from compose.errors import ConfigError, did_you_mean
+from compose.errors import ConfigError
 from compose.hugging_face import find_hf, read_config
 from compose.registry import model_names
 from compose.safetensors_files import DTYPES, INDEX, WHOLE
@@ -31,7 +32,11 @@ def convert(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(USAGE, *(f"  {name:<12}{words}" for name, words in _FLAGS.items()), sep="\n")
         return 0
-    folders, flags = _read(arguments)
+    folders, flags = read_flags(arguments, _FLAGS)
+    if len(folders) != 2:
+        raise ConfigError(
+            f"{COMMAND_LINE}: convert: needs SOURCE and TARGET, got {len(folders)} folders"
+        )
     source, target = (Path(word) for word in folders)
     config = load(flags["--config"]) if "--config" in flags else None
     if is_hugging_face(source):
@@ -75,26 +80,6 @@ def _checkpoint(source: Path) -> Path:
             f" folder (config.json, and {WHOLE} or {INDEX})"
         )
     return found[0]
-
-
-def _read(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The two folders, and the flags that are given."""
-    folders, flags, rest = [], {}, list(arguments)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not name.startswith("-"):
-            folders.append(name + equals + value)
-            continue
-        if name not in _FLAGS:
-            raise ConfigError(f"{COMMAND_LINE}: {name}: unknown option{did_you_mean(name, _FLAGS)}")
-        if not equals and not rest:
-            raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
-        flags[name] = value if equals else rest.pop(0)
-    if len(folders) != 2:
-        raise ConfigError(
-            f"{COMMAND_LINE}: convert: needs SOURCE and TARGET, got {len(folders)} folders"
-        )
-    return folders, flags
 
 
 def model_in(folder: Path) -> Model:

@@ -195,6 +195,14 @@ def _plan_names(case: Case) -> None:
         raise ConfigError(*problems)
 
 
+def _validation(case: Case) -> None:
+    every, path = case.config.train.validate_every, case.config.data.validation
+    if every and not path:
+        raise ConfigError(f"train.validate_every: {every} has nothing to measure; set data.validation")
+    if path and not every:
+        raise ConfigError(f"data.validation: {path} is never read; set train.validate_every too")
+
+
 RULES = [
     Rule(
         "dp_replicate x dp_shard x cp x tp x pp is the number of ranks; one may be -1",
@@ -216,6 +224,11 @@ RULES = [
         "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
         "every rank runs the same number of equal micro-batches, since collectives must match",
         _global_batch,
+    ),
+    Rule(
+        "data.validation and train.validate_every go together",
+        "one says on what the loss is measured, the other when",
+        _validation,
     ),
     Rule(
         "tp divides the query heads, and divides or is divided by the key/value heads",

@@ -69,6 +69,7 @@ class StepMetrics:
     tokens_per_second: float
     mfu: float | None
     memory: int
+    epochs: Mapping[str, float] = field(default_factory=dict)  # of each of several sets of data
     skipped: int = 0  # steps of this process that were not finite
     routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
     checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
@@ -110,13 +111,14 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        for name in ("skipped", "routing", "checkpoint"):  # where there is nothing to say
+        for name in ("epochs", "skipped", "routing", "checkpoint"):  # where there is nothing to say
             if not values[name]:
                 del values[name]
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         if self.events:
             values |= {f"checkpoint/{k}": v for k, v in values.pop("checkpoint", {}).items()}
+            values |= {f"epochs/{k}": v for k, v in values.pop("epochs", {}).items()}
             for router, report in values.pop("routing", {}).items():
                 values |= {f"{key}/{router}": value for key, value in report.items()}
             for name, value in values.items():

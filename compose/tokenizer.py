@@ -96,6 +96,12 @@ class JsonTokenizer:
         self.tokenizer.encode_special_tokens = True
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_markup(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of a text whose special tokens are meant, and where in it each of them begins."""
+        self.tokenizer.encode_special_tokens = False
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 

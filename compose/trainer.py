@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.store import write_whole
 from compose.config import Config
-from compose.data import Batches, open_source
+from compose.data import training_batches
+from compose.data.opening import described, keep_tokenizer
 from compose.folder import RunFolder
 from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
@@ -39,14 +40,7 @@ class Trainer:
         self.config, self.mesh, self.model, self.device = config, mesh, model, device
         train, shape = config.train, config.model.config
         self.optimizer = build_optimizer(model.parameters(), config.optimizer)
-        self.batches = Batches(
-            open_source(config.data),
-            seq_len=train.seq_len,
-            global_batch=train.global_batch,
-            vocab_size=shape.vocab_size,
-            seed=train.seed,
-            share=batch_share(mesh),
-        )
+        self.batches = training_batches(config, batch_share(mesh))
         self.last_step = min(train.stop_after or train.steps, train.steps)
         self.step_tokens = train.global_batch * train.seq_len
         peak = device_peak(device, config.precision)
@@ -54,13 +48,15 @@ class Trainer:
         self.peak_rate = peak and peak * mesh.size() / shape.flops_per_token(train.seq_len)
         self.held = RunFolder(config.run.dir)
         self.folder = self.held.path
-        self.checkpointer = Checkpointer(config, model, self.optimizer, self.folder)
+        data = described(self.batches, config)
+        self.checkpointer = Checkpointer(config, model, self.optimizer, self.folder, data)
         self.progress, self.skipped = Progress(), 0
         if config.checkpoint.resume == "auto":
             self.progress = self.checkpointer.resume()
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
             write_whole(self.folder / "config.toml", dump(config))
+            keep_tokenizer(config, self.batches, self.folder / "tokenizer")
             self.writer = MetricsWriter(self.folder, config.metrics.tensorboard, self.progress.step)
             whole, _ = build_model(config)  # of which this rank may hold a part
             count = sum(p.numel() for p in whole.parameters())
@@ -158,6 +154,7 @@ class Trainer:
             tokens_per_second=rate,
             mfu=self.peak_rate and rate / self.peak_rate,
             memory=peak_memory(self.device),
+            epochs=self.batches.epochs(self.progress.samples),
             routing=routing_metrics(self.model, self.mesh),
             checkpoint=report.metrics() if report else {},
         )

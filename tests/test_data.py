@@ -1,33 +1,39 @@
 """Samples are a function of (seed, step); no mesh changes them."""
 
+import dataclasses
+from collections import Counter
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from compose.config import Data
-from compose.data import (
-    Batches,
-    Source,
-    check_source,
-    open_source,
-    pack,
-    random_batch,
-    shuffled,
-)
+from compose.config import Config, Data
+from compose.data import Batches, data_problems, pack, random_batch
+from compose.data.batches import in_order
+from compose.data.order import Interleaving, shuffled
+from compose.data.sources import Samples, Windows, open_samples
+from compose.data.token_set import Row
 from compose.errors import ConfigError
 from compose.loss import IGNORE
 from compose.tokenizer import SEPARATOR
+from tests.helpers import make_config
 
 
-def batches(source: Source, share: tuple[int, int] = (0, 1), **keys: int) -> Batches:
-    options = {"seq_len": 7, "global_batch": 6, "vocab_size": 300, "seed": 3} | keys
-    return Batches(source, share=share, **options)
+def batches(*sets: Windows, share: tuple[int, int] = (0, 1), **keys: Any) -> Batches:
+    return Batches(sets, share=share, **{"global_batch": 6, "seed": 3, **keys})
 
 
-def row(n: int, separator: int = -1) -> Source:
-    return Source("row", np.arange(n) % 290, separator)
+def row(n: int, name: str = "row", first: int = 0) -> Windows:
+    return Windows(name, Row([np.arange(first, first + n) % 290]), -1, seq_len=7, vocab_size=300)
+
+
+def tokens_of(samples: Samples) -> np.ndarray:
+    """The whole row under a set of windows."""
+    assert isinstance(samples, Windows)
+    return samples.row.read(0, len(samples.row))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 1000, 4097])
@@ -47,7 +53,7 @@ def test_shuffled_is_a_permutation(size: int, key: int) -> None:
 def test_ranks_slices_make_up_the_global_batch(count: int) -> None:
     for step in (0, 5, 17):
         whole = batches(row(500)).batch(6 * step)
-        parts = [batches(row(500), (index, count)).batch(6 * step) for index in range(count)]
+        parts = [batches(row(500), share=(index, count)).batch(6 * step) for index in range(count)]
         for name, value in whole.items():
             assert torch.equal(torch.cat([part[name] for part in parts]), value)
 
@@ -83,38 +89,51 @@ def test_without_a_separator_a_window_is_one_document() -> None:
 
 
 def test_stdlib_text() -> None:
-    source = open_source(Data())
-    assert len(source.tokens) > 5_000_000
-    assert source.tokens.max() == SEPARATOR
-    first = bytes(source.tokens[: int(np.argmax(source.tokens == SEPARATOR))].tolist())
+    tokens = tokens_of(opened(Data()))
+    assert len(tokens) > 5_000_000
+    assert tokens.max() == SEPARATOR
+    first = bytes(tokens[: int(np.argmax(tokens == SEPARATOR))].tolist())
     assert first.decode().isprintable() is False
-    assert b"import" in bytes(source.tokens[:20000][source.tokens[:20000] < 256].tolist())
+    assert b"import" in bytes(tokens[:20000][tokens[:20000] < 256].tolist())
 
 
 def test_text_files(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"xyz")
     (tmp_path / "a.txt").write_text("é")
-    source = open_source(Data(path=str(tmp_path / "*.txt")))
-    assert source.tokens.tolist() == [0xC3, 0xA9, 256, 120, 121, 122, 256]
-    assert open_source(Data(path=str(tmp_path / "b.txt"))).tokens.tolist() == [120, 121, 122, 256]
+    assert tokens_of(opened(Data(path=str(tmp_path / "*.txt")))).tolist() == [
+        0xC3,
+        0xA9,
+        256,
+        120,
+        121,
+        122,
+        256,
+    ]
+    assert tokens_of(opened(Data(path=str(tmp_path / "b.txt")))).tolist() == [120, 121, 122, 256]
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_token_files(tmp_path: Path, dtype: str) -> None:
     tokens = np.array([1, 2, 65_000, 4, 3], dtype=dtype)
     tokens.tofile(tmp_path / "t.bin")
-    source = open_source(Data(path=str(tmp_path / "t.bin"), token_dtype=dtype, separator=4))  # type: ignore[arg-type]
-    assert isinstance(source.tokens, np.memmap)
-    assert source.tokens.tolist() == tokens.tolist()
-    assert source.separator == 4
+    found = opened(Data(path=str(tmp_path / "t.bin"), token_dtype=dtype, separator=4))  # type: ignore[arg-type]
+    assert isinstance(found, Windows)
+    assert isinstance(found.row.parts[0], np.memmap)
+    assert tokens_of(found).tolist() == tokens.tolist()
+    assert found.separator == 4
     np.save(tmp_path / "t.npy", tokens)
-    assert open_source(Data(path=str(tmp_path / "t.npy"))).tokens.tolist() == tokens.tolist()
+    assert tokens_of(opened(Data(path=str(tmp_path / "t.npy")))).tolist() == tokens.tolist()
+
+
+def opened(data: Data, seq_len: int = 2, vocab_size: int = 1 << 16) -> Samples:
+    assert isinstance(data.path, str)
+    return open_samples(data.path, data, seq_len, vocab_size)
 
 
 def error(data: Data, seq_len: int = 4, vocab_size: int = 300) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_source(open_source(data), seq_len, vocab_size)
-    return str(caught.value)
+        opened(data, seq_len, vocab_size)
+    return f"data.path: {caught.value}"
 
 
 def test_bad_data(tmp_path: Path) -> None:
@@ -123,7 +142,8 @@ def test_bad_data(tmp_path: Path) -> None:
 
     assert error(Data(path=path("no*"))) == f"data.path: no file at {path('no*')}"
     assert error(Data(path=str(tmp_path))) == (
-        f"data.path: {tmp_path} is a folder; name its files, as {tmp_path}/*"
+        f"data.path: {tmp_path} is a folder without manifest.json; name its files, as {tmp_path}/*,"
+        " or tokenize them first"
     )
     Path(path("short.txt")).write_text("abc")
     assert error(Data(path=path("short.txt"))) == (
@@ -159,16 +179,103 @@ def test_bad_data(tmp_path: Path) -> None:
     )
     np.save(path("good.npy"), np.arange(9))
     assert error(Data(path=path("good.npy"), separator=300)) == (
-        "data.separator: 300 is outside the vocabulary; model.vocab_size 300 allows 0 to 299"
+        "data.path: data.separator 300 is outside the vocabulary; model.vocab_size 300 allows 0 to 299"
     )
     Path(path("a[1].txt")).write_text("literally this")
-    assert len(open_source(Data(path=path("a[1].txt"))).tokens) == 15
+    assert len(tokens_of(opened(Data(path=path("a[1].txt"))))) == 15
 
 
 def test_an_id_that_the_first_look_missed_is_named_when_read() -> None:
-    source = Source("late", np.array([1] * 20 + [999] * 20), -1)
+    late = Row([np.ones(20, int), np.full(20, 999)])
     with pytest.raises(ConfigError, match="late holds token id 999"):
-        batches(source).batch(0)
+        batches(Windows("late", late, -1, seq_len=7, vocab_size=300)).batch(0)
+
+
+def test_rows_in_parts_are_read_as_one() -> None:
+    parts = [np.arange(3), np.zeros(0, int), np.arange(3, 4), np.arange(4, 11)]
+    joined = Row(parts)
+    assert len(joined) == 11
+    for start in range(11):
+        for stop in range(start, 12):
+            assert joined.read(start, stop).tolist() == list(range(start, min(stop, 11)))
+
+
+@pytest.mark.parametrize(
+    "weights", [[1], [1, 1], [7, 3], [1, 0.001], [5, 3, 2], [1, 2, 3, 4, 5], [0.1, 0.2, 0.7]]
+)
+def test_sets_get_their_share_of_any_stretch(weights: list[float]) -> None:
+    exact = [Fraction(str(weight)) for weight in weights]
+    dealt = Interleaving(exact)
+    places = [dealt.place(number) for number in range(3000)]
+    for index in range(len(weights)):
+        # Each set's own numbers come once, in order.
+        assert [n for which, n in places if which == index] == list(range(dealt.taken(3000)[index]))
+    share = [weight / sum(exact) for weight in exact]
+    for stop in (1, 2, 10, 77, 500, 3000):
+        for start in (0, stop // 3, stop // 2):
+            counts = Counter(which for which, _ in places[start:stop])
+            for index, part in enumerate(share):
+                assert abs(counts[index] - part * (stop - start)) < len(weights) + 1
+
+
+def test_a_mixture_goes_through_epochs_of_each_set() -> None:
+    """Of 12 and 5 windows by 2 to 1: each is seen once in every epoch of its own."""
+    mixed = batches(
+        row(7 * 12 + 1, "a"), row(7 * 5 + 1, "b", first=100), weights=[Fraction(2), Fraction(1)]
+    )
+    seen = torch.cat([mixed.batch(6 * step)["tokens"][:, 0] for step in range(15)]).tolist()
+    ours, others = [n for n in seen if n < 100], [n for n in seen if n >= 100]
+    assert (len(ours), len(others)) == (60, 30)
+    for epoch in range(5):
+        assert sorted(ours[12 * epoch : 12 * epoch + 12]) == [7 * i for i in range(12)]
+    for epoch in range(6):
+        assert sorted(others[5 * epoch : 5 * epoch + 5]) == [100 + 7 * i for i in range(5)]
+    assert ours[:12] != ours[12:24]
+    assert mixed.epochs(90) == {"a": 5.0, "b": 6.0}
+    assert mixed.epochs(6) == {"a": 4 / 12, "b": 2 / 5}
+
+
+def test_without_weights_sets_are_mixed_by_size() -> None:
+    mixed = batches(row(7 * 40 + 1, "a"), row(7 * 20 + 1, "b", first=100))
+    assert mixed.epochs(60) == {"a": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_validation_sees_each_sample_once(count: int) -> None:
+    """11 samples in batches of 4: the last batch has one row that holds nothing."""
+    samples = row(7 * 11 + 1)
+    parts = [list(in_order(samples, 4, (index, count))) for index in range(count)]
+    assert {len(part) for part in parts} == {3}
+    whole = [{k: torch.cat([part[i][k] for part in parts]) for k in parts[0][i]} for i in range(3)]
+    tokens = torch.cat([batch["tokens"] for batch in whole])
+    assert torch.equal(tokens[:11].flatten(), torch.arange(77))
+    targets = torch.cat([batch["targets"] for batch in whole])
+    assert (targets[11] == IGNORE).all()
+    assert (whole[2]["positions"][3] == -1).all()
+    assert torch.equal(targets[:11].flatten(), torch.arange(1, 78))
+
+
+def sets_of(**keys: Any) -> Config:
+    data = Data(**keys)
+    return dataclasses.replace(make_config(1, train__seq_len=4), data=data)
+
+
+def test_bad_mixtures(tmp_path: Path) -> None:
+    def problems(**keys: Any) -> list[str]:
+        return data_problems(sets_of(**keys))
+
+    (tmp_path / "a.txt").write_text("some text")
+    a = str(tmp_path / "a.txt")
+    assert problems(path=(a, "stdlib"), weights=(1.0, 2.0)) == []
+    assert problems(path=(a, a)) == [f"data.path: {a} stands there twice"]
+    assert problems(path=()) == ["data.path: names nothing"]
+    assert problems(path=(a,), weights=(1.0, 2.0)) == [
+        "data.weights: has 2 numbers for the 1 of data.path"
+    ]
+    assert problems(path=(a, "no1"), validation="no2") == [
+        "data.path: no file at no1",
+        "data.validation: no file at no2",
+    ]
 
 
 def test_random_batch_is_uneven() -> None:

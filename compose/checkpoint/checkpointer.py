@@ -69,12 +69,19 @@ class Report:
 class Checkpointer:
     """Of one run. Every rank makes one, and calls its methods after the same steps.
 
-    folder: ``run.dir``, the same on every rank.
+    folder: ``run.dir``, the same on every rank. data: what decides which tokens a sample holds, so that
+    a run which goes on with others can be told.
     """
 
     def __init__(
-        self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        folder: Path,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
+        self.data = dict(data or {})
         self.config, self.model, self.optimizer = config, model, optimizer
         self.root = folder / "checkpoints"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -197,6 +204,7 @@ class Checkpointer:
         return {
             **asdict(progress),
             "model": _fields(self.config),
+            "data": self.data,
             "seed": self.config.train.seed,
             "ranks": self.ranks,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -212,6 +220,7 @@ class Checkpointer:
         ]
         if other:
             raise ConfigError(*other)
+        self._compare_data(folder, known.get("data") or {})
         reader = FileSystemReader(folder)
         stored = reader.read_metadata()
         # One made of published weights has no optimizer's state: a run begins with it.
@@ -226,6 +235,15 @@ class Checkpointer:
         dcp.load(dict(state), storage_reader=reader, planner=LoadParts(), process_group=self.group)
         spread(tensors)
         return Progress(**{key: known[key] for key in ("step", "samples", "tokens")})
+
+    def _compare_data(self, folder: Path, known: Mapping[str, Any]) -> None:
+        """Raise ConfigError for another tokenizer's data; say so of any other that is not the same."""
+        changed = [key for key in known if key in self.data and known[key] != self.data[key]]
+        if "tokenizer" in changed and None not in (known["tokenizer"], self.data["tokenizer"]):
+            raise ConfigError(f"{folder}: was trained on ids of another tokenizer than data.path is of")
+        if changed:
+            was = ", ".join(f"{key} {known[key]}, now {self.data[key]}" for key in changed)
+            self._say(f"{folder}: the data are not what they were ({was}); samples are counted on")
 
     def _agreed(self, folders: list[Path]) -> list[Path]:
         """What the first rank sees."""

@@ -1,0 +1,104 @@
+"""Conversations packed into samples: several whole ones in each, apart by document and position."""
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compose.data.token_set import TokenSet
+from compose.errors import ConfigError
+from compose.loss import IGNORE
+
+
+class Conversations:
+    """The samples of a token set of chats.
+
+    Of a conversation of n tokens all but the last are given to the model, at most ``seq_len`` of them:
+    what is longer is cut, and left out if nothing of what is left is learnt. Each sample holds as many
+    as fit. Raises ConfigError where nothing is left.
+    """
+
+    def __init__(self, name: str, token_set: TokenSet, seq_len: int) -> None:
+        assert token_set.trained is not None
+        self.name, self.seq_len = name, seq_len
+        self.token_set: TokenSet | None = token_set
+        self.tokenizer: str | None = token_set.sha256
+        self.tokens, self.trained = token_set.tokens, token_set.trained
+        self.starts = np.concatenate([[0], token_set.ends[:-1]]).astype(np.int64)
+        lengths = np.minimum(token_set.ends - self.starts - 1, seq_len)
+        self.cut = np.flatnonzero(token_set.ends - self.starts - 1 > seq_len)
+        for number in self.cut.tolist():
+            if not self._learnt(number, seq_len).any():
+                lengths[number] = 0
+        self.lengths = lengths
+        self.bins = pack_into_bins(lengths, seq_len)
+        if not self.bins:
+            raise ConfigError(
+                f"{name} has no conversation with something to learn within train.seq_len {seq_len}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def _learnt(self, number: int, length: int) -> np.ndarray:
+        start = int(self.starts[number])
+        return self.trained.read(start + 1, start + 1 + length) > 0
+
+    def read(self, index: int) -> dict[str, Tensor]:
+        """As ``Samples.read``; what is left over at the end is a document of its own at position -1."""
+        length = self.seq_len
+        tokens, targets = np.zeros(length, np.int64), np.full(length, IGNORE, np.int64)
+        positions, documents = np.full(length, -1, np.int64), np.zeros(length, np.int64)
+        at = 0
+        for document, number in enumerate(self.bins[index]):
+            size, start = int(self.lengths[number]), int(self.starts[number])
+            here = slice(at, at + size)
+            ids = self.tokens.read(start, start + size + 1)
+            tokens[here] = ids[:-1]
+            targets[here] = np.where(self._learnt(number, size), ids[1:], IGNORE)
+            positions[here] = np.arange(size)
+            documents[here] = document
+            at += size
+        documents[at:] = len(self.bins[index])
+        found = {
+            "tokens": tokens,
+            "targets": targets,
+            "positions": positions,
+            "document_ids": documents,
+        }
+        return {name: torch.from_numpy(value) for name, value in found.items()}
+
+
+def pack_into_bins(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
+    """Put items of ``lengths`` (at most ``size``; those of 0 nowhere) into bins of ``size``.
+
+    Best fit, longest first (Johnson 1974, doi:10.1137/0203025): no more than 11/9 of the fewest bins
+    and one. Items of a bin, and the bins by their first item, stand in the order of the items.
+    """
+    bins: list[list[int]] = []
+    open_bins: dict[int, list[int]] = {}  # by the space that is left
+    spaces: list[int] = []  # those of them that there are, ascending
+    lengths = np.asarray(lengths)
+    for item in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[item])
+        if length == 0:
+            break
+        place = bisect.bisect_left(spaces, length)
+        if place == len(spaces):
+            space, chosen = size, len(bins)
+            bins.append([])
+        else:
+            space = spaces[place]
+            chosen = open_bins[space].pop()
+            if not open_bins[space]:
+                del open_bins[space]
+                spaces.pop(place)
+        bins[chosen].append(int(item))
+        left = space - length
+        if left:
+            if left not in open_bins:
+                bisect.insort(spaces, left)
+            open_bins.setdefault(left, []).append(chosen)
+    return sorted(sorted(each) for each in bins)

@@ -1,0 +1,103 @@
+"""What ``[data]`` names, opened and held against each other and the model."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from compose.config import Config
+from compose.data.batches import Batches
+from compose.data.sources import Samples, open_samples
+from compose.errors import ConfigError
+from compose.tokenizer import FILE, carry, open_tokenizer
+
+
+def training_sets(config: Config) -> tuple[list[Samples], list[Fraction] | None]:
+    """What ``data.path`` names, and ``data.weights``. Raises ConfigError with all that is wrong."""
+    data = config.data
+    paths = (data.path,) if isinstance(data.path, str) else data.path
+    problems = [f"data.path: {path} stands there twice" for path in set(paths) if paths.count(path) > 1]
+    if not paths:
+        problems.append("data.path: names nothing")
+    if data.weights and len(data.weights) != len(paths):
+        problems.append(
+            f"data.weights: has {len(data.weights)} numbers for the {len(paths)} of data.path"
+        )
+    sets = []
+    for path in paths:
+        try:
+            sets.append(_open(path, config))
+        except ConfigError as error:
+            problems += [f"data.path: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(*problems)
+    # Exactly what is written, as 0.1 is no binary fraction.
+    return sets, [Fraction(str(weight)) for weight in data.weights] or None
+
+
+def validation_set(config: Config) -> Samples | None:
+    """What ``data.validation`` names, if it does. Raises ConfigError with all that is wrong."""
+    if not config.data.validation:
+        return None
+    try:
+        return _open(config.data.validation, config)
+    except ConfigError as error:
+        raise ConfigError(*(f"data.validation: {problem}" for problem in error.problems)) from None
+
+
+def training_batches(config: Config, share: tuple[int, int] = (0, 1)) -> Batches:
+    """The batches of a run, cut for one rank."""
+    sets, weights = training_sets(config)
+    train = config.train
+    return Batches(sets, weights=weights, global_batch=train.global_batch, seed=train.seed, share=share)
+
+
+def _open(path: str, config: Config) -> Samples:
+    return open_samples(path, config.data, config.train.seq_len, config.model.config.vocab_size)
+
+
+def data_problems(config: Config) -> list[str]:
+    """All that is wrong with the data of ``config``, on this machine."""
+    problems, known = [], list[tuple[str, str]]()
+    for opener in (lambda: training_sets(config)[0], lambda: [validation_set(config)]):
+        try:
+            sets = opener()
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        known += [(each.name, each.tokenizer) for each in sets if each and each.tokenizer is not None]
+    folder = Path(config.checkpoint.load_hf)
+    if config.checkpoint.load_hf and (folder / FILE).exists():
+        known.insert(0, (str(folder), open_tokenizer(folder).sha256))
+    others = [(name, sha256) for name, sha256 in known[1:] if sha256 != known[0][1]]
+    return problems + [
+        f"data: {name} is of another tokenizer ({_shown(sha256)}) than {known[0][0]}"
+        f" ({_shown(known[0][1])}); tokenize both with the same tokenizer.json"
+        for name, sha256 in others
+    ]
+
+
+def _shown(sha256: str) -> str:
+    return f"sha256 {sha256[:12]}" if sha256 else "bytes"
+
+
+def described(batches: Batches, config: Config) -> dict[str, Any]:
+    """What decides which tokens sample n of a run holds, for a checkpoint to remember."""
+    return {
+        "tokenizer": next(
+            (each.tokenizer for each in batches.sets if each.tokenizer is not None), None
+        ),
+        "samples": [len(each) for each in batches.sets],
+        "weights": list(config.data.weights),
+        "seq_len": config.train.seq_len,
+        "seed": config.train.seed,
+    }
+
+
+def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
+    """Copy the tokenizer of the data, or of ``checkpoint.load_hf``, into ``folder``."""
+    sources = [each.token_set.path for each in batches.sets if each.token_set]
+    sources += [Path(config.checkpoint.load_hf)] if config.checkpoint.load_hf else []
+    for source in sources:
+        if (source / FILE).exists():
+            carry(source, folder)
+            return

@@ -1,0 +1,380 @@
+"""Makes token sets: each input file is cut into units, and each unit becomes a shard of the set.
+
+A unit is some bytes of a file, from one line's beginning to another's, so that units can be done by
+several processes, in any order, and done again by none: a shard is renamed into place when it is whole,
+and what is there already is passed over. The manifest is written last.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compose.checkpoint.store import write_whole
+from compose.data.chat_template import ChatTemplate, encode, read_messages
+from compose.data.token_set import FORMAT, MANIFEST
+from compose.errors import ConfigError
+from compose.tokenizer import JsonTokenizer, carry
+
+JOB = ".job.json"
+UNIT = 64 << 20  # bytes of a file in one unit
+_BLOCK = 1 << 20  # characters of a text that are encoded at once
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+_PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is made of what. field: of a row of JSON or Parquet. end: id after a document of text."""
+
+    tokenizer: str
+    sha256: str
+    kind: str
+    field: str
+    end: int
+    unit: int
+    files: tuple[tuple[str, int, int], ...]  # path, bytes, time of the last change
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes ``start`` to ``stop`` of a file: of the lines that begin there."""
+
+    name: str
+    path: str
+    start: int
+    stop: int
+    size: int  # of the file
+
+
+@dataclass
+class Counts:
+    """Of a shard, or all. empty: documents in which nothing is learnt, left out."""
+
+    tokens: int = 0
+    documents: int = 0
+    empty: int = 0
+
+
+class BadLine(Exception):
+    """A place in an input file, as a byte of it (of Parquet: a row), and what is wrong there."""
+
+    def __init__(self, path: str, place: int, words: str) -> None:
+        super().__init__(path, place, words)  # so that it can be pickled
+        self.path, self.place, self.words = path, place, words
+
+
+def describe_job(
+    tokenizer: JsonTokenizer, kind: str, field: str, end: int, files: Iterable[Path], unit: int = UNIT
+) -> Job:
+    """The job of tokenizing ``files``. Raises ConfigError with a line for each that cannot be read."""
+    problems, found = [], []
+    for path in files:
+        if path.suffix in _PACKED:
+            problems.append(f"{path}: is compressed; unpack it first")
+            continue
+        if kind == "chat" and path.suffix not in JSON_LINES:
+            problems.append(f"{path}: is not JSONL, of which chats are read")
+            continue
+        try:
+            with path.open("rb"):
+                state = path.stat()
+        except OSError as error:
+            problems.append(f"{path}: cannot be read: {error.strerror}")
+            continue
+        found.append((str(path.resolve()), state.st_size, state.st_mtime_ns))
+    problems += [f"{name}: stands there twice" for name in {f[0] for f in found if found.count(f) > 1}]
+    if problems:
+        raise ConfigError(*problems)
+    return Job(str(tokenizer.path), tokenizer.sha256, kind, field, end, unit, tuple(found))
+
+
+def units_of(job: Job) -> list[Unit]:
+    """The units of a job, in the order of their shards."""
+    found: list[Unit] = []
+    for path, size, _ in job.files:
+        whole = path.endswith(".parquet")
+        for start in range(0, size, size if whole else job.unit):
+            stop = size if whole else min(start + job.unit, size)
+            found.append(Unit(f"{len(found):05}", path, start, stop, size))
+    return found
+
+
+def make_token_set(
+    job: Job, target: Path, workers: int, progress: Callable[[int, Counts], None]
+) -> Counts:
+    """Do what is left of ``job`` in the folder ``target``; ``progress`` hears of bytes and tokens done.
+
+    Raises ConfigError where the folder is another job's, or a line of a file cannot be used; what is
+    done stays done.
+    """
+    _claim(job, target)
+    units, total, done = units_of(job), Counts(), 0
+    shards: dict[str, Counts] = {}
+    waiting = []
+    for unit in units:
+        counts = _shard_there(job, target, unit)
+        if counts is None:
+            waiting.append(unit)
+            continue
+        shards[unit.name] = counts
+        done += unit.stop - unit.start
+        _add(total, counts)
+        progress(done, total)
+    try:
+        for unit, counts in _work(job, target, waiting, min(workers, len(waiting))):
+            shards[unit.name] = counts
+            done += unit.stop - unit.start
+            _add(total, counts)
+            progress(done, total)
+        _publish(job, target, [(unit.name, shards[unit.name]) for unit in units], total)
+    except BadLine as error:
+        raise ConfigError(_named(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {error.strerror or error}") from None
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"{target}: a worker died (out of memory?); the same command goes on, with fewer --workers"
+        ) from None
+    return total
+
+
+def _work(job: Job, target: Path, units: Sequence[Unit], workers: int) -> Iterator[tuple[Unit, Counts]]:
+    """Each unit and its counts, when its shard is there."""
+    if workers < 2:
+        for unit in units:
+            yield unit, make_shard(job, target, unit)
+        return
+    # Not forked: torch's threads would not be there in a copy of this process.
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        running = {pool.submit(make_shard, job, target, unit): unit for unit in units}
+        try:
+            for future in as_completed(running):
+                yield running[future], future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _add(total: Counts, more: Counts) -> None:
+    total.tokens += more.tokens
+    total.documents += more.documents
+    total.empty += more.empty
+
+
+def _claim(job: Job, target: Path) -> None:
+    """Make ``target`` the folder of ``job``, or see that it is. Raises ConfigError where it is not."""
+    there, wanted = target / JOB, json.loads(json.dumps(asdict(job)))
+    try:
+        if there.exists():
+            found = json.loads(there.read_text(encoding="utf-8"))
+            if {**found, "tokenizer": ""} != {**wanted, "tokenizer": ""}:  # its hash is enough
+                raise ConfigError(
+                    f"{target}: holds another job (files, tokenizer or options differ); choose another"
+                    " --out, or delete it"
+                )
+            return
+        if target.exists() and any(target.iterdir()):
+            raise ConfigError(f"{target}: is not empty; choose another --out")
+        target.mkdir(parents=True, exist_ok=True)
+        write_whole(there, json.dumps(wanted, indent=1))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{target}: cannot be used: {error}") from None
+
+
+def _shard_there(job: Job, target: Path, unit: Unit) -> Counts | None:
+    """The counts of a shard that is whole already: its counts are written last."""
+    try:
+        return Counts(**json.loads((target / f".{unit.name}.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _publish(job: Job, target: Path, shards: list[tuple[str, Counts]], total: Counts) -> None:
+    tokenizer = _tokenizer(job.tokenizer)
+    carry(tokenizer.path.parent, target)
+    if tokenizer.path.name != "tokenizer.json":
+        (target / "tokenizer.json").write_bytes(tokenizer.path.read_bytes())
+    manifest = {
+        "format": FORMAT,
+        "kind": job.kind,
+        "dtype": _dtype(tokenizer),
+        "tokenizer": {"sha256": job.sha256, "vocab_size": tokenizer.vocab_size, "end": job.end},
+        "tokens": total.tokens,
+        "documents": total.documents,
+        "sources": [{"path": path, "bytes": size} for path, size, _ in job.files],
+        "shards": [
+            {"name": name, "tokens": counts.tokens, "documents": counts.documents}
+            for name, counts in shards
+        ],
+    }
+    write_whole(target / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _dtype(tokenizer: JsonTokenizer) -> str:
+    return "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+
+
+def _named(error: BadLine) -> str:
+    """The place as a person counts: lines from 1."""
+    if error.path.endswith(".parquet"):
+        return f"{error.path}: row {error.place + 1}: {error.words}"
+    with open(error.path, "rb") as file:
+        line = 1 + sum(block.count(b"\n") for block in _blocks(file.read, error.place))
+    return f"{error.path}:{line}: {error.words}"
+
+
+def _blocks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
+    while size > 0 and (block := read(min(size, _BLOCK))):
+        size -= len(block)
+        yield block
+
+
+@cache
+def _tokenizer(path: str) -> JsonTokenizer:
+    return JsonTokenizer(Path(path))
+
+
+def make_shard(job: Job, target: Path, unit: Unit) -> Counts:
+    """Write the shard of one unit, whole or not at all. Raises BadLine, and OSError."""
+    tokenizer = _tokenizer(job.tokenizer)
+    counts, chat = Counts(), job.kind == "chat"
+    names = ["tokens", "ends", *(["trained"] if chat else [])]
+    aside = [target / f".{name}-{unit.name}.bin" for name in names]
+    files = [path.open("wb") for path in aside]
+    try:
+        pieces = _chats(job, unit, tokenizer, counts) if chat else _texts(job, unit, tokenizer)
+        for ids, learnt, ends in pieces:
+            files[0].write(np.asarray(ids, _dtype(tokenizer)).tobytes())
+            counts.tokens += len(ids)
+            if ends:
+                counts.documents += 1
+                files[1].write(np.asarray([counts.tokens], "<i8").tobytes())
+            if chat:
+                files[2].write(np.asarray(learnt, np.uint8).tobytes())
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        for file in files:
+            file.close()
+    for path in aside:
+        path.replace(path.with_name(path.name[1:]))
+    write_whole(target / f".{unit.name}.json", json.dumps(asdict(counts)))
+    return counts
+
+
+Piece = tuple[list[int], list[bool], bool]
+"""Ids, which are learnt, and whether a document ends here."""
+
+
+def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer) -> Iterator[Piece]:
+    path = Path(unit.path)
+    if path.suffix == ".parquet":
+        documents = _parquet(unit, job.field)
+    elif path.suffix in JSON_LINES:
+        documents = _field(unit, job.field)
+    else:
+        # One document, of which this unit has a part.
+        for block in _joined(_lines(unit)):
+            yield tokenizer.encode(block), [], False
+        if unit.stop == unit.size:
+            yield [job.end], [], True
+        return
+    for text in documents:
+        if text:
+            yield [*tokenizer.encode(text), job.end], [], True
+
+
+def _chats(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> Iterator[Piece]:
+    template = ChatTemplate(tokenizer)
+    for place, row in _rows(unit):
+        try:
+            messages, more = read_messages(row, job.field)
+            texts = template.render(messages, **more)
+        except ValueError as error:
+            raise BadLine(unit.path, place, str(error)) from None
+        counts.empty += not texts
+        for text in texts:
+            ids, learnt = encode(tokenizer, text)
+            if any(learnt[1:]):
+                yield ids, learnt, True
+            else:
+                counts.empty += 1
+
+
+def _field(unit: Unit, field: str) -> Iterator[str]:
+    for place, row in _rows(unit):
+        text = row.get(field)
+        if not isinstance(text, str):
+            has = ", ".join(map(repr, row)) or "nothing"
+            raise BadLine(unit.path, place, f"has no text in {field!r} (it has {has}); see --field")
+        yield text
+
+
+def _rows(unit: Unit) -> Iterator[tuple[int, dict[str, Any]]]:
+    for place, line in _lines(unit):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise BadLine(unit.path, place, f"is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise BadLine(unit.path, place, "is not an object")
+        yield place, row
+
+
+def _lines(unit: Unit) -> Iterator[tuple[int, str]]:
+    """(place, text) of the lines that begin in the unit."""
+    with open(unit.path, "rb") as file:
+        if unit.start:
+            # A line that begins right here has its newline before.
+            file.seek(unit.start - 1)
+            file.readline()
+        while (place := file.tell()) < unit.stop and (line := file.readline()):
+            try:
+                yield place, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise BadLine(unit.path, place, f"is not UTF-8: {error.reason}") from None
+
+
+def _joined(lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """Lines put together into blocks."""
+    block, size = [], 0
+    for _, line in lines:
+        block.append(line)
+        size += len(line)
+        if size >= _BLOCK:
+            yield "".join(block)
+            block, size = [], 0
+    if block:
+        yield "".join(block)
+
+
+def _parquet(unit: Unit, field: str) -> Iterator[str]:
+    try:
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise BadLine(unit.path, 0, "needs pyarrow: pip install 'dtensor-compose[parquet]'") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(unit.path)
+        if field not in file.schema_arrow.names:
+            has = ", ".join(map(repr, file.schema_arrow.names))
+            raise BadLine(unit.path, 0, f"has no column {field!r} (it has {has}); see --field")
+        row = 0
+        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                if text is not None and not isinstance(text, str):
+                    raise BadLine(unit.path, row, f"has no text in {field!r}")
+                row += 1
+                yield text or ""
+    except pyarrow.ArrowException as error:
+        raise BadLine(unit.path, 0, f"cannot be read as Parquet: {error}") from None

@@ -1,0 +1,251 @@
+"""Text to token ids: what is written is what the tokenizer says, by any number of workers, after any
+interruption."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from compose.__main__ import main
+from compose.config import Data
+from compose.data import data_problems, writing
+from compose.data.sources import open_samples
+from compose.data.token_set import MANIFEST, open_token_set
+from compose.data.writing import Counts, describe_job, make_shard, make_token_set, units_of
+from compose.errors import ConfigError
+from compose.loss import IGNORE
+from compose.tokenizer import open_tokenizer
+from tests.test_data import sets_of
+from tests.tokenizers_made import SPECIAL, TEXT, save_tokenizer
+
+END = SPECIAL.index("<|end|>")
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    chance = random.Random(seed)
+    parts = [*TEXT, "<|end|>", "\n\n", " ", "é", "\u2028", "0"]
+    return ["".join(chance.choices(parts, k=chance.randint(1, 30))) for _ in range(count)]
+
+
+def json_lines(path: Path, texts: list[str], field: str = "text") -> Path:
+    rows = [json.dumps({"id": i, field: text}, ensure_ascii=False) for i, text in enumerate(texts)]
+    path.write_text("\n".join(rows), encoding="utf-8")
+    return path
+
+
+def expected(tokenizer: Path, texts: list[str]) -> list[int]:
+    """One document after another, each with the end token; what spells a special token is text."""
+    loaded = Tokenizer.from_file(str(tokenizer))
+    loaded.encode_special_tokens = True
+    return [i for text in texts if text for i in [*loaded.encode(text).ids, END]]
+
+
+def make(tokenizer: Path, out: Path, *files: Path, workers: int = 1, unit: int = 1 << 20) -> Counts:
+    job = describe_job(open_tokenizer(tokenizer), "text", "text", END, files, unit)
+    return make_token_set(job, out, workers, lambda done, counts: None)
+
+
+def row_of(folder: Path) -> list[int]:
+    tokens = open_token_set(folder).tokens
+    return tokens.read(0, len(tokens)).tolist()
+
+
+@pytest.mark.parametrize(("unit", "workers"), [(1 << 20, 1), (997, 2), (50, 1)])
+def test_units_make_no_difference(tmp_path: Path, unit: int, workers: int) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    texts = [*documents(60), "", "last"]
+    file = json_lines(tmp_path / "a.jsonl", texts)
+    counts = make(tokenizer, tmp_path / "out", file, unit=unit, workers=workers)
+    assert row_of(tmp_path / "out") == expected(tokenizer, texts)
+    made = open_token_set(tmp_path / "out")
+    assert counts.documents == len(made.ends) == 61
+    assert counts.tokens == len(made.tokens) == made.ends[-1]
+    # The index says where documents end.
+    assert [made.tokens.read(int(end) - 1, int(end))[0] for end in made.ends] == [END] * 61
+
+
+def test_text_files_are_documents_that_may_span_units(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    one = tmp_path / "one.txt"
+    one.write_text("".join(f"{i}: {text}\n" for i, text in enumerate(documents(40))))
+    (tmp_path / "two.md").write_text("no newline at the end")
+    (tmp_path / "none.txt").touch()
+    files = [one, tmp_path / "none.txt", tmp_path / "two.md"]
+    make(tokenizer, tmp_path / "out", *files, unit=300)
+    made, loaded = open_token_set(tmp_path / "out"), Tokenizer.from_file(str(tokenizer))
+    first, second = (
+        made.tokens.read(start, stop - 1).tolist()
+        for start, stop in zip([0, made.ends[0]], made.ends, strict=True)
+    )
+    assert loaded.decode(first, skip_special_tokens=False) == one.read_text()
+    assert loaded.decode(second) == "no newline at the end"
+    assert len(units_of(describe_job(open_tokenizer(tokenizer), "text", "text", END, files, 300))) > 5
+
+
+def test_parquet(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    texts = documents(30)
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table({"n": list(range(31)), "text": [*texts, None]}), path, row_group_size=7
+    )
+    make(tokenizer, tmp_path / "out", path)
+    assert row_of(tmp_path / "out") == expected(tokenizer, texts)
+
+
+@pytest.mark.parametrize("moment", ["before a shard", "between shards", "before the manifest"])
+def test_goes_on_where_it_was(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at any moment, the same command ends with the same folder, and does no shard twice."""
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(60)
+    file = json_lines(tmp_path / "a.jsonl", texts)
+    job = describe_job(open_tokenizer(tokenizer), "text", "text", END, [file], 500)
+    out = tmp_path / "out"
+    writing._claim(job, out)
+    units = units_of(job)
+    assert len(units) > 6
+    done = {"before a shard": units[:2], "between shards": units[3:], "before the manifest": units}
+    for unit in done[moment]:
+        make_shard(job, out, unit)
+    if moment == "before a shard":  # one was being written
+        (out / f".tokens-{units[2].name}.bin").write_bytes(b"half")
+        (out / f"ends-{units[2].name}.bin").write_bytes(b"whole, but not its tokens")
+    with pytest.raises(
+        ConfigError, match=r"is not whole yet; run the same `python -m compose tokenize`"
+    ):
+        open_samples(str(out), Data(), 8, 300)
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("tokens-*.bin")}
+    make_token_set(job, out, 1, lambda done, counts: None)
+    assert row_of(out) == expected(tokenizer, texts)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert len(kept) == len(done[moment])
+
+
+def test_windows_of_a_token_set(tmp_path: Path) -> None:
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(40)
+    make(tokenizer, tmp_path / "out", json_lines(tmp_path / "a.jsonl", texts), unit=300)
+    samples, row = open_samples(str(tmp_path / "out"), Data(), 16, 300), expected(tokenizer, texts)
+    assert len(samples) == (len(row) - 1) // 16
+    for index in range(len(samples)):
+        batch = samples.read(index)
+        window = torch.tensor(row[16 * index : 16 * index + 17])
+        assert torch.equal(batch["tokens"], window[:-1])
+        assert torch.equal(batch["targets"], window[1:].masked_fill(window[:-1] == END, IGNORE))
+
+
+def test_damage_and_misfits_are_named(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    out = tmp_path / "out"
+    make(tokenizer, out, json_lines(tmp_path / "a.jsonl", documents(20)), unit=500)
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def problems(**keys: object) -> list[str]:
+        return data_problems(sets_of(**{"path": str(out), **keys}))
+
+    size = open_tokenizer(tokenizer).vocab_size
+    assert problems() == [
+        f"data.path: {out} has ids up to {size - 1}; set model.vocab_size to at least {size}"
+        " (it is 257)"
+    ]
+    (out / "ends-00001.bin").unlink()
+    (out / "tokens-00000.bin").write_bytes(whole["tokens-00000.bin"][:-1])
+    bytes_ = len(whole["tokens-00000.bin"])
+    assert problems() == [
+        f"data.path: {out}/tokens-00000.bin: has {bytes_ - 1:,} bytes, not the {bytes_:,} of"
+        " manifest.json",
+        f"data.path: {out}/ends-00001.bin: is missing",
+    ]
+    for name, content in whole.items():
+        (out / name).write_bytes(content)
+    (out / MANIFEST).write_bytes(whole[MANIFEST][:-9])
+    (problem,) = problems()
+    assert problem.startswith(f"data.path: {out}/manifest.json: cannot be read: ")
+    (out / MANIFEST).write_text(json.dumps({**json.loads(whole[MANIFEST]), "format": 2}))
+    assert problems() == [f"data.path: {out}/manifest.json: is of format 2, this reads 1"]
+
+
+def test_tokenizers_must_agree(tmp_path: Path) -> None:
+    file = json_lines(tmp_path / "a.jsonl", documents(5))
+    first, second = (save_tokenizer(tmp_path / f"t{n}", vocab_size=n) for n in (262, 263))
+    make(first, tmp_path / "one", file)
+    make(second, tmp_path / "two", file)
+    (tmp_path / "text.txt").write_text("a text of bytes")
+    config = sets_of(
+        path=(str(tmp_path / "one"), str(tmp_path / "two")), validation=str(tmp_path / "text.txt")
+    )
+    object.__setattr__(config.model.config, "vocab_size", 300)
+    hashes = [open_tokenizer(path).sha256[:12] for path in (first, second)]
+    assert data_problems(config) == [
+        f"data: {tmp_path}/two is of another tokenizer (sha256 {hashes[1]}) than {tmp_path}/one"
+        f" (sha256 {hashes[0]}); tokenize both with the same tokenizer.json",
+        f"data: {tmp_path}/text.txt is of another tokenizer (bytes) than {tmp_path}/one"
+        f" (sha256 {hashes[0]}); tokenize both with the same tokenizer.json",
+    ]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(9)
+    file, out = json_lines(tmp_path / "a.jsonl", texts, "body"), tmp_path / "out"
+    words = ["tokenize", "--tokenizer", str(tokenizer.parent), "--out", str(out), "--workers=1"]
+    assert main([*words, "--field=body", str(file)]) == 0
+    count = len(expected(tokenizer, texts))
+    output = capsys.readouterr()
+    assert output.out == f"{out}: {count:,} tokens, 9 documents\n"
+    assert output.err.startswith("100%  ")
+    before = (out / "tokens-00000.bin").stat().st_mtime_ns
+    assert main([*words, "--field=body", str(file)]) == 0
+    assert (out / "tokens-00000.bin").stat().st_mtime_ns == before
+    assert (out / "tokenizer_config.json").exists()
+
+    def refused(*more: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            main(list(more))
+        return str(caught.value)
+
+    assert refused(*words, str(file)) == (
+        f"{out}: holds another job (files, tokenizer or options differ); choose another --out, or"
+        " delete it"
+    )
+    assert (
+        refused("tokenize", "--out=x", "f") == "command line: tokenize: needs --tokenizer; see --help"
+    )
+    assert refused(*words) == "command line: tokenize: needs FILES; see --help"
+    assert refused(*words, "--wokers=2", "f") == (
+        "command line: --wokers: unknown option; did you mean --workers?"
+    )
+    assert refused(*words, "--workers=0", str(file)) == (
+        "command line: --workers: 0 is not a number of processes"
+    )
+    assert refused(*words, "--end=no", str(file)).startswith("command line: --end: no is no token of ")
+    other = [*words[:3], "--out", str(tmp_path / "other"), "--workers=1"]
+    assert refused(*other, "none.txt", "b.gz", str(file)) == (
+        "none.txt: cannot be read: No such file or directory\nb.gz: is compressed; unpack it first"
+    )
+    assert refused(*other, str(file)) == (
+        f"{file}:1: has no text in 'text' (it has 'id', 'body'); see --field"
+    )
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'{"text": "a"}\n\n{"text": "b}\n')
+    assert refused(*other[:3], "--out", str(tmp_path / "3"), str(bad)).startswith(
+        f"{bad}:3: is not JSON: "
+    )
+    bad.write_bytes(b'{"text": "a"}\n["b"]\n')
+    assert refused(*other[:3], "--out", str(tmp_path / "4"), str(bad)) == f"{bad}:2: is not an object"
+    bad.write_bytes(b'{"text": "a"}\n\xff\n')
+    assert refused(*other[:3], "--out", str(tmp_path / "5"), str(bad)) == (
+        f"{bad}:2: is not UTF-8: invalid start byte"
+    )
+
+
+def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    make(tokenizer, tmp_path / "out", json_lines(tmp_path / "a.jsonl", ["some", "text"]))
+    assert json.loads((tmp_path / "out" / MANIFEST).read_text())["dtype"] == "<u2"
+    loaded = open_tokenizer(tokenizer)
+    loaded.vocab_size = (1 << 16) + 1
+    assert np.dtype(writing._dtype(loaded)).itemsize == 4
