@@ -12,6 +12,8 @@ from compose.errors import ConfigError
 SEPARATOR = 256
 """The byte tokenizer's one special token: it ends each document. Its vocabulary is 257."""
 FILE = "tokenizer.json"
+TOKENIZER = "tokenizer"
+"""The folder of it in ``run.dir``."""
 CARRIED = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -19,6 +21,7 @@ CARRIED = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "generation_config.json",
 )
 """What stands beside a tokenizer.json and belongs to it."""
 # Where no tokenizer_config.json says which token ends a document.

@@ -26,6 +26,7 @@ from compose.routing import routing_metrics
 from compose.runtime import TrainingError, note
 from compose.signals import Signals
 from compose.step import clip_grad_norm_, forward_backward
+from compose.tokenizer import TOKENIZER
 from compose.toml import dump
 
 _COLLECT_EVERY = 100  # steps between collections of Python's garbage
@@ -56,7 +57,7 @@ class Trainer:
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
             write_whole(self.folder / "config.toml", dump(config))
-            keep_tokenizer(config, self.batches, self.folder / "tokenizer")
+            keep_tokenizer(config, self.batches, self.folder / TOKENIZER)
             self.writer = MetricsWriter(self.folder, config.metrics.tensorboard, self.progress.step)
             whole, _ = build_model(config)  # of which this rank may hold a part
             count = sum(p.numel() for p in whole.parameters())

@@ -201,8 +201,10 @@ class Checkpointer:
         return ["", sum(entry["size"] for entry in everything.values())]
 
     def _described(self, progress: Progress) -> dict[str, Any]:
+        original = self.config.checkpoint.load_hf
         return {
             **asdict(progress),
+            **({"hugging_face": str(Path(original).resolve())} if original else {}),
             "model": _fields(self.config),
             "data": self.data,
             "seed": self.config.train.seed,

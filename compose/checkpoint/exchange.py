@@ -35,7 +35,7 @@ from compose.hugging_face import (
 )
 from compose.registry import find_model
 from compose.safetensors_files import Planned, TensorFiles, write_files
-from compose.tokenizer import carry
+from compose.tokenizer import TOKENIZER, carry
 from compose.toml import dump
 
 SHARD_BYTES = 5 * 10**9
@@ -120,9 +120,10 @@ def export(
     """Make of a checkpoint a folder that transformers opens.
 
     config: whose model it is; None: what the checkpoint says. original: Hugging Face's folder with the
-    tokenizer, which is copied; None: the one that the checkpoint was made from, if it was. dtype: of
-    parameters; buffers stay in float32. shard_bytes: of tensors in a file. Raises ConfigError where the
-    checkpoint is damaged or of another model, or ``target`` exists.
+    tokenizer, which is copied; None: the one that the checkpoint or its run was made from, else what
+    its run has kept of a tokenizer. dtype: of parameters; buffers stay in float32. shard_bytes: of
+    tensors in a file. Raises ConfigError where the checkpoint is damaged or of another model, or
+    ``target`` exists.
     """
     damage = store.problems(source)
     if damage:
@@ -157,7 +158,7 @@ def export(
             for part in value if "{}" in theirs else [value]:
                 yield part.to(planned[0].dtype)
 
-    original = original or _original(known)
+    original = original or _original(source, known)
     values |= {
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -177,9 +178,6 @@ def export(
         (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
         if original:
             carry(original, aside)
-            generation = original / "generation_config.json"
-            if generation.exists():
-                shutil.copyfile(generation, aside / generation.name)
         aside.rename(target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -247,10 +245,13 @@ def _model_of(folder: Path, known: Mapping[str, Any]) -> Model:
         raise ConfigError(f"{folder / STATE}: model: {error}") from None
 
 
-def _original(known: Mapping[str, Any]) -> Path | None:
-    """Hugging Face's folder that a checkpoint was made from, if it is still there."""
-    there = known.get("hugging_face")
-    return Path(there) if there and (Path(there) / "config.json").exists() else None
+def _original(source: Path, known: Mapping[str, Any]) -> Path | None:
+    """Hugging Face's folder that a checkpoint was made from, if it is still there; else what its run
+    has kept of a tokenizer."""
+    there, kept = known.get("hugging_face"), source.parent.parent / TOKENIZER
+    if there and (Path(there) / "config.json").exists():
+        return Path(there)
+    return kept if kept.is_dir() else None
 
 
 def _absent(target: Path) -> None:
