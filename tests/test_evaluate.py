@@ -1,5 +1,7 @@
 """Forward alone on every axis: the loss of one process, and nothing that a next step would notice."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from compose.config import Config
 from compose.data import random_batch
 from compose.errors import ConfigError
 from compose.evaluate import evaluate
-from compose.loss import IGNORE
+from compose.loss import IGNORE, cross_entropy
 from compose.mesh import batch_share
 from compose.optimizer import build_optimizer
 from compose.registry import build_model
@@ -84,6 +86,11 @@ def on_one_process(config: Config, batch: dict[str, Tensor]) -> tuple[float, int
     return float(loss), int((targets != IGNORE).sum())
 
 
+def _without_gradient(output: Tensor, targets: Tensor) -> Tensor:
+    assert not output.requires_grad
+    return cross_entropy(output, targets)
+
+
 def _losses(cases: dict[str, Keys]) -> dict[str, tuple[float, float, int, int]]:
     """Of each: the loss found and expected, the targets found and expected."""
     found = {}
@@ -94,7 +101,7 @@ def _losses(cases: dict[str, Keys]) -> dict[str, tuple[float, float, int, int]]:
         # All rows of the last rank's share are filled up where there are two.
         batch = batch_of(config, ROWS, filled=6, seed=1)
         mine = share(batch, *batch_share(mesh))
-        loss, count = evaluate(model, mine, mesh, micro_batch=2)
+        loss, count = evaluate(model, mine, mesh, micro_batch=2, loss_function=_without_gradient)
         assert (loss.dtype, count.dtype) == (torch.float64, torch.int64)
         expected = on_one_process(config, batch)
         found[name] = loss.item(), expected[0], int(count), expected[1]
@@ -160,7 +167,7 @@ def _after_an_evaluation(cases: dict[str, Keys]) -> dict[str, object]:
     """Of each case, what is other in a step after an evaluation than in one without."""
     found: dict[str, object] = {}
     for name, keys in cases.items():
-        keys = {"train__global_batch": 8, "train__micro_batch": 1} | keys
+        keys = {"train__global_batch": 4, "train__micro_batch": 1} | keys
         config = make_config(dist.get_world_size(), **keys)
         (plain, usual), (other, counts) = (
             _second_step(config, evaluating) for evaluating in (False, True)
@@ -170,23 +177,33 @@ def _after_an_evaluation(cases: dict[str, Keys]) -> dict[str, object]:
     return found
 
 
+# Of what is alike for a step that follows, one.
+FOLLOWED = {*CASES[2], "pipelines, zero 1", "experts in a pipeline"} - {
+    *("zero 0", "tp, whole", "allgather", "ulysses")
+}
+
+
 @pytest.mark.parametrize("ranks", CASES)
 def test_nothing_is_changed(pool: Pool, ranks: int) -> None:
     """Gradients, weights, routers and messages of the step that follows are bitwise those without."""
-    for found in pool.run(_after_an_evaluation, ranks, CASES[ranks]):
+    cases = {name: keys for name, keys in CASES[ranks].items() if name in FOLLOWED}
+    for found in pool.run(_after_an_evaluation, ranks, cases):
         assert not any(found.values()), found
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_order_of_forwards(schedule: str, micro_batches: int) -> None:
-    """Each once, after what it needs; of many, ranks wait for the first to come and the last to go."""
+    """Each once, after what it needs; of many, ranks wait for the first to come and the last to go, and
+    no stage has more than two waiting."""
     ranks = placement(schedule, 4, 0)
     order = forwards(ranks, micro_batches)
     assert sorted(order) == [Action(s, "F", m) for s in range(len(ranks)) for m in range(micro_batches)]
     for place, action in enumerate(order):
         for options in needs(action, len(ranks) - 1):
             assert options & set(order[:place])
+        done = Counter(a.stage for a in order[: place + 1])
+        assert all(done[stage] - done[stage + 1] <= 2 for stage in range(len(ranks) - 1))
     table = [[a for a in order if ranks[a.stage] == rank] for rank in range(4)]
     if micro_batches == 8:
         there_and_back = schedule in ("ZBVZeroBubble", "DualPipeV")
