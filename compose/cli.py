@@ -206,18 +206,17 @@ def help_text(program: str, flags: Mapping[str, str], model: str) -> str:
             "group; --world-size says for how many ranks.\n"
         )
     for table, kind in TABLES.items():
-        lines += [f"[{table}]", *help_rows(kind), ""]
+        lines += [f"[{table}]", *_help_rows(kind), ""]
         if kind is Model:
             folder = find_model(model)
             lines.insert(-1, f"  models: {', '.join(model_names())}")
             lines.insert(-1, f"  presets of {folder.name}: {', '.join(folder.presets)}")
             lines.insert(-1, f"  fields of {folder.name}'s config (a preset sets its own):")
-            lines[-1:-1] = [f"  {row}" for row in help_rows(folder.Config)]
+            lines[-1:-1] = [f"  {row}" for row in _help_rows(folder.Config)]
     return "\n".join(lines).rstrip()
 
 
-def help_rows(kind: type) -> list[str]:
-    """Two lines for each field of a dataclass of options: type, default and doc."""
+def _help_rows(kind: type) -> list[str]:
     types = typing.get_type_hints(kind, include_extras=True)
     defaults = {f.name: f.default for f in dataclasses.fields(kind)}
     return [

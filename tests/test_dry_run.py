@@ -140,6 +140,6 @@ def test_unknown_command() -> None:
     assert (done.returncode, done.stderr) == (
         2,
         "compose: verfy: unknown command; did you mean verify? (known: verify, schedule, legal,"
-        " convert)\n",
+        " convert, tokenize, generate)\n",
     )
     assert "verify" in execute("-m", "compose").stdout
