@@ -13,6 +13,7 @@ from compose import legality, timeline
 from compose.cli import parse, read_arguments, run, world_size_of
 from compose.convert import convert
 from compose.errors import ConfigError, did_you_mean
+from compose.generate import generate
 from compose.mesh import AXES, init_mesh
 from compose.prove import prove
 from compose.runtime import process_group
@@ -97,6 +98,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "legal": _legal,
     "convert": convert,
     "tokenize": tokenize,
+    "generate": generate,
 }
 
 

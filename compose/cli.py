@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,14 @@ from compose.errors import ConfigError, did_you_mean
 from compose.hugging_face import source_problems
 from compose.registry import find_model, model_names
 from compose.toml import COMMAND_LINE, load, nearest_key
+
+
+class Words(NamedTuple):
+    """A command line taken apart: plain words, keys with the text of their values, and flags."""
+
+    plain: list[str]
+    overrides: list[tuple[str, str]]
+    flags: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -58,10 +67,10 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Optio
     dry_run = "--dry-run" in given.flags
     if "--world-size" in given.flags and not dry_run:
         raise ConfigError(f"{COMMAND_LINE}: --world-size: goes with --dry-run; else torchrun sets it")
-    world_size = world_size_of(given) or _world_size()
+    world_size = world_size_of(given) or launched_ranks()
     config, problems = legality.check(load(given.file, given.overrides), world_size)
     if not dry_run:
-        problems += _device_problems(config)
+        problems += device_problems(config)
         problems += _surroundings(config) if trains else []
     if problems:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
@@ -78,7 +87,7 @@ def world_size_of(given: Arguments) -> int:
     return int(value)
 
 
-def _world_size() -> int:
+def launched_ranks() -> int:
     """The number of ranks that torchrun has started; 1 without it."""
     if "RANK" not in os.environ:
         return 1
@@ -93,27 +102,26 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
-def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str]) -> Arguments:
-    """The file, the overrides and the flags of a command line; ``flags`` says what each flag takes.
+def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True) -> Words:
+    """A command line taken apart; ``flags`` says what each flag takes ("": nothing), and --help, or
+    -h, is one too. keys: whether --table.key=value may stand there.
 
-    ``--help`` prints every key and exits. Raises ConfigError for what is none of these.
+    Raises ConfigError for an option that is none of these, or lacks its value.
     """
     known = [*flags, "--help"]
-    files: list[str] = []
-    overrides: list[tuple[str, str]] = []
-    found: dict[str, str] = {}
+    found = Words([], [], {})
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            files.append(word)
+            found.plain.append(word)
             continue
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         if name in known and not flags.get(name):
-            found[name] = ""
+            found.flags[name] = ""
             continue
-        if name not in known and "." not in name:
-            hint = nearest_key(name)
+        if name not in known and not (keys and "." in name):
+            hint = keys and nearest_key(name)
             raise ConfigError(
                 f"{COMMAND_LINE}: {name}: unknown option{hint or did_you_mean(name, known)}"
             )
@@ -122,15 +130,24 @@ def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str])
                 raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
             value = rest.pop(0)
         if name in flags:
-            found[name] = value
+            found.flags[name] = value
         else:
-            overrides.append((name.removeprefix("--"), value))
-    if "--help" in found:
-        print(help_text(program, flags, dict(overrides).get("model.name", Model.name)))
+            found.overrides.append((name.removeprefix("--"), value))
+    return found
+
+
+def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str]) -> Arguments:
+    """The file, the overrides and the flags of a command line; ``flags`` says what each flag takes.
+
+    ``--help`` prints every key and exits. Raises ConfigError for what is none of these.
+    """
+    found = read_words(words, flags)
+    if "--help" in found.flags:
+        print(help_text(program, flags, dict(found.overrides).get("model.name", Model.name)))
         raise SystemExit(0)
-    if len(files) > 1:
-        raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(files)}")
-    return Arguments(files[0] if files else "train.toml", overrides, found)
+    if len(found.plain) > 1:
+        raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(found.plain)}")
+    return Arguments(found.plain[0] if found.plain else "train.toml", found.overrides, found.flags)
 
 
 def read_flags(words: Sequence[str], flags: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -138,26 +155,12 @@ def read_flags(words: Sequence[str], flags: Mapping[str, str]) -> tuple[list[str
 
     Raises ConfigError for a flag that is unknown or lacks its value.
     """
-    alone: list[str] = []
-    found: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            alone.append(word)
-        elif name not in flags:
-            raise ConfigError(f"{COMMAND_LINE}: {name}: unknown option{did_you_mean(name, flags)}")
-        elif not flags[name]:
-            found[name] = ""
-        elif not equals and not rest:
-            raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
-        else:
-            found[name] = value if equals else rest.pop(0)
-    return alone, found
+    found = read_words(words, flags, keys=False)
+    return found.plain, found.flags
 
 
-def _device_problems(config: Config) -> list[str]:
+def device_problems(config: Config) -> list[str]:
+    """What keeps this machine from having ``run.device``."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
         return ["run.device: cuda is not available here; use cpu or auto"]
     return []

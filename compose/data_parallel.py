@@ -112,7 +112,11 @@ def gather(model: nn.Module) -> None:
 
 
 def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
-    """After gradients were found without ``backward()``: do what would have followed from it."""
+    """After gradients were found without ``backward()``: do what would have followed from it.
+
+    After a forward that no backward follows too: what it gathered is freed, and its order, by which
+    the next backward would prefetch, is forgotten.
+    """
     if isinstance(model, FSDPModule):
         prepare_micro_batch(model, zero, last)
         # As torch.distributed.pipelining does; there is no public call.

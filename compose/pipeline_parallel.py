@@ -31,7 +31,7 @@ from compose.errors import ConfigError
 from compose.loss import LossFunction
 from compose.pipeline_split import Stage, Tied, balanced, check_layers, layer_names, split
 from compose.plan import Pipeline
-from compose.schedules import build_table, placement
+from compose.schedules import build_table, forwards, placement
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ class PipelineRunner:
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
         # Of the last batch's shapes: it holds buffers for every micro-batch.
         self.runtime: tuple[Any, _PipelineScheduleRuntime] | None = None
+        # By the shapes of a micro-batch, what then goes from stage to stage.
+        self.streams: dict[Any, Tensor] = {}
         self.loss: LossFunction | None = None
 
     @property
@@ -118,11 +120,7 @@ class PipelineRunner:
         are no whole micro-batches, or the schedule cannot run their number.
         """
         samples = len(batch["targets"])
-        if samples % micro_batch:
-            raise ConfigError(
-                f"micro_batch: {samples} samples are no whole number of micro-batches of {micro_batch},"
-                " which a pipeline needs"
-            )
+        _check_whole(samples, micro_batch)
         inputs = dict(batch)
         targets, first = inputs.pop("targets"), inputs.pop(self.first_argument)
         key = (samples // micro_batch, *((v.shape, v.dtype) for v in (first, *inputs.values())))
@@ -138,6 +136,47 @@ class PipelineRunner:
         self._sum_tied_gradients(earlier)
         total = torch.zeros((), device=targets.device)
         return total + sum(x.detach() for x in losses)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        parts: Sequence[Mapping[str, Tensor]],
+        each: Callable[[Tensor, Mapping[str, Tensor]], None],
+    ) -> None:
+        """Forward alone of every micro-batch, the same ``parts`` on every rank of the axis; ``each``
+        gets what the last stage gives, and the part, on the rank that has that stage.
+
+        Raises ConfigError where the parts are not alike.
+        """
+        inputs = [{k: v for k, v in part.items() if k != "targets"} for part in parts]
+        firsts = [part.pop(self.first_argument) for part in inputs]
+        _check_whole(sum(map(len, firsts)), len(firsts[0]))
+        stream = self._stream(firsts[0], inputs[0])
+        modules = {stage.index: stage.module for stage in self.stages}
+        # What has come to a stage that is here, or is on its way to it; and what leaves.
+        inbox: dict[tuple[int, int], _Message] = {}
+        sent: list[_Message] = []
+        # The two ranks of a message begin it at the same place of one order, so that no two wait for
+        # each other.
+        for stage, _, number in forwards(self.placement, len(parts)):
+            rank = self.placement[stage]
+            after = self.placement[stage + 1] if stage + 1 < len(self.placement) else None
+            if rank == self.rank:
+                stream_in = inbox.pop((stage, number)).wait() if stage else firsts[number]
+                output = modules[stage](stream_in, **inputs[number])
+                if after is None:
+                    each(output, parts[number])
+                elif after == rank:
+                    inbox[stage + 1, number] = _Message(output)
+                else:
+                    sent.append(self._message(dist.isend, output.contiguous(), after))
+            elif after == self.rank:
+                buffer = torch.empty_like(stream, device=firsts[0].device)
+                inbox[stage + 1, number] = self._message(dist.irecv, buffer, rank)
+        for message in sent:
+            message.wait()
+        for module in modules.values():
+            finish_backward(module, self.zero, last=True)
 
     def _runtime(
         self, first: Tensor, inputs: Mapping[str, Tensor], micro_batch: int
@@ -179,6 +218,12 @@ class PipelineRunner:
 
     def _stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """What goes from stage to stage for one micro-batch, on meta: the first stage tries it once."""
+        key = tuple((value.shape, value.dtype) for value in (first, *inputs.values()))
+        if key not in self.streams:
+            self.streams[key] = self._try_stream(first, inputs)
+        return self.streams[key]
+
+    def _try_stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         found: list[Any] = [None]
         source = self.placement[0]
         if source == self.rank:
@@ -245,6 +290,30 @@ class PipelineRunner:
 
     def _p2p(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+
+    def _message(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> "_Message":
+        return _Message(tensor, dist.batch_isend_irecv([self._p2p(operation, tensor, peer)]))
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A tensor that is on its way to another rank or from one, or is there already."""
+
+    tensor: Tensor
+    works: Sequence[dist.Work] = ()
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.tensor
+
+
+def _check_whole(samples: int, micro_batch: int) -> None:
+    if samples % micro_batch:
+        raise ConfigError(
+            f"micro_batch: {samples} samples are no whole number of micro-batches of {micro_batch},"
+            " which a pipeline needs"
+        )
 
 
 _copies = WeakIdKeyDictionary()

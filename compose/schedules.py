@@ -158,6 +158,23 @@ def _own_actions(actions: Sequence[Any]) -> list[Action]:
     return found
 
 
+def forwards(ranks: Sequence[int], micro_batches: int) -> list[Action]:
+    """Every forward of a pipeline that runs no backward, in an order in which they can run.
+
+    ranks: that of each stage. In each turn a rank runs the deepest of its stages that has an input, so
+    what waits between stages is little, and a V-schedule's ranks are busy too.
+    """
+    # For each stage the micro-batches that have come to it; behind the last, those that are done.
+    come = [micro_batches, *[0] * len(ranks)]
+    order: list[Action] = []
+    while come[-1] < micro_batches:
+        turn = {rank: i for i, rank in enumerate(ranks) if come[i + 1] < come[i]}
+        for stage in turn.values():
+            order.append(Action(stage, "F", come[stage + 1]))
+            come[stage + 1] += 1
+    return order
+
+
 def read_table(path: str) -> Table:
     """The table of a CSV file: a row per rank, cells as ``2F0``, empty cells ignored."""
     try:

@@ -1,6 +1,6 @@
 """One optimizer step's forward, backward and clipping, the same on every mesh."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,7 @@ def forward_backward(
     micro_batch: samples in one forward; None is the whole share. Raises ValueError below 1.
     """
     targets = batch["targets"]
-    share = len(targets)
-    micro_batch = share if micro_batch is None else micro_batch
-    if micro_batch < 1:
-        raise ValueError(f"micro_batch: {micro_batch} should be at least 1")
+    micro_batch = samples_at_once(batch, micro_batch)
     applied = applied_to(model)
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
     begin_step(model, targets.numel() * batch_share(mesh)[1])
@@ -49,8 +46,7 @@ def forward_backward(
     def loss(output: Tensor, targets: Tensor) -> Tensor:
         return loss_function(output, targets) / count
 
-    if mesh["cp"].size() > 1:
-        batch = shard_sequence(batch, mesh["cp"], applied.balance, multiple=mesh["tp"].size())
+    batch = own_part(model, batch, mesh)
     # loss_parallel only changes what cross-entropy does with DTensors.
     with loss_parallel():
         if applied.pipeline:
@@ -61,15 +57,35 @@ def forward_backward(
     return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp"))
 
 
+def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
+    """``micro_batch``; None is all samples of ``batch``. Raises ValueError below 1."""
+    size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
+    if size < 1:
+        raise ValueError(f"micro_batch: {size} should be at least 1")
+    return size
+
+
+def own_part(model: nn.Module, batch: Mapping[str, Tensor], mesh: DeviceMesh) -> Mapping[str, Tensor]:
+    """Of this rank's share of a batch, what it runs itself: with cp, its part of each sequence."""
+    if mesh["cp"].size() == 1:
+        return batch
+    return shard_sequence(batch, mesh["cp"], applied_to(model).balance, multiple=mesh["tp"].size())
+
+
+def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """``batch`` in parts of ``size`` samples; the last may have fewer."""
+    for start in range(0, len(next(iter(batch.values()))), size):
+        yield {name: value[start : start + size] for name, value in batch.items()}
+
+
 def _run(
     model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int, loss: LossFunction, zero: int
 ) -> Tensor:
     """Forward and backward of one micro-batch after another; the sum of their losses."""
-    share = len(batch["targets"])
     total = torch.zeros((), device=batch["targets"].device)
-    for start in range(0, share, micro_batch):
-        part = {name: value[start : start + micro_batch] for name, value in batch.items()}
-        prepare_micro_batch(model, zero, last=start + micro_batch >= share)
+    parts = list(micro_batches(batch, micro_batch))
+    for number, part in enumerate(parts):
+        prepare_micro_batch(model, zero, last=number == len(parts) - 1)
         targets = part.pop("targets")
         value = loss(model(**part), targets)
         value.backward()

@@ -5,7 +5,7 @@ import difflib
 import os
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,18 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
     """
     keys = Keys()
     _read(file, keys, ())
+    return _config(keys, overrides, file)
+
+
+def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
+    """``config`` with ``overrides`` on top, checked as :func:`load` does."""
+    keys = Keys()
+    for table, key, value in _values(config):
+        keys.set(table, key, value, config.source)
+    return _config(keys, overrides, config.source)
+
+
+def _config(keys: Keys, overrides: Sequence[tuple[str, str]], source: str) -> Config:
     for name, text in overrides:
         table, _, key = name.partition(".")
         keys.set(table, key, _parse_value(text), COMMAND_LINE)
@@ -60,7 +72,7 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
             keys.problems.append(f"{keys.origins[table, key]}: {table}: {unknown}")
     if keys.problems:
         raise ConfigError(*dict.fromkeys(keys.problems))
-    return Config(**tables, source=file)
+    return Config(**tables, source=source)
 
 
 def _read(file: str, keys: Keys, above: tuple[Path, ...]) -> None:
@@ -191,11 +203,16 @@ def _model_config(folder: ModelFolder, preset: ModelConfig, keys: Keys) -> Any:
 
 def dump(config: Config) -> str:
     """``config`` as TOML: every key of every table, so that nothing depends on a default."""
-    lines = []
+    tables: dict[str, list[str]] = {}
+    for table, key, value in _values(config):
+        tables.setdefault(table, []).append(f"{key} = {toml_value(value)}")
+    return "\n".join("\n".join([f"[{table}]", *lines, ""]) for table, lines in tables.items())
+
+
+def _values(config: Config) -> Iterator[tuple[str, str, Any]]:
+    """(table, key, value) of every key; those of the model's own config among them."""
     for table, kind in TABLES.items():
         values = getattr(config, table)
-        pairs = {key: getattr(values, attribute(key)) for key in docs(kind)}
+        yield from ((table, key, getattr(values, attribute(key))) for key in docs(kind))
         if isinstance(values, Model):
-            pairs |= {key: getattr(values.config, key) for key in docs(type(values.config))}
-        lines += [f"[{table}]", *(f"{k} = {toml_value(v)}" for k, v in pairs.items()), ""]
-    return "\n".join(lines)
+            yield from ((table, key, getattr(values.config, key)) for key in docs(type(values.config)))

@@ -19,18 +19,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
-from compose.checkpoint.parts import LoadParts, Part, SaveParts, mismatches
-from compose.checkpoint.state import make_optimizer_state, named_tensors, parts, spread, staged
+from compose.checkpoint.loading import damage, load, model_fields
+from compose.checkpoint.parts import Part, SaveParts
+from compose.checkpoint.state import named_tensors, parts, staged
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.registry import training_fields
 from compose.toml import dump
-
-STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -102,15 +100,14 @@ class Checkpointer:
         if self.rank == 0:
             store.clean(self.root)
         for folder in self._agreed(store.newest_first(self.root) if self.rank == 0 else []):
-            found: list[list[str]] = [[] for _ in range(self.ranks)]
-            mine = store.problems(folder, (self.rank, self.ranks))
-            dist.all_gather_object(found, mine, group=self.group)
-            damage = list(dict.fromkeys(problem for each in found for problem in each))
-            if not damage:
-                progress = self._load(folder)
+            problems = damage(folder, self.group)
+            if not problems:
+                known = load(folder, self.config, self.model, self.group, self.optimizer)
+                self._compare_data(folder, known.get("data") or {})
+                progress = Progress(**{key: known[key] for key in ("step", "samples", "tokens")})
                 self._say(f"{folder}: resumed after step {progress.step}")
                 return progress
-            self._say(f"{folder}: damaged and passed over: {'; '.join(damage)}")
+            self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
         return Progress()
 
     def save(self, progress: Progress, wait: bool = False) -> None:
@@ -190,7 +187,7 @@ class Checkpointer:
         """(problem, bytes) of naming what all ranks have written."""
         keep = self.config.checkpoint
         try:
-            store.write_whole(target / STATE, json.dumps(self._described(progress), indent=1))
+            store.write_whole(target / store.STATE, json.dumps(self._described(progress), indent=1))
             store.write_whole(target / "config.toml", dump(self.config))
             own = store.described(p for p in target.iterdir() if not p.name.startswith("__"))
             everything = {name: entry for part in (own, *files) for name, entry in part.items()}
@@ -205,38 +202,12 @@ class Checkpointer:
         return {
             **asdict(progress),
             **({"hugging_face": str(Path(original).resolve())} if original else {}),
-            "model": _fields(self.config),
+            "model": model_fields(self.config),
             "data": self.data,
             "seed": self.config.train.seed,
             "ranks": self.ranks,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
-
-    def _load(self, folder: Path) -> Progress:
-        known = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        here = _fields(self.config)
-        other = [
-            f"{folder}: was made with model.{key} = {known['model'].get(key)}, not {here[key]}"
-            for key in here
-            if known["model"].get(key) != here[key]
-        ]
-        if other:
-            raise ConfigError(*other)
-        self._compare_data(folder, known.get("data") or {})
-        reader = FileSystemReader(folder)
-        stored = reader.read_metadata()
-        # One made of published weights has no optimizer's state: a run begins with it.
-        begun = any(name.startswith("optimizer.") for name in stored.state_dict_metadata)
-        if begun:
-            make_optimizer_state(self.optimizer)
-        tensors = named_tensors(self.model, self.optimizer if begun else None)
-        state = parts(tensors)
-        problems = mismatches(state, stored)
-        if problems:
-            raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
-        dcp.load(dict(state), storage_reader=reader, planner=LoadParts(), process_group=self.group)
-        spread(tensors)
-        return Progress(**{key: known[key] for key in ("step", "samples", "tokens")})
 
     def _compare_data(self, folder: Path, known: Mapping[str, Any]) -> None:
         """Raise ConfigError for another tokenizer's data; say so of any other that is not the same."""
@@ -268,13 +239,6 @@ class Checkpointer:
     def _say(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
-
-
-def _fields(config: Config) -> dict[str, Any]:
-    """The model's name and the fields of its config that decide what its weights mean."""
-    shape = config.model.config
-    kept = {k: v for k, v in asdict(shape).items() if k not in training_fields(shape)}
-    return {"name": config.model.name, **json.loads(json.dumps(kept))}
 
 
 def cause_of(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from compose.checkpoint import store
-from compose.checkpoint.checkpointer import STATE, Progress, cause_of
+from compose.checkpoint.checkpointer import Progress, cause_of
 from compose.checkpoint.parts import LoadParts, Part, SaveParts, mismatches
 from compose.checkpoint.state import named_tensors
 from compose.config import Config, Model
@@ -97,7 +97,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
                 planner=_Streamed(read),
                 no_dist=True,
             )
-        store.write_whole(folder / STATE, json.dumps(state, indent=1))
+        store.write_whole(folder / store.STATE, json.dumps(state, indent=1))
         store.write_whole(folder / "config.toml", dump(config))
         written = store.publish(folder, store.described(folder.iterdir()))
     except BaseException as error:
@@ -128,7 +128,7 @@ def export(
     damage = store.problems(source)
     if damage:
         raise ConfigError(*(f"{source}: damaged: {problem}" for problem in damage))
-    known = json.loads((source / STATE).read_text(encoding="utf-8"))
+    known = json.loads((source / store.STATE).read_text(encoding="utf-8"))
     model = config.model if config else _model_of(source, known)
     try:
         values = find_hf(model.name).hf_config(model.config)
@@ -242,7 +242,7 @@ def _model_of(folder: Path, known: Mapping[str, Any]) -> Model:
     try:
         return Model(name=name, config=find_model(name).Config(**fields))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / STATE}: model: {error}") from None
+        raise ConfigError(f"{folder / store.STATE}: model: {error}") from None
 
 
 def _original(source: Path, known: Mapping[str, Any]) -> Path | None:

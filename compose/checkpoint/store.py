@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _BLOCK = 2**22  # bytes read at once
 

@@ -1,0 +1,74 @@
+"""The way back from a checkpoint into a model, however that is cut."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+
+from compose.checkpoint import store
+from compose.checkpoint.parts import LoadParts, mismatches
+from compose.checkpoint.state import make_optimizer_state, named_tensors, parts, spread
+from compose.config import Config
+from compose.errors import ConfigError
+from compose.registry import training_fields
+
+
+def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:
+    """One line for all that keeps a checkpoint from being what was published; the same on every rank
+    of ``group``, each of which reads its share of the files."""
+    found: list[list[str]] = [[] for _ in range(group.size())]
+    mine = store.problems(folder, (group.rank(), group.size()))
+    dist.all_gather_object(found, mine, group=group)
+    return list(dict.fromkeys(problem for each in found for problem in each))
+
+
+def load(
+    folder: Path,
+    config: Config,
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Fill ``model``, which has memory, and ``optimizer`` if it is given, from the checkpoint in
+    ``folder``; what its state.json says. A collective of ``group``, which is all ranks.
+
+    Each rank reads its own part of each tensor. A checkpoint that was made of published weights has no
+    optimizer's state, and leaves that as it is. Raises ConfigError where it is of another model than
+    that of ``config``.
+    """
+    known = json.loads((folder / store.STATE).read_text(encoding="utf-8"))
+    here = model_fields(config)
+    other = [
+        f"{folder}: was made with model.{key} = {known['model'].get(key)}, not {here[key]}"
+        for key in here
+        if known["model"].get(key) != here[key]
+    ]
+    if other:
+        raise ConfigError(*other)
+    reader = FileSystemReader(folder)
+    stored = reader.read_metadata()
+    if not any(name.startswith("optimizer.") for name in stored.state_dict_metadata):
+        optimizer = None
+    if optimizer:
+        make_optimizer_state(optimizer)
+    tensors = named_tensors(model, optimizer)
+    state = parts(tensors)
+    problems = mismatches(state, stored)
+    if problems:
+        raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
+    dcp.load(dict(state), storage_reader=reader, planner=LoadParts(), process_group=group)
+    spread(tensors)
+    return known
+
+
+def model_fields(config: Config) -> dict[str, Any]:
+    """The model's name and the fields of its config that decide what its weights mean."""
+    shape = config.model.config
+    kept = {k: v for k, v in asdict(shape).items() if k not in training_fields(shape)}
+    return {"name": config.model.name, **json.loads(json.dumps(kept))}

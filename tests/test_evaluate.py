@@ -1,0 +1,233 @@
+"""Forward alone on every axis: the loss of one process, and nothing that a next step would notice."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compose.build import build, fill
+from compose.checkpoint.parts import part_of
+from compose.config import Config
+from compose.data import random_batch
+from compose.errors import ConfigError
+from compose.evaluate import evaluate
+from compose.loss import IGNORE, cross_entropy
+from compose.mesh import batch_share
+from compose.optimizer import build_optimizer
+from compose.registry import build_model
+from compose.routing import routers
+from compose.schedules import SCHEDULES, Action, forwards, needs, placement
+from compose.step import clip_grad_norm_, forward_backward
+from compose.timeline import simulate
+from tests.helpers import make_config
+from tests.pool import Pool, make_mesh
+from tests.test_step import _counted
+
+Keys = dict[str, object]
+CPU = torch.device("cpu")
+ROWS = 12  # of the batch that is evaluated, the last ones of it filled up
+
+
+def parallel(**keys: object) -> Keys:
+    return {f"parallel__{key}": value for key, value in keys.items()}
+
+
+TIED: Keys = {"model__tie_embeddings": True, "model__n_layers": 4}
+EXPERTS: Keys = {"model__name": "qwen3", "model__preset": "debug_moe", "model__n_layers": 4}
+CASES: dict[int, dict[str, Keys]] = {
+    2: {
+        **{f"zero {zero}": parallel(dp_shard=2, zero=zero) for zero in range(4)},
+        "tp": parallel(tp=2),
+        "tp, whole": TIED | parallel(tp=2, sequence=False, loss=False) | {"train__seq_len": 31},
+        "ring": parallel(cp=2) | {"train__seq_len": 29},
+        "allgather": parallel(cp=2, cp_method="allgather", cp_balance="none"),
+        "ulysses": parallel(cp=2, cp_method="ulysses"),
+        "tied pipeline": TIED | parallel(pp=2),
+        "V": TIED | parallel(pp=2, pp_schedule="ZBVZeroBubble"),
+        "experts": EXPERTS
+        | parallel(dp_shard=2, ep=2)
+        | {"model__bias_rate": 0.01, "model__capacity_factor": 1.0},
+    },
+    4: {
+        "pipelines, zero 3": TIED | parallel(pp=2, dp_shard=2),
+        "pipelines, zero 1": TIED
+        | parallel(pp=2, dp_shard=2, zero=1, pp_schedule="Interleaved1F1B", pp_virtual_stages=2),
+        "cp x tp": parallel(cp=2, tp=2, cp_method="ulysses") | {"train__seq_len": 30},
+        "experts in a pipeline": EXPERTS
+        | parallel(pp=2, tp=2, ep=2, pp_schedule="DualPipeV")
+        | {"model__balance_loss": "sequence", "model__z_weight": 0.01},
+    },
+}
+
+
+def share(batch: dict[str, Tensor], index: int, count: int) -> dict[str, Tensor]:
+    return {name: value.chunk(count)[index] for name, value in batch.items()}
+
+
+def batch_of(config: Config, rows: int, filled: int, seed: int) -> dict[str, Tensor]:
+    batch = random_batch(rows, config.train.seq_len, config.model.config.vocab_size, seed)
+    if filled:
+        batch["targets"][-filled:], batch["positions"][-filled:] = IGNORE, -1
+    return batch
+
+
+def on_one_process(config: Config, batch: dict[str, Tensor]) -> tuple[float, int]:
+    """(sum of the loss, targets) by the plain model."""
+    model, _ = build_model(config)
+    fill(model, config, CPU)
+    inputs = {name: value for name, value in batch.items() if name != "targets"}
+    with torch.no_grad():
+        logits = model(**inputs).double()
+    targets = batch["targets"].flatten()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
+    return float(loss), int((targets != IGNORE).sum())
+
+
+def _without_gradient(output: Tensor, targets: Tensor) -> Tensor:
+    assert not output.requires_grad
+    return cross_entropy(output, targets)
+
+
+def _losses(cases: dict[str, Keys]) -> dict[str, tuple[float, float, int, int]]:
+    """Of each: the loss found and expected, the targets found and expected."""
+    found = {}
+    for name, keys in cases.items():
+        config = make_config(dist.get_world_size(), train__micro_batch=1, **keys)
+        mesh = make_mesh(config.parallel)
+        model = build(config, mesh, CPU)
+        # All rows of the last rank's share are filled up where there are two.
+        batch = batch_of(config, ROWS, filled=6, seed=1)
+        mine = share(batch, *batch_share(mesh))
+        loss, count = evaluate(model, mine, mesh, micro_batch=2, loss_function=_without_gradient)
+        assert (loss.dtype, count.dtype) == (torch.float64, torch.int64)
+        expected = on_one_process(config, batch)
+        found[name] = loss.item(), expected[0], int(count), expected[1]
+    return found
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_equals_one_process(pool: Pool, ranks: int) -> None:
+    results = pool.run(_losses, ranks, CASES[ranks])
+    assert all(found == results[0] for found in results)
+    for name, (loss, expected, count, targets) in results[0].items():
+        assert loss == pytest.approx(expected, rel=1e-6), name
+        assert count == targets > 0, name
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds: parameters as they are sharded, gradients, buffers, the mode of modules."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found[name] = part_of(parameter).local.clone()
+        if parameter.grad is not None:
+            found[f"gradient of {name}"] = part_of(parameter.grad).local.clone()
+    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found |= {f"mode of {name}": torch.tensor(m.training) for name, m in model.named_modules()}
+    for name, router in routers(model).items():
+        found[f"tokens of {name}"] = torch.tensor(router.tokens_per_step or -1)
+        found |= {f"{key} of {name}": value.clone() for key, value in router.last.items()}
+    return found
+
+
+def _differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> set[str]:
+    return {
+        name for name in {*a, *b} if name not in a or name not in b or not torch.equal(a[name], b[name])
+    }
+
+
+def _second_step(config: Config, evaluating: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The state after the gradients of a second step, and the collectives that it took."""
+    mesh = make_mesh(config.parallel)
+    model = build(config, mesh, CPU)
+    optimizer = build_optimizer(model.parameters(), config.optimizer)
+
+    def gradients(seed: int) -> None:
+        batch = batch_of(config, config.train.global_batch, 0, seed)
+        mine = share(batch, *batch_share(mesh))
+        forward_backward(model, mine, mesh, micro_batch=config.train.micro_batch)
+        clip_grad_norm_(model.parameters(), 1.0, mesh)
+
+    gradients(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    if evaluating:
+        before = _state(model)
+        other = share(batch_of(config, ROWS, 6, seed=7), *batch_share(mesh))
+        evaluate(model, other, mesh, micro_batch=2)
+        assert not _differences(before, _state(model)), _differences(before, _state(model))
+    with _counted() as counts:
+        gradients(2)
+    return _state(model), dict(counts)
+
+
+def _after_an_evaluation(cases: dict[str, Keys]) -> dict[str, object]:
+    """Of each case, what is other in a step after an evaluation than in one without."""
+    found: dict[str, object] = {}
+    for name, keys in cases.items():
+        keys = {"train__global_batch": 4, "train__micro_batch": 1} | keys
+        config = make_config(dist.get_world_size(), **keys)
+        (plain, usual), (other, counts) = (
+            _second_step(config, evaluating) for evaluating in (False, True)
+        )
+        assert any("gradient" in key for key in plain)
+        found[name] = _differences(plain, other) or (usual != counts and (usual, counts))
+    return found
+
+
+# Of what is alike for a step that follows, one.
+FOLLOWED = {*CASES[2], "pipelines, zero 1", "experts in a pipeline"} - {
+    *("zero 0", "tp, whole", "allgather", "ulysses")
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_nothing_is_changed(pool: Pool, ranks: int) -> None:
+    """Gradients, weights, routers and messages of the step that follows are bitwise those without."""
+    cases = {name: keys for name, keys in CASES[ranks].items() if name in FOLLOWED}
+    for found in pool.run(_after_an_evaluation, ranks, cases):
+        assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+def test_order_of_forwards(schedule: str, micro_batches: int) -> None:
+    """Each once, after what it needs; of many, ranks wait for the first to come and the last to go, and
+    no stage has more than two waiting."""
+    ranks = placement(schedule, 4, 0)
+    order = forwards(ranks, micro_batches)
+    assert sorted(order) == [Action(s, "F", m) for s in range(len(ranks)) for m in range(micro_batches)]
+    for place, action in enumerate(order):
+        for options in needs(action, len(ranks) - 1):
+            assert options & set(order[:place])
+        done = Counter(a.stage for a in order[: place + 1])
+        assert all(done[stage] - done[stage + 1] <= 2 for stage in range(len(ranks) - 1))
+    table = [[a for a in order if ranks[a.stage] == rank] for rank in range(4)]
+    if micro_batches == 8:
+        there_and_back = schedule in ("ZBVZeroBubble", "DualPipeV")
+        least = len(table[0]) + (6 if there_and_back else 3)
+        assert max(slot.end for slot in simulate(table)) == least
+
+
+def test_refusals() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"^micro_batch: 0 should be at least 1$"):
+        evaluate(model, {"input": torch.ones(2, 2), "targets": torch.ones(2)}, None, micro_batch=0)  # type: ignore[arg-type]
+
+
+def _uneven() -> str:
+    config = make_config(2, **parallel(pp=2), train__micro_batch=1)
+    mesh = make_mesh(config.parallel)
+    try:
+        evaluate(build(config, mesh, CPU), batch_of(config, 3, 0, 1), mesh, micro_batch=2)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pipeline_takes_whole_micro_batches(pool: Pool) -> None:
+    assert pool.run(_uneven, 2)[0] == (
+        "micro_batch: 3 samples are no whole number of micro-batches of 2, which a pipeline needs"
+    )
