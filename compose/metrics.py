@@ -70,6 +70,7 @@ class StepMetrics:
     mfu: float | None
     memory: int
     epochs: Mapping[str, float] = field(default_factory=dict)  # of each of several sets of data
+    validation_loss: float | None = None  # where it was measured
     skipped: int = 0  # steps of this process that were not finite
     routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
     checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
@@ -79,9 +80,12 @@ class StepMetrics:
         minutes, seconds = divmod(round(seconds_left), 60)
         mfu = "" if self.mfu is None else f"  mfu {self.mfu:.1%}"
         loads = [report["load"] for report in self.routing.values() if "load" in report]
+        validation = (
+            "" if self.validation_loss is None else f"  validation_loss {self.validation_loss:.4f}"
+        )
         load = f"  load {max(loads):.2f}" if loads else ""
         return (
-            f"step {self.step:>{len(str(steps))}}/{steps}  loss {_shown(self.loss, 4)}"
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {_shown(self.loss, 4)}{validation}"
             f"  grad_norm {_shown(self.grad_norm, 3)}  lr {self.lr:.2e}"
             f"  {self.tokens_per_second:,.0f} tokens/s{mfu}{load}  {self.memory / 2**30:.2f} GiB"
             f"  sample {self.samples:,}  left {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
@@ -111,9 +115,11 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        for name in ("epochs", "skipped", "routing", "checkpoint"):  # where there is nothing to say
-            if not values[name]:
+        for name in ("epochs", "validation_loss", "routing", "checkpoint"):
+            if values[name] is None or values[name] == {}:  # nothing to say
                 del values[name]
+        if not values["skipped"]:
+            del values["skipped"]
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         if self.events:

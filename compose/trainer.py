@@ -4,7 +4,7 @@ import gc
 import math
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from compose.signals import Signals
 from compose.step import clip_grad_norm_, forward_backward
 from compose.tokenizer import TOKENIZER
 from compose.toml import dump
+from compose.validation import Validation
 
 _COLLECT_EVERY = 100  # steps between collections of Python's garbage
 
@@ -43,6 +44,7 @@ class Trainer:
         self.optimizer = build_optimizer(model.parameters(), config.optimizer)
         self.batches = training_batches(config, batch_share(mesh))
         self.last_step = min(train.stop_after or train.steps, train.steps)
+        self.validation = Validation(config, mesh, device, self.last_step)
         self.step_tokens = train.global_batch * train.seq_len
         peak = device_peak(device, config.precision)
         # Tokens per second at which every device would run at its peak.
@@ -77,6 +79,7 @@ class Trainer:
                 while self.progress.step < self.last_step:
                     metrics = self.step()
                     done = self.progress.step
+                    metrics = replace(metrics, validation_loss=self.validation.loss(self.model, done))
                     if self.writer:
                         self._write(self.writer, metrics)
                     asked = signals.asked()
@@ -189,7 +192,7 @@ class Trainer:
     def _write(self, writer: MetricsWriter, metrics: StepMetrics) -> None:
         writer.write(metrics)
         every, step = self.config.metrics.console_every, metrics.step
-        if step == 1 or step == self.last_step or step % every == 0:
+        if step in (1, self.last_step) or step % every == 0 or metrics.validation_loss is not None:
             left = (self.last_step - step) * self.step_tokens / metrics.tokens_per_second
             print(metrics.console(self.config.train.steps, left), flush=True)
 

@@ -6,7 +6,8 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -330,3 +331,24 @@ def test_a_second_run_is_refused(pool: Pool, tmp_path: Path) -> None:
         said = pool.run(_train_saying, 2, keys_for(tmp_path, **(SAVING | MESHES["data"])))
     assert said == [[f"run.dir: {tmp_path} is in use by another run (process 7 on node3)"]] * 2
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_other_data_are_told_and_another_tokenizer_refused() -> None:
+    was = {"tokenizer": "ab", "samples": [9], "weights": [], "seq_len": 32, "seed": 0}
+
+    def said(now: dict[str, Any], before: dict[str, Any] = was) -> list[str]:
+        words: list[str] = []
+        here = cast(Checkpointer, SimpleNamespace(data=now, _say=words.append))
+        Checkpointer._compare_data(here, Path("step"), before)
+        return words
+
+    assert said(was) == []
+    assert said(was, {}) == []  # of an older checkpoint nothing is known
+    assert said({**was, "seq_len": 64, "samples": [4]}) == [
+        "step: the data are not what they were (samples [9], now [4], seq_len 32, now 64); samples are"
+        " counted on"
+    ]
+    assert len(said({**was, "tokenizer": None})) == 1
+    with pytest.raises(ConfigError) as caught:
+        said({**was, "tokenizer": "cd"})
+    assert str(caught.value) == "step: was trained on ids of another tokenizer than data.path is of"
