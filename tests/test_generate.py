@@ -22,6 +22,7 @@ from compose.errors import ConfigError
 from compose.generate import (
     Sampling,
     _config,
+    _next_logits,
     _tokenizer,
     choose,
     nucleus,
@@ -47,7 +48,7 @@ PROMPT = Bytes().encode("def __init__(self):\n")
 GREEDY = Sampling(max_tokens=12, temperature=0)
 DRAWN = Sampling(max_tokens=12, temperature=1.5, top_p=0.9, seed=3)
 LLAMA: Keys = {"model__tie_embeddings": True}
-EXPERTS: Keys = QWEN | {"model__n_layers": 2, "model__capacity_factor": 1.0}
+EXPERTS: Keys = QWEN | {"model__n_layers": 2, "model__capacity_factor": 0.5}
 
 
 def _saved(keys: Keys, folder: Path, steps: Sequence[int]) -> dict[str, Tensor]:
@@ -140,6 +141,27 @@ def test_the_end_token_ends_it(pool: Pool, runs: dict[str, tuple[Path, nn.Module
     end = expected[5]
     found = pool.run(_continued, 1, run, newest(run), {"one": {}}, end)[0]["one"][0]
     assert found == expected[: expected.index(end)]
+
+
+def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
+    """Behind so many tokens of the prompt, with experts, on tp 2."""
+    with mock.patch("compose.generate.launched_ranks", return_value=2):
+        config = _config(run, newest(run), [("parallel.tp", "2")])
+    mesh = make_mesh(config.parallel)
+    model = open_model(config, newest(run), mesh, CPU)
+    found = [_next_logits(model, PROMPT[:length], mesh) for length in lengths]
+    return [logits for logits in found if logits is not None]
+
+
+def test_padding_takes_no_experts_place(pool: Pool, runs: dict[str, tuple[Path, nn.Module]]) -> None:
+    """Of experts that take a few tokens of a sequence; tp 2 pads one of odd length."""
+    run, model = runs["experts"]
+    lengths = range(7, 20, 2)
+    for found in pool.run(_logits, 2, run, lengths):
+        for length, logits in zip(lengths, found, strict=True):
+            with torch.no_grad():
+                expected = model(torch.tensor([PROMPT[:length]]))[0, -1]
+            assert (logits - expected).norm() < 1e-5 * expected.norm(), length
 
 
 def _from_hugging_face(folder: Path) -> list[list[int]]:
@@ -244,8 +266,9 @@ def test_which_tokenizer(runs: dict[str, tuple[Path, nn.Module]], tmp_path: Path
         _tokenizer("", run, folders, larger)
     assert str(caught.value) == (
         f"{run}/tokenizer/tokenizer.json: no such file, and model.vocab_size 400 is not that of bytes;"
-        " give --tokenizer FILE, a tokenizer.json"
+        " give --tokenizer FILE, a tokenizer.json, or --tokenizer bytes"
     )
+    assert isinstance(_tokenizer("bytes", run, folders, larger), Bytes)
     file = save_tokenizer(run / "tokenizer")
     other = save_tokenizer(tmp_path / "other", vocab_size=280)
     assert _tokenizer("", run, folders, larger).name == str(file)
