@@ -3,6 +3,7 @@
 from compose.apply import apply
 from compose.config import Parallel
 from compose.errors import ConfigError
+from compose.evaluate import evaluate
 from compose.loss import IGNORE, cross_entropy
 from compose.mesh import init_mesh
 from compose.pipeline_parallel import Schedule
@@ -21,6 +22,7 @@ __all__ = [
     "apply",
     "clip_grad_norm_",
     "cross_entropy",
+    "evaluate",
     "forward_backward",
     "init_mesh",
     "init_weights",

@@ -121,7 +121,7 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
             found.flags[name] = ""
             continue
         if name not in known and not (keys and "." in name):
-            hint = keys and nearest_key(name)
+            hint = did_you_mean(name, known, 0.85) or (keys and nearest_key(name))
             raise ConfigError(
                 f"{COMMAND_LINE}: {name}: unknown option{hint or did_you_mean(name, known)}"
             )

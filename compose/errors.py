@@ -15,7 +15,7 @@ class ConfigError(Exception):
         self.problems = list(problems)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """``; did you mean X?`` for the nearest known word, else an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f"; did you mean {near[0]}?" if near else ""

@@ -27,7 +27,7 @@ from compose.mesh import init_mesh
 from compose.registry import build_model
 from compose.runtime import process_group
 from compose.sources import checkpoints, is_hugging_face, model_in
-from compose.tokenizer import FILE, Bytes, Tokenizer, open_tokenizer
+from compose.tokenizer import FILE, TOKENIZER, Bytes, Tokenizer, open_tokenizer
 from compose.toml import COMMAND_LINE, override
 from compose.toml import load as load_toml
 from compose.weights import materialize, named_generator
@@ -51,7 +51,7 @@ _FLAGS = {
     "--temperature": f"divides the logits; default {Sampling.temperature}; 0: the likeliest token",
     "--top-p": f"sample from the likeliest tokens, this much together; default {Sampling.top_p}",
     "--seed": f"the same gives the same text, on every mesh; default {Sampling.seed}",
-    "--tokenizer": "tokenizer.json; default: the run's, or Hugging Face's folder's, or bytes",
+    "--tokenizer": "tokenizer.json or bytes; default: the run's, or Hugging Face's folder's, or bytes",
 }
 USAGE = """\
 python -m compose generate CHECKPOINT --prompt TEXT [--max-tokens N] [--temperature T] [--top-p P]
@@ -135,15 +135,16 @@ def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config
     """Raises ConfigError where there is none, or one with ids that the model does not have."""
     size = config.model.config.vocab_size
     # A checkpoint is in checkpoints/ of its run.
-    beside = folders[0].resolve().parent.parent / "tokenizer" if folders else source
-    if given or (beside / FILE).exists():
-        tokenizer: Tokenizer = open_tokenizer(Path(given) if given else beside)
-    elif size == Bytes.vocab_size:
-        tokenizer = Bytes()
+    beside = folders[0].resolve().parent.parent / TOKENIZER if folders else source
+    there = (beside / FILE).exists()
+    if given == Bytes.name or (not given and not there and size == Bytes.vocab_size):
+        tokenizer: Tokenizer = Bytes()
+    elif given or there:
+        tokenizer = open_tokenizer(Path(given) if given else beside)
     else:
         raise ConfigError(
             f"{beside / FILE}: no such file, and model.vocab_size {size} is not that of bytes; give"
-            " --tokenizer FILE, a tokenizer.json"
+            " --tokenizer FILE, a tokenizer.json, or --tokenizer bytes"
         )
     if tokenizer.vocab_size > size:
         raise ConfigError(
