@@ -69,6 +69,7 @@ class StepMetrics:
     tokens_per_second: float
     mfu: float | None
     memory: int
+    z_loss: float | None = None  # of the model's own logits
     epochs: Mapping[str, float] = field(default_factory=dict)  # of each of several sets of data
     skipped: int = 0  # steps of this process that were not finite
     routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
@@ -111,7 +112,8 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        for name in ("epochs", "skipped", "routing", "checkpoint"):  # where there is nothing to say
+        for name in ("z_loss", "epochs", "skipped", "routing", "checkpoint"):
+            # Where there is nothing to say.
             if not values[name]:
                 del values[name]
         self.file.write(json.dumps(values) + "\n")
