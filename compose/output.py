@@ -44,7 +44,7 @@ class CrossEntropy:
         return loss
 
     def _count(self, squares: Tensor, targets: Tensor) -> None:
-        if torch.is_grad_enabled():  # as a router counts nothing in evaluation
+        if self.z_loss and torch.is_grad_enabled():  # nothing in evaluation, as a router does
             found = torch.stack([squares.detach(), count_targets(targets)]).double()
             self.tally = found if self.tally is None else self.tally + found
 
