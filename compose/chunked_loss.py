@@ -123,14 +123,11 @@ class _InChunks(torch.autograd.Function):
         loss, squares = torch.zeros(2, dtype=wide, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = (hidden[part] @ weight.T).to(wide)
-            losses, log_zs = _differentiate(logits, targets[part], z_loss, rows)
+            d_part = None if d_hidden is None else d_hidden[part]
+            losses, log_zs = _one_chunk(
+                hidden[part], weight, targets[part], z_loss, rows, d_part, d_weight
+            )
             loss, squares = loss + losses.sum(), squares + log_zs.square().sum()
-            d_logits = logits.to(hidden.dtype)
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[part])
-            if d_weight is not None:
-                _add_product(d_weight, d_logits.T, hidden[part])
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         ctx.mark_non_differentiable(squares)
         return loss, squares
@@ -140,6 +137,27 @@ class _InChunks(torch.autograd.Function):
         # Not in place: a pipeline may run this twice, once for each half of a backward.
         d_hidden, d_weight = (None if d is None else d * grads[0] for d in ctx.saved_tensors)
         return d_hidden, d_weight, None, None, None, None, None
+
+
+def _one_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    z_loss: float,
+    rows: _Rows,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Each token's loss and log Z, (C,); fills ``d_hidden`` and adds to ``d_weight``, where given."""
+    # Nothing of a chunk's size outlives this function, or the next chunk would stand beside it.
+    logits = (hidden @ weight.T).to(torch.promote_types(weight.dtype, torch.float32))
+    losses, log_zs = _differentiate(logits, targets, z_loss, rows)
+    d_logits = logits.to(hidden.dtype)
+    if d_hidden is not None:
+        torch.mm(d_logits, weight, out=d_hidden)
+    if d_weight is not None:
+        _add_product(d_weight, d_logits.T, hidden)
+    return losses, log_zs
 
 
 def _differentiate(
