@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from compose.context_parallel import Balance
+from compose.output import Output
 from compose.pipeline_parallel import PipelineRunner
 
 
@@ -14,12 +15,13 @@ from compose.pipeline_parallel import PipelineRunner
 class Applied:
     """zero: the ZeRO stage. balance: how ContextParallel expects sequences to be cut. pipeline: what
     runs the model if it is cut into stages. aliases: of parameters that had another name in the whole
-    model, that name."""
+    model, that name. output: what Plan.output names."""
 
     zero: int = 3
     balance: Balance = "headtail"
     pipeline: PipelineRunner | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
+    output: Output | None = None
 
 
 _applied: WeakKeyDictionary[nn.Module, Applied] = WeakKeyDictionary()

@@ -15,6 +15,7 @@ from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
 from compose.expert_parallel import expert_mesh
+from compose.output import Output
 from compose.pipeline_parallel import PipelineRunner, Schedule, apply_pipeline_parallel
 from compose.pipeline_split import Stage
 from compose.plan import Plan, Resolved, resolve
@@ -101,7 +102,9 @@ def apply(
                 reduce_dtype=reduce_dtype,
                 ends=runner is None or runner.is_last(stage),
             )
-    remember(model, Applied(zero, balance, runner, runner.aliases if runner else {}))
+    # On a rank without the last stage this is an identity that nothing calls.
+    output = Output(model.get_submodule(resolved.output)) if resolved.output else None
+    remember(model, Applied(zero, balance, runner, runner.aliases if runner else {}, output))
     return model
 
 

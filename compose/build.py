@@ -11,6 +11,7 @@ from compose.apply import apply
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.hugging_face import config_problems, load_hf, name_of
+from compose.output import CrossEntropy
 from compose.pipeline_parallel import Schedule
 from compose.registry import InitialisedModel, build_model
 from compose.weights import init_weights, materialize
@@ -34,6 +35,11 @@ def pipeline_schedule(config: Config) -> Schedule:
     return Schedule(
         parallel.pp_schedule, parallel.pp_virtual_stages, parallel.pp_layers, config.train.seq_len
     )
+
+
+def loss_function(config: Config) -> CrossEntropy:
+    """The loss that ``config`` asks for."""
+    return CrossEntropy(config.train.loss_chunk, config.train.z_loss)
 
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:

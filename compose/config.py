@@ -74,6 +74,10 @@ class Train:
     """Seed of the initial weights and of the order of the samples."""
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    loss_chunk: NonNegative = 0
+    """Tokens of a micro-batch whose logits a rank holds at a time, in forward and backward; 0: all."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the square of each target's log-sum-exp of logits, beside its cross-entropy."""
     skip_nonfinite: bool = False
     """Leave the weights as they are after a step whose loss or gradient is not finite, and count it;
     false stops the run."""

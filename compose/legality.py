@@ -185,6 +185,7 @@ def _plan_names(case: Case) -> None:
             case.plan.checkpoint,
             'activation_checkpoint.mode = "none"',
         ),
+        "output": (case.config.train.loss_chunk > 0, case.plan.output, "train.loss_chunk = 0"),
     }
     problems = [
         f"model.name: the plan of {name} has nothing under {part}; add it, or use {cure}"

@@ -69,6 +69,7 @@ class StepMetrics:
     tokens_per_second: float
     mfu: float | None
     memory: int
+    z_loss: float | None = None  # of the model's own logits
     epochs: Mapping[str, float] = field(default_factory=dict)  # of each of several sets of data
     validation_loss: float | None = None  # where it was measured
     skipped: int = 0  # steps of this process that were not finite
@@ -115,7 +116,7 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        for name in ("epochs", "validation_loss", "routing", "checkpoint"):
+        for name in ("z_loss", "epochs", "validation_loss", "routing", "checkpoint"):
             if values[name] is None or values[name] == {}:  # nothing to say
                 del values[name]
         if not values["skipped"]:

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compose.data_parallel import finish_backward, gather, prepare_micro_batch
 from compose.errors import ConfigError
-from compose.loss import LossFunction
+from compose.output import StepLoss
 from compose.pipeline_split import Stage, Tied, balanced, check_layers, layer_names, split
 from compose.plan import Pipeline
 from compose.schedules import build_table, forwards, placement
@@ -91,7 +91,7 @@ class PipelineRunner:
         self.runtime: tuple[Any, _PipelineScheduleRuntime] | None = None
         # By the shapes of a micro-batch, what then goes from stage to stage.
         self.streams: dict[Any, Tensor] = {}
-        self.loss: LossFunction | None = None
+        self.loss: StepLoss | None = None
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -112,7 +112,7 @@ class PipelineRunner:
             for name, _ in stage.module.named_modules()
         }
 
-    def run(self, batch: Mapping[str, Tensor], micro_batch: int, loss: LossFunction) -> Tensor:
+    def run(self, batch: Mapping[str, Tensor], micro_batch: int, loss: StepLoss) -> Tensor:
         """Forward and backward of all micro-batches; the sum of the losses if the last stage is here,
         else zero.
 
@@ -131,7 +131,11 @@ class PipelineRunner:
         losses: list[Tensor] = []
         arguments = (first,) if self.placement[0] == self.rank else ()
         self.runtime[1].step(
-            *arguments, target=targets, losses=losses, return_outputs=False, **cast(Any, inputs)
+            *arguments,
+            target=targets,
+            losses=losses,
+            return_outputs=False,
+            **cast(Any, {**inputs, "targets": targets}),
         )
         self._sum_tied_gradients(earlier)
         total = torch.zeros((), device=targets.device)
@@ -189,7 +193,7 @@ class PipelineRunner:
         last = len(self.placement) - 1
         stages: list[Any] = [
             _Stage(
-                _Plain(stage.module),
+                _Plain(stage.module, self._expect),
                 stage.index,
                 last + 1,
                 first.device,
@@ -211,6 +215,10 @@ class PipelineRunner:
             }
         )
         return runtime
+
+    def _expect(self, targets: Tensor) -> None:
+        assert self.loss is not None
+        self.loss.expect(targets)
 
     def _loss_of_micro_batch(self, output: Tensor, targets: Tensor) -> Tensor:
         assert self.loss is not None
@@ -332,13 +340,16 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class _Plain(nn.Module):
-    """Keeps a stage's FSDP from the runtime, which would gather it for a whole step."""
+    """Keeps a stage's FSDP from the runtime, which would gather it for a whole step.
 
-    def __init__(self, stage: nn.Module) -> None:
+    expect: is told a micro-batch's targets before its forward."""
+
+    def __init__(self, stage: nn.Module, expect: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self.expect = stage, expect
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, targets: Tensor, **kwargs: Any) -> Any:
+        self.expect(targets)
         return self.stage(*args, **kwargs)
 
 

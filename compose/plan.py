@@ -60,6 +60,8 @@ class Plan:
     pipeline: how the model can be cut into stages; None where it cannot.
     heads: query and key/value heads of each attention, which tp and ulysses divide.
     expert: styles on the ep axis. What they name is placed by them alone, not by ``tensor``.
+    output: the projection onto the vocabulary (an nn.Linear without bias), of which forward returns the
+        output as it is; empty where there is none. A loss in chunks acts there.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Plan:
     pipeline: Pipeline | None = None
     heads: tuple[int, int] | None = None
     expert: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    output: str = ""
 
     def __str__(self) -> str:
         rows = [("tensor", key, repr(style)) for key, style in self.tensor.items()]
@@ -85,6 +88,8 @@ class Plan:
             rows.append(("pipeline", " | ".join(" + ".join(end) for end in ends), ""))
         if self.heads:
             rows.append(("heads", f"{self.heads[0]} query, {self.heads[1]} key/value", ""))
+        if self.output:
+            rows.append(("output", self.output, ""))
         wide = max(map(len, [*self.tensor, *self.expert, *self.context]), default=0)
         return "\n".join(f"{kind:<11}{key:<{wide + 2}}{style}".rstrip() for kind, key, style in rows)
 
@@ -100,6 +105,7 @@ class Resolved:
     checkpoint: list[str]
     pipeline: Pipeline | None
     expert: list[tuple[str, ParallelStyle]]
+    output: str
 
     def without(self, modules: Iterable[str]) -> "Resolved":
         """What is left where ``modules``, and all that is in them, are elsewhere."""
@@ -117,6 +123,7 @@ class Resolved:
             [name for name in self.checkpoint if here(name)],
             self.pipeline,
             [(name, style) for name, style in self.expert if here(name)],
+            self.output,
         )
 
 
@@ -144,6 +151,8 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
             shard.append([name for pattern in unit for name in match("shard", pattern)])
     checkpoint = [n for pattern in plan.checkpoint for n in match("checkpoint", pattern)]
 
+    output = match("output", plan.output) if plan.output else []
+
     if problems:  # what a mistyped pattern leaves uncovered is no news
         raise ConfigError(*problems)
     problems += _twice("tensor or replicate", [n for n, _ in tensor] + replicate)
@@ -158,9 +167,19 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         problems += _unfit_units(shard, model)
     if plan.pipeline:
         problems += _unfit_pipeline(plan.pipeline, model)
+    problems += _unfit_output(output, model)
     if problems:
         raise ConfigError(*problems)
-    return Resolved(tensor, replicate, context, shard, checkpoint, plan.pipeline, expert)
+    return Resolved(
+        tensor,
+        replicate,
+        context,
+        shard,
+        checkpoint,
+        plan.pipeline,
+        expert,
+        output[0] if output else "",
+    )
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -215,6 +234,18 @@ def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
         f"plan.pipeline: parameter {name} is of no stage; name its module in first or last"
         for name, _ in model.named_parameters(remove_duplicate=False)
         if not _inside(name, set(given))
+    ]
+
+
+def _unfit_output(names: list[str], model: nn.Module) -> list[str]:
+    """One line if it is several modules, or not what a loss in chunks can stand in for."""
+    if len(names) > 1:
+        return [f"plan.output: {' and '.join(names)} are several modules; name one"]
+    modules = [model.get_submodule(name) for name in names]
+    return [
+        f"plan.output: {name} is no nn.Linear without bias: {module}"
+        for name, module in zip(names, modules, strict=True)
+        if not isinstance(module, nn.Linear) or module.bias is not None
     ]
 
 

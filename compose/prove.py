@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.build import build, fill
+from compose.build import build, fill, loss_function
 from compose.config import Config
 from compose.data import random_batch
-from compose.loss import cross_entropy
 from compose.optimizer import build_optimizer
 from compose.registry import build_model
 from compose.report import TOLERANCES, Report
@@ -48,7 +47,7 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
         batches,
         micro_batch=train.micro_batch,
         param_dtype=param_dtype,
-        loss_function=cross_entropy,
+        loss_function=loss_function(config),
         optimizer=lambda parameters: build_optimizer(parameters, options),
         max_norm=train.max_norm,
         tolerance=TOLERANCES[param_dtype],

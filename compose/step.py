@@ -13,6 +13,7 @@ from compose.context_parallel import shard_sequence
 from compose.data_parallel import prepare_micro_batch
 from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import AXES, BATCH_AXES, batch_share, sum_over
+from compose.output import StepLoss, step_loss
 from compose.pipeline_parallel import copies_of
 from compose.routing import begin_step, finish_step
 
@@ -33,7 +34,8 @@ def forward_backward(
     matter how samples, or masked targets, fall on ranks and micro-batches. With cp, each tensor is cut
     along its second dim.
 
-    Routers (compose/routing.py) act on what the whole batch counted.
+    A CrossEntropy with ``chunk`` (compose/output.py) has the model's last projection find the loss, and
+    needs Plan.output. Routers (compose/routing.py) act on what the whole batch counted.
 
     micro_batch: samples in one forward; None is the whole share. Raises ValueError below 1.
     """
@@ -43,12 +45,9 @@ def forward_backward(
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
     begin_step(model, targets.numel() * batch_share(mesh)[1])
 
-    def loss(output: Tensor, targets: Tensor) -> Tensor:
-        return loss_function(output, targets) / count
-
     batch = own_part(model, batch, mesh)
     # loss_parallel only changes what cross-entropy does with DTensors.
-    with loss_parallel():
+    with loss_parallel(), step_loss(loss_function, count, applied.output) as loss:
         if applied.pipeline:
             total = applied.pipeline.run(batch, micro_batch, loss)
         else:
@@ -79,7 +78,7 @@ def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, 
 
 
 def _run(
-    model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int, loss: LossFunction, zero: int
+    model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int, loss: StepLoss, zero: int
 ) -> Tensor:
     """Forward and backward of one micro-batch after another; the sum of their losses."""
     total = torch.zeros((), device=batch["targets"].device)
@@ -87,6 +86,7 @@ def _run(
     for number, part in enumerate(parts):
         prepare_micro_batch(model, zero, last=number == len(parts) - 1)
         targets = part.pop("targets")
+        loss.expect(targets)
         value = loss(model(**part), targets)
         value.backward()
         total += value.detach()

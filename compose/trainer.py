@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compose.build import loss_function
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.store import write_whole
 from compose.config import Config
@@ -42,6 +43,7 @@ class Trainer:
         self.config, self.mesh, self.model, self.device = config, mesh, model, device
         train, shape = config.train, config.model.config
         self.optimizer = build_optimizer(model.parameters(), config.optimizer)
+        self.loss = loss_function(config)
         self.batches = training_batches(config, batch_share(mesh))
         self.last_step = min(train.stop_after or train.steps, train.steps)
         self.validation = Validation(config, mesh, device, self.last_step)
@@ -134,6 +136,7 @@ class Trainer:
             batch,
             self.mesh,
             micro_batch=train.micro_batch,
+            loss_function=self.loss,
         ).item()
         norm = clip_grad_norm_(self.model.parameters(), train.max_norm, self.mesh).item()
         note(f"the optimizer's part of step {step + 1}")
@@ -147,12 +150,14 @@ class Trainer:
         self.progress = Progress(
             step + 1, before.samples + train.global_batch, before.tokens + self.step_tokens
         )
+        z_loss = self.loss.mean_square(self.mesh) if train.z_loss else None
         rate = self.step_tokens / (time.perf_counter() - start)
         report = self.checkpointer.finished()
         return StepMetrics(
             **asdict(self.progress),
             loss=loss if math.isfinite(loss) else None,
             grad_norm=norm if math.isfinite(norm) else None,
+            z_loss=z_loss if z_loss is None or math.isfinite(z_loss) else None,
             skipped=self.skipped,
             lr=lr,
             tokens_per_second=rate,

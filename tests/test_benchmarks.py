@@ -66,3 +66,13 @@ def test_checkpoint() -> None:
     ratios = [value for key, value in result.items() if "_over_" in key]
     assert len(ratios) == 5
     assert all(value > 0 for value in ratios)
+
+
+def test_loss() -> None:
+    done = execute("benchmarks/loss.py", "--tokens", "64", "--vocab", "2000", "--dim", "16")
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [result["chunk"] for result in results] == [2, 4, 8, 16, 32, 64]
+    first = results[0]
+    assert first["peak_bytes"] < first["whole_peak_bytes"] == pytest.approx(12 * 64 * 2000, rel=0.2)
+    assert max(first["error"], first["whole_error"]) < 1e-6

@@ -118,6 +118,21 @@ def test_units_that_fully_shard_would_get_wrong() -> None:
     ]
 
 
+def test_output() -> None:
+    assert resolve(Plan(output="output"), Tiny()).output == "output"
+    assert resolve(Plan(), Tiny()).output == ""
+    assert problems(Plan(output="outptu")) == [
+        "plan.output: pattern 'outptu' matches no module; did you mean output?"
+    ]
+    assert problems(Plan(output="layers.*.up")) == [
+        "plan.output: layers.0.up and layers.1.up are several modules; name one"
+    ]
+    assert problems(Plan(output="layers.0.up")) == [
+        "plan.output: layers.0.up is no nn.Linear without bias: Linear(in_features=4, out_features=8,"
+        " bias=True)"
+    ]
+
+
 def test_print() -> None:
     text = str(Plan(tensor=GOOD, replicate=["output"], shard=[["layers.*", "output"]]))
     assert text.splitlines() == [

@@ -38,7 +38,7 @@ def problems(*arguments: object) -> list[str]:
     [
         ("[parallel]\ntpp = 2", "parallel.tpp: unknown key; did you mean parallel.tp?"),
         ("[train]\nlr = 1.0", "train.lr: unknown key; did you mean optimizer.lr?"),
-        ("[train]\nxyzzy = 1", "train.xyzzy: unknown key"),
+        ("[train]\nkwyjibo = 1", "train.kwyjibo: unknown key"),
         ("[paralel]\ntp = 2", "paralel: unknown table; did you mean parallel?"),
         ("seq_len = 2", "seq_len: unknown key; did you mean train.seq_len?"),
         ('[train]\nsteps = "many"', 'train.steps: expected int, got "many"'),

@@ -61,4 +61,5 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
         checkpoint=["layers.*"],
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_heads),
+        output=ends[2],
     )

@@ -54,4 +54,5 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
         checkpoint=["layers.*"],
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_kv_heads),
+        output=ends[2],
     )
