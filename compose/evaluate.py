@@ -12,6 +12,7 @@ from compose.applied import applied_to
 from compose.data_parallel import finish_backward
 from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import BATCH_AXES, sum_over
+from compose.output import step_loss
 from compose.step import micro_batches, own_part, samples_at_once
 
 
@@ -31,10 +32,15 @@ def evaluate(
     """
     total = torch.zeros((), dtype=torch.float64, device=batch["targets"].device)
 
-    def add(output: Tensor, part: Mapping[str, Tensor]) -> None:
-        total.add_(loss_function(output, part["targets"]))
+    with step_loss(loss_function, torch.ones_like(total), applied_to(model).output) as loss:
 
-    forward(model, batch, mesh, micro_batch=micro_batch, each=add)
+        def add(output: Tensor, part: Mapping[str, Tensor]) -> None:
+            total.add_(loss(output, part["targets"]))
+
+        def expect(part: Mapping[str, Tensor]) -> None:
+            loss.expect(part["targets"])
+
+        forward(model, batch, mesh, micro_batch=micro_batch, each=add, before=expect)
     count = sum_over(count_targets(batch["targets"]), mesh, BATCH_AXES)
     return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp")), count
 
@@ -47,11 +53,13 @@ def forward(
     *,
     micro_batch: int | None = None,
     each: Callable[[Tensor, Mapping[str, Tensor]], None],
+    before: Callable[[Mapping[str, Tensor]], None] = lambda part: None,
 ) -> None:
-    """Run ``batch`` through ``model``, and call ``each(output, part)`` for every micro-batch in order.
+    """Run ``batch`` through ``model``, and call ``each(output, part)`` for every micro-batch in order,
+    and ``before(part)`` ahead of it.
 
     part: of ``batch``, whose ``targets``, if there are any, the model does not see; with cp, what this
-    rank has of each sequence. In a pipeline ``each`` is called where the last stage is. The model is
+    rank has of each sequence. In a pipeline both are called where the last stage is. The model is
     left as it was.
     """
     size, applied = samples_at_once(batch, micro_batch), applied_to(model)
@@ -59,9 +67,10 @@ def forward(
     stages = [stage.module for stage in applied.pipeline.stages] if applied.pipeline else []
     with loss_parallel(), _evaluating(model, *stages):
         if applied.pipeline:
-            applied.pipeline.forward(parts, each)
+            applied.pipeline.forward(parts, each, before)
             return
         for part in parts:
+            before(part)
             each(model(**{name: value for name, value in part.items() if name != "targets"}), part)
         finish_backward(model, applied.zero, last=True)
 

@@ -146,9 +146,10 @@ class PipelineRunner:
         self,
         parts: Sequence[Mapping[str, Tensor]],
         each: Callable[[Tensor, Mapping[str, Tensor]], None],
+        before: Callable[[Mapping[str, Tensor]], None],
     ) -> None:
-        """Forward alone of every micro-batch, the same ``parts`` on every rank of the axis; ``each``
-        gets what the last stage gives, and the part, on the rank that has that stage.
+        """Forward alone of every micro-batch, the same ``parts`` on every rank of the axis; ``before``
+        gets the part ahead of the last stage, and ``each`` then what that gives, on the rank it is on.
 
         Raises ConfigError where the parts are not alike.
         """
@@ -166,6 +167,8 @@ class PipelineRunner:
             rank = self.placement[stage]
             after = self.placement[stage + 1] if stage + 1 < len(self.placement) else None
             if rank == self.rank:
+                if after is None:
+                    before(parts[number])
                 stream_in = inbox.pop((stage, number)).wait() if stage else firsts[number]
                 output = modules[stage](stream_in, **inputs[number])
                 if after is None:

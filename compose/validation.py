@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compose.build import loss_function
 from compose.config import Config
 from compose.data import validation_set
 from compose.data.batches import in_order
@@ -18,6 +19,7 @@ class Validation:
     def __init__(self, config: Config, mesh: DeviceMesh, device: torch.device, last_step: int) -> None:
         self.config, self.mesh, self.device, self.last_step = config, mesh, device, last_step
         self.samples = validation_set(config)
+        self.function = loss_function(config)
 
     def loss(self, model: nn.Module, step: int) -> float | None:
         """Mean over all targets, in nats, after ``step`` steps; None where it is not due."""
@@ -28,6 +30,8 @@ class Validation:
         total, count = 0.0, 0
         for batch in in_order(self.samples, train.global_batch, batch_share(self.mesh)):
             here = {name: value.to(self.device) for name, value in batch.items()}
-            loss, targets = evaluate(model, here, self.mesh, micro_batch=train.micro_batch)
+            loss, targets = evaluate(
+                model, here, self.mesh, micro_batch=train.micro_batch, loss_function=self.function
+            )
             total, count = total + loss.item(), count + int(targets.item())
         return total / max(1, count)

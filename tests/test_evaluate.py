@@ -17,6 +17,7 @@ from compose.evaluate import evaluate
 from compose.loss import IGNORE, cross_entropy
 from compose.mesh import batch_share
 from compose.optimizer import build_optimizer
+from compose.output import CrossEntropy
 from compose.registry import build_model
 from compose.routing import routers
 from compose.schedules import SCHEDULES, Action, forwards, needs, placement
@@ -105,6 +106,9 @@ def _losses(cases: dict[str, Keys]) -> dict[str, tuple[float, float, int, int]]:
         assert (loss.dtype, count.dtype) == (torch.float64, torch.int64)
         expected = on_one_process(config, batch)
         found[name] = loss.item(), expected[0], int(count), expected[1]
+        function = CrossEntropy(chunk=7)
+        loss, count = evaluate(model, mine, mesh, micro_batch=2, loss_function=function)
+        found[f"{name}, in chunks"] = loss.item(), expected[0], int(count), expected[1]
     return found
 
 
