@@ -28,6 +28,7 @@ from compose.checkpoint.parts import Part, SaveParts
 from compose.checkpoint.state import named_tensors, parts, staged
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.runtime import start_timeout
 from compose.toml import dump
 
 
@@ -83,7 +84,9 @@ class Checkpointer:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.root = folder / "checkpoints"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        group = dist.new_group(backend="gloo")
+        # Saving and resuming move the same bytes, so they have the same limit, and keep it: a rank may
+        # wait long for the slowest one's disk, and beside that no step waits.
+        group = dist.new_group(backend="gloo", timeout=start_timeout(config.comm))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.thread: threading.Thread | None = None
