@@ -36,8 +36,8 @@ class Notes:
         self.store.set(f"compose/gave_up/{self.rank}", "")
 
     def laggard(self, wait: float = 0.0) -> str:
-        """Which rank is behind: of those that have not given up after ``wait`` seconds, the one with the
-        fewest notes, heard of longest ago. Empty if none ever noted anything."""
+        """Which rank is behind: of those that have not given up after ``wait`` seconds, the one with
+        the fewest notes, heard of longest ago. Empty if none ever noted anything."""
         time.sleep(wait)
         seen = []
         for rank in range(self.world_size):
@@ -71,7 +71,7 @@ def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
     Meshes make their groups with PyTorch's own limit, whatever the default group has. On gloo sends and
     receives between two ranks, as of a pipeline, keep what their group was made with.
     """
-    # Private: those of flattened meshes, and of meshes that only a module knows, are listed nowhere else.
+    # Private: groups of flattened meshes, and of those only a module knows, are listed nowhere else.
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but:
             group.set_timeout(timeout)
