@@ -36,7 +36,11 @@ _COLLECT_EVERY = 100  # steps between collections of Python's garbage
 
 
 class Trainer:
-    """Trains ``model``, already cut over ``mesh`` and filled, as ``config`` says."""
+    """Trains ``model``, already cut over ``mesh``, as ``config`` says.
+
+    Making one loads the newest whole checkpoint in ``run.dir``. If there is none (``resumed`` is False)
+    ``model`` stays as it is, and must be filled before :meth:`run`.
+    """
 
     def __init__(
         self, config: Config, mesh: DeviceMesh, model: nn.Module, device: torch.device
@@ -56,9 +60,8 @@ class Trainer:
         self.folder = self.held.path
         data = described(self.batches, config)
         self.checkpointer = Checkpointer(config, model, self.optimizer, self.folder, data)
-        self.progress, self.skipped = Progress(), 0
-        if config.checkpoint.resume == "auto":
-            self.progress = self.checkpointer.resume()
+        found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
+        self.resumed, self.progress, self.skipped = found is not None, found or Progress(), 0
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
             write_whole(self.folder / "config.toml", dump(config))

@@ -94,8 +94,8 @@ class Checkpointer:
         self.failures = 0
         self.stage: dict[str, Part] | None = None  # the last save's copy, for the next one's
 
-    def resume(self) -> Progress:
-        """Load the newest checkpoint that is whole; the start of a run if there is none.
+    def resume(self) -> Progress | None:
+        """Load the newest checkpoint that is whole; None, and nothing is changed, if there is none.
 
         Says which, and names the damaged ones it passed over. Raises ConfigError where it is of another
         model.
@@ -111,7 +111,7 @@ class Checkpointer:
                 self._say(f"{folder}: resumed after step {progress.step}")
                 return progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
-        return Progress()
+        return None
 
     def save(self, progress: Progress, wait: bool = False) -> None:
         """Begin to save the state as it is now; ``wait`` for the end of it.
