@@ -36,19 +36,24 @@ class Notes:
         self.store.set(f"compose/gave_up/{self.rank}", "")
 
     def laggard(self, wait: float = 0.0) -> str:
-        """Which rank is behind: of those that have not given up after ``wait`` seconds, the one with
+        """Which rank is behind: of those that have not given up within ``wait`` seconds, the one with
         the fewest notes, heard of longest ago. Empty if none ever noted anything."""
-        time.sleep(wait)
-        seen = []
+        end = time.monotonic() + wait
+        while len(self._waiting()) > 1 and time.monotonic() < end:
+            time.sleep(0.1)
+        waiting, seen = self._waiting(), []
         for rank in range(self.world_size):
             if self.store.check([f"compose/seen/{rank}"]):
                 count, when, doing = self.store.get(f"compose/seen/{rank}").decode().split(" ", 2)
-                gave_up = self.store.check([f"compose/gave_up/{rank}"])
-                seen.append((gave_up, int(count), float(when), rank, doing))
+                seen.append((rank not in waiting, int(count), float(when), rank, doing))
         if not seen:
             return ""
         _, _, when, rank, doing = min(seen)
         return f"rank {rank} is behind: last heard of {time.time() - when:.0f} s ago, before {doing}"
+
+    def _waiting(self) -> set[int]:
+        """Ranks that have not given up."""
+        return {r for r in range(self.world_size) if not self.store.check([f"compose/gave_up/{r}"])}
 
 
 _notes: Notes | None = None
@@ -100,10 +105,7 @@ def process_group(config: Config) -> Iterator[torch.device]:
     """
     # FSDP warns of a view that nothing here changes in place.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
-    if "RANK" in os.environ:
-        store, rank, world_size = next(iter(dist.rendezvous("env://")))
-    else:
-        store, rank, world_size = dist.HashStore(), 0, 1
+    store, rank, world_size = _rendezvous()
     global _notes
     notes = Notes(store, rank, world_size)
     try:
@@ -134,6 +136,19 @@ def process_group(config: Config) -> Iterator[torch.device]:
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ConfigError) else 1)
     dist.destroy_process_group()
+
+
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """Where ranks find each other, this one's number, and how many there are."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # Torchrun's default rendezvous keeps one store: after a restart the addresses of the dead would
+        # still be there. (c10d's makes a new one; of several nodes each counts restarts by itself.)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+    return store, rank, world_size
 
 
 def _from_others(error: Exception) -> bool:
