@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from compose import init_mesh
-from compose.build import build
+from compose.build import cut, fill
 from compose.cli import parse, run
 from compose.dry_run import describe
 from compose.runtime import process_group
@@ -18,8 +18,11 @@ def main(arguments: Sequence[str]) -> None:
         return
     with process_group(config) as device:
         mesh = init_mesh(config.parallel, device.type)
-        model = build(config, mesh, device)
-        Trainer(config, mesh, model, device).run()
+        model = cut(config, mesh, device)
+        trainer = Trainer(config, mesh, model, device)
+        if not trainer.resumed:
+            fill(model, config, device)
+        trainer.run()
 
 
 if __name__ == "__main__":

@@ -42,16 +42,24 @@ def loss_function(config: Config) -> CrossEntropy:
     return CrossEntropy(config.train.loss_chunk, config.train.z_loss)
 
 
-def build(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """The model on meta, cut over ``mesh``, then given memory on ``device`` and weights."""
+def cut(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The model, cut over ``mesh``, with memory on ``device`` for weights that are yet to come."""
     model, plan = build_model(config)
     apply(model, plan, mesh, **apply_options(config))
+    materialize(model, device)
+    return model
+
+
+def build(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The model, cut over ``mesh``, with its first weights on ``device``."""
+    model = cut(config, mesh, device)
     fill(model, config, device)
     return model
 
 
 def fill(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Weights of ``checkpoint.load_hf``, or drawn by ``train.seed``, for a whole model or a cut one.
+    """Weights of ``checkpoint.load_hf``, or drawn by ``train.seed``, for a whole model or a cut one, on
+    meta or on ``device``.
 
     Raises ConfigError where the former do not fit.
     """

@@ -182,6 +182,8 @@ class Metrics:
 class Comm:
     timeout: Positive = 600
     """Seconds after which a collective that a rank has not joined is an error."""
+    start_timeout: Positive = 1800
+    """The same until the first step has ended, which loads, compiles and connects; at least timeout."""
     check_every: NonNegative = 0
     """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
 

@@ -16,21 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose import legality
-from compose.apply import apply
-from compose.build import apply_options, fill
+from compose.build import cut, fill
 from compose.checkpoint.loading import damage, load
 from compose.cli import device_problems, launched_ranks, read_words
 from compose.config import Checkpoint, Config, NonNegative, Parallel, Positive
 from compose.errors import ConfigError
 from compose.evaluate import forward
 from compose.mesh import init_mesh
-from compose.registry import build_model
 from compose.runtime import process_group
 from compose.sources import checkpoints, is_hugging_face, model_in
 from compose.tokenizer import FILE, TOKENIZER, Bytes, Tokenizer, open_tokenizer
 from compose.toml import COMMAND_LINE, override
 from compose.toml import load as load_toml
-from compose.weights import materialize, named_generator
+from compose.weights import named_generator
 
 
 @dataclass(frozen=True)
@@ -162,16 +160,13 @@ def open_model(
 
     Raises ConfigError where none is whole. Those passed over are named on standard error.
     """
-    model, plan = build_model(config)
-    apply(model, plan, mesh, **apply_options(config))
+    model = cut(config, mesh, device)
     if not folders:
         fill(model, config, device)
         return model
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    folder = _newest_whole(folders, group)
-    materialize(model, device)
-    load(folder, config, model, group)
+    load(_newest_whole(folders, group), config, model, group)
     return model
 
 

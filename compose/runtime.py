@@ -1,5 +1,6 @@
 """The process group of a command: started, named in errors once, and shut down."""
 
+import contextlib
 import os
 import sys
 import time
@@ -12,30 +13,73 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from compose.config import Config
+from compose.config import Comm, Config
 from compose.errors import ConfigError
 
-_seen: tuple[dist.Store, int] | None = None  # where this rank says what it does, and its number
+_SKEW = 3.0  # seconds within which ranks that wait for the same one give up
+_SAID = "compose/said"
+
+
+class Notes:
+    """What each rank was about to do, kept where the others can read it if it never ends."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size, self.count = store, rank, world_size, 0
+
+    def note(self, doing: str) -> None:
+        """Of this rank; every rank makes the same notes."""
+        self.count += 1
+        self.store.set(f"compose/seen/{self.rank}", f"{self.count} {time.time()} {doing}")
+
+    def give_up(self) -> None:
+        """This rank has failed, so it is none that hangs."""
+        self.store.set(f"compose/gave_up/{self.rank}", "")
+
+    def laggard(self, wait: float = 0.0) -> str:
+        """Which rank is behind: of those that have not given up within ``wait`` seconds, the one with
+        the fewest notes, heard of longest ago. Empty if none ever noted anything."""
+        end = time.monotonic() + wait
+        while len(self._waiting()) > 1 and time.monotonic() < end:
+            time.sleep(0.1)
+        waiting, seen = self._waiting(), []
+        for rank in range(self.world_size):
+            if self.store.check([f"compose/seen/{rank}"]):
+                count, when, doing = self.store.get(f"compose/seen/{rank}").decode().split(" ", 2)
+                seen.append((rank not in waiting, int(count), float(when), rank, doing))
+        if not seen:
+            return ""
+        _, _, when, rank, doing = min(seen)
+        return f"rank {rank} is behind: last heard of {time.time() - when:.0f} s ago, before {doing}"
+
+    def _waiting(self) -> set[int]:
+        """Ranks that have not given up."""
+        return {r for r in range(self.world_size) if not self.store.check([f"compose/gave_up/{r}"])}
+
+
+_notes: Notes | None = None
 
 
 def note(doing: str) -> None:
     """Tell the other ranks what this one is about to do, so that they can say so if it never ends."""
-    if _seen:
-        store, rank = _seen
-        store.set(f"compose/seen/{rank}", f"{time.time()} {doing}")
+    if _notes:
+        _notes.note(doing)
 
 
-def laggards(store: dist.Store, world_size: int) -> str:
-    """Which rank was heard of longest ago, and what it was doing then; empty if none ever said."""
-    seen = []
-    for rank in range(world_size):
-        if store.check([f"compose/seen/{rank}"]):
-            when, _, doing = store.get(f"compose/seen/{rank}").decode().partition(" ")
-            seen.append((float(when), rank, doing))
-    if not seen:
-        return ""
-    when, rank, doing = min(seen)
-    return f"rank {rank} is behind: last heard of {time.time() - when:.0f} s ago, before {doing}"
+def start_timeout(comm: Comm) -> timedelta:
+    """How long a collective waits until the first step has ended."""
+    return timedelta(seconds=max(comm.start_timeout, comm.timeout))
+
+
+def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
+    """How long collectives wait from now on, in all groups of this process ``but`` one.
+
+    Meshes make their groups with PyTorch's own limit, whatever the default group has. On gloo sends and
+    receives between two ranks, as of a pipeline, keep what their group was made with.
+    """
+    # Private: groups of flattened meshes, and of those only a module knows, are listed nowhere else.
+    for group in dist.distributed_c10d._world.pg_map:
+        if group is not but:
+            group.set_timeout(timeout)
 
 
 class TrainingError(Exception):
@@ -61,11 +105,9 @@ def process_group(config: Config) -> Iterator[torch.device]:
     """
     # FSDP warns of a view that nothing here changes in place.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
-    if "RANK" in os.environ:
-        store, rank, world_size = next(iter(dist.rendezvous("env://")))
-    else:
-        store, rank, world_size = dist.HashStore(), 0, 1
-    global _seen
+    store, rank, world_size = _rendezvous()
+    global _notes
+    notes = Notes(store, rank, world_size)
     try:
         device = pick_device(config.run.device)
         dist.init_process_group(
@@ -73,23 +115,45 @@ def process_group(config: Config) -> Iterator[torch.device]:
             store=dist.PrefixStore("compose", store),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=config.comm.timeout),
+            timeout=start_timeout(config.comm),
             device_id=device if device.type == "cuda" else None,
         )
-        _seen = (store, rank) if world_size > 1 else None
+        _notes = notes if world_size > 1 else None
         yield device
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         # No orderly shutdown: other ranks may be waiting in a collective until torchrun ends them.
+        notes.give_up()
         if store.add("compose/failed", 1) == 1:
             _report(error, rank)
-            behind = laggards(store, world_size) if isinstance(error, RuntimeError) else ""
-            if behind:
+            if _from_others(error) and (behind := notes.laggard(wait=_SKEW)):
                 print(behind, file=sys.stderr)
+            store.set(_SAID, "")
+        else:  # torchrun ends all ranks when one exits
+            with contextlib.suppress(RuntimeError):
+                store.wait([_SAID], timedelta(seconds=2 * _SKEW))
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ConfigError) else 1)
     dist.destroy_process_group()
+
+
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """Where ranks find each other, this one's number, and how many there are."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # Torchrun's default rendezvous keeps one store: after a restart the addresses of the dead would
+        # still be there. (c10d's makes a new one; of several nodes each counts restarts by itself.)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+    return store, rank, world_size
+
+
+def _from_others(error: Exception) -> bool:
+    """Whether it is a collective that failed, as it does where another rank has died or hangs."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _report(error: Exception, rank: int) -> None:

@@ -5,6 +5,7 @@ import math
 import signal
 import time
 from dataclasses import asdict, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from compose.optimizer import build_optimizer, learning_rate, set_learning_rate
 from compose.registry import build_model
 from compose.replicas import differences
 from compose.routing import routing_metrics
-from compose.runtime import TrainingError, note
+from compose.runtime import TrainingError, note, set_timeout, start_timeout
 from compose.signals import Signals
 from compose.step import clip_grad_norm_, forward_backward
 from compose.tokenizer import TOKENIZER
@@ -35,7 +36,11 @@ _COLLECT_EVERY = 100  # steps between collections of Python's garbage
 
 
 class Trainer:
-    """Trains ``model``, already cut over ``mesh`` and filled, as ``config`` says."""
+    """Trains ``model``, already cut over ``mesh``, as ``config`` says.
+
+    Making one loads the newest whole checkpoint in ``run.dir``. If there is none (``resumed`` is False)
+    ``model`` stays as it is, and must be filled before :meth:`run`.
+    """
 
     def __init__(
         self, config: Config, mesh: DeviceMesh, model: nn.Module, device: torch.device
@@ -55,9 +60,8 @@ class Trainer:
         self.folder = self.held.path
         data = described(self.batches, config)
         self.checkpointer = Checkpointer(config, model, self.optimizer, self.folder, data)
-        self.progress, self.skipped = Progress(), 0
-        if config.checkpoint.resume == "auto":
-            self.progress = self.checkpointer.resume()
+        found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
+        self.resumed, self.progress, self.skipped = found is not None, found or Progress(), 0
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
             write_whole(self.folder / "config.toml", dump(config))
@@ -78,10 +82,15 @@ class Trainer:
         gc.disable()  # or ranks stop at different moments, and each waits for all
         try:
             with Signals(self.device) as signals:
+                set_timeout(start_timeout(self.config.comm), but=self.checkpointer.group)
+                first = self.progress.step + 1
                 while self.progress.step < self.last_step:
                     metrics = self.step()
                     done = self.progress.step
                     metrics = replace(metrics, validation_loss=self.validation.loss(self.model, done))
+                    if done == first:
+                        limit = timedelta(seconds=self.config.comm.timeout)
+                        set_timeout(limit, but=self.checkpointer.group)
                     if self.writer:
                         self._write(self.writer, metrics)
                     asked = signals.asked()
@@ -129,8 +138,9 @@ class Trainer:
         config, start, before = self.config, time.perf_counter(), self.progress
         step = before.step
         train = config.train
-        note(f"forward and backward of step {step + 1}")
+        note(f"the data of step {step + 1}")
         batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
+        note(f"forward and backward of step {step + 1}")
         loss = forward_backward(
             self.model,
             batch,

@@ -17,9 +17,11 @@ from compose.ties import tie, tied_names
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Move a model from meta to ``device``: parameters get memory without values, buffers keep theirs.
 
-    Buffers must have been made on a real device, since nothing here could know their values: one on
-    meta raises ConfigError.
+    A model that is there already is left as it is. Buffers must have been made on a real device, since
+    nothing here could know their values: one on meta raises ConfigError.
     """
+    if all(parameter.device.type == device.type for parameter in model.parameters()):
+        return
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, buffer in buffers.items():
         if buffer.is_meta:
@@ -40,7 +42,8 @@ def init_weights(
     seed: int,
     device: torch.device,
 ) -> None:
-    """Move a model from meta to ``device`` and fill it, bitwise the same on every mesh.
+    """Move a model from meta to ``device``, if it is not there, and fill it, bitwise the same on every
+    mesh.
 
     ``init_parameter(name, tensor, generator)`` fills ``tensor``, the whole float32 parameter; a rank
     then keeps its own part. One whole parameter is held at a time; of a stack (3 dims), one slice, and

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose.build import build
+from compose.build import build, cut, fill
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.state import named_tensors
@@ -63,7 +63,13 @@ def _train(keys: Keys) -> dict[str, torch.Tensor]:
     """Train to ``stop_after``; on the first rank, the whole state that is left, by name."""
     config = make_config(dist.get_world_size(), **keys)
     mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    trainer = Trainer(config, mesh, build(config, mesh, cpu), cpu)
+    model = cut(config, mesh, cpu)
+    with torch.no_grad():
+        for parameter in model.parameters():  # whatever was in memory: nothing of it may stay
+            parameter.fill_(torch.nan)
+    trainer = Trainer(config, mesh, model, cpu)
+    if not trainer.resumed:
+        fill(model, config, cpu)
     trainer.run()
     named = named_tensors(trainer.model, trainer.optimizer)
     mine = {name: whole(copies[0]) for name, copies in named.items()}
@@ -215,7 +221,7 @@ def _damage(folder: Path, how: str) -> str:
     return "manifest.json cannot be read"
 
 
-def _resume(keys: Keys) -> tuple[Progress, list[str]]:
+def _resume(keys: Keys) -> tuple[Progress | None, list[str]]:
     """What resuming finds, and what it says on the first rank."""
     config = make_config(dist.get_world_size(), **keys)
     model = build(config, make_mesh(config.parallel), torch.device("cpu"))
@@ -250,6 +256,7 @@ def test_a_broken_attempt_is_not_a_checkpoint(pool: Pool, tmp_path: Path) -> Non
     shutil.copytree(root / store.name_of(2), root / ".writing-step-00000004")
     (root / ".writing-step-00000004" / "manifest.json").unlink()
     progress, said = pool.run(_resume, 2, keys_for(tmp_path, **SAVING))[0]
+    assert progress
     assert progress.step == 2
     assert said == [f"{root}/step-00000002: resumed after step 2"]
     assert [p.name for p in root.iterdir()] == ["step-00000002"]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from compose import replicas
 from compose.build import build
 from compose.data import random_batch
 from compose.mesh import batch_share
@@ -29,7 +30,9 @@ PRODUCT: Keys = {
 EXPERTS: Keys = DEEPSEEK | PRODUCT | {"parallel__ep": 2, "train__seq_len": 16, "model__n_layers": 2}
 
 
-def test_checksum_sees_every_bit() -> None:
+@pytest.mark.parametrize("piece", [2**24, 7])
+def test_checksum_sees_every_bit(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(replicas, "_PIECE", piece)
     tensor = torch.randn(3, 5)
     before = int(checksum(tensor))
     for byte in range(60):
@@ -83,6 +86,28 @@ def test_a_norm_on_the_tp_axis_and_one_of_two_replicas(pool: Pool) -> None:
         "ranks 1, 5 differ in weight norm.weight",
         "ranks 4, 5 differ in weight norm.weight",
     ]
+
+
+TIED: Keys = {"parallel__pp": 2, "model__tie_embeddings": True, "train__global_batch": 8}
+HELD = "tok_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("keys", "what", "rank", "line"),
+    [
+        # Of two stages, each of which is on two ranks that hold a shard of it.
+        ({"parallel__dp_shard": 2}, "weight", 1, "ranks 1, 3 differ in weight"),
+        ({"parallel__dp_shard": 2}, "exp_avg", 0, "ranks 0, 2 differ in exp_avg of"),
+        # Both ends are on the first rank.
+        ({"parallel__pp_schedule": "ZBVZeroBubble"}, "gradient", 0, "rank 0 differs in gradient of"),
+    ],
+)
+def test_one_bit_in_one_stages_copy_of_a_tied_weight(
+    pool: Pool, keys: Keys, what: str, rank: int, line: str
+) -> None:
+    ranks = 2 * int(str(keys.get("parallel__dp_shard", 1)))
+    found = pool.run(_steps, ranks, TIED | keys, 2, rank, what, HELD)
+    assert found == [[f"{line} {HELD}"]] * ranks
 
 
 @pytest.mark.parametrize("keys", [PRODUCT, EXPERTS], ids=["product", "experts"])

@@ -1,16 +1,23 @@
 """What machines do to a run: signals, and processes that die at any moment."""
 
+import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from compose.checkpoint import store
+from compose.runtime import Notes
 from tests.helpers import ROOT
 from tests.test_trainer import QUICK, command, execute, lines
 
@@ -59,76 +66,183 @@ def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, steps + 3))
 
 
-def workers(process: "subprocess.Popen[str]") -> list[int]:
-    """Ids of a torchrun's ranks."""
-    found = subprocess.run(
-        ["ps", "--ppid", str(process.pid), "-o", "pid=,args="], capture_output=True, text=True
-    )
-    return [int(row.split()[0]) for row in found.stdout.splitlines() if "train.py" in row]
+PHASES = ("start", "load", "step", "save")
 
 
-def killed_at_random(tmp_path: Path, kills: int, seed: int, steps: int = 40) -> int:
-    """Kill a random rank at random moments until ``kills`` of them are dead, then let the run end; how
-    many were."""
-    chance = random.Random(seed)
-    length = f"--train.steps={steps}"
-    whole = start(tmp_path / "whole", length, ranks=2)
-    assert whole.wait(300) == 0
-    arguments = command("train.py", *SAVING, f"--run.dir={tmp_path / 'killed'}", length, ranks=2)
+def doing(ledger: Path) -> dict[int, set[str]]:
+    """What each rank is doing, by its process."""
+    words = [path.read_text().split() for path in ledger.glob("*.now")]
+    return {int(line[0]): set(line[1:]) for line in words if line}
+
+
+def kill(
+    ledger: Path, phase: str, process: "subprocess.Popen[bytes]", chance: random.Random, gone: set[int]
+) -> set[str]:
+    """Kill one rank, of those that are not ``gone``, once it is in ``phase``; what it was doing then.
+    Empty if the run ended."""
+    while process.poll() is None:
+        ranks = [rank for rank, now in doing(ledger).items() if phase in now and rank not in gone]
+        if ranks:
+            time.sleep(chance.choice([0, 0, chance.uniform(0, 0.05), chance.uniform(0, 1)]))
+            victim, found = chance.choice(ranks), doing(ledger)
+            with contextlib.suppress(ProcessLookupError):  # or it had ended already
+                os.kill(victim, signal.SIGKILL)
+                gone |= set(found)  # torchrun ends the others, and starts new ones
+                now = found.get(victim, set())
+                return now - {"start"} or now
+        time.sleep(0.001)
+    return set()
+
+
+def check_ledger(ledger: Path, samples: int) -> int:
+    """Every step that was trained again was of the same samples, and in the history that survived each
+    of ``samples`` was trained once; how many batches were trained again."""
+    survived: list[int] = []
+    again = 0
+    for path in ledger.glob("*.jsonl"):
+        batches: dict[int, Any] = {}
+        for first, numbers, content in map(json.loads, path.read_text().splitlines()):
+            again += first in batches
+            assert batches.setdefault(first, (numbers, content)) == (numbers, content)
+        survived += [number for numbers, _ in batches.values() for number in numbers]
+    assert sorted(survived) == list(range(samples))
+    return again
+
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 40 steps that nobody kills."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert start(folder, f"--train.steps={STEPS}", ranks=2).wait(300) == 0
+    return folder
+
+
+def killed(folder: Path, whole: Path, phases: Sequence[str], seed: int) -> Counter[str]:
+    """Kill a random rank in each of ``phases``, then let the run end, and hold it against ``whole``.
+
+    Returns how many were killed in which phase (of which a rank may be in two).
+    """
+    chance, ledger = random.Random(seed), folder / "ledger"
+    ledger.mkdir(parents=True)
+    words = [f"--run.dir={folder / 'run'}", f"--train.steps={STEPS}"]
+    arguments = command("tests/ledger.py", *SAVING, *words, ranks=2)
     at = arguments.index("--nproc-per-node")
-    arguments[at:at] = [f"--max-restarts={kills}"]
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(arguments, cwd=ROOT, stdout=output, stderr=output)
-        dead = 0
-        while process.poll() is None and dead < kills:
-            time.sleep(chance.uniform(0.1, 9.0))
-            ranks = workers(process)  # type: ignore[arg-type]
-            if ranks:
-                try:
-                    os.kill(chance.choice(ranks), signal.SIGKILL)
-                    dead += 1
-                except ProcessLookupError:
-                    pass
+    arguments[at:at] = [f"--max-restarts={len(phases)}"]
+    found: Counter[str] = Counter()
+    gone: set[int] = set()
+    with (folder / "output").open("w") as output:
+        environment = {**os.environ, "LEDGER": str(ledger)}
+        process = subprocess.Popen(arguments, cwd=ROOT, stdout=output, stderr=output, env=environment)
+        for phase in phases:
+            now = kill(ledger, phase, process, chance, gone)
+            found.update(["kills", *now] if now else [])
+            print(f"seed {seed}: killed in {' and '.join(sorted(now)) or 'nothing'}", flush=True)
         code = process.wait(600)
-    assert code == 0, (tmp_path / "output").read_text()[-3000:]
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    ours, theirs = lines(tmp_path / "killed"), lines(tmp_path / "whole")
+    assert code == 0, (folder / "output").read_text()[-3000:]
+    assert contents(folder / "run") == contents(whole)
     keys = ("step", "loss", "grad_norm", "lr", "samples", "tokens")
-    assert [[a[k] for k in keys] for a in ours] == [[b[k] for k in keys] for b in theirs]
-    return dead
+    ours, theirs = (
+        [[line[key] for key in keys] for line in lines(where)] for where in (folder / "run", whole)
+    )
+    assert ours == theirs
+    found["again"] = check_ledger(ledger, samples=ours[-1][keys.index("samples")])
+    return found
 
 
-def test_ranks_die(tmp_path: Path) -> None:
-    assert killed_at_random(tmp_path, kills=1, seed=1, steps=20) > 0
+def test_a_rank_dies(tmp_path: Path, uninterrupted: Path) -> None:
+    found = killed(tmp_path, uninterrupted, ["save"], seed=1)
+    assert found["kills"] == 1
 
 
 @pytest.mark.full
-def test_ranks_die_fifty_times(tmp_path: Path) -> None:
-    dead = 0
-    for seed in range(100):
-        dead += killed_at_random(tmp_path / str(seed), kills=5, seed=seed)
-        if dead >= 50:
-            return
-    raise AssertionError(f"only {dead} were killed")
+def test_ranks_die_fifty_times(tmp_path: Path, uninterrupted: Path) -> None:
+    """At start-up, in a load, in a step and in a save, five times in a run."""
+    found: Counter[str] = Counter()
+    for seed in range(30):
+        chance = random.Random(seed)
+        phases = ["step" if seed % 2 else "save", *chance.sample(PHASES, 4)]
+        found += killed(tmp_path / str(seed), uninterrupted, phases, seed)
+        print(f"so far: {dict(found)}", flush=True)
+        if found["kills"] >= 50:
+            break
+    assert found["kills"] >= 50
+    assert all(found[phase] for phase in PHASES), found
+    assert found["again"] > 0
 
 
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    """A first step may take longer than comm.timeout, a later one not, in groups of the mesh too."""
     script = tmp_path / "hangs.py"
     script.write_text(
-        "import time, torch, torch.distributed as dist\n"
+        "import os, runpy, signal, time\n"
+        "from compose.data import Batches\n"
+        "real = Batches.batch\n"
+        "def batch(self, first):\n"
+        "    if os.environ['RANK'] == '3' and first in (0, 32):\n"
+        "        if first:  # or torchrun gives it 30 s to save\n"
+        "            signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "        time.sleep(60 if first else 6)\n"
+        "    return real(self, first)\n"
+        "Batches.batch = batch\n"
+        "runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    mesh = ["--parallel.dp_shard=2", "--parallel.tp=2", f"--run.dir={tmp_path / 'run'}"]
+    done = execute(
+        str(script),
+        *QUICK,
+        *mesh,
+        "--train.steps=5",
+        "--comm.timeout=4",
+        "--comm.start_timeout=90",
+        ranks=4,
+    )
+    assert done.returncode == 1
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+    (line,) = (row for row in done.stderr.splitlines() if "is behind" in row)
+    assert re.fullmatch(r"rank 3 is behind: last heard of \d+ s ago, before the data of step 3", line)
+
+
+def test_who_is_behind() -> None:
+    """The rank that nobody saw give up; of several, the one that has come least far."""
+    store = dist.HashStore()
+    ranks = [Notes(store, rank, 4) for rank in range(4)]
+    assert ranks[0].laggard() == ""
+    for number in (2, 0, 3, 1):
+        ranks[number].note("the data of step 7")
+    assert ranks[0].laggard().startswith("rank 2 is behind: last heard of 0 s ago, before the data of")
+    for number in (0, 2, 3):
+        ranks[number].note("forward and backward of step 7")
+    assert ranks[0].laggard().startswith("rank 1 is behind")
+    ranks[1].note("forward and backward of step 7")
+    for number in (0, 1, 2):
+        ranks[number].give_up()
+    assert ranks[0].laggard().startswith("rank 3 is behind")
+    ranks[3].give_up()
+    assert ranks[0].laggard().startswith("rank 0 is behind")
+
+
+def test_a_restart_begins_with_nothing_of_the_attempt_before(tmp_path: Path) -> None:
+    """Neither with the addresses of processes that are gone, nor with what was reported of them."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, time, torch, torch.distributed as dist\n"
         "from compose.cli import parse, run\n"
-        "from compose.runtime import note, process_group\n"
+        "from compose.runtime import process_group\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "def main(arguments):\n"
-        "    with process_group(parse(arguments, 'hangs.py').config):\n"
-        "        for step in (1, 2):\n"
-        "            if dist.get_rank() == 2 and step == 2:\n"
-        "                time.sleep(100)\n"
-        "            note(f'step {step}')\n"
-        "            dist.all_reduce(torch.ones(1))\n"
+        "    time.sleep(attempt * int(os.environ['RANK']))\n"
+        "    with process_group(parse(arguments, 'fails.py').config):\n"
+        "        found = torch.ones(1)\n"
+        "        dist.all_reduce(found)\n"
+        "        raise ValueError(f'attempt {attempt}: {found.item()}')\n"
         "run(main)\n"
     )
-    done = execute(str(script), "--comm.timeout=5", "--train.global_batch=24", ranks=3)
+    torchrun = command(str(script), ranks=2)
+    torchrun.insert(torchrun.index("--nproc-per-node"), "--max-restarts=1")
+    done = subprocess.run(torchrun, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    (line,) = (row for row in done.stderr.splitlines() if "is behind" in row)
-    assert line.startswith("rank 2 is behind: last heard of ")
-    assert line.endswith(" s ago, before step 1")
+    for attempt in range(2):
+        assert done.stderr.count(f"ValueError: attempt {attempt}: 2.0") == 1

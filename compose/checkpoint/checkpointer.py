@@ -5,12 +5,13 @@ its own, so that its messages and those of training never meet. Nothing is read 
 before it is whole (store.py).
 """
 
+import contextlib
 import json
 import platform
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ from compose.checkpoint.parts import Part, SaveParts
 from compose.checkpoint.state import named_tensors, parts, staged
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.runtime import start_timeout
 from compose.toml import dump
+
+_WRITERS = 2  # files of a rank, written at once: while one is flushed the other goes on
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ class Checkpointer:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.root = folder / "checkpoints"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        group = dist.new_group(backend="gloo")
+        # Saving and resuming move the same bytes, so they have the same limit, and keep it: a rank may
+        # wait long for the slowest one's disk, and beside that no step waits.
+        group = dist.new_group(backend="gloo", timeout=start_timeout(config.comm))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.thread: threading.Thread | None = None
@@ -91,8 +97,8 @@ class Checkpointer:
         self.failures = 0
         self.stage: dict[str, Part] | None = None  # the last save's copy, for the next one's
 
-    def resume(self) -> Progress:
-        """Load the newest checkpoint that is whole; the start of a run if there is none.
+    def resume(self) -> Progress | None:
+        """Load the newest checkpoint that is whole; None, and nothing is changed, if there is none.
 
         Says which, and names the damaged ones it passed over. Raises ConfigError where it is of another
         model.
@@ -108,7 +114,7 @@ class Checkpointer:
                 self._say(f"{folder}: resumed after step {progress.step}")
                 return progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
-        return Progress()
+        return None
 
     def save(self, progress: Progress, wait: bool = False) -> None:
         """Begin to save the state as it is now; ``wait`` for the end of it.
@@ -161,12 +167,13 @@ class Checkpointer:
         problem, files = "", {}
         try:
             self._first(lambda: store.begin(self.root, progress.step))
-            dcp.save(
-                dict(state),
-                storage_writer=FileSystemWriter(target),
-                planner=SaveParts(),
-                process_group=self.group,
-            )
+            with _no_checksum_of_tensors():
+                dcp.save(
+                    dict(state),
+                    storage_writer=FileSystemWriter(target, thread_count=_WRITERS),
+                    planner=SaveParts(),
+                    process_group=self.group,
+                )
             files = store.described(target.glob(f"__{self.rank}_*"))
         except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
             problem = cause_of(error)
@@ -239,6 +246,20 @@ class Checkpointer:
     def _say(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
+
+
+@contextlib.contextmanager
+def _no_checksum_of_tensors() -> Iterator[None]:
+    """Without those that torch.save makes of each: the manifest has one of each file.
+
+    In torch 2.13 this is so in the thread that says it alone, not in DCP's second writer.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def cause_of(error: BaseException) -> str:
