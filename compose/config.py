@@ -140,8 +140,9 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Precision:
-    param: Literal["float32", "bfloat16"] = "float32"
-    """Type of parameters and activations in forward and backward; master weights are float32."""
+    param: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of parameters and activations in forward and backward; master weights are float32. With
+    float16 the loss is scaled dynamically."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are accumulated and reduced."""
 

@@ -45,7 +45,9 @@ def device_peak(device: torch.device, precision: Precision) -> float | None:
     """Peak FLOP/s of ``device`` in the precision of forward and backward."""
     if device.type != "cuda":
         return None
-    return peak_flops(torch.cuda.get_device_name(device), precision.param)
+    # The half types have one peak.
+    dtype = "bfloat16" if precision.param == "float16" else precision.param
+    return peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -70,6 +72,7 @@ class StepMetrics:
     mfu: float | None
     memory: int
     z_loss: float | None = None  # of the model's own logits
+    loss_scale: float | None = None  # that the step's loss was multiplied by, in float16
     epochs: Mapping[str, float] = field(default_factory=dict)  # of each of several sets of data
     validation_loss: float | None = None  # where it was measured
     skipped: int = 0  # steps of this process that were not finite
@@ -116,7 +119,7 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        for name in ("z_loss", "epochs", "validation_loss", "routing", "checkpoint"):
+        for name in ("z_loss", "loss_scale", "epochs", "validation_loss", "routing", "checkpoint"):
             if values[name] is None or values[name] == {}:  # nothing to say
                 del values[name]
         if not values["skipped"]:

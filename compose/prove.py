@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.build import build, fill, loss_function
 from compose.config import Config
 from compose.data import random_batch
+from compose.loss_scale import first_scale
 from compose.optimizer import build_optimizer
 from compose.registry import build_model
 from compose.report import TOLERANCES, Report
@@ -39,6 +40,7 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
         for step in range(STEPS)
     ]
     param_dtype = getattr(torch, config.precision.param)
+    scale = first_scale(config.precision)
     options = replace(config.optimizer, eps=max(config.optimizer.eps, EPS))
     return compare(
         reference,
@@ -51,4 +53,5 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
         optimizer=lambda parameters: build_optimizer(parameters, options),
         max_norm=train.max_norm,
         tolerance=TOLERANCES[param_dtype],
+        loss_scale=scale.value if scale else 1.0,
     )

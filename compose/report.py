@@ -25,6 +25,8 @@ class Tolerance:
 TOLERANCES = {
     torch.float32: Tolerance(loss=1e-5, gradient=1e-4, update=1e-3),
     torch.bfloat16: Tolerance(loss=1e-2, gradient=5e-2, update=3e-1),
+    # Three bits more.
+    torch.float16: Tolerance(loss=1.5e-3, gradient=1e-2, update=1e-1),
 }
 
 

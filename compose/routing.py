@@ -25,12 +25,14 @@ class Router(Protocol):
     choose(scores): of (B, L, E), those experts, and by how much of its score the last was ahead of
     the next.
     tokens_per_step: of the whole batch, by which it divides its auxiliary losses; set before forward.
+    loss_scale: by which it multiplies their gradients; set before forward.
     tally: what it counted in backward since the last ``finish_step``; 1-D, float64.
     finish_step(tally): acts on the tally of the whole batch, sets ``tally`` to zero, and leaves in
     ``last`` what is to be reported, scalars by name.
     """
 
     tokens_per_step: int | None
+    loss_scale: float
     tally: Tensor
     last: Mapping[str, Tensor]
 
@@ -44,10 +46,10 @@ def routers(model: nn.Module) -> dict[str, Router]:
     return {name: cast(Router, m) for name, m in model.named_modules() if isinstance(m, Router)}
 
 
-def begin_step(model: nn.Module, tokens: int) -> None:
-    """Tell every router how many tokens the whole batch has."""
+def begin_step(model: nn.Module, tokens: int, loss_scale: float) -> None:
+    """Tell every router how many tokens the whole batch has, and how its losses are scaled."""
     for router in routers(model).values():
-        router.tokens_per_step = tokens
+        router.tokens_per_step, router.loss_scale = tokens, loss_scale
 
 
 def finish_step(model: nn.Module, mesh: DeviceMesh) -> None:

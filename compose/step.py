@@ -25,6 +25,7 @@ def forward_backward(
     *,
     micro_batch: int | None = None,
     loss_function: LossFunction = cross_entropy,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Accumulate the gradient of the global batch's mean loss; return that loss, float32.
 
@@ -38,22 +39,23 @@ def forward_backward(
     needs Plan.output. Routers (compose/routing.py) act on what the whole batch counted.
 
     micro_batch: samples in one forward; None is the whole share. Raises ValueError below 1.
+    loss_scale: of the gradients, not of what is returned; ``clip_grad_norm_`` takes it away again.
     """
     targets = batch["targets"]
     micro_batch = samples_at_once(batch, micro_batch)
     applied = applied_to(model)
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
-    begin_step(model, targets.numel() * batch_share(mesh)[1])
+    begin_step(model, targets.numel() * batch_share(mesh)[1], loss_scale)
 
     batch = own_part(model, batch, mesh)
     # loss_parallel only changes what cross-entropy does with DTensors.
-    with loss_parallel(), step_loss(loss_function, count, applied.output) as loss:
+    with loss_parallel(), step_loss(loss_function, count / loss_scale, applied.output) as loss:
         if applied.pipeline:
             total = applied.pipeline.run(batch, micro_batch, loss)
         else:
             total = _run(model, batch, micro_batch, loss, applied.zero)
     finish_step(model, mesh)
-    return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp"))
+    return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp")) / loss_scale
 
 
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
@@ -94,11 +96,15 @@ def _run(
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, mesh: DeviceMesh) -> Tensor:
-    """Scale all gradients so that their global 2-norm is at most ``max_norm`` (0: never).
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float, mesh: DeviceMesh, loss_scale: float = 1.0
+) -> Tensor:
+    """Divide all gradients by ``loss_scale``, and scale them so that their global 2-norm is at most
+    ``max_norm`` (0: never).
 
     The norm counts every element of every parameter once, wherever it is sharded or replicated.
-    Returns it as it was before clipping, float64. Same formula as ``torch.nn.utils``.
+    Returns it as it was before clipping and without the scale, float64. Same formula as
+    ``torch.nn.utils``.
     """
     found = [(p.grad, copies_of(p)) for p in parameters if p.grad is not None]
     squares: list[Tensor] = []
@@ -118,9 +124,10 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, mesh: D
         if squares
         else torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     )
-    norm = sum_over(total, mesh, AXES).sqrt()
-    if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    norm = sum_over(total, mesh, AXES).sqrt() / loss_scale
+    if max_norm > 0 or loss_scale != 1:
+        clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+        scale = clipped / loss_scale
         for gradient, _ in found:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             local.mul_(scale.to(local.dtype))

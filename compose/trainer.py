@@ -4,7 +4,7 @@ import gc
 import math
 import signal
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,7 @@ from compose.config import Config
 from compose.data import training_batches
 from compose.data.opening import described, keep_tokenizer
 from compose.folder import RunFolder
+from compose.loss_scale import first_scale
 from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
 from compose.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -61,7 +62,9 @@ class Trainer:
         data = described(self.batches, config)
         self.checkpointer = Checkpointer(config, model, self.optimizer, self.folder, data)
         found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
-        self.resumed, self.progress, self.skipped = found is not None, found or Progress(), 0
+        self.resumed, self.skipped = found is not None, 0
+        begun, scale = found or Progress(), first_scale(config.precision)
+        self.progress = replace(begun, scale=scale and (begun.scale or scale))
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
             write_whole(self.folder / "config.toml", dump(config))
@@ -136,8 +139,8 @@ class Trainer:
     def step(self) -> StepMetrics:
         """The next optimizer step; the same metrics on every rank, but for those of saving."""
         config, start, before = self.config, time.perf_counter(), self.progress
-        step = before.step
-        train = config.train
+        step, train = before.step, config.train
+        scale = before.scale.value if before.scale else 1.0
         note(f"the data of step {step + 1}")
         batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
         note(f"forward and backward of step {step + 1}")
@@ -147,8 +150,9 @@ class Trainer:
             self.mesh,
             micro_batch=train.micro_batch,
             loss_function=self.loss,
+            loss_scale=scale,
         ).item()
-        norm = clip_grad_norm_(self.model.parameters(), train.max_norm, self.mesh).item()
+        norm = clip_grad_norm_(self.model.parameters(), train.max_norm, self.mesh, scale).item()
         note(f"the optimizer's part of step {step + 1}")
         finite = self._finite(step, loss, norm)
         self._check_copies(step)
@@ -158,13 +162,19 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress = Progress(
-            step + 1, before.samples + train.global_batch, before.tokens + self.step_tokens
+            step + 1,
+            before.samples + train.global_batch,
+            before.tokens + self.step_tokens,
+            before.scale and before.scale.after(finite),
         )
         z_loss = self.loss.mean_square(self.mesh) if train.z_loss else None
         rate = self.step_tokens / (time.perf_counter() - start)
         report = self.checkpointer.finished()
         return StepMetrics(
-            **asdict(self.progress),
+            step=self.progress.step,
+            samples=self.progress.samples,
+            tokens=self.progress.tokens,
+            loss_scale=before.scale and before.scale.value,
             loss=loss if math.isfinite(loss) else None,
             grad_norm=norm if math.isfinite(norm) else None,
             z_loss=z_loss if z_loss is None or math.isfinite(z_loss) else None,
@@ -179,10 +189,15 @@ class Trainer:
         )
 
     def _finite(self, step: int, loss: float, norm: float) -> bool:
-        """Whether the step can be taken. Raises TrainingError if not, unless it may be skipped."""
+        """Whether the step can be taken. Raises TrainingError if not, unless it may be skipped, as
+        where float16 overflows."""
+        scale = self.progress.scale
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if math.isfinite(value):
                 continue
+            if scale and scale.may_overflow(loss):
+                self.skipped += 1
+                return False
             if self.config.train.skip_nonfinite:
                 self.skipped += 1
                 self._say(f"step {step + 1}: the {name} is {value}; skipped, {self.skipped} in all")

@@ -103,6 +103,7 @@ def compare(
     optimizer: OptimizerFactory,
     max_norm: float,
     tolerance: Tolerance,
+    loss_scale: float = 1.0,
 ) -> Report:
     """The comparison that :func:`verify` makes, of a model already cut and filled by the caller."""
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
@@ -115,7 +116,14 @@ def compare(
     reference: _OneProcess | None = None
     if dist.get_rank() == 0:
         reference = _OneProcess(
-            model, param_dtype, loss_function, optimizer, max_norm, micro_batch, tolerance.loss
+            model,
+            param_dtype,
+            loss_function,
+            optimizer,
+            max_norm,
+            micro_batch,
+            tolerance.loss,
+            loss_scale,
         )
     held = _held(composed)
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
@@ -134,7 +142,12 @@ def compare(
         share = {name: _slice(value, index, count) for name, value in batch.items()}
         with watch(composed) as witness:
             loss = forward_backward(
-                composed, share, mesh, micro_batch=micro_batch, loss_function=loss_function
+                composed,
+                share,
+                mesh,
+                micro_batch=micro_batch,
+                loss_function=loss_function,
+                loss_scale=loss_scale,
             )
         found: dict[str, list[Choices]] = {}
         if routers(model):
@@ -147,10 +160,10 @@ def compare(
                 for name, expected in reference.choices.items()
             ]
         for name, parameter in model.named_parameters() if step == 0 else ():
-            gradients = [_gradient(p) for p in held.get(name, ())]
+            gradients = [_gradient(p) / loss_scale for p in held.get(name, ())]
             expected = reference and reference.gradients.get(name)
             judge.tensor("gradient", name, gradients, parameter.shape, expected, tolerance.gradient)
-        norm = clip_grad_norm_(composed.parameters(), max_norm, mesh)
+        norm = clip_grad_norm_(composed.parameters(), max_norm, mesh, loss_scale)
         composed_optimizer.step()
         composed_optimizer.zero_grad()
         label = f"step {step + 1}"
@@ -226,8 +239,9 @@ class _OneProcess:
         max_norm: float,
         micro_batch: int | None,
         tie: float,
+        loss_scale: float,
     ) -> None:
-        self.tie = tie
+        self.tie, self.loss_scale = tie, loss_scale
         self.model = copy.deepcopy(model)
         self.param_dtype, self.loss_function = param_dtype, loss_function
         self.max_norm, self.micro_batch = max_norm, micro_batch
@@ -244,7 +258,7 @@ class _OneProcess:
         count = count_targets(batch["targets"]).clamp(min=1)
         routing = routers(self.model).values()
         for router in routing:
-            router.tokens_per_step = batch["targets"].numel()
+            router.tokens_per_step, router.loss_scale = batch["targets"].numel(), self.loss_scale
         self.loss = torch.zeros((), device=count.device)
         ids = torch.arange(batch["targets"].numel()).view(batch["targets"].shape)
         calls = ids.split(self.micro_batch or len(ids))
@@ -252,6 +266,9 @@ class _OneProcess:
             self._accumulate(batch, count, parameters)
         for router in routing:
             router.finish_step(router.tally)
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad /= self.loss_scale
         self.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
         limit = self.max_norm if self.max_norm > 0 else float("inf")
         self.norm = nn.utils.clip_grad_norm_(list(parameters.values()), limit)
@@ -270,7 +287,7 @@ class _OneProcess:
             cast = {name: p.to(self.param_dtype) for name, p in parameters.items()}
             output = torch.func.functional_call(self.model, cast, args=(), kwargs=part)
             loss = self.loss_function(output, targets) / count
-            loss.backward()
+            (loss * self.loss_scale).backward()
             self.loss += loss.detach()
 
     def change(self, name: str) -> Tensor:

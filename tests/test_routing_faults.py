@@ -81,8 +81,8 @@ def a_sequence_is_balanced_in_parts() -> Iterator[None]:
 def the_auxiliary_loss_is_a_mean_of_each_rank() -> Iterator[None]:
     """Divided by the tokens of the rank, and summed over ranks."""
 
-    def fake(model: nn.Module, tokens: int) -> None:
-        begin_step(model, tokens // dist.get_world_size())
+    def fake(model: nn.Module, tokens: int, loss_scale: float) -> None:
+        begin_step(model, tokens // dist.get_world_size(), loss_scale)
 
     with mock.patch.object(compose.step, "begin_step", fake):
         yield

@@ -29,6 +29,7 @@ from compose.checkpoint.parts import Part, SaveParts
 from compose.checkpoint.state import named_tensors, parts, staged
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.loss_scale import LossScale
 from compose.runtime import start_timeout
 from compose.toml import dump
 
@@ -37,11 +38,13 @@ _WRITERS = 2  # files of a rank, written at once: while one is flushed the other
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps, samples and tokens of the data."""
+    """How far a run has come: optimizer steps, samples and tokens of the data. scale: of the loss, in
+    float16."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    scale: LossScale | None = None
 
 
 @dataclass
@@ -110,7 +113,7 @@ class Checkpointer:
             if not problems:
                 known = load(folder, self.config, self.model, self.group, self.optimizer)
                 self._compare_data(folder, known.get("data") or {})
-                progress = Progress(**{key: known[key] for key in ("step", "samples", "tokens")})
+                progress = _progress(known)
                 self._say(f"{folder}: resumed after step {progress.step}")
                 return progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
@@ -260,6 +263,14 @@ def _no_checksum_of_tensors() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def _progress(known: Mapping[str, Any]) -> Progress:
+    """As a checkpoint's state.json has it."""
+    scale = known.get("scale")
+    return Progress(
+        known["step"], known["samples"], known["tokens"], LossScale(**scale) if scale else None
+    )
 
 
 def cause_of(error: BaseException) -> str:

@@ -109,6 +109,7 @@ class Router(nn.Module):
     the tally of the whole batch.
 
     tokens_per_step: of the whole batch; None is what one forward sees.
+    loss_scale: of the gradients of its losses, as that of the model's own loss is scaled.
     gather_sequence: (B, L, n) of the tokens here to (B, S, n) of whole sequences, in any order, where
     others hold the rest.
     """
@@ -122,6 +123,7 @@ class Router(nn.Module):
         self.config = config
         self.gate = Gate(dim, config.n_experts)
         self.tokens_per_step: int | None = None
+        self.loss_scale = 1.0
         self.gather_sequence: Callable[[Tensor], Tensor] = _alone
         n = config.n_experts
         # On a real device even where the model is made on meta: their values are not to be drawn.
@@ -171,8 +173,8 @@ class Router(nn.Module):
                     counts.new_zeros(()) if kept_BLK is None else (~kept_BLK & real_BL[..., None]).sum()
                 )
                 found = torch.cat([counts.double(), torch.stack([dropped, balance, z]).double()])
-            tokens = self.tokens_per_step or real_BL.sum().clamp(min=1)
-            weights_BLK = cast(Tensor, _Observe.apply(weights_BLK, loss / tokens, self, found))
+            loss = loss * self.loss_scale / (self.tokens_per_step or real_BL.sum().clamp(min=1))
+            weights_BLK = cast(Tensor, _Observe.apply(weights_BLK, loss, self, found))
         return Routing(experts_BLK, weights_BLK, kept_BLK, margin_BL)
 
     def choose(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
