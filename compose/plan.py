@@ -106,7 +106,7 @@ class Resolved:
         gone = frozenset(modules)
 
         def here(name: str) -> bool:
-            return name not in gone and not _inside(name, gone)
+            return name not in gone and not inside(name, gone)
 
         units = [[name for name in unit if here(name)] for unit in self.shard]
         return Resolved(
@@ -126,9 +126,8 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     problems: list[str] = []
 
     def match(part: str, pattern: str) -> list[str]:
-        found = [name for name in names if _matches(name, pattern)]
+        found, near = matching(pattern, names)
         if not found:
-            near = did_you_mean(pattern, _as_patterns(names, pattern))
             problems.append(f"plan.{part}: pattern {pattern!r} matches no module{near}")
         return found
 
@@ -161,6 +160,12 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     if problems:
         raise ConfigError(*problems)
     return Resolved(tensor, replicate, context, shard, checkpoint, plan.pipeline, expert)
+
+
+def matching(pattern: str, names: Sequence[str]) -> tuple[list[str], str]:
+    """The names that ``pattern`` matches; if there are none, a hint at the nearest."""
+    found = [name for name in names if _matches(name, pattern)]
+    return found, "" if found else did_you_mean(pattern, _as_patterns(names, pattern))
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -214,11 +219,11 @@ def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
     return [
         f"plan.pipeline: parameter {name} is of no stage; name its module in first or last"
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if not _inside(name, set(given))
+        if not inside(name, set(given))
     ]
 
 
-def _inside(name: str, modules: Set[str]) -> bool:
+def inside(name: str, modules: Set[str]) -> bool:
     """Whether the module or parameter ``name`` is somewhere in one of ``modules``."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
@@ -235,7 +240,7 @@ def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> li
     first_name: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name.setdefault(id(parameter), name)
-        if _inside(name, within):
+        if inside(name, within):
             covered.add(id(parameter))
     # What the root module itself owns no pattern can name; FSDP's root unit takes it.
     own = {id(p) for p in model.parameters(recurse=False)} if part == "shard" else set()

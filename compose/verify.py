@@ -103,8 +103,12 @@ def compare(
     optimizer: OptimizerFactory,
     max_norm: float,
     tolerance: Tolerance,
+    reference_optimizer: OptimizerFactory | None = None,
 ) -> Report:
-    """The comparison that :func:`verify` makes, of a model already cut and filled by the caller."""
+    """The comparison that :func:`verify` makes, of a model already cut and filled by the caller.
+
+    reference_optimizer: of the one process; None is ``optimizer`` there too.
+    """
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     index, count = batch_share(mesh)
@@ -115,7 +119,13 @@ def compare(
     reference: _OneProcess | None = None
     if dist.get_rank() == 0:
         reference = _OneProcess(
-            model, param_dtype, loss_function, optimizer, max_norm, micro_batch, tolerance.loss
+            model,
+            param_dtype,
+            loss_function,
+            reference_optimizer or optimizer,
+            max_norm,
+            micro_batch,
+            tolerance.loss,
         )
     held = _held(composed)
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
@@ -167,7 +177,7 @@ def compare(
     for name, parameter in model.named_parameters():
         pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
         expected = reference and reference.change(name)
-        changes = [new - old for new, old in pairs]
+        changes = [new.float() - old.float() for new, old in pairs]
         judge.tensor("update", name, changes, parameter.shape, expected, tolerance.update)
     pipeline = applied_to(composed).pipeline
     for tied in pipeline.ties if pipeline else ():
