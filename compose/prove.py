@@ -13,7 +13,7 @@ from compose.loss import cross_entropy
 from compose.optimizer import build_optimizer, parameter_rules
 from compose.optimizer.reference import Reference
 from compose.registry import build_model
-from compose.report import TOLERANCES, Report
+from compose.report import MASTER_UPDATE, TOLERANCES, Report
 from compose.verify import compare
 
 STEPS = 2
@@ -46,6 +46,9 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
     options = replace(config.optimizer, eps=max(config.optimizer.eps, EPS))
     config = replace(config, optimizer=options)
     composed, rules = build(config, mesh, device), parameter_rules(reference, plan, options)
+    tolerance = TOLERANCES[param_dtype]
+    if config.precision.master == "bfloat16":
+        tolerance = replace(tolerance, update=MASTER_UPDATE)
     # Rounded to bfloat16, Muon's matrices differ by more than float32's tolerance.
     muon_dtype = torch.float32 if param_dtype == torch.float32 else None
     return compare(
@@ -63,5 +66,5 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
             config,
         ),
         max_norm=train.max_norm,
-        tolerance=TOLERANCES[param_dtype],
+        tolerance=tolerance,
     )

@@ -108,16 +108,14 @@ def shared_out(layouts: Mapping[int, Layout]) -> list[list[Slab]]:
             holders = dict(layout.parts(box))
             count = last - first
             pieces = max(min(count, len(holders)), math.ceil(size(box) / SLAB))
-            each = math.ceil(count / max(1, pieces))
-            for start in range(first, last, each):
-                some = (slice(start, min(start + each, last)), *box[1:])
-                wanted.append((lengths(some)[0] * flops(*sides), number, some, holders))
+            for i in range(pieces):
+                ends = (first + count * i // pieces, first + count * (i + 1) // pieces)
+                cost = (ends[1] - ends[0]) * flops(*sides)
+                wanted.append((cost, number, (slice(*ends), *box[1:]), holders))
     load: dict[int, float] = {}
     rounds: list[list[Slab]] = []
     turns: dict[int, int] = {}
     for cost, number, box, holders in sorted(wanted, key=lambda one: -one[0]):
-        if not holders:
-            continue  # no elements
         owner = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
         load[owner] = load.get(owner, 0.0) + cost
         turn = turns[owner] = turns.get(owner, -1) + 1
