@@ -18,7 +18,7 @@ from compose.optimizer import Muon, Rule, adamw, muon, orthogonalized
 from compose.optimizer.boxes import within
 from compose.optimizer.reference import Reference
 from compose.optimizer.rounding import random_bits
-from compose.optimizer.sharing import Layout
+from compose.optimizer.sharing import Layout, Messages
 from tests.faults import Fault
 from tests.helpers import prove_case
 from tests.pool import Pool, make_mesh
@@ -145,6 +145,29 @@ def test_cut_in_any_way(pool: Pool) -> None:
         assert max(errors.values()) < 2e-6, errors
         assert all(torch.equal(full[name], found[0][1][name]) for name in full)
         assert len(owners) > 3
+
+
+def _sent() -> int:
+    """Elements that this rank sends in a step, of 2,400 in 4 matrices over 2 replicas of 2 shards."""
+    mesh = make_mesh(Parallel(dp_replicate=2, dp_shard=2))["dp_replicate", "dp_shard"]
+    cut = [Replicate(), Shard(0)]
+    named = {str(i): nn.Parameter(distribute_tensor(torch.ones(20, 30), mesh, cut)) for i in range(4)}
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    real, counts = Messages.send, []
+
+    def count(self: Messages, tensor: Tensor, to: int) -> None:
+        counts.append(tensor.numel())
+        real(self, tensor, to)
+
+    with mock.patch.object(Messages, "send", count):
+        Muon([{"params": list(named.items())}]).step()
+    return sum(counts)
+
+
+def test_elements_sent(pool: Pool) -> None:
+    """As docs/optimizers.md has it, with P = 2400, n = 4, r = s = 2."""
+    assert pool.run(_sent, 4) == [2400 * (1 - 1 / 2) / 4 + 2400 * (2 - 1 / 2) / 4] * 4
 
 
 MUON: dict[str, object] = {"optimizer__name": "muon", "train__global_batch": 8}
