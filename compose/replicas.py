@@ -65,7 +65,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
         if parameter.grad is not None:
             yield f"gradient of {name}", parameter.grad
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
-            if isinstance(value, Tensor) and value.ndim == parameter.ndim:
+            if isinstance(value, Tensor) and key != "step":  # which may be on the host
                 yield f"{key} of {name}", value
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():

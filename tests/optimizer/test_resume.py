@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.test_checkpoint import MESHES, Keys, train
-from tests.test_trainer import lines
+from tests.test_checkpoint import MESHES, SAVING, Keys, _refusal, train
+from tests.test_trainer import keys_for, lines
 
 HALF: Keys = {
     "precision__param": "bfloat16",
@@ -31,6 +31,28 @@ def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
         assert torch.equal(found[key], value), key
     kinds = {key.rpartition(".")[2] for key in found if key.startswith("optimizer.")}
     assert kinds == {"step", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+
+
+def test_goes_on_in_fewer_bits(pool: Pool, tmp_path: Path) -> None:
+    """What was float32 is rounded once, when it is read."""
+    train(pool, tmp_path, {}, MESHES["one"], 2)
+    keys: Keys = {"precision__optimizer_state": "bfloat16", "optimizer__implementation": "foreach"}
+    found = train(pool, tmp_path, keys, MESHES["data"], 4)
+    kinds = {value.dtype for key, value in found.items() if key.endswith("exp_avg")}
+    assert kinds == {torch.bfloat16}
+    assert {float(value) for key, value in found.items() if key.endswith(".step")} == {4.0}
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
+    train(pool, tmp_path, {}, MESHES["one"], 2)
+    keys = keys_for(tmp_path, **SAVING, optimizer__name="muon")
+    (refused,) = pool.run(_refusal, 1, keys)[0]
+    assert refused == (
+        f"{tmp_path}/checkpoints/step-00000002: has no"
+        " optimizer.layers.0.attention.wq.weight.momentum_buffer and 13 more; go on with the"
+        " optimizer.name that it was made with"
+    )
 
 
 def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
