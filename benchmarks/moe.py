@@ -131,7 +131,7 @@ def training(ep: int, small: bool) -> Callable[[], None]:
     mesh = init_mesh(Parallel(ep=ep))
     torch.manual_seed(dist.get_rank())  # of the tokens; the weights become those of rank 0
     model = apply(qwen3.Model(config), qwen3.plan(config, Parallel(ep=ep)), mesh, zero=3, ep=ep)
-    optimizer = AdamW([{"params": list(model.named_parameters())}])
+    optimizer = AdamW(model.named_parameters())
     tokens = torch.randint(config.vocab_size, (4, length + 1))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 

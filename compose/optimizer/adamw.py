@@ -18,15 +18,15 @@ from compose.weights import local_box
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), each step in float32.
 
-    params: groups of named parameters, as torch's optimizers take them; float32 or bfloat16, plain or
-        DTensors. The names, which must be those of the whole model, and ``seed`` choose the bits by
-        which results are rounded to bfloat16 (rounding.py).
+    params: named parameters or groups of them, as torch's optimizers take them; float32 or bfloat16,
+        plain or DTensors. The names, which must be those of the whole model, and ``seed`` choose the
+        bits by which results are rounded to bfloat16 (rounding.py).
     state_dtype: of the running means, ``exp_avg`` and ``exp_avg_sq``.
     """
 
     def __init__(
         self,
-        params: Iterable[dict[str, Any]],
+        params: Iterable[Any],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -48,10 +48,10 @@ class Muon(torch.optim.Optimizer):
     The elements of a step have a root mean square of about 0.2 lr, as AdamW's do, so that learning rate
     and weight decay carry over from it.
 
-    params: groups of named parameters, as torch's optimizers take them: matrices (R, C), or stacks of
-        them (E, R, C), one for each expert; float32 or bfloat16; plain, or DTensors in any placement on
-        meshes of the ranks of ``group``, all of which take the step together. Where a gradient is None
-        on one of these it is so on all.
+    params: named parameters or groups of them, as torch's optimizers take them: matrices (R, C), or
+        stacks of them (E, R, C), one for each expert; float32 or bfloat16; plain, or DTensors in any
+        placement on meshes of the ranks of ``group``, all of which take the step together. Where a
+        gradient is None on one of these it is so on all.
     group: None is all ranks.
     dtype: in which matrices are sent and orthogonalized. None is bfloat16 on a GPU, whose matrix units
         are several times as fast in it, and float32 on a CPU, which gains nothing by it.
@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[dict[str, Any]],
+        params: Iterable[Any],
         lr: float = 1e-3,
         momentum: float = 0.95,
         weight_decay: float = 0.1,
@@ -91,6 +91,9 @@ class Muon(torch.optim.Optimizer):
             if key not in known:
                 known[key] = layout_of(parameter, self.group)
             self.layouts.append(known[key])
+        if self.group and self.group.size() > 1:
+            # Before some ranks of a group send each other messages, NCCL wants something of all.
+            dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
         # Plain tensors are every rank's own affair.
         cut = {i: isinstance(p, DTensor) for i, (_, p, _) in enumerate(self.matrices)}
         self.rounds = shared_out({i: x for i, x in enumerate(self.layouts) if cut[i]})
@@ -111,9 +114,10 @@ class Muon(torch.optim.Optimizer):
                 self._scatter(some, result)
 
     def _begin(self, parameter: nn.Parameter) -> None:
-        gradient, state = parameter.grad, self.state[parameter]
-        if getattr(gradient, "placements", ()) != getattr(parameter, "placements", ()):
-            raise ValueError(f"a gradient is placed otherwise than its parameter: {gradient}")
+        state = self.state[parameter]
+        there, here = (getattr(x, "placements", ()) for x in (parameter.grad, parameter))
+        if there != here:
+            raise ValueError(f"a gradient is placed as {there}, its parameter as {here}")
         if not state:
             state["step"] = torch.zeros(())  # on the host, where it is read
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)

@@ -70,7 +70,7 @@ def test_the_reference_is_the_same_without_its_tricks() -> None:
     shapes = {"a": (12, 20), "b": (4, 20, 12), "c": (20, 12)}
     ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     theirs = copy.deepcopy(ours)
-    first = Muon([{"params": list(ours.items())}], lr=0.02, momentum=0.9, weight_decay=0.3)
+    first = Muon(ours.items(), lr=0.02, momentum=0.9, weight_decay=0.3)
     config = Config(optimizer=Options(lr=0.02, momentum=0.9))
     second = Reference(theirs, dict.fromkeys(shapes, Rule(True, 1.0, 0.3)), config)
     for _ in range(4):
@@ -85,7 +85,7 @@ def test_the_reference_is_the_same_without_its_tricks() -> None:
 
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w is no matrix or stack of matrices: \(3,\)"):
-        Muon([{"params": [("w", nn.Parameter(torch.ones(3)))]}])
+        Muon([("w", nn.Parameter(torch.ones(3)))])
 
 
 def _refusals() -> list[str]:
@@ -98,7 +98,7 @@ def _refusals() -> list[str]:
         whole = distribute_tensor(torch.ones(4, 4), where, [Replicate()] * where.ndim)
         parameter = nn.Parameter(DTensor.from_local(whole.to_local(), where, placements))
         try:
-            Muon([{"params": [("w", parameter)]}])
+            Muon([("w", parameter)])
         except ValueError as error:
             said.append(str(error).partition(":")[0].partition(" on ")[0])
     return said
@@ -123,10 +123,7 @@ def _alike(dims: tuple[int, int]) -> list[Any]:
     start = {name: torch.randn(shape) for name, shape in shapes.items()}
     plain = {name: nn.Parameter(value.clone()) for name, value in start.items()}
     parts = {n: nn.Parameter(distribute_tensor(start[n], mesh, cuts[n])) for n in shapes}
-    optimizers = [
-        Muon([{"params": list(named.items())}], lr=0.1, state_dtype=torch.bfloat16)
-        for named in (plain, parts)
-    ]
+    optimizers = [Muon(named.items(), lr=0.1, state_dtype=torch.bfloat16) for named in (plain, parts)]
     owners = {slab.owner for some in optimizers[1].rounds for slab in some}
     for _ in range(3):
         for name, shape in shapes.items():
@@ -161,7 +158,7 @@ def _sent() -> int:
         real(self, tensor, to)
 
     with mock.patch.object(Messages, "send", count):
-        Muon([{"params": list(named.items())}]).step()
+        Muon(named.items()).step()
     return sum(counts)
 
 
