@@ -33,8 +33,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import models.qwen3 as qwen3
 from compose import Parallel, apply, expert_parallel, forward_backward, init_mesh
-from compose.config import Optimizer
-from compose.optimizer import build_optimizer
+from compose.optimizer import AdamW
 from models.layers import moe
 from models.layers.feed_forward import FeedForward
 
@@ -132,7 +131,7 @@ def training(ep: int, small: bool) -> Callable[[], None]:
     mesh = init_mesh(Parallel(ep=ep))
     torch.manual_seed(dist.get_rank())  # of the tokens; the weights become those of rank 0
     model = apply(qwen3.Model(config), qwen3.plan(config, Parallel(ep=ep)), mesh, zero=3, ep=ep)
-    optimizer = build_optimizer(model.parameters(), Optimizer())
+    optimizer = AdamW(model.named_parameters())
     tokens = torch.randint(config.vocab_size, (4, length + 1))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 

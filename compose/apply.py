@@ -30,6 +30,7 @@ def apply(
     zero: int = 3,
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype = torch.float32,
     activation_checkpoint: str = "none",
     pipeline: Schedule | None = None,
     ep: int = 1,
@@ -42,7 +43,8 @@ def apply(
 
     With pp, ``pipeline`` says how; the model then keeps what this rank's stages run, under the names it
     had, and ``compose.forward_backward`` runs it. ``ep`` neighbouring ranks hold the experts between
-    them; the mesh has no axis for it.
+    them; the mesh has no axis for it. In ``master_dtype`` parameters are kept, float32 before; it takes
+    an optimizer for it (``compose.optimizer.AdamW``).
 
     Raises ConfigError where the plan does not fit the model.
     """
@@ -56,11 +58,16 @@ def apply(
                 f"parameter {name} is {parameter.dtype}: master weights are float32; call"
                 " model.float(), and give param_dtype for forward and backward"
             )
+    if master_dtype not in (torch.float32, param_dtype):
+        raise ConfigError(f"master_dtype: {master_dtype} is neither float32 nor param_dtype")
     resolved = resolve(plan, model)
     if plan.heads:
         check_heads(*plan.heads, mesh["tp"].size())
     _check_named(resolved, mesh, ep, activation_checkpoint)
     _broadcast(model)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(master_dtype)
     # Of the whole plan: a stage without attention cuts its sequences as the others do.
     balances: list[Balance] = [
         style.balance for _, style in resolved.context if isinstance(style, ContextParallel)

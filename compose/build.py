@@ -23,6 +23,7 @@ def apply_options(config: Config) -> dict[str, Any]:
         "zero": config.parallel.zero,
         "param_dtype": getattr(torch, config.precision.param),
         "reduce_dtype": getattr(torch, config.precision.reduce),
+        "master_dtype": getattr(torch, config.precision.master),
         "activation_checkpoint": config.activation_checkpoint.mode,
         "pipeline": pipeline_schedule(config),
         "ep": config.parallel.ep,

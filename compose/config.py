@@ -85,16 +85,28 @@ class Train:
 
 @dataclass(frozen=True)
 class Optimizer:
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonalized momentum for the matrices in layers, AdamW for all else."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Which of torch's AdamWs, where weights and state are float32."""
     lr: Annotated[float, Field(ge=0)] = 3e-3
-    """Highest learning rate of AdamW."""
+    """Highest learning rate."""
+    lr_scale: tuple[str, ...] = ()
+    """Factors of it for modules or parameters, by patterns as in a plan: ["output=0.5"]."""
     beta1: Decay = 0.9
-    """Decay of the gradient's running mean."""
+    """AdamW: decay of the gradient's running mean."""
     beta2: Decay = 0.95
-    """Decay of the squared gradient's running mean."""
+    """AdamW: decay of the squared gradient's running mean."""
     eps: Annotated[float, Field(ge=0)] = 1e-8
-    """Added to the root of the squared gradient's mean."""
+    """AdamW: added to the root of the squared gradient's mean."""
+    momentum: Decay = 0.95
+    """Muon: decay of the sum of gradients."""
+    muon_except: tuple[str, ...] = ()
+    """Muon: patterns of matrices in layers that AdamW trains all the same."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay, on parameters of two or more dims."""
+    weight_decay_scale: tuple[str, ...] = ()
+    """Factors of it, as for lr_scale, on parameters of any dims, as ["tok_embeddings=0"]."""
     warmup: NonNegative = 20
     """Steps of linear warmup."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -141,10 +153,14 @@ class Parallel:
 @dataclass(frozen=True)
 class Precision:
     param: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of parameters and activations in forward and backward; master weights are float32. With
-    float16 the loss is scaled dynamically."""
+    """Type of parameters and activations in forward and backward; with float16 the loss is scaled
+    dynamically."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are accumulated and reduced."""
+    master: Literal["float32", "bfloat16"] = "float32"
+    """Type in which weights are kept between steps; bfloat16 is rounded stochastically."""
+    optimizer_state: Literal["float32", "bfloat16"] = "float32"
+    """Type of the optimizer's running means; bfloat16 is rounded stochastically."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ The plan is applied to the model on meta over a fake process group, whose collec
 one process shows what any number of ranks would hold.
 """
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from compose.apply import apply
 from compose.build import apply_options
 from compose.config import Config
 from compose.mesh import AXES, init_mesh
+from compose.optimizer.rules import parameter_rules
 from compose.registry import build_model
 
 
@@ -32,7 +34,7 @@ class Placed:
     placements: dict[str, str]  # by axis, those of size 1 left out
     local_shape: tuple[int, ...]
     whole_bytes: int  # of the part of this tp or ep rank, gathered over the data axes, in param_dtype
-    local_bytes: int  # of the float32 master weight
+    local_bytes: int  # of the master weight
 
 
 def describe(config: Config, world_size: int) -> None:
@@ -80,7 +82,8 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
                         parts *= size
         whole = parameter.numel() // parts * width
         shapes = tuple(parameter.shape), tuple(local.shape)
-        result.append(Placed(name, stage, shapes[0], by_axis, shapes[1], whole, local.numel() * 4))
+        held = local.numel() * parameter.itemsize
+        result.append(Placed(name, stage, shapes[0], by_axis, shapes[1], whole, held))
     return result
 
 
@@ -130,7 +133,10 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _summary(placed: list[list[Placed]], config: Config) -> list[str]:
     """Parameter count, FLOPs, and bytes of what outlives a micro-batch on the rank with most."""
-    parameters = sum(p.numel() for p in build_model(config)[0].parameters())
+    model, plan = build_model(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    rules = parameter_rules(model, plan, config.optimizer)
+    state = getattr(torch, config.precision.optimizer_state).itemsize
     zero, reduce_size = config.parallel.zero, getattr(torch, config.precision.reduce).itemsize
     param_size = getattr(torch, config.precision.param).itemsize
     train = config.train
@@ -140,9 +146,13 @@ def _summary(placed: list[list[Placed]], config: Config) -> list[str]:
         # Before the reduction of ZeRO-1 gradients wait whole; after it, and later, they are sharded.
         gradients = local if zero >= 2 else max(local, whole // param_size * reduce_size)
         return [
-            ("weights (float32)", local),
+            (f"weights ({config.precision.master})", local),
             ("gradients", gradients),
-            ("optimizer (AdamW)", 2 * local),
+            # Muon keeps one mean of each element, AdamW two.
+            (
+                f"optimizer ({config.optimizer.name})",
+                sum(math.prod(p.local_shape) * state * (2 - rules[p.name].muon) for p in stage),
+            ),
             ("gathered in a step", whole if zero < 3 and any(p.placements for p in stage) else 0),
         ]
 

@@ -18,6 +18,7 @@ from compose.context_parallel import check_ulysses
 from compose.errors import ConfigError
 from compose.expert_parallel import check_experts
 from compose.mesh import AXES, resolve_degrees
+from compose.optimizer.rules import parameter_rules
 from compose.pipeline_split import balanced, check_layers, check_stages, layer_names
 from compose.plan import Plan, resolve
 from compose.registry import build_model, find_model
@@ -204,6 +205,18 @@ def _validation(case: Case) -> None:
         raise ConfigError(f"data.validation: {path} is never read; set train.validate_every too")
 
 
+def _optimizer(case: Case) -> None:
+    parameter_rules(case.model, case.plan, case.config.optimizer)
+
+
+def _master(case: Case) -> None:
+    if case.config.precision.master == "bfloat16" != case.config.precision.param:
+        raise ConfigError(
+            "precision.master: bfloat16 keeps less than precision.param = "
+            f'{case.config.precision.param} uses; use precision.param = "bfloat16"'
+        )
+
+
 RULES = [
     Rule(
         "dp_replicate x dp_shard x cp x tp x pp is the number of ranks; one may be -1",
@@ -271,6 +284,17 @@ RULES = [
         " none",
         "each layer runs once, and an idle stage only costs",
         _layers,
+    ),
+    Rule(
+        "the patterns of lr_scale, weight_decay_scale and muon_except name parameters; with muon,"
+        " layers hold matrices",
+        "a mistyped pattern would leave what it means as it is, and muon without matrices is AdamW",
+        _optimizer,
+    ),
+    Rule(
+        "precision.master is float32 or precision.param",
+        "what is kept in fewer bits than it is used in gains nothing from more",
+        _master,
     ),
 ]
 

@@ -112,7 +112,7 @@ class Resolved:
         gone = frozenset(modules)
 
         def here(name: str) -> bool:
-            return name not in gone and not _inside(name, gone)
+            return name not in gone and not inside(name, gone)
 
         units = [[name for name in unit if here(name)] for unit in self.shard]
         return Resolved(
@@ -133,9 +133,8 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     problems: list[str] = []
 
     def match(part: str, pattern: str) -> list[str]:
-        found = [name for name in names if _matches(name, pattern)]
+        found, near = matching(pattern, names)
         if not found:
-            near = did_you_mean(pattern, _as_patterns(names, pattern))
             problems.append(f"plan.{part}: pattern {pattern!r} matches no module{near}")
         return found
 
@@ -180,6 +179,12 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         expert,
         output[0] if output else "",
     )
+
+
+def matching(pattern: str, names: Sequence[str]) -> tuple[list[str], str]:
+    """The names that ``pattern`` matches; if there are none, a hint at the nearest."""
+    found = [name for name in names if _matches(name, pattern)]
+    return found, "" if found else did_you_mean(pattern, _as_patterns(names, pattern))
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -233,7 +238,7 @@ def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
     return [
         f"plan.pipeline: parameter {name} is of no stage; name its module in first or last"
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if not _inside(name, set(given))
+        if not inside(name, set(given))
     ]
 
 
@@ -249,7 +254,7 @@ def _unfit_output(names: list[str], model: nn.Module) -> list[str]:
     ]
 
 
-def _inside(name: str, modules: Set[str]) -> bool:
+def inside(name: str, modules: Set[str]) -> bool:
     """Whether the module or parameter ``name`` is somewhere in one of ``modules``."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
@@ -266,7 +271,7 @@ def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> li
     first_name: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name.setdefault(id(parameter), name)
-        if _inside(name, within):
+        if inside(name, within):
             covered.add(id(parameter))
     # What the root module itself owns no pattern can name; FSDP's root unit takes it.
     own = {id(p) for p in model.parameters(recurse=False)} if part == "shard" else set()

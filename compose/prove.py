@@ -10,9 +10,10 @@ from compose.build import build, fill, loss_function
 from compose.config import Config
 from compose.data import random_batch
 from compose.loss_scale import first_scale
-from compose.optimizer import build_optimizer
+from compose.optimizer import build_optimizer, parameter_rules
+from compose.optimizer.reference import Reference
 from compose.registry import build_model
-from compose.report import TOLERANCES, Report
+from compose.report import MASTER_UPDATE, TOLERANCES, Report
 from compose.verify import compare
 
 STEPS = 2
@@ -27,9 +28,11 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
     The composed model is made as training makes it, from meta, so initial weights are compared too.
     """
     train = config.train
-    reference, _ = build_model(config)
+    reference, plan = build_model(config)
     if dist.get_rank() == 0:
         fill(reference, config, device)
+        for parameter in reference.parameters():  # as bfloat16 holds them, where it does
+            parameter.data = parameter.data.to(getattr(torch, config.precision.master)).float()
     batches = [
         {
             name: value.to(device)
@@ -42,16 +45,28 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
     param_dtype = getattr(torch, config.precision.param)
     scale = first_scale(config.precision)
     options = replace(config.optimizer, eps=max(config.optimizer.eps, EPS))
+    config = replace(config, optimizer=options)
+    composed, rules = build(config, mesh, device), parameter_rules(reference, plan, options)
+    tolerance = TOLERANCES[param_dtype]
+    if config.precision.master == "bfloat16":
+        tolerance = replace(tolerance, update=MASTER_UPDATE)
+    # Rounded to bfloat16, Muon's matrices differ by more than float32's tolerance.
+    muon_dtype = torch.float32 if param_dtype == torch.float32 else None
     return compare(
         reference,
-        build(config, mesh, device),
+        composed,
         mesh,
         batches,
         micro_batch=train.micro_batch,
         param_dtype=param_dtype,
         loss_function=loss_function(config),
-        optimizer=lambda parameters: build_optimizer(parameters, options),
+        optimizer=lambda _: build_optimizer(composed, config, mesh, muon_dtype),
+        reference_optimizer=lambda parameters: Reference(
+            {name: p for (name, _), p in zip(reference.named_parameters(), parameters, strict=True)},
+            rules,
+            config,
+        ),
         max_norm=train.max_norm,
-        tolerance=TOLERANCES[param_dtype],
+        tolerance=tolerance,
         loss_scale=scale.value if scale else 1.0,
     )

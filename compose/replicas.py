@@ -88,7 +88,7 @@ def _tensors(
         if parameter.grad is not None:
             yield f"gradient of {name}", name, parameter.grad
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
-            if isinstance(value, Tensor) and value.ndim == parameter.ndim:
+            if isinstance(value, Tensor) and key != "step":  # which may be on the host
                 yield f"{key} of {name}", name, value
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():

@@ -29,6 +29,11 @@ TOLERANCES = {
     torch.float16: Tolerance(loss=1.5e-3, gradient=1e-2, update=1e-1),
 }
 
+# Of weights kept in bfloat16. Both sides round by the same random bits, but a weight that is a hair
+# apart may fall to the other side; and gradients come in bfloat16, which Muon amplifies where a matrix
+# has little (LOG.md has the figures). Other bits, or a part left out, make 0.7 and more.
+MASTER_UPDATE = 5e-1
+
 
 @dataclass(frozen=True)
 class Row:

@@ -48,7 +48,7 @@ class Trainer:
     ) -> None:
         self.config, self.mesh, self.model, self.device = config, mesh, model, device
         train, shape = config.train, config.model.config
-        self.optimizer = build_optimizer(model.parameters(), config.optimizer)
+        self.optimizer = build_optimizer(model, config, mesh)
         self.loss = loss_function(config)
         self.batches = training_batches(config, batch_share(mesh))
         self.last_step = min(train.stop_after or train.steps, train.steps)

@@ -104,8 +104,12 @@ def compare(
     max_norm: float,
     tolerance: Tolerance,
     loss_scale: float = 1.0,
+    reference_optimizer: OptimizerFactory | None = None,
 ) -> Report:
-    """The comparison that :func:`verify` makes, of a model already cut and filled by the caller."""
+    """The comparison that :func:`verify` makes, of a model already cut and filled by the caller.
+
+    reference_optimizer: of the one process; None is ``optimizer`` there too.
+    """
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     index, count = batch_share(mesh)
@@ -119,7 +123,7 @@ def compare(
             model,
             param_dtype,
             loss_function,
-            optimizer,
+            reference_optimizer or optimizer,
             max_norm,
             micro_batch,
             tolerance.loss,
@@ -180,7 +184,7 @@ def compare(
     for name, parameter in model.named_parameters():
         pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
         expected = reference and reference.change(name)
-        changes = [new - old for new, old in pairs]
+        changes = [new.float() - old.float() for new, old in pairs]
         judge.tensor("update", name, changes, parameter.shape, expected, tolerance.update)
     pipeline = applied_to(composed).pipeline
     for tied in pipeline.ties if pipeline else ():

@@ -1,7 +1,7 @@
 """Initial weights that no mesh can change: each is drawn by the seed and its own name."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Generator, Tensor, nn
@@ -70,23 +70,30 @@ def init_weights(
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
     """The part of ``whole`` that this rank holds of a DTensor placed as ``like``; a view. All of it if
-    ``like`` is a plain tensor.
+    ``like`` is a plain tensor."""
+    return whole[local_box(like)]
+
+
+def local_box(like: Tensor, coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
+    """Where in the whole of a DTensor the part lies that the rank at ``coordinate`` of its mesh holds
+    (None: this rank); one slice for each dim, all of it if ``like`` is a plain tensor.
 
     FSDP cuts a dim after tensor parallel has (its placement is then a strided one). PyTorch's
     ``distribute_tensor`` cuts uneven ones elsewhere than FSDP does: 257 rows over dp 4 x tp 2.
     """
-    if not isinstance(like, DTensor):
-        return whole
-    cuts = [
-        (isinstance(placement, _StridedShard), axis, placement.dim)
-        for axis, placement in enumerate(like.placements)
-        if isinstance(placement, (Shard, _StridedShard))
-    ]
-    for _, axis, dim in sorted(cuts):
-        place, size = like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis)
-        pieces = whole.chunk(size, dim)
-        whole = pieces[place] if place < len(pieces) else whole.narrow(dim, 0, 0)
-    return whole
+    box = [range(size) for size in like.shape]
+    if isinstance(like, DTensor):
+        place = like.device_mesh.get_coordinate() if coordinate is None else coordinate
+        assert place is not None, "a rank outside of the mesh holds nothing"
+        cuts = [
+            (isinstance(placement, _StridedShard), axis, placement.dim)
+            for axis, placement in enumerate(like.placements)
+            if isinstance(placement, (Shard, _StridedShard))
+        ]
+        for _, axis, dim in sorted(cuts):
+            each = -(-len(box[dim]) // like.device_mesh.size(axis))  # as Tensor.chunk cuts
+            box[dim] = box[dim][place[axis] * each : (place[axis] + 1) * each]
+    return tuple(slice(held.start, held.stop) for held in box)
 
 
 def named_generator(seed: int, name: str, device: torch.device | str = "cpu") -> Generator:

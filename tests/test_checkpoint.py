@@ -224,8 +224,9 @@ def _damage(folder: Path, how: str) -> str:
 def _resume(keys: Keys) -> tuple[Progress | None, list[str]]:
     """What resuming finds, and what it says on the first rank."""
     config = make_config(dist.get_world_size(), **keys)
-    model = build(config, make_mesh(config.parallel), torch.device("cpu"))
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    mesh = make_mesh(config.parallel)
+    model = build(config, mesh, torch.device("cpu"))
+    optimizer = build_optimizer(model, config, mesh)
     checkpointer = Checkpointer(config, model, optimizer, Path(config.run.dir))
     with mock.patch("builtins.print") as said:
         progress = checkpointer.resume()

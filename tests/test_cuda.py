@@ -19,6 +19,15 @@ def test_equals_one_process(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_muon_and_kept_in_bfloat16(precision: str) -> None:
+    """On one GPU; in bfloat16 weights and state are kept in it too."""
+    words = [f"--precision.{key}={precision}" for key in ("param", "master", "optimizer_state")]
+    words += ["--run.device=cuda", "--optimizer.name=muon"]
+    done = execute("-m", "compose", "verify", "train.toml", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_trains(tmp_path: Path, precision: str) -> None:
     done = execute(
         "train.py",

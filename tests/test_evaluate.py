@@ -146,7 +146,7 @@ def _second_step(config: Config, evaluating: bool) -> tuple[dict[str, Tensor], d
     """The state after the gradients of a second step, and the collectives that it took."""
     mesh = make_mesh(config.parallel)
     model = build(config, mesh, CPU)
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    optimizer = build_optimizer(model, config, mesh)
 
     def gradients(seed: int) -> None:
         batch = batch_of(config, config.train.global_batch, 0, seed)

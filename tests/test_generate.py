@@ -59,9 +59,7 @@ def _saved(keys: Keys, folder: Path, steps: Sequence[int]) -> dict[str, Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(6 if parameter.ndim > 1 else 1)
-    checkpointer = Checkpointer(
-        config, model, build_optimizer(model.parameters(), config.optimizer), folder
-    )
+    checkpointer = Checkpointer(config, model, build_optimizer(model, config, mesh), folder)
     for step in steps:
         checkpointer.save(Progress(step), wait=True)
     return model.state_dict()

@@ -49,7 +49,7 @@ def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]
     config = make_config(dist.get_world_size(), **keys)
     mesh = make_mesh(config.parallel)
     model = build(config, mesh, torch.device("cpu"))
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    optimizer = build_optimizer(model, config, mesh)
     index, count = batch_share(mesh)
     for step in range(steps):
         batch = random_batch(8, config.train.seq_len, config.model.config.vocab_size, step)

@@ -40,7 +40,7 @@ def load(
 
     Each rank reads its own part of each tensor. A checkpoint that was made of published weights has no
     optimizer's state, and leaves that as it is. Raises ConfigError where it is of another model than
-    that of ``config``.
+    that of ``config``, or of another optimizer.
     """
     known = json.loads((folder / store.STATE).read_text(encoding="utf-8"))
     here = model_fields(config)
@@ -60,6 +60,10 @@ def load(
     tensors = named_tensors(model, optimizer)
     state = parts(tensors)
     problems = mismatches(state, stored)
+    lost = [problem for problem in problems if problem.startswith("has no optimizer.")]
+    if lost and lost == problems:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        problems = [f"{lost[0]}{more}; go on with the optimizer.name that it was made with"]
     if problems:
         raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
     dcp.load(dict(state), storage_reader=reader, planner=LoadParts(), process_group=group)

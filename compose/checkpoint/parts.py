@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from compose.weights import local_part
+from compose.weights import local_box
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,7 @@ def part_of(tensor: Tensor) -> Part:
     local = tensor.to_local().detach()
     if local.numel() == 0:
         return Part(tensor.shape, torch.Size([0] * tensor.ndim), local)
-    offsets = []
-    for dim, size in enumerate(tensor.shape):
-        view = [-1 if d == dim else 1 for d in range(tensor.ndim)]
-        places = local_part(torch.arange(size).view(view).expand(tensor.shape), tensor)
-        offsets.append(int(places.flatten()[0]))
-    return Part(tensor.shape, torch.Size(offsets), local)
+    return Part(tensor.shape, torch.Size(held.start for held in local_box(tensor)), local)
 
 
 class SaveParts(DefaultSavePlanner):

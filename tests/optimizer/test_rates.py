@@ -1,12 +1,12 @@
-"""Learning rates at the points that matter; which parameters decay."""
+"""Learning rates at the points that matter."""
 
 import math
 
 import pytest
-from torch import nn
+import torch
 
 from compose.config import Optimizer
-from compose.optimizer import build_optimizer, learning_rate, set_learning_rate
+from compose.optimizer import learning_rate, set_learning_rate
 
 
 def rates(steps: int, **keys: object) -> list[float]:
@@ -46,13 +46,10 @@ def test_decay_longer_than_what_warmup_leaves_begins_after_it() -> None:
         assert found[12] == pytest.approx(1.25)
 
 
-def test_only_matrices_decay() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    optimizer = build_optimizer(model.parameters(), Optimizer(weight_decay=0.5, lr=0.1, beta2=0.9))
-    shapes = [[p.ndim for p in group["params"]] for group in optimizer.param_groups]
-    assert shapes == [[2], [1, 1, 1]]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
-    assert all(group["betas"] == (0.9, 0.9) for group in optimizer.param_groups)
-    set_learning_rate(optimizer, 0.7)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.7, 0.7]
-    assert len(build_optimizer(nn.LayerNorm(3).parameters(), Optimizer()).param_groups) == 1
+def test_every_group_has_its_share() -> None:
+    groups = [
+        {"params": [torch.nn.Parameter(torch.ones(1))], **more} for more in ({}, {"lr_scale": 0.5})
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    set_learning_rate(optimizer, 0.6)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.6, 0.3]

@@ -1,0 +1,122 @@
+"""The optimizer that a config asks for."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from compose.applied import applied_to
+from compose.config import Config
+from compose.optimizer.adamw import AdamW
+from compose.optimizer.muon import Muon
+from compose.optimizer.rates import set_learning_rate
+from compose.optimizer.rules import Rule, parameter_rules
+from compose.registry import build_model
+
+
+def build_optimizer(
+    model: nn.Module, config: Config, mesh: DeviceMesh, muon_dtype: torch.dtype | None = None
+) -> torch.optim.Optimizer:
+    """Of a ``model`` that was cut over ``mesh`` as ``config`` says; every rank calls it.
+
+    muon_dtype: see Muon. Raises ConfigError as ``parameter_rules`` does.
+    """
+    whole, plan = build_model(config)
+    rules = parameter_rules(whole, plan, config.optimizer)
+    aliases = applied_to(model).aliases
+    named = [(aliases.get(name, name), p) for name, p in model.named_parameters()]
+    group = stage_group(mesh, config.comm.timeout) if config.optimizer.name == "muon" else None
+    parts: list[torch.optim.Optimizer] = []
+    matrices = [(name, p) for name, p in named if rules[name].muon]
+    others = [(name, p) for name, p in named if not rules[name].muon]
+    if matrices:
+        parts.append(_muon(grouped(matrices, rules, False), config, group, muon_dtype))
+    if others:
+        parts.append(_adamw(others, rules, config))
+    optimizer = parts[0] if len(parts) == 1 else Together(parts)
+    set_learning_rate(optimizer, config.optimizer.lr)
+    return optimizer
+
+
+def stage_group(mesh: DeviceMesh, timeout: int) -> dist.ProcessGroup:
+    """The ranks that share this rank's stage of the pipeline, all but those of the pp axis; a
+    collective."""
+    stages = mesh.mesh.reshape(mesh["pp"].size(), -1).tolist()
+    if len(stages) == 1:
+        return dist.group.WORLD  # type: ignore[return-value]
+    own, _ = dist.new_subgroups_by_enumeration(stages, timeout=timedelta(seconds=timeout))
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+def grouped(
+    named: Iterable[tuple[str, nn.Parameter]], rules: Mapping[str, Rule], by_mesh: bool
+) -> list[dict[str, Any]]:
+    """Parameter groups, one for each learning rate and weight decay. ``by_mesh``: and for each mesh,
+    since torch's fused step takes DTensors of one."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in named:
+        rule = rules[name]
+        mesh = parameter.device_mesh if by_mesh and isinstance(parameter, DTensor) else None
+        options = {"lr_scale": rule.lr_scale, "weight_decay": rule.weight_decay}
+        group = groups.setdefault((rule.lr_scale, rule.weight_decay, mesh), {"params": [], **options})
+        group["params"].append((name, parameter))
+    return list(groups.values())
+
+
+def _muon(
+    groups: list[dict[str, Any]],
+    config: Config,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype | None,
+) -> Muon:
+    return Muon(
+        groups,
+        lr=config.optimizer.lr,
+        momentum=config.optimizer.momentum,
+        group=group,
+        dtype=dtype,
+        state_dtype=getattr(torch, config.precision.optimizer_state),
+        seed=config.train.seed,
+    )
+
+
+def _adamw(
+    named: Sequence[tuple[str, nn.Parameter]], rules: Mapping[str, Rule], config: Config
+) -> torch.optim.Optimizer:
+    options, precision = config.optimizer, config.precision
+    common: dict[str, Any] = {
+        "lr": options.lr,
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+    }
+    if precision.master == precision.optimizer_state == "float32":
+        how = options.implementation
+        common |= {"fused": True} if how == "fused" else {"foreach": how == "foreach"}
+        return torch.optim.AdamW(grouped(named, rules, by_mesh=True), **common)
+    return AdamW(
+        grouped(named, rules, by_mesh=False),
+        **common,
+        state_dtype=getattr(torch, precision.optimizer_state),
+        seed=config.train.seed,
+    )
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one: their groups, their state, one step after another."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take each part's step."""
+        for part in self.parts:
+            part.step()

@@ -1,0 +1,215 @@
+"""Muon: momentum, orthogonalized, for matrices that may be cut over any mesh."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compose.optimizer.boxes import Box, chunks, lengths, local, within
+from compose.optimizer.rounding import random_bits, store
+from compose.optimizer.sharing import Layout, Messages, Slab, in_flight, layout_of, shared_out
+
+ITERATIONS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7  # of the norm that matrices are divided by
+SCALE = 0.2
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """U V^T, nearly, of each matrix U S V^T in (..., R, C); zeros of zeros.
+
+    Five quintic iterations of Newton and Schulz, in the type of ``matrices``, with the coefficients of
+    Jordan et al. 2024 (kellerjordan.github.io/posts/muon): they bring the singular values to between
+    0.7 and 1.2, rather than to 1, and small ones fast.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices  # of two Gram matrices the smaller
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = (x / (norm + EPS)).to(matrices.dtype)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024), with the scale of Moonlight (Liu et al. 2025, arXiv:2502.16982).
+
+    For a matrix W (R, C) with gradient G, momentum m and weight decay w:
+
+        M <- m M + G
+        W <- (1 - lr w) W - lr 0.2 sqrt(max(R, C)) orthogonalized(G + m M)
+
+    The elements of a step have a root mean square of about 0.2 lr, as AdamW's do, so that learning rate
+    and weight decay carry over from it.
+
+    params: named parameters or groups of them, as torch's optimizers take them: matrices (R, C), or
+        stacks of them (E, R, C), one for each expert; float32 or bfloat16; plain, or DTensors in any
+        placement on meshes of the ranks of ``group``, all of which take the step together. Where a
+        gradient is None on one of these it is so on all.
+    group: None is all ranks.
+    dtype: in which matrices are sent and orthogonalized. None is bfloat16 on a GPU, whose matrix units
+        are several times as fast in it, and float32 on a CPU, which gains nothing by it.
+    state_dtype, seed: as for AdamW (adamw.py).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        *,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.group = group or (dist.group.WORLD if dist.is_initialized() else None)
+        self.rank = dist.get_rank(self.group) if self.group else 0
+        self.state_dtype, self.seed = state_dtype, seed
+        self.matrices: list[tuple[str, nn.Parameter, dict[str, Any]]] = [
+            (name, parameter, options)
+            for options in self.param_groups
+            for name, parameter in zip(options["param_names"], options["params"], strict=True)
+        ]
+        for name, parameter, _ in self.matrices:
+            if parameter.ndim not in (2, 3):
+                raise ValueError(f"{name} is no matrix or stack of matrices: {tuple(parameter.shape)}")
+        self.device = self.matrices[0][1].device
+        self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
+        self.layouts: list[Layout] = []
+        known: dict[Any, Layout] = {}  # layers are alike
+        for _, parameter, _ in self.matrices:
+            key = _placed(parameter)
+            if key not in known:
+                known[key] = layout_of(parameter, self.group)
+            self.layouts.append(known[key])
+        if self.group and self.group.size() > 1:
+            # Before some ranks of a group send each other messages, NCCL wants something of all.
+            dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
+        # Plain tensors are every rank's own affair.
+        cut = {i: isinstance(p, DTensor) for i, (_, p, _) in enumerate(self.matrices)}
+        self.rounds = shared_out({i: x for i, x in enumerate(self.layouts) if cut[i]})
+        self.rounds += shared_out({i: x for i, x in enumerate(self.layouts) if not cut[i]})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step by the gradients that there are; a collective of ``group``."""
+        for _, parameter, _ in self.matrices:
+            if parameter.grad is not None:
+                self._begin(parameter)
+        for slabs in self.rounds:
+            here = [slab for slab in slabs if self.matrices[slab.parameter][1].grad is not None]
+            own = self._gather(here)
+            result = None if own is None else orthogonalized(own)
+            del own
+            for some in in_flight(here):
+                self._scatter(some, result)
+
+    def _begin(self, parameter: nn.Parameter) -> None:
+        state = self.state[parameter]
+        there, here = (getattr(x, "placements", ()) for x in (parameter.grad, parameter))
+        if there != here:
+            raise ValueError(f"a gradient is placed as {there}, its parameter as {here}")
+        if not state:
+            state["step"] = torch.zeros(())  # on the host, where it is read
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        state["step"] += 1
+
+    def _gather(self, slabs: Sequence[Slab]) -> Tensor | None:
+        """Bring momentum up to date, and slabs together on their owners; the one of this rank."""
+        messages, arriving = Messages(self.group), []
+        own: Tensor | None = None
+        for slab in slabs:
+            layout = self.layouts[slab.parameter]
+            mine = layout.part(self.rank, slab.box)
+            if not mine:
+                continue
+            part, copy = self._momentum(slab.parameter, mine), layout.replica[slab.owner]
+            if slab.owner == self.rank:
+                own = part.new_empty(lengths(slab.box))
+                own[within(mine, slab.box)] = part
+                for rank, box in layout.parts(slab.box):
+                    if rank != self.rank and layout.replica[rank] == copy:
+                        piece = messages.receive(box, rank, self.dtype, self.device)
+                        arriving.append((within(box, slab.box), piece))
+            elif layout.replica[self.rank] == copy:  # others would send the same
+                messages.send(part, slab.owner)
+        messages.exchange()
+        for place, piece in arriving:
+            assert own is not None
+            own[place] = piece
+        return own
+
+    def _scatter(self, slabs: Sequence[Slab], result: Tensor | None) -> None:
+        """Give every rank its part of what the owners of ``slabs`` found, and take the step with it.
+
+        result: of the slab that this rank owns, which need not be one of these.
+        """
+        messages, found = Messages(self.group), []
+        for slab in slabs:
+            layout = self.layouts[slab.parameter]
+            mine = layout.part(self.rank, slab.box)
+            if slab.owner == self.rank:
+                assert result is not None
+                packed: dict[str, Tensor] = {}  # replicas are sent the same
+                for rank, box in layout.parts(slab.box):
+                    piece = packed.get(str(box))
+                    if piece is None:
+                        piece = packed[str(box)] = result[within(box, slab.box)].contiguous()
+                    if rank != self.rank:
+                        messages.send(piece, rank)
+                found.append((slab.parameter, mine, packed[str(mine)]))
+            elif mine:
+                piece = messages.receive(mine, slab.owner, self.dtype, self.device)
+                found.append((slab.parameter, mine, piece))
+        messages.exchange()
+        for parameter, box, piece in found:
+            self._update(parameter, box, piece)
+
+    def _momentum(self, number: int, box: Box) -> Tensor:
+        """Momentum of this rank's part in ``box``, brought up to date, with Nesterov's look ahead."""
+        name, parameter, options = self.matrices[number]
+        gradient = self._stack(parameter.grad, number)
+        buffer = self._stack(self.state[parameter]["momentum_buffer"], number)
+        purpose = f"{name}/{int(self.state[parameter]['step'])}/state"
+        ahead = torch.empty(lengths(box), dtype=self.dtype, device=self.device)
+        shape, held = self.layouts[number].shape, self.layouts[number].boxes[self.rank]
+        for part in chunks(box):
+            here = within(part, held)
+            g, momentum = gradient[here].float(), buffer[here].float() * options["momentum"]
+            momentum += g
+            ahead[within(part, box)] = g.add(momentum, alpha=options["momentum"])
+            store(buffer[here], momentum, random_bits(self.seed, purpose, part, shape, buffer))
+        return ahead
+
+    def _update(self, number: int, box: Box, direction: Tensor) -> None:
+        name, parameter, options = self.matrices[number]
+        weight = self._stack(parameter, number)
+        purpose = f"{name}/{int(self.state[parameter]['step'])}/weight"
+        shape, held = self.layouts[number].shape, self.layouts[number].boxes[self.rank]
+        lr, scale = options["lr"], SCALE * math.sqrt(max(shape[1:]))
+        for part in chunks(box):
+            here = within(part, held)
+            new = weight[here].float() * (1 - lr * options["weight_decay"])
+            new.add_(direction[within(part, box)].float(), alpha=-lr * scale)
+            store(weight[here], new, random_bits(self.seed, purpose, part, shape, weight))
+
+    def _stack(self, tensor: Tensor | None, number: int) -> Tensor:
+        """This rank's part of a tensor like parameter ``number``, with three dims; its memory."""
+        part = local(tensor)
+        return part if part.ndim == 3 else part.unsqueeze(0)
+
+
+def _placed(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """What decides where the parts of a parameter are."""
+    if isinstance(parameter, DTensor):
+        return parameter.shape, parameter.placements, parameter.device_mesh
+    return (parameter.shape,)

@@ -1,0 +1,82 @@
+"""The optimizers once more, written out for whole tensors on one process: what the proof believes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compose.config import Config
+from compose.optimizer.muon import COEFFICIENTS, EPS, ITERATIONS
+from compose.optimizer.rounding import random_bits, store
+from compose.optimizer.rules import Rule
+
+
+class Reference(torch.optim.Optimizer):
+    """AdamW and Muon as their papers have them, one parameter after another.
+
+    named: whole float32 parameters. Where ``config`` keeps weights or state in bfloat16, they are
+    rounded to it by the same random bits, and stay float32.
+    """
+
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], rules: Mapping[str, Rule], config: Config
+    ) -> None:
+        super().__init__(list(named.values()), {"lr": config.optimizer.lr})
+        self.named, self.rules, self.config = named, rules, config
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step by the gradients that there are."""
+        for name, weight in self.named.items():
+            if weight.grad is None:
+                continue
+            state, rule = self.state[weight], self.rules[name]
+            state["step"] = state.get("step", 0) + 1
+            direction = (self._muon if rule.muon else self._adamw)(name, weight.grad, state)
+            lr = self.param_groups[0]["lr"] * rule.lr_scale
+            new = weight - lr * rule.weight_decay * weight - lr * direction
+            bits = self._bits(name, state, "weight", new)
+            weight.copy_(_rounded(new, bits, self.config.precision.master))
+
+    def _adamw(self, name: str, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        options, kind = self.config.optimizer, self.config.precision.optimizer_state
+        mean = options.beta1 * state.get("mean", 0) + (1 - options.beta1) * gradient
+        square = options.beta2 * state.get("square", 0) + (1 - options.beta2) * gradient**2
+        bits = self._bits(name, state, "state", gradient)
+        state["mean"], state["square"] = _rounded(mean, bits, kind), _rounded(square, bits >> 16, kind)
+        mean = mean / (1 - options.beta1 ** state["step"])
+        square = square / (1 - options.beta2 ** state["step"])
+        return mean / (square.sqrt() + options.eps)
+
+    def _muon(self, name: str, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        factor, kind = self.config.optimizer.momentum, self.config.precision.optimizer_state
+        momentum = factor * state.get("momentum", 0) + gradient
+        bits = self._bits(name, state, "state", gradient)
+        state["momentum"] = _rounded(momentum, bits, kind)
+        ahead = gradient + factor * momentum
+        if ahead.ndim == 3:
+            return torch.stack([_muon_step(matrix) for matrix in ahead])
+        return _muon_step(ahead)
+
+    def _bits(self, name: str, state: dict[str, Any], what: str, like: Tensor) -> Tensor:
+        whole = [slice(0, size) for size in like.shape]
+        purpose = f"{name}/{state['step']}/{what}"
+        return random_bits(self.config.train.seed, purpose, whole, like.shape, like.bfloat16())
+
+
+def _rounded(value: Tensor, bits: Tensor, kind: str) -> Tensor:
+    target = torch.empty_like(value, dtype=getattr(torch, kind))
+    store(target, value, bits)
+    return target.float()
+
+
+def _muon_step(matrix: Tensor) -> Tensor:
+    """In float64, by the Gram matrix of the columns, whichever are fewer."""
+    a, b, c = COEFFICIENTS
+    x = matrix.double() / (matrix.double().norm() + EPS)
+    one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    for _ in range(ITERATIONS):
+        gram = x.mT @ x
+        x = x @ (a * one + b * gram + c * gram @ gram)
+    return (0.2 * max(matrix.shape) ** 0.5 * x).float()

@@ -1,0 +1,56 @@
+"""Stochastic rounding to bfloat16, with random bits that depend on an element's place alone.
+
+bfloat16 keeps 8 bits of a number. A step that is smaller than half of the last one is lost by rounding
+to the nearest, every time; here it moves the number with the probability that is right on average
+(Gupta et al. 2015, arXiv:1502.02551).
+
+The bits of an element are a hash of the seed, the step, the parameter's name and the element's place in
+the whole parameter. So they are the same on every rank that holds a copy, on every mesh, and in a run
+that was resumed.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def random_bits(
+    seed: int, purpose: str, box: Sequence[slice], shape: Sequence[int], like: Tensor
+) -> Tensor:
+    """32 random bits, int32, for each element in the ``box`` of a tensor of ``shape`` (1 dim or more).
+
+    purpose: what they are for; the same words give the same bits. like: what is to be rounded; where it
+    is not bfloat16, a single zero.
+    """
+    device = like.device
+    if like.dtype != torch.bfloat16:
+        return torch.zeros((), dtype=torch.int32, device=device)
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    key = int.from_bytes(digest[:4], "big", signed=True)
+    row = torch.zeros((1,) * len(shape), dtype=torch.int32, device=device)
+    for dim, (held, size) in enumerate(zip(box[:-1], shape[:-1], strict=True)):
+        place = torch.arange(held.start, held.stop, dtype=torch.int32, device=device)
+        row = row * size + place.view([-1 if d == dim else 1 for d in range(len(shape))])
+    last = torch.arange(box[-1].start, box[-1].stop, dtype=torch.int32, device=device)
+    return _mix_(_mix_(row ^ key) + last)
+
+
+def store(target: Tensor, value: Tensor, bits: Tensor) -> None:
+    """Put ``value``, float32, into ``target``: float32 as it is, bfloat16 rounded by the low 16 of
+    ``bits``."""
+    if target.dtype == torch.bfloat16:
+        # Of a float32 the upper half is a bfloat16; the lower one, over 2^16, is how likely it goes up.
+        raised = value.view(torch.int32) + (bits & 0xFFFF)
+        value = (raised & ~0xFFFF).view(torch.float32)
+    target.copy_(value)
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """A hash of each int32, in place: the 32-bit finalizer "lowbias32" (Wellons 2018,
+    nullprogram.com/blog/2018/07/31). Products wrap around; a shifted sign is masked off."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
+        x ^= (x >> shift) & (2 ** (32 - shift) - 1)
+        x *= factor
+    return x

@@ -1,0 +1,105 @@
+"""Which optimizer trains a parameter, and how fast: decided by its name in the whole model."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from compose.config import Optimizer
+from compose.errors import ConfigError
+from compose.plan import Plan, inside, matching
+
+
+@dataclass(frozen=True)
+class Rule:
+    """muon: trained by Muon, not by AdamW. lr_scale: factor of the learning rate. weight_decay: of this
+    parameter."""
+
+    muon: bool
+    lr_scale: float
+    weight_decay: float
+
+
+def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, Rule]:
+    """The rule of every parameter of the whole ``model``, under each of its names if it is tied.
+
+    Matrices are 2-dim weights, and stacks of them 3-dim ones. Muon trains those of the plan's layers
+    (``plan.pipeline.layers``) that are no embedding's; AdamW all else. Weights decay by
+    ``optimizer.weight_decay`` if they have two or more dims. Patterns are those of a Plan, and name
+    parameters, or modules for all that is in them; of several that match, the last counts.
+
+    Raises ConfigError, one line each, where a pattern matches nothing or is not what its key takes, or
+    where muon finds no matrix.
+    """
+    names: dict[str, list[str]] = {}
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = by_id.setdefault(id(parameter), [])
+        names[name].append(name)
+    known = [name for name, _ in model.named_modules() if name] + list(names)
+    problems: list[str] = []
+
+    def find(key: str, pattern: str) -> list[str]:
+        """The parameters that ``pattern`` names, by all their names."""
+        found, near = matching(pattern, known)
+        if not found:
+            problems.append(
+                f"optimizer.{key}: pattern {pattern!r} matches no module or parameter{near}"
+            )
+        meant = [name for name in names if name in found or inside(name, set(found))]
+        return [other for name in meant for other in names[name]]
+
+    lr_scale = _scales("lr_scale", options.lr_scale, find, problems)
+    decay = _scales("weight_decay_scale", options.weight_decay_scale, find, problems)
+    excepted = {name for pattern in options.muon_except for name in find("muon_except", pattern)}
+    matrices = _layers_matrices(model, plan, names) - excepted if options.name == "muon" else set()
+    if options.name == "muon" and not problems and not matrices:
+        problems.append(
+            "optimizer.name: muon trains matrices in layers, and finds none (Plan.pipeline names the"
+            ' layers); use "adamw"'
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return {
+        name: Rule(
+            name in matrices,
+            lr_scale.get(name, 1.0),
+            options.weight_decay * decay.get(name, float(parameter.ndim > 1)),
+        )
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def _layers_matrices(model: nn.Module, plan: Plan, names: dict[str, list[str]]) -> set[str]:
+    if plan.pipeline is None:
+        return set()
+    layers = {plan.pipeline.layers}
+    embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    return {
+        name
+        for name, all_names in names.items()
+        if model.get_parameter(name).ndim in (2, 3)
+        and all(inside(other, layers) and not inside(other, embeddings) for other in all_names)
+    }
+
+
+def _scales(
+    key: str, given: Sequence[str], find: Callable[[str, str], list[str]], problems: list[str]
+) -> dict[str, float]:
+    """The number for each parameter that ``given``, lines "PATTERN=NUMBER", name."""
+    scales: dict[str, float] = {}
+    for text in given:
+        pattern, _, number = text.rpartition("=")
+        try:
+            scale = float(number)
+        except ValueError:
+            scale = -1.0
+        if not pattern or not 0 <= scale < math.inf:
+            problems.append(
+                f'optimizer.{key}: {text!r} is not "PATTERN=NUMBER", as "output=0.5", with a number'
+                " of at least 0"
+            )
+            continue
+        scales |= dict.fromkeys(find(key, pattern.strip()), scale)
+    return scales

@@ -1,0 +1,80 @@
+"""Stochastic rounding: right on average, and a function of an element's place."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from compose.optimizer import boxes
+from compose.optimizer.boxes import chunks, lengths, within
+from compose.optimizer.rounding import random_bits, store
+
+SHAPE = (7, 30, 50)
+WHOLE = [slice(0, n) for n in SHAPE]
+BFLOAT16 = torch.empty(0, dtype=torch.bfloat16)
+
+
+def bits(purpose: str, box: list[slice] = WHOLE, seed: int = 0) -> Tensor:
+    return random_bits(seed, purpose, box, SHAPE, BFLOAT16)
+
+
+def test_bits_of_a_box_are_those_of_the_whole() -> None:
+    whole = bits("a")
+    for box in ([slice(2, 5), slice(0, 30), slice(7, 50)], [slice(6, 7), slice(29, 30), slice(0, 1)]):
+        assert torch.equal(bits("a", box), whole[tuple(box)])
+    with mock.patch.object(boxes, "CHUNK", 130):
+        parts = list(chunks(WHOLE))
+    assert max(math.prod(lengths(part)) for part in parts) <= 130
+    together = torch.zeros(SHAPE, dtype=torch.int32)
+    count = torch.zeros(SHAPE)
+    for part in parts:
+        together[part] = bits("a", list(part))
+        count[part] += 1
+    assert torch.equal(together, whole)
+    assert bool((count == 1).all())
+    assert within((slice(3, 5), slice(2, 4)), (slice(3, 9), slice(0, 4))) == (slice(0, 2), slice(2, 4))
+
+
+def test_bits_are_fair_and_independent() -> None:
+    """Each of the 32, over places, steps, seeds and neighbours in every dim: within 5 sigma."""
+    samples = {"one": bits("w/1"), "next step": bits("w/2"), "other seed": bits("w/1", seed=1)}
+    noise = 5 * 0.5 / math.sqrt(math.prod(SHAPE))
+
+    def signs(x: Tensor) -> Tensor:
+        return torch.stack([((x >> bit) & 1).float() - 0.5 for bit in range(32)])
+
+    one = signs(samples["one"])
+    assert float(one.mean((1, 2, 3)).abs().max()) < noise
+    pairs = [one.roll(1, dim) for dim in (1, 2, 3)] + [one.roll(16, 0)]
+    pairs += [signs(samples[name]) for name in ("next step", "other seed")]
+    for other in pairs:
+        assert float((one * other * 2).mean((1, 2, 3)).abs().max()) < noise
+
+
+@pytest.mark.parametrize("value", [1.0 + 2**-9, -(1.0 + 2**-10), 3e-40, 7.1e33, -0.3])
+def test_right_on_average(value: float) -> None:
+    target = torch.empty(200, 1000, dtype=torch.bfloat16)
+    drawn = random_bits(0, "x", [slice(0, 200), slice(0, 1000)], (200, 1000), target)
+    store(target, torch.full(target.shape, value), drawn)
+    seen = target.unique().tolist()
+    assert len(seen) == 2
+    low, high = sorted(seen)
+    assert low < value < high
+    # The mean is within 5 standard errors of a toss with the right odds.
+    odds = (value - low) / (high - low)
+    error = abs(float((target.double() == high).double().mean()) - odds)
+    assert error < 5 * math.sqrt(odds * (1 - odds) / target.numel())
+
+
+def test_what_fits_stays() -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, 3.0e38]).bfloat16()
+    for drawn in (0, 1, 0xFFFF, -1):
+        target = torch.empty_like(values)
+        store(target, values.float(), torch.full(values.shape, drawn, dtype=torch.int32))
+        assert torch.equal(target, values)
+    exact = torch.randn(9)
+    target = torch.empty(9)
+    store(target, exact, random_bits(0, "x", [slice(0, 9)], (9,), target))
+    assert torch.equal(target, exact)
