@@ -50,18 +50,24 @@ def chunked_cross_entropy(
         grad = Partial() if rows.group else Replicate()
         hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[grad])
         weight = weight.to_local()
-    return cast(
-        tuple[Tensor, Tensor],
-        _InChunks.apply(
+    with_gradients = torch.is_grad_enabled()
+    with torch.no_grad():
+        loss, squares, d_hidden, d_weight = _in_chunks(
             hidden.flatten(0, -2),
             weight,
             targets.flatten(),
             chunk,
             z_loss,
             rows,
-            torch.is_grad_enabled(),
-        ),
-    )
+            with_gradients and hidden.requires_grad,
+            with_gradients and weight.requires_grad,
+        )
+    # Where a pipeline halves backward, what joins the two paths must be an operation of PyTorch's own:
+    # torch 2.11 cannot begin at another (torch/autograd/graph.py, _input_metadata).
+    for tensor, gradient in ((hidden, d_hidden), (weight, d_weight)):
+        if gradient is not None:
+            loss = loss + cast(Tensor, _Known.apply(tensor, gradient.view_as(tensor)))
+    return loss, squares
 
 
 def log_z(logits: Tensor) -> Tensor:
@@ -102,41 +108,41 @@ class _Rows:
         return torch.stack(parts)
 
 
-class _InChunks(torch.autograd.Function):
+class _Known(torch.autograd.Function):
+    """Zero, in float32 or wider, whose gradient with respect to a tensor is known."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        chunk: int,
-        z_loss: float,
-        rows: _Rows,
-        with_gradients: bool,
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        d_hidden = d_weight = None
-        if with_gradients and ctx.needs_input_grad[0]:
-            d_hidden = torch.empty_like(hidden)
-        if with_gradients and ctx.needs_input_grad[1]:
-            d_weight = torch.zeros_like(weight, dtype=wide)
-        loss, squares = torch.zeros(2, dtype=wide, device=hidden.device)
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            d_part = None if d_hidden is None else d_hidden[part]
-            losses, log_zs = _one_chunk(
-                hidden[part], weight, targets[part], z_loss, rows, d_part, d_weight
-            )
-            loss, squares = loss + losses.sum(), squares + log_zs.square().sum()
-        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(squares)
-        return loss, squares
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return gradient.new_zeros((), dtype=torch.promote_types(gradient.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Not in place: a pipeline may run this twice, once for each half of a backward.
-        d_hidden, d_weight = (None if d is None else d * grads[0] for d in ctx.saved_tensors)
-        return d_hidden, d_weight, None, None, None, None, None
+        # Not in place: backward may come twice.
+        return ctx.saved_tensors[0] * grads[0], None
+
+
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    z_loss: float,
+    rows: _Rows,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """For hidden (T, D) and targets (T,): loss, sum of squares, and the gradients asked for."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    d_hidden = torch.empty_like(hidden) if of_hidden else None
+    d_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
+    loss, squares = torch.zeros(2, dtype=wide, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        d_part = None if d_hidden is None else d_hidden[part]
+        losses, log_zs = _one_chunk(hidden[part], weight, targets[part], z_loss, rows, d_part, d_weight)
+        loss, squares = loss + losses.sum(), squares + log_zs.square().sum()
+    return loss, squares, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
 
 def _one_chunk(
