@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -64,6 +65,28 @@ def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
     assert again.returncode == 0, errors
     assert f"{tmp_path}/checkpoints/{store.name_of(steps)}: resumed after step {steps}" in output
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, steps + 3))
+
+
+@pytest.mark.full
+def test_a_scheduler_warns_the_launcher(tmp_path: Path) -> None:
+    """By SIGTERM to examples/launch.sh, of which the ranks hear; torchrun's code is then theirs."""
+    words = [*SAVING, "--checkpoint.interval=0", "--train.steps=500", f"--run.dir={tmp_path}"]
+    process = subprocess.Popen(
+        ["examples/launch.sh", "--nproc-per-node", "2", "train.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step   2"):
+        assert process.poll() is None, process.communicate()[1]
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    steps = len(lines(tmp_path))
+    assert f"stopped by SIGUSR1 after step {steps}; saved: " in output
 
 
 PHASES = ("start", "load", "step", "save")
