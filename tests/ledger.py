@@ -1,11 +1,12 @@
 """train.py, of which each rank keeps two files in the folder $LEDGER.
 
-``<rank>.jsonl``: a line for every batch that it took: the number of its first sample, those of all of
-this rank's samples, a hash of what is in them. ``<rank>.now``: its process, and what it is doing:
-start, load, step, save.
+``<rank>.jsonl``: for every attempt the step of the checkpoint that it began with; for every batch the
+number of its first sample, those of all of this rank's samples, and a hash of what is in them.
+``<rank>.now``: its process, and what that is doing: start, load, step, save.
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 RANK = os.environ["RANK"]
@@ -38,25 +39,33 @@ def main() -> None:
     import json
     import runpy
 
-    from compose.checkpoint import checkpointer
+    from compose.checkpoint import checkpointer, store
     from compose.data import Batches
     from compose.trainer import Trainer
 
-    batch_of, run = Batches.batch, Trainer.run
+    batch_of, run, load = Batches.batch, Trainer.run, checkpointer.load
+    loaded = [0]
+
+    def enter(entry: dict[str, Any]) -> None:
+        with open(f"{os.environ['LEDGER']}/{RANK}.jsonl", "a") as file:
+            file.write(json.dumps(entry) + "\n")
 
     def batch(self: Batches, first: int) -> Any:
         found = batch_of(self, first)
         content = hashlib.sha256(found["tokens"].numpy().tobytes()).hexdigest()
-        line = json.dumps([first, [first + row for row in self.rows], content])
-        with open(f"{os.environ['LEDGER']}/{RANK}.jsonl", "a") as file:
-            file.write(line + "\n")
+        enter({"batch": [first, [first + row for row in self.rows], content]})
         return found
 
+    def loading(folder: Path, *args: Any) -> Any:
+        loaded[0] = store.step_of(folder)
+        return load(folder, *args)
+
     def started(self: Trainer) -> None:
+        enter({"from": loaded[0]})
         _doing.discard("start")
         run(self)
 
-    Batches.batch, Trainer.run = batch, started
+    Batches.batch, Trainer.run, checkpointer.load = batch, started, loading
     during(checkpointer, "damage", "load")
     during(checkpointer, "load", "load")
     during(checkpointer.Checkpointer, "_write", "save")

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -66,6 +67,28 @@ def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, steps + 3))
 
 
+@pytest.mark.full
+def test_a_scheduler_warns_the_launcher(tmp_path: Path) -> None:
+    """By SIGTERM to examples/launch.sh, of which the ranks hear; torchrun's code is then theirs."""
+    words = [*SAVING, "--checkpoint.interval=0", "--train.steps=500", f"--run.dir={tmp_path}"]
+    process = subprocess.Popen(
+        ["examples/launch.sh", "--nproc-per-node", "2", "train.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step   2"):
+        assert process.poll() is None, process.communicate()[1]
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    steps = len(lines(tmp_path))
+    assert f"stopped by SIGUSR1 after step {steps}; saved: " in output
+
+
 PHASES = ("start", "load", "step", "save")
 
 
@@ -94,29 +117,36 @@ def kill(
     return set()
 
 
-def check_ledger(ledger: Path, samples: int) -> int:
-    """Every step that was trained again was of the same samples, and in the history that survived each
-    of ``samples`` was trained once; how many batches were trained again."""
+def check_ledger(ledger: Path, samples: int, batch: int) -> int:
+    """Every batch that was trained again was of the same samples, and the history that survived (of an
+    attempt, what was before the checkpoint that the next one began with) trained each of ``samples``
+    once. Returns how many batches were trained again.
+    """
     survived: list[int] = []
     again = 0
     for path in ledger.glob("*.jsonl"):
-        batches: dict[int, Any] = {}
-        for first, numbers, content in map(json.loads, path.read_text().splitlines()):
-            again += first in batches
-            assert batches.setdefault(first, (numbers, content)) == (numbers, content)
-        survived += [number for numbers, _ in batches.values() for number in numbers]
+        seen: dict[int, list[Any]] = {}
+        history: dict[int, list[int]] = {}
+        next_first = 0
+        for entry in map(json.loads, path.read_text().splitlines()):
+            if "from" in entry:
+                next_first = entry["from"] * batch
+                history = {first: numbers for first, numbers in history.items() if first < next_first}
+                continue
+            first, numbers, _ = entry["batch"]
+            assert first == next_first
+            next_first += batch
+            again += first in seen
+            assert seen.setdefault(first, entry["batch"]) == entry["batch"]
+            history[first] = numbers
+        survived += [number for numbers in history.values() for number in numbers]
     assert sorted(survived) == list(range(samples))
     return again
 
 
-STEPS = 40
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 40 steps that nobody kills."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert start(folder, f"--train.steps={STEPS}", ranks=2).wait(300) == 0
+def uninterrupted(folder: Path, steps: int) -> Path:
+    """A run that nobody kills."""
+    assert start(folder, f"--train.steps={steps}", ranks=2).wait(300) == 0
     return folder
 
 
@@ -127,7 +157,7 @@ def killed(folder: Path, whole: Path, phases: Sequence[str], seed: int) -> Count
     """
     chance, ledger = random.Random(seed), folder / "ledger"
     ledger.mkdir(parents=True)
-    words = [f"--run.dir={folder / 'run'}", f"--train.steps={STEPS}"]
+    words = [f"--run.dir={folder / 'run'}", f"--train.steps={len(lines(whole))}"]
     arguments = command("tests/ledger.py", *SAVING, *words, ranks=2)
     at = arguments.index("--nproc-per-node")
     arguments[at:at] = [f"--max-restarts={len(phases)}"]
@@ -148,23 +178,25 @@ def killed(folder: Path, whole: Path, phases: Sequence[str], seed: int) -> Count
         [[line[key] for key in keys] for line in lines(where)] for where in (folder / "run", whole)
     )
     assert ours == theirs
-    found["again"] = check_ledger(ledger, samples=ours[-1][keys.index("samples")])
+    at = keys.index("samples")
+    found["again"] = check_ledger(ledger, samples=ours[-1][at], batch=ours[0][at])
     return found
 
 
-def test_a_rank_dies(tmp_path: Path, uninterrupted: Path) -> None:
-    found = killed(tmp_path, uninterrupted, ["save"], seed=1)
+def test_a_rank_dies(tmp_path: Path) -> None:
+    found = killed(tmp_path, uninterrupted(tmp_path / "whole", 10), ["save"], seed=1)
     assert found["kills"] == 1
 
 
 @pytest.mark.full
-def test_ranks_die_fifty_times(tmp_path: Path, uninterrupted: Path) -> None:
+def test_ranks_die_fifty_times(tmp_path: Path) -> None:
     """At start-up, in a load, in a step and in a save, five times in a run."""
+    whole = uninterrupted(tmp_path / "whole", 40)
     found: Counter[str] = Counter()
     for seed in range(30):
         chance = random.Random(seed)
         phases = ["step" if seed % 2 else "save", *chance.sample(PHASES, 4)]
-        found += killed(tmp_path / str(seed), uninterrupted, phases, seed)
+        found += killed(tmp_path / str(seed), whole, phases, seed)
         print(f"so far: {dict(found)}", flush=True)
         if found["kills"] >= 50:
             break
