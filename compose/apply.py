@@ -14,6 +14,7 @@ from compose.activation_checkpointing import (
     recomputed_units,
 )
 from compose.applied import Applied, remember
+from compose.compilation import NOTHING, Compile, apply_compile
 from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
@@ -37,6 +38,7 @@ def apply(
     activation_checkpoint: Recompute = KEEP_ALL,
     pipeline: Schedule | None = None,
     ep: int = 1,
+    compile: Compile = NOTHING,
 ) -> nn.Module:
     """Cut ``model`` over ``mesh`` in place, as ``plan`` says, and return it.
 
@@ -64,7 +66,7 @@ def apply(
     resolved = resolve(plan, model)
     if plan.heads:
         check_heads(*plan.heads, mesh["tp"].size())
-    _check_named(resolved, mesh, ep, activation_checkpoint.mode)
+    _check_named(resolved, mesh, ep, activation_checkpoint.mode, compile.mode)
     _broadcast(model)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -93,10 +95,15 @@ def apply(
         _expert(model, resolved, over["ep"])
     # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
     flash = mesh.device_type == "cuda" and param_dtype != torch.float32
+    opaque: list[str] = []
     if mesh["cp"].size() > 1 or (flash and resolved.context):
         _context(model, resolved, mesh["cp"])
+        opaque = [name for name, _ in resolved.context]
     here = set(resolved.checkpoint)
     apply_activation_checkpointing(model, {n: kept for n, kept in recomputed.items() if n in here})
+    opaque += [name for name, _ in resolved.expert]
+    modules = [stage.module for stage in stages]
+    apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or param_dtype != torch.float32:
         for stage in stages:
@@ -118,7 +125,7 @@ def apply(
     return model
 
 
-def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, recompute: str) -> None:
+def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, recompute: str, compile: str) -> None:
     """Of the whole model: a stage of it may well hold none of these."""
     wants = (
         (mesh["cp"].size() > 1, resolved.context, "context: names no attention core", "parallel.cp"),
@@ -129,6 +136,7 @@ def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, recompute: str) 
             "checkpoint: names no unit",
             "activation checkpointing",
         ),
+        (compile == "block", resolved.compile, "compile: names no unit", "compile.mode"),
     )
     problems = [
         f"plan.{lack}, which {why} needs" for wanted, names, lack, why in wants if wanted and not names

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.activation_checkpointing import Recompute
 from compose.apply import apply
+from compose.compilation import Compile
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.hugging_face import config_problems, load_hf, name_of
@@ -28,6 +29,7 @@ def apply_options(config: Config) -> dict[str, Any]:
         "activation_checkpoint": recompute(config),
         "pipeline": pipeline_schedule(config),
         "ep": config.parallel.ep,
+        "compile": Compile(config.compile.mode, config.compile.async_tp),
     }
 
 

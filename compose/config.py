@@ -177,6 +177,14 @@ class ActivationCheckpoint:
 
 
 @dataclass(frozen=True)
+class Compile:
+    mode: Literal["off", "block", "model"] = "off"
+    """What torch.compile makes one graph of: each layer, or as much of the model as hooks leave."""
+    async_tp: bool = False
+    """With tp on CUDA: run products in pieces while their messages travel."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     interval: NonNegative = 0
     """Steps between checkpoints in run.dir, one at the end besides; 0 is off."""
@@ -222,6 +230,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     precision: Precision = field(default_factory=Precision)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
