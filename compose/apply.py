@@ -99,8 +99,8 @@ def apply(
     if mesh["cp"].size() > 1 or (flash and resolved.context):
         _context(model, resolved, mesh["cp"])
         opaque = [name for name, _ in resolved.context]
-    here = set(resolved.checkpoint)
-    apply_activation_checkpointing(model, {n: kept for n, kept in recomputed.items() if n in here})
+    mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
+    apply_activation_checkpointing(model, mine)
     opaque += [name for name, _ in resolved.expert]
     modules = [stage.module for stage in stages]
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])

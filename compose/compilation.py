@@ -109,3 +109,23 @@ class _Arrived(torch.autograd.Function):
 def graphs_compiled() -> int:
     """Graphs that this process has compiled."""
     return counters["stats"]["unique_graphs"]
+
+
+class GraphCount:
+    """What a run reports of its compiler: nothing where it has none."""
+
+    def __init__(self, mode: str) -> None:
+        self.on, self.steps, self.known = mode != "off", 0, 0
+
+    def after_step(self, say: Callable[[str], None]) -> int | None:
+        """The graphs so far. One that is compiled after two steps is said: shapes or types changed."""
+        if not self.on:
+            return None
+        before, self.known = self.known, graphs_compiled()
+        self.steps += 1
+        if self.steps > 2 and self.known > before:
+            say(
+                f"torch.compile compiled {self.known - before} more graphs, {self.known} in all:"
+                " TORCH_LOGS=recompiles tells why"
+            )
+        return self.known

@@ -182,6 +182,11 @@ def _plan_names(case: Case) -> None:
         "context": (case.degrees.cp > 1, case.plan.context, "parallel.cp = 1"),
         "pipeline": (case.degrees.pp > 1, case.plan.pipeline, "parallel.pp = 1"),
         "expert": (case.degrees.ep > 1, case.plan.expert, "parallel.ep = 1"),
+        "compile": (
+            case.config.compile.mode == "block",
+            case.plan.compile,
+            'compile.mode = "off"',
+        ),
         "checkpoint": (
             case.config.activation_checkpoint.mode != "none",
             case.plan.checkpoint,
@@ -239,6 +244,28 @@ def _recompute_split(case: Case) -> None:
             f" {degrees.pp_schedule} runs backward in two parts; use"
             ' activation_checkpoint.mode = "full" or "every_k"'
         )
+
+
+def _recompute_compiled(case: Case) -> None:
+    config, cuda = case.config, case.on_cuda and case.config.precision.param != "float32"
+    mode = config.activation_checkpoint.mode
+    if config.compile.mode == "off" or mode not in ("selective", "budget"):
+        return
+    parts = {"parallel.cp": case.degrees.cp > 1, "experts": case.plan.expert, "flash attention": cuda}
+    found = [name for name, there in parts.items() if there]
+    if found:
+        raise ConfigError(
+            f'activation_checkpoint.mode: "{mode}" does not see into the parts of a layer that are'
+            f" compiled alone, as with {found[0]}; use activation_checkpoint.mode ="
+            ' "full" or "every_k", or compile.mode = "off"'
+        )
+
+
+def _async_tp(case: Case) -> None:
+    chosen = case.config.compile
+    if chosen.async_tp and (not case.on_cuda or chosen.mode == "off" or case.degrees.tp == 1):
+        lack = "CUDA" if not case.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
+        raise ConfigError(f"compile.async_tp: true needs {lack}; use compile.async_tp = false")
 
 
 def _validation(case: Case) -> None:
@@ -340,6 +367,18 @@ RULES = [
         _recompute_split,
         upstream="torch/utils/checkpoint.py, _CachedTorchDispatchMode, which hands each kept result out"
         " once",
+    ),
+    Rule(
+        "with selective or budget and torch.compile, every layer is one graph: no cp, no experts,"
+        " no flash attention on CUDA",
+        "what a part compiled alone computes is not seen operator by operator",
+        _recompute_compiled,
+    ),
+    Rule(
+        "compile.async_tp has CUDA, tp and torch.compile",
+        "Inductor splits products for tp's messages by symmetric memory",
+        _async_tp,
+        upstream="torch/distributed/_symmetric_memory, enable_symm_mem_for_group",
     ),
     Rule(
         "pp_layers has a number for each stage and adds up to the layers; no stage between the ends has"

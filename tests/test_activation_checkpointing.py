@@ -212,7 +212,7 @@ def test_a_kept_result_that_is_written_to_is_an_error() -> None:
 def _differing(keys: dict[str, Any], modes: list[dict[str, Any]]) -> list[str]:
     """On every rank: the parameters whose gradients differ between ``modes`` and mode none."""
     found: list[str] = []
-    expected: list[Tensor] = []
+    expected: list[Any] = []
     world = dist.get_world_size()
     mesh = make_mesh(make_config(world, **keys).parallel)
     for mode in [{}, *modes]:
@@ -223,7 +223,7 @@ def _differing(keys: dict[str, Any], modes: list[dict[str, Any]]) -> list[str]:
         batch = random_batch(8, config.train.seq_len, config.model.config.vocab_size, seed=1)
         share = {name: value.chunk(count)[index] for name, value in batch.items()}
         forward_backward(model, share, mesh, micro_batch=2)
-        gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
+        gradients: list[Any] = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
         expected = expected or gradients
         names = [name for name, _ in model.named_parameters()]
         found += [
