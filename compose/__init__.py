@@ -1,5 +1,6 @@
 """PyTorch's parallelisms, composed: a Plan, a mesh, and the proof that they equal one process."""
 
+from compose.activation_checkpointing import Recompute
 from compose.apply import apply
 from compose.config import Parallel
 from compose.errors import ConfigError
@@ -18,6 +19,7 @@ __all__ = [
     "Parallel",
     "Pipeline",
     "Plan",
+    "Recompute",
     "Schedule",
     "apply",
     "clip_grad_norm_",

@@ -1,16 +1,20 @@
 """Where a Plan meets a model and a mesh: the one place, in one fixed order."""
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint
 
+from compose.activation_checkpointing import (
+    KEEP_ALL,
+    Recompute,
+    apply_activation_checkpointing,
+    recomputed_units,
+)
 from compose.applied import Applied, remember
+from compose.compilation import NOTHING, Compile, apply_compile
 from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
@@ -31,9 +35,10 @@ def apply(
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     master_dtype: torch.dtype = torch.float32,
-    activation_checkpoint: str = "none",
+    activation_checkpoint: Recompute = KEEP_ALL,
     pipeline: Schedule | None = None,
     ep: int = 1,
+    compile: Compile = NOTHING,
 ) -> nn.Module:
     """Cut ``model`` over ``mesh`` in place, as ``plan`` says, and return it.
 
@@ -50,8 +55,6 @@ def apply(
     """
     if zero not in (0, 1, 2, 3):
         raise ConfigError(f"zero: {zero} is not a ZeRO stage (0, 1, 2, 3)")
-    if activation_checkpoint not in ("none", "full"):
-        raise ConfigError(f"activation_checkpoint: {activation_checkpoint!r} is neither none nor full")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ConfigError(
@@ -63,11 +66,13 @@ def apply(
     resolved = resolve(plan, model)
     if plan.heads:
         check_heads(*plan.heads, mesh["tp"].size())
-    _check_named(resolved, mesh, ep, activation_checkpoint)
+    _check_named(resolved, mesh, ep, activation_checkpoint.mode, compile.mode)
     _broadcast(model)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(master_dtype)
+    # Of the whole model, as every rank knows it.
+    recomputed = recomputed_units(model, resolved.checkpoint, activation_checkpoint)
     # Of the whole plan: a stage without attention cuts its sequences as the others do.
     balances: list[Balance] = [
         style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
@@ -90,10 +95,15 @@ def apply(
         _expert(model, resolved, over["ep"])
     # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
     flash = mesh.device_type == "cuda" and param_dtype != torch.float32
+    opaque: list[str] = []
     if mesh["cp"].size() > 1 or (flash and resolved.context):
         _context(model, resolved, mesh["cp"])
-    if activation_checkpoint == "full":
-        _checkpoint(model, resolved)
+        opaque = [name for name, _ in resolved.context]
+    mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
+    apply_activation_checkpointing(model, mine)
+    opaque += [name for name, _ in resolved.expert]
+    modules = [stage.module for stage in stages]
+    apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or param_dtype != torch.float32:
         for stage in stages:
@@ -115,17 +125,18 @@ def apply(
     return model
 
 
-def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, activation_checkpoint: str) -> None:
+def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, recompute: str, compile: str) -> None:
     """Of the whole model: a stage of it may well hold none of these."""
     wants = (
         (mesh["cp"].size() > 1, resolved.context, "context: names no attention core", "parallel.cp"),
         (ep > 1, resolved.expert, "expert: names no experts", "parallel.ep"),
         (
-            activation_checkpoint != "none",
+            recompute != "none",
             resolved.checkpoint,
             "checkpoint: names no unit",
             "activation checkpointing",
         ),
+        (compile == "block", resolved.compile, "compile: names no unit", "compile.mode"),
     )
     problems = [
         f"plan.{lack}, which {why} needs" for wanted, names, lack, why in wants if wanted and not names
@@ -164,10 +175,3 @@ def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
 def _context(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
     for name, style in resolved.context:
         parallelize_module(model.get_submodule(name), mesh, style)
-
-
-def _checkpoint(model: nn.Module, resolved: Resolved) -> None:
-    for name in resolved.checkpoint:
-        module = model.get_submodule(name)
-        # Around forward only, so that hooks and names stay where they are.
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)

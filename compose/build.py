@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compose.activation_checkpointing import Recompute
 from compose.apply import apply
+from compose.compilation import Compile
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.hugging_face import config_problems, load_hf, name_of
@@ -24,10 +26,17 @@ def apply_options(config: Config) -> dict[str, Any]:
         "param_dtype": getattr(torch, config.precision.param),
         "reduce_dtype": getattr(torch, config.precision.reduce),
         "master_dtype": getattr(torch, config.precision.master),
-        "activation_checkpoint": config.activation_checkpoint.mode,
+        "activation_checkpoint": recompute(config),
         "pipeline": pipeline_schedule(config),
         "ep": config.parallel.ep,
+        "compile": Compile(config.compile.mode, config.compile.async_tp),
     }
+
+
+def recompute(config: Config) -> Recompute:
+    """What ``config`` says of activation checkpointing."""
+    chosen = config.activation_checkpoint
+    return Recompute(chosen.mode, chosen.every, chosen.keep, chosen.budget, config.train.seq_len)
 
 
 def pipeline_schedule(config: Config) -> Schedule:

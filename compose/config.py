@@ -165,8 +165,23 @@ class Precision:
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    mode: Literal["none", "full"] = "none"
-    """full: keep only each unit's input and recompute the rest in backward."""
+    mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
+    """What backward computes again: full: all but each unit's input; every_k: the same of every k-th
+    unit; selective: all but the input and what keep names; budget: what does not fit in it."""
+    every: Positive = 2
+    """With every_k: k."""
+    keep: tuple[str, ...] = ("matmul", "attention")
+    """With selective: the operators whose results are kept: matmul, attention, or aten's by name."""
+    budget: Fraction = 0.5
+    """With budget: what may be kept as a fraction of what mode none keeps in the units."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    mode: Literal["off", "block", "model"] = "off"
+    """What torch.compile makes one graph of: each layer, or as much of the model as hooks leave."""
+    async_tp: bool = False
+    """With tp on CUDA: run products in pieces while their messages travel."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +230,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     precision: Precision = field(default_factory=Precision)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)

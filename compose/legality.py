@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compose.config import Config, Parallel
+from compose.activation_checkpointing import operators
+from compose.config import ActivationCheckpoint, Config, Parallel, toml_value
 from compose.context_parallel import check_ulysses
 from compose.errors import ConfigError
 from compose.expert_parallel import check_experts
@@ -181,6 +182,11 @@ def _plan_names(case: Case) -> None:
         "context": (case.degrees.cp > 1, case.plan.context, "parallel.cp = 1"),
         "pipeline": (case.degrees.pp > 1, case.plan.pipeline, "parallel.pp = 1"),
         "expert": (case.degrees.ep > 1, case.plan.expert, "parallel.ep = 1"),
+        "compile": (
+            case.config.compile.mode == "block",
+            case.plan.compile,
+            'compile.mode = "off"',
+        ),
         "checkpoint": (
             case.config.activation_checkpoint.mode != "none",
             case.plan.checkpoint,
@@ -195,6 +201,71 @@ def _plan_names(case: Case) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+_READ_BY = {"every": "every_k", "keep": "selective", "budget": "budget"}
+
+
+def _recompute_keys(case: Case) -> None:
+    chosen, default = case.config.activation_checkpoint, ActivationCheckpoint()
+    problems = [
+        f"activation_checkpoint.{key}: {toml_value(getattr(chosen, key))} is read in another mode;"
+        f' set activation_checkpoint.mode = "{mode}"'
+        for key, mode in _READ_BY.items()
+        if getattr(chosen, key) != getattr(default, key) and chosen.mode != mode
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _recompute_units(case: Case) -> None:
+    chosen = case.config.activation_checkpoint
+    operators(chosen.keep)
+    units = len(resolve(case.plan, case.model).checkpoint)
+    if chosen.mode == "every_k" and chosen.every > units > 0:
+        raise ConfigError(
+            f"activation_checkpoint.every: {chosen.every} is more than the {units} units, so none would"
+            f" be recomputed; nearest: {units}"
+        )
+
+
+def _recompute_split(case: Case) -> None:
+    degrees, mode = case.degrees, case.config.activation_checkpoint.mode
+    count = micro_batches(case.config)
+    if degrees.pp == 1 or not count or mode not in ("selective", "budget"):
+        return
+    try:
+        table = build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
+    except ConfigError:
+        return  # another rule's affair
+    if any(action.kind in "IW" for row in table for action in row):
+        raise ConfigError(
+            f'activation_checkpoint.mode: "{mode}" gives what it kept out once, and'
+            f" {degrees.pp_schedule} runs backward in two parts; use"
+            ' activation_checkpoint.mode = "full" or "every_k"'
+        )
+
+
+def _recompute_compiled(case: Case) -> None:
+    config, cuda = case.config, case.on_cuda and case.config.precision.param != "float32"
+    mode = config.activation_checkpoint.mode
+    if config.compile.mode == "off" or mode not in ("selective", "budget"):
+        return
+    parts = {"parallel.cp": case.degrees.cp > 1, "experts": case.plan.expert, "flash attention": cuda}
+    found = [name for name, there in parts.items() if there]
+    if found:
+        raise ConfigError(
+            f'activation_checkpoint.mode: "{mode}" does not see into the parts of a layer that are'
+            f" compiled alone, as with {found[0]}; use activation_checkpoint.mode ="
+            ' "full" or "every_k", or compile.mode = "off"'
+        )
+
+
+def _async_tp(case: Case) -> None:
+    chosen = case.config.compile
+    if chosen.async_tp and (not case.on_cuda or chosen.mode == "off" or case.degrees.tp == 1):
+        lack = "CUDA" if not case.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
+        raise ConfigError(f"compile.async_tp: true needs {lack}; use compile.async_tp = false")
 
 
 def _validation(case: Case) -> None:
@@ -278,6 +349,36 @@ RULES = [
         _micro_batches,
         upstream="torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,"
         " ScheduleInterleavedZeroBubble and ScheduleDualPipeV, __init__",
+    ),
+    Rule(
+        "activation_checkpoint.every, keep and budget go with the mode of that name (keep: selective)",
+        "the other modes would not read it",
+        _recompute_keys,
+    ),
+    Rule(
+        "activation_checkpoint.keep names operators, and every is at most the plan's units",
+        "anything else would quietly keep or recompute nothing",
+        _recompute_units,
+    ),
+    Rule(
+        "with modes selective and budget, the schedule runs backward in one piece (not the zero-bubble"
+        " schedules and DualPipeV)",
+        "its second part would ask again for what was kept for the first",
+        _recompute_split,
+        upstream="torch/utils/checkpoint.py, _CachedTorchDispatchMode, which hands each kept result out"
+        " once",
+    ),
+    Rule(
+        "with selective or budget and torch.compile, every layer is one graph: no cp, no experts,"
+        " no flash attention on CUDA",
+        "what a part compiled alone computes is not seen operator by operator",
+        _recompute_compiled,
+    ),
+    Rule(
+        "compile.async_tp has CUDA, tp and torch.compile",
+        "Inductor splits products for tp's messages by symmetric memory",
+        _async_tp,
+        upstream="torch/distributed/_symmetric_memory, enable_symm_mem_for_group",
     ),
     Rule(
         "pp_layers has a number for each stage and adds up to the layers; no stage between the ends has"

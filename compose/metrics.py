@@ -78,6 +78,7 @@ class StepMetrics:
     skipped: int = 0  # steps of this process that were not finite
     routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
     checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
+    recompiles: int | None = None  # graphs compiled, with torch.compile
 
     def console(self, steps: int, seconds_left: float) -> str:
         """The step as a line for a person, with the time left."""
@@ -119,7 +120,8 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        for name in ("z_loss", "loss_scale", "epochs", "validation_loss", "routing", "checkpoint"):
+        optional = ("z_loss", "loss_scale", "epochs", "validation_loss", "routing", "checkpoint")
+        for name in (*optional, "recompiles"):
             if values[name] is None or values[name] == {}:  # nothing to say
                 del values[name]
         if not values["skipped"]:

@@ -57,6 +57,7 @@ class Plan:
         model is one unit. Otherwise every parameter belongs to exactly one unit.
     context: styles on the cp axis.
     checkpoint: activation-checkpoint units.
+    compile: what torch.compile makes one graph of, each.
     pipeline: how the model can be cut into stages; None where it cannot.
     heads: query and key/value heads of each attention, which tp and ulysses divide.
     expert: styles on the ep axis. What they name is placed by them alone, not by ``tensor``.
@@ -69,6 +70,7 @@ class Plan:
     context: Mapping[str, ParallelStyle] = field(default_factory=dict)
     shard: Sequence[str | Sequence[str]] = ()
     checkpoint: Sequence[str] = ()
+    compile: Sequence[str] = ()
     pipeline: Pipeline | None = None
     heads: tuple[int, int] | None = None
     expert: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class Plan:
             ("shard", unit if isinstance(unit, str) else " + ".join(unit), "") for unit in self.shard
         ]
         rows += [("checkpoint", key, "") for key in self.checkpoint]
+        rows += [("compile", key, "") for key in self.compile]
         if self.pipeline:
             ends = (self.pipeline.first, [f"{self.pipeline.layers}.*"], self.pipeline.last)
             rows.append(("pipeline", " | ".join(" + ".join(end) for end in ends), ""))
@@ -103,6 +106,7 @@ class Resolved:
     context: list[tuple[str, ParallelStyle]]
     shard: list[list[str]]
     checkpoint: list[str]
+    compile: list[str]
     pipeline: Pipeline | None
     expert: list[tuple[str, ParallelStyle]]
     output: str
@@ -121,6 +125,7 @@ class Resolved:
             [(name, style) for name, style in self.context if here(name)],
             [unit for unit in units if unit],
             [name for name in self.checkpoint if here(name)],
+            [name for name in self.compile if here(name)],
             self.pipeline,
             [(name, style) for name, style in self.expert if here(name)],
             self.output,
@@ -149,7 +154,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         else:
             shard.append([name for pattern in unit for name in match("shard", pattern)])
     checkpoint = [n for pattern in plan.checkpoint for n in match("checkpoint", pattern)]
-
+    compiled = [n for pattern in plan.compile for n in match("compile", pattern)]
     output = match("output", plan.output) if plan.output else []
 
     if problems:  # what a mistyped pattern leaves uncovered is no news
@@ -175,6 +180,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         context,
         shard,
         checkpoint,
+        compiled,
         plan.pipeline,
         expert,
         output[0] if output else "",

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.build import loss_function
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.store import write_whole
+from compose.compilation import GraphCount
 from compose.config import Config
 from compose.data import training_batches
 from compose.data.opening import described, keep_tokenizer
@@ -65,6 +66,7 @@ class Trainer:
         self.resumed, self.skipped = found is not None, 0
         begun, scale = found or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
+        self.graphs = GraphCount(config.compile.mode)
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
             write_whole(self.folder / "config.toml", dump(config))
@@ -186,6 +188,7 @@ class Trainer:
             epochs=self.batches.epochs(self.progress.samples),
             routing=routing_metrics(self.model, self.mesh),
             checkpoint=report.metrics() if report else {},
+            recompiles=self.graphs.after_step(self._say),
         )
 
     def _finite(self, step: int, loss: float, norm: float) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from compose.activation_checkpointing import KEEP_ALL, Recompute
 from compose.applied import applied_to
 from compose.apply import apply
 from compose.errors import ConfigError
@@ -50,7 +51,7 @@ def verify(
     micro_batch: int | None = None,
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
-    activation_checkpoint: str = "none",
+    activation_checkpoint: Recompute = KEEP_ALL,
     pipeline: Schedule | None = None,
     ep: int = 1,
     loss_function: LossFunction = cross_entropy,

@@ -33,6 +33,9 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
     norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
     # The latents are narrow, and every rank's heads read all of them: they are made on every rank.
     latents = ["wkv_a", "kv_norm", *(["wq_a", "q_norm"] if model.q_rank else [])]
+    compiled = ["layers.*"]
+    if has_moe:
+        compiled = moe.compile + (["layers.*.feed_forward"] if has_dense else [])
     ends = ["tok_embeddings", "norm", "output"]
     return Plan(
         tensor={
@@ -59,6 +62,7 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
         # A tied weight belongs to one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
+        compile=compiled,
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_heads),
         output=ends[2],

@@ -1,7 +1,6 @@
 """The attention core: everything between the projections, on whatever heads this rank holds."""
 
-from functools import cached_property
-
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,10 +14,20 @@ class Documents:
 
     def __init__(self, ids_BL: Tensor) -> None:
         self.ids = ids_BL
+        self._mask: Tensor | None = None
 
-    @cached_property
+    @property
     def mask(self) -> Tensor:
         """True where a query may look. (B, 1, L, L), bool."""
+        # A compiled layer makes its own: its graph may not write to what it is given.
+        if self._mask is not None and not torch.compiler.is_compiling():
+            return self._mask
+        mask = self._made()
+        if not torch.compiler.is_compiling():
+            self._mask = mask
+        return mask
+
+    def _made(self) -> Tensor:
         same_BLL = self.ids[:, :, None] == self.ids[:, None, :]
         return same_BLL.tril()[:, None]
 

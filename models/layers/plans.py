@@ -62,6 +62,13 @@ class MoEPlan:
         return styles
 
     @property
+    def compile(self) -> list[str]:
+        """Of layers with experts, what is compiled: how many rows an expert gets no graph can know."""
+        layer = self.name.rpartition(".")[0]
+        names = [f"{layer}.attention_norm", f"{layer}.attention", f"{layer}.ffn_norm"]
+        return names + ([f"{self.name}.shared"] if self.shared_dim else [])
+
+    @property
     def expert(self) -> dict[str, ParallelStyle]:
         return {f"{self.name}.experts": ExpertParallel()}
 

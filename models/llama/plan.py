@@ -53,6 +53,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
         # A tied weight belongs to one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
+        compile=["layers.*"],
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_kv_heads),
         output=ends[2],

@@ -52,6 +52,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
         # A tied weight belongs to one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
+        compile=moe.compile if model.n_experts else ["layers.*"],
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_kv_heads),
         output=ends[2],

@@ -1,0 +1,144 @@
+"""torch.compile: the same gradients on every mesh, one graph for all layers that are alike."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+from compose import ConfigError, apply, forward_backward
+from compose.build import apply_options, fill
+from compose.compilation import Compile, GraphCount, graphs_compiled, parts
+from compose.data import random_batch
+from compose.mesh import batch_share
+from compose.registry import build_model
+from tests.helpers import make_config, prove_case
+from tests.pool import Pool, make_mesh
+
+
+def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
+    """On every rank: graphs, breaks of graphs, and the greatest relative error of a gradient."""
+    torch._dynamo.reset()
+    counters.clear()
+    config = make_config(dist.get_world_size(), model__n_layers=3, train__seq_len=24, **keys)
+    mesh = make_mesh(config.parallel)
+    index, count = batch_share(mesh)
+    batch = random_batch(8, 24, config.model.config.vocab_size, seed=2)
+    share = {name: value.chunk(count)[index] for name, value in batch.items()}
+    found: list[list[torch.Tensor]] = []
+    for options in (Compile(), Compile(mode, backend="aot_eager")):  # type: ignore[arg-type]
+        model, plan = build_model(config)
+        apply(model, plan, mesh, **apply_options(config) | {"compile": options})
+        fill(model, config, torch.device("cpu"))
+        assert "_orig_mod" not in "".join(name for name, _ in model.named_parameters())
+        for _ in range(2):
+            model.zero_grad()
+            forward_backward(model, share, mesh, micro_batch=2)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
+    errors = [
+        ((one - other).norm() / other.norm().clamp(min=1e-30)).item()
+        for one, other in zip(found[1], found[0], strict=True)
+    ]
+    return graphs_compiled(), sum(counters["graph_break"].values()), max(errors)
+
+
+MOE = {"model__name": "qwen3", "model__preset": "debug_moe"}
+LATENT = {"model__name": "deepseek_v3", "model__preset": "debug"}
+# By name: ranks, keys, graphs on each rank.
+CASES: dict[str, tuple[int, dict[str, Any], int]] = {
+    "fsdp x tp": (4, {"parallel__dp_shard": 2, "parallel__tp": 2}, 1),
+    "selective": (1, {"activation_checkpoint__mode": "selective"}, 1),
+    # The two norms are one graph, feed_forward another.
+    "ring": (2, {"parallel__cp": 2}, 2),
+}
+MORE: dict[str, tuple[int, dict[str, Any], int]] = {
+    "tp without sequence": (2, {"parallel__tp": 2, "parallel__sequence": False}, 1),
+    # The stream's shape is tried without gradients first: one graph more on the first stage.
+    "pp": (2, {"parallel__pp": 2, "parallel__pp_layers": "[2, 1]"}, 2),
+    "replicas": (2, {"parallel__dp_replicate": 2, "parallel__zero": 0}, 1),
+    "every_k": (1, {"activation_checkpoint__mode": "every_k"}, 2),
+    "full, fsdp": (2, {"activation_checkpoint__mode": "full", "parallel__dp_shard": 2}, 1),
+    # The two norms, attention, and what only some layers have.
+    "ep x tp": (2, {**MOE, "parallel__ep": 2, "parallel__tp": 2}, 3),
+    "deepseek": (2, {**LATENT, "parallel__ep": 2}, 3),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+)
+def test_one_graph_for_layers_that_are_alike(pool: Pool, name: str) -> None:
+    ranks, keys, graphs = (CASES | MORE)[name]
+    for found, breaks, error in pool.run(_compiled, ranks, keys, "block"):
+        assert (found if name != "pp" else graphs, breaks) == (graphs, 0)
+        assert error < 1e-6
+
+
+@pytest.mark.parametrize("keys", [{}, {"parallel__cp": 2}], ids=["alone", "ring"])
+def test_whole_model(pool: Pool, keys: dict[str, Any]) -> None:
+    assert pool.run(_compiled, keys.get("parallel__cp", 1), keys, "model")[0][2] < 1e-6
+
+
+@pytest.mark.full
+def test_inductor_equals_one_process(pool: Pool) -> None:
+    keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "compile__mode": "block"}
+    reports = pool.run(prove_case, 4, keys)
+    assert reports[0].ok, str(reports[0])
+
+
+def test_parts_leave_out_what_is_opaque() -> None:
+    layer = nn.ModuleDict(
+        {
+            "norm": nn.LayerNorm(3),
+            "attention": nn.ModuleDict(
+                {"wq": nn.Linear(3, 3), "q_norm": nn.LayerNorm(3), "core": nn.Identity()}
+            ),
+            "feed_forward": nn.Sequential(nn.Linear(3, 3)),
+        }
+    )
+    model = nn.ModuleDict({"0": layer, "1": nn.Linear(3, 3)})
+    assert list(parts(model, ["0", "1"], [])) == ["0", "1"]
+    assert list(parts(model, ["0", "1"], ["0.attention.core"])) == [
+        "0.norm",
+        "0.attention.q_norm",
+        "0.feed_forward",
+        "1",
+    ]
+
+
+def test_graphs_compiled_late_are_told() -> None:
+    said: list[str] = []
+    count = GraphCount("block")
+    counters["stats"]["unique_graphs"] = 3
+    assert [count.after_step(said.append) for _ in range(3)] == [3, 3, 3]
+    counters["stats"]["unique_graphs"] = 5
+    assert count.after_step(said.append) == 5
+    assert said == ["torch.compile compiled 2 more graphs, 5 in all: TORCH_LOGS=recompiles tells why"]
+    assert GraphCount("off").after_step(said.append) is None
+    counters.clear()
+
+
+@pytest.mark.parametrize(
+    ("message", "keys"),
+    [
+        (
+            "compile.async_tp: true needs CUDA; use compile.async_tp = false",
+            {"compile__async_tp": True, "compile__mode": "block", "parallel__tp": 2},
+        ),
+        (
+            'activation_checkpoint.mode: "budget" does not see into the parts of a layer that are'
+            " compiled alone, as with parallel.cp; use activation_checkpoint.mode ="
+            ' "full" or "every_k", or compile.mode = "off"',
+            {"activation_checkpoint__mode": "budget", "compile__mode": "block", "parallel__cp": 2},
+        ),
+    ],
+)
+def test_refused(message: str, keys: dict[str, Any]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is there")
+    with pytest.raises(ConfigError) as caught:
+        make_config(2, **keys)
+    assert caught.value.problems == [message]
