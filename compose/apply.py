@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from compose.activation_offload import ActivationOffload
 from compose.applied import Applied, remember
 from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
@@ -34,6 +35,8 @@ def apply(
     activation_checkpoint: str = "none",
     pipeline: Schedule | None = None,
     ep: int = 1,
+    offload: bool = False,
+    offload_activations: bool = False,
 ) -> nn.Module:
     """Cut ``model`` over ``mesh`` in place, as ``plan`` says, and return it.
 
@@ -44,7 +47,9 @@ def apply(
     With pp, ``pipeline`` says how; the model then keeps what this rank's stages run, under the names it
     had, and ``compose.forward_backward`` runs it. ``ep`` neighbouring ranks hold the experts between
     them; the mesh has no axis for it. In ``master_dtype`` parameters are kept, float32 before; it takes
-    an optimizer for it (``compose.optimizer.AdamW``).
+    an optimizer for it (``compose.optimizer.AdamW``). ``offload``: parameters and gradients are in host
+    memory between their uses, with zero 3. ``offload_activations``: so is what the plan's checkpoint
+    units save for backward.
 
     Raises ConfigError where the plan does not fit the model.
     """
@@ -63,7 +68,7 @@ def apply(
     resolved = resolve(plan, model)
     if plan.heads:
         check_heads(*plan.heads, mesh["tp"].size())
-    _check_named(resolved, mesh, ep, activation_checkpoint)
+    _check_named(resolved, mesh, ep, activation_checkpoint != "none" or offload_activations)
     _broadcast(model)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -94,8 +99,12 @@ def apply(
         _context(model, resolved, mesh["cp"])
     if activation_checkpoint == "full":
         _checkpoint(model, resolved)
+    activations = ActivationOffload(model) if offload_activations else None
+    if activations:
+        for name in resolved.checkpoint:
+            activations.wrap(model.get_submodule(name))
     # A lone process in full precision has nothing to shard, reduce or cast.
-    if mesh.size() > 1 or param_dtype != torch.float32:
+    if mesh.size() > 1 or param_dtype != torch.float32 or offload:
         for stage in stages:
             here = resolved.without(stage.absent)
             apply_data_parallel(
@@ -108,20 +117,22 @@ def apply(
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
                 ends=runner is None or runner.is_last(stage),
+                offload=offload,
             )
     # On a rank without the last stage this is an identity that nothing calls.
     output = Output(model.get_submodule(resolved.output)) if resolved.output else None
-    remember(model, Applied(zero, balance, runner, runner.aliases if runner else {}, output))
+    aliases = runner.aliases if runner else {}
+    remember(model, Applied(zero, balance, runner, aliases, output, offload, activations))
     return model
 
 
-def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, activation_checkpoint: str) -> None:
+def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, units: bool) -> None:
     """Of the whole model: a stage of it may well hold none of these."""
     wants = (
         (mesh["cp"].size() > 1, resolved.context, "context: names no attention core", "parallel.cp"),
         (ep > 1, resolved.expert, "expert: names no experts", "parallel.ep"),
         (
-            activation_checkpoint != "none",
+            units,
             resolved.checkpoint,
             "checkpoint: names no unit",
             "activation checkpointing",

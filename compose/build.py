@@ -27,6 +27,8 @@ def apply_options(config: Config) -> dict[str, Any]:
         "activation_checkpoint": config.activation_checkpoint.mode,
         "pipeline": pipeline_schedule(config),
         "ep": config.parallel.ep,
+        "offload": config.parallel.offload == "cpu",
+        "offload_activations": config.activation_checkpoint.offload,
     }
 
 

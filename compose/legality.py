@@ -187,6 +187,11 @@ def _plan_names(case: Case) -> None:
             'activation_checkpoint.mode = "none"',
         ),
         "output": (case.config.train.loss_chunk > 0, case.plan.output, "train.loss_chunk = 0"),
+        "checkpoint, for offload": (
+            case.config.activation_checkpoint.offload,
+            case.plan.checkpoint,
+            "activation_checkpoint.offload = false",
+        ),
     }
     problems = [
         f"model.name: the plan of {name} has nothing under {part}; add it, or use {cure}"
@@ -215,6 +220,45 @@ def _master(case: Case) -> None:
             "precision.master: bfloat16 keeps less than precision.param = "
             f'{case.config.precision.param} uses; use precision.param = "bfloat16"'
         )
+
+
+def _optimizer_offload(case: Case) -> None:
+    options, precision = case.config.optimizer, case.config.precision
+    if options.offload == "none":
+        return
+    needs = {
+        "optimizer.name": (options.name, "adamw"),
+        "optimizer.implementation": (options.implementation, "fused"),
+        "precision.optimizer_state": (precision.optimizer_state, "float32"),
+        "precision.master": (precision.master, "float32"),
+    }
+    problems = [
+        f'{key}: {value} with optimizer.offload = "{options.offload}"; use "{needed}", or'
+        ' optimizer.offload = "none"'
+        for key, (value, needed) in needs.items()
+        if value != needed
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _offload(case: Case) -> None:
+    if case.degrees.offload == "none":
+        return
+    cure = 'or parallel.offload = "none"'
+    problems = []
+    if case.degrees.zero != 3:
+        problems.append(
+            f"parallel.zero: {case.degrees.zero} keeps whole parameters on the device, and"
+            f' parallel.offload = "cpu" none; use parallel.zero = 3, {cure}'
+        )
+    if case.config.optimizer.name != "adamw":
+        problems.append(
+            f"optimizer.name: {case.config.optimizer.name} sends matrices from device to device, and"
+            f' parallel.offload = "cpu" has them in host memory; use "adamw", {cure}'
+        )
+    if problems:
+        raise ConfigError(*problems)
 
 
 RULES = [
@@ -295,6 +339,17 @@ RULES = [
         "precision.master is float32 or precision.param",
         "what is kept in fewer bits than it is used in gains nothing from more",
         _master,
+    ),
+    Rule(
+        "with optimizer.offload, the optimizer is the fused AdamW, its state and the weights float32",
+        "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
+        " written",
+        _optimizer_offload,
+    ),
+    Rule(
+        "with parallel.offload, zero is 3 and the optimizer AdamW",
+        "other stages hold whole parameters on the device, and Muon's messages are the device's",
+        _offload,
     ),
 ]
 

@@ -78,6 +78,7 @@ class StepMetrics:
     skipped: int = 0  # steps of this process that were not finite
     routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
     checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
+    offload: Mapping[str, float] = field(default_factory=dict)  # what left the device
 
     def console(self, steps: int, seconds_left: float) -> str:
         """The step as a line for a person, with the time left."""
@@ -119,7 +120,16 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        for name in ("z_loss", "loss_scale", "epochs", "validation_loss", "routing", "checkpoint"):
+        optional = (
+            "z_loss",
+            "loss_scale",
+            "epochs",
+            "validation_loss",
+            "routing",
+            "checkpoint",
+            "offload",
+        )
+        for name in optional:
             if values[name] is None or values[name] == {}:  # nothing to say
                 del values[name]
         if not values["skipped"]:
@@ -128,6 +138,7 @@ class MetricsWriter:
         self.file.flush()
         if self.events:
             values |= {f"checkpoint/{k}": v for k, v in values.pop("checkpoint", {}).items()}
+            values |= {f"offload/{k}": v for k, v in values.pop("offload", {}).items()}
             values |= {f"epochs/{k}": v for k, v in values.pop("epochs", {}).items()}
             for router, report in values.pop("routing", {}).items():
                 values |= {f"{key}/{router}": value for key, value in report.items()}
