@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from compose.activation_offload import ActivationOffload
 from compose.context_parallel import Balance
 from compose.output import Output
 from compose.pipeline_parallel import PipelineRunner
@@ -15,13 +16,16 @@ from compose.pipeline_parallel import PipelineRunner
 class Applied:
     """zero: the ZeRO stage. balance: how ContextParallel expects sequences to be cut. pipeline: what
     runs the model if it is cut into stages. aliases: of parameters that had another name in the whole
-    model, that name. output: what Plan.output names."""
+    model, that name. output: what Plan.output names. offload: parameters are in host memory.
+    activations: so is what units save for backward."""
 
     zero: int = 3
     balance: Balance = "headtail"
     pipeline: PipelineRunner | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     output: Output | None = None
+    offload: bool = False
+    activations: ActivationOffload | None = None
 
 
 _applied: WeakKeyDictionary[nn.Module, Applied] = WeakKeyDictionary()

@@ -13,6 +13,7 @@ from compose.activation_checkpointing import (
     apply_activation_checkpointing,
     recomputed_units,
 )
+from compose.activation_offload import ActivationOffload
 from compose.applied import Applied, remember
 from compose.compilation import NOTHING, Compile, apply_compile
 from compose.context_parallel import Balance, ContextParallel
@@ -39,6 +40,8 @@ def apply(
     pipeline: Schedule | None = None,
     ep: int = 1,
     compile: Compile = NOTHING,
+    offload: bool = False,
+    offload_activations: bool = False,
 ) -> nn.Module:
     """Cut ``model`` over ``mesh`` in place, as ``plan`` says, and return it.
 
@@ -49,7 +52,9 @@ def apply(
     With pp, ``pipeline`` says how; the model then keeps what this rank's stages run, under the names it
     had, and ``compose.forward_backward`` runs it. ``ep`` neighbouring ranks hold the experts between
     them; the mesh has no axis for it. In ``master_dtype`` parameters are kept, float32 before; it takes
-    an optimizer for it (``compose.optimizer.AdamW``).
+    an optimizer for it (``compose.optimizer.AdamW``). ``offload``: parameters and gradients are in host
+    memory between their uses, with zero 3. ``offload_activations``: so is what the plan's checkpoint
+    units save for backward.
 
     Raises ConfigError where the plan does not fit the model.
     """
@@ -66,7 +71,8 @@ def apply(
     resolved = resolve(plan, model)
     if plan.heads:
         check_heads(*plan.heads, mesh["tp"].size())
-    _check_named(resolved, mesh, ep, activation_checkpoint.mode, compile.mode)
+    units = activation_checkpoint.mode != "none" or offload_activations
+    _check_named(resolved, mesh, ep, units, compile.mode)
     _broadcast(model)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -101,11 +107,15 @@ def apply(
         opaque = [name for name, _ in resolved.context]
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
     apply_activation_checkpointing(model, mine)
+    activations = ActivationOffload(model) if offload_activations else None
+    if activations:
+        for name in resolved.checkpoint:
+            activations.wrap(model.get_submodule(name))
     opaque += [name for name, _ in resolved.expert]
     modules = [stage.module for stage in stages]
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
     # A lone process in full precision has nothing to shard, reduce or cast.
-    if mesh.size() > 1 or param_dtype != torch.float32:
+    if mesh.size() > 1 or param_dtype != torch.float32 or offload:
         for stage in stages:
             here = resolved.without(stage.absent)
             apply_data_parallel(
@@ -118,20 +128,22 @@ def apply(
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
                 ends=runner is None or runner.is_last(stage),
+                offload=offload,
             )
     # On a rank without the last stage this is an identity that nothing calls.
     output = Output(model.get_submodule(resolved.output)) if resolved.output else None
-    remember(model, Applied(zero, balance, runner, runner.aliases if runner else {}, output))
+    aliases = runner.aliases if runner else {}
+    remember(model, Applied(zero, balance, runner, aliases, output, offload, activations))
     return model
 
 
-def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, recompute: str, compile: str) -> None:
+def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, units: bool, compile: str) -> None:
     """Of the whole model: a stage of it may well hold none of these."""
     wants = (
         (mesh["cp"].size() > 1, resolved.context, "context: names no attention core", "parallel.cp"),
         (ep > 1, resolved.expert, "expert: names no experts", "parallel.ep"),
         (
-            recompute != "none",
+            units,
             resolved.checkpoint,
             "checkpoint: names no unit",
             "activation checkpointing",

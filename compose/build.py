@@ -30,6 +30,8 @@ def apply_options(config: Config) -> dict[str, Any]:
         "pipeline": pipeline_schedule(config),
         "ep": config.parallel.ep,
         "compile": Compile(config.compile.mode, config.compile.async_tp),
+        "offload": config.parallel.offload == "cpu",
+        "offload_activations": config.activation_checkpoint.offload,
     }
 
 

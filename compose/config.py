@@ -89,6 +89,10 @@ class Optimizer:
     """muon: orthogonalized momentum for the matrices in layers, AdamW for all else."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Which of torch's AdamWs, where weights and state are float32."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where AdamW keeps its state: none: on the device; cpu: in host memory; nvme: in files."""
+    offload_dir: str = ""
+    """With offload = nvme: folder for these files, on a fast local disk; empty is run.dir/offload."""
     lr: Annotated[float, Field(ge=0)] = 3e-3
     """Highest learning rate."""
     lr_scale: tuple[str, ...] = ()
@@ -125,6 +129,8 @@ class Parallel:
     """Data-parallel ranks that share one copy of the state. One degree may be -1: what is left."""
     zero: Literal[0, 1, 2, 3] = 3
     """What dp_shard shards: 0 nothing (DDP), 1 optimizer state, 2 and gradients, 3 and parameters."""
+    offload: Literal["none", "cpu"] = "none"
+    """cpu: with zero 3, parameters, gradients and optimizer are in host memory between their uses."""
     cp: int = 1
     """Context-parallel degree: ranks that share each sequence."""
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
@@ -174,6 +180,8 @@ class ActivationCheckpoint:
     """With selective: the operators whose results are kept: matmul, attention, or aten's by name."""
     budget: Fraction = 0.5
     """With budget: what may be kept as a fraction of what mode none keeps in the units."""
+    offload: bool = False
+    """Keep what units save for backward in host memory."""
 
 
 @dataclass(frozen=True)

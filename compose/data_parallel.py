@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from compose.errors import ConfigError
@@ -36,6 +42,7 @@ def apply_data_parallel(
     ends: bool = True,
     experts: Sequence[str] = (),
     expert_mesh: DeviceMesh | None = None,
+    offload: bool = False,
 ) -> None:
     """``fully_shard`` each unit, then the model, over the data axes of ``mesh``.
 
@@ -47,17 +54,26 @@ def apply_data_parallel(
 
     ``experts``: modules that are sharded over ``expert_mesh`` (of expert_parallel.py) instead, each a
     unit of its own within another.
+
+    ``offload``: parameters and gradients are in host memory, pinned where there is a GPU; a unit's
+    shards are copied to the device when it is gathered. Their memory has to be made there.
     """
     if zero == 0 and mesh["dp_shard"].size() > 1:
         raise ConfigError("zero: 0 shards nothing, but the mesh does; init_mesh(Parallel(zero=0, ...))")
+    if offload and zero != 3:
+        raise ConfigError(f"offload: takes zero = 3, not {zero}: others hold parameters on the device")
     data_mesh = _data_mesh(mesh)
+    where = OffloadPolicy()
+    if offload:
+        where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
     def shard(
         modules: nn.Module | list[nn.Module], reshard: bool, mesh: DeviceMesh = data_mesh, **more: Any
     ) -> None:
         # The model's own inputs are cast; between its parts, what is float32 is so on purpose.
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=modules is model)
-        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, **more)  # type: ignore[arg-type]
+        more |= {"mp_policy": policy, "offload_policy": where}
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **more)  # type: ignore[arg-type]
 
     if expert_mesh is not None:
         over = expert_mesh["expert_shard"]

@@ -193,6 +193,11 @@ def _plan_names(case: Case) -> None:
             'activation_checkpoint.mode = "none"',
         ),
         "output": (case.config.train.loss_chunk > 0, case.plan.output, "train.loss_chunk = 0"),
+        "checkpoint, for offload": (
+            case.config.activation_checkpoint.offload,
+            case.plan.checkpoint,
+            "activation_checkpoint.offload = false",
+        ),
     }
     problems = [
         f"model.name: the plan of {name} has nothing under {part}; add it, or use {cure}"
@@ -261,6 +266,14 @@ def _recompute_compiled(case: Case) -> None:
         )
 
 
+def _offload_compiled(case: Case) -> None:
+    if case.config.activation_checkpoint.offload and case.config.compile.mode != "off":
+        raise ConfigError(
+            "activation_checkpoint.offload: true and a compiled layer, which keeps what it saves to"
+            ' itself, do not go together; use compile.mode = "off"'
+        )
+
+
 def _async_tp(case: Case) -> None:
     chosen = case.config.compile
     if chosen.async_tp and (not case.on_cuda or chosen.mode == "off" or case.degrees.tp == 1):
@@ -288,6 +301,45 @@ def _master(case: Case) -> None:
         )
 
 
+def _optimizer_offload(case: Case) -> None:
+    options, precision = case.config.optimizer, case.config.precision
+    if options.offload == "none":
+        return
+    needs = {
+        "optimizer.name": (options.name, "adamw"),
+        "optimizer.implementation": (options.implementation, "fused"),
+        "precision.optimizer_state": (precision.optimizer_state, "float32"),
+        "precision.master": (precision.master, "float32"),
+    }
+    problems = [
+        f'{key}: {value} with optimizer.offload = "{options.offload}"; use "{needed}", or'
+        ' optimizer.offload = "none"'
+        for key, (value, needed) in needs.items()
+        if value != needed
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _offload(case: Case) -> None:
+    if case.degrees.offload == "none":
+        return
+    cure = 'or parallel.offload = "none"'
+    problems = []
+    if case.degrees.zero != 3:
+        problems.append(
+            f"parallel.zero: {case.degrees.zero} keeps whole parameters on the device, and"
+            f' parallel.offload = "cpu" none; use parallel.zero = 3, {cure}'
+        )
+    if case.config.optimizer.name != "adamw":
+        problems.append(
+            f"optimizer.name: {case.config.optimizer.name} sends matrices from device to device, and"
+            f' parallel.offload = "cpu" has them in host memory; use "adamw", {cure}'
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
 RULES = [
     Rule(
         "dp_replicate x dp_shard x cp x tp x pp is the number of ranks; one may be -1",
@@ -309,6 +361,11 @@ RULES = [
         "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
         "every rank runs the same number of equal micro-batches, since collectives must match",
         _global_batch,
+    ),
+    Rule(
+        "activation_checkpoint.offload goes without torch.compile",
+        "hooks on saved tensors cannot be traced",
+        _offload_compiled,
     ),
     Rule(
         "data.validation and train.validate_every go together",
@@ -396,6 +453,17 @@ RULES = [
         "precision.master is float32 or precision.param",
         "what is kept in fewer bits than it is used in gains nothing from more",
         _master,
+    ),
+    Rule(
+        "with optimizer.offload, the optimizer is the fused AdamW, its state and the weights float32",
+        "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
+        " written",
+        _optimizer_offload,
+    ),
+    Rule(
+        "with parallel.offload, zero is 3 and the optimizer AdamW",
+        "other stages hold whole parameters on the device, and Muon's messages are the device's",
+        _offload,
     ),
 ]
 

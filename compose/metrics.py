@@ -79,6 +79,7 @@ class StepMetrics:
     routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
     checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
     recompiles: int | None = None  # graphs compiled, with torch.compile
+    offload: Mapping[str, float] = field(default_factory=dict)  # what left the device
 
     def console(self, steps: int, seconds_left: float) -> str:
         """The step as a line for a person, with the time left."""
@@ -120,8 +121,17 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line, on disk when this returns, and one event per number."""
         values = asdict(metrics)
-        optional = ("z_loss", "loss_scale", "epochs", "validation_loss", "routing", "checkpoint")
-        for name in (*optional, "recompiles"):
+        optional = (
+            "z_loss",
+            "loss_scale",
+            "epochs",
+            "validation_loss",
+            "routing",
+            "checkpoint",
+            "offload",
+            "recompiles",
+        )
+        for name in optional:
             if values[name] is None or values[name] == {}:  # nothing to say
                 del values[name]
         if not values["skipped"]:
@@ -130,6 +140,7 @@ class MetricsWriter:
         self.file.flush()
         if self.events:
             values |= {f"checkpoint/{k}": v for k, v in values.pop("checkpoint", {}).items()}
+            values |= {f"offload/{k}": v for k, v in values.pop("offload", {}).items()}
             values |= {f"epochs/{k}": v for k, v in values.pop("epochs", {}).items()}
             for router, report in values.pop("routing", {}).items():
                 values |= {f"{key}/{router}": value for key, value in report.items()}

@@ -85,6 +85,7 @@ class PipelineRunner:
     ) -> None:
         self.stages, self.ties = stages, ties
         self.placement, self.schedule, self.zero = placement, schedule, zero
+        self.device_type = mesh.device_type
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
         # Of the last batch's shapes: it holds buffers for every micro-batch.
@@ -274,7 +275,8 @@ class PipelineRunner:
             }
             if not any(parameter.requires_grad for parameter in held.values()):
                 continue
-            gradients = {stage: _local_gradient(p) for stage, p in held.items()}
+            # Messages are of the device, where gradients need not be.
+            gradients = {s: _local_gradient(p).to(self.device_type) for s, p in held.items()}
             like = next(iter(gradients.values()))
             operations = []
             for stage, _ in tied.holders:
@@ -290,7 +292,7 @@ class PipelineRunner:
             # In the order of stages on every rank: floating-point sums depend on it.
             total = torch.stack([gradients[stage] for stage, _ in tied.holders]).sum(0)
             if tied.name in earlier:
-                total += earlier[tied.name]
+                total += earlier[tied.name].to(total)
             for parameter in held.values():
                 _local_gradient(parameter).copy_(total)
                 _copies[parameter] = len(tied.holders)

@@ -48,7 +48,7 @@ def differences(
     found: list[str] = []
     for (where, axis), tensors in by_axis.items():
         group = where.get_group(axis)
-        mine = torch.stack([checksum(tensor) for _, tensor in tensors])
+        mine = torch.stack([checksum(tensor).to(where.device_type) for _, tensor in tensors])
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(everyone, mine, group=group)
         ranks = dist.get_process_group_ranks(group)

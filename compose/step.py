@@ -120,7 +120,7 @@ def clip_grad_norm_(
         # An element that n ranks hold adds n times an nth of its square to the sum over all ranks.
         squares.append(torch.linalg.vector_norm(local, dtype=torch.float32).double() ** 2 / copies)
     total = (
-        torch.stack(squares).sum()
+        torch.stack(squares).sum().to(mesh.device_type)  # gradients may be in host memory
         if squares
         else torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     )
@@ -130,5 +130,5 @@ def clip_grad_norm_(
         scale = clipped / loss_scale
         for gradient, _ in found:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.mul_(scale.to(local.dtype))
+            local.mul_(scale.to(local))
     return norm

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compose.applied import applied_to
 from compose.build import loss_function
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.store import write_whole
@@ -23,7 +24,7 @@ from compose.folder import RunFolder
 from compose.loss_scale import first_scale
 from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
-from compose.optimizer import build_optimizer, learning_rate, set_learning_rate
+from compose.optimizer import OffloadedAdamW, build_optimizer, learning_rate, set_learning_rate
 from compose.registry import build_model
 from compose.replicas import differences
 from compose.routing import routing_metrics
@@ -49,7 +50,6 @@ class Trainer:
     ) -> None:
         self.config, self.mesh, self.model, self.device = config, mesh, model, device
         train, shape = config.train, config.model.config
-        self.optimizer = build_optimizer(model, config, mesh)
         self.loss = loss_function(config)
         self.batches = training_batches(config, batch_share(mesh))
         self.last_step = min(train.stop_after or train.steps, train.steps)
@@ -60,6 +60,7 @@ class Trainer:
         self.peak_rate = peak and peak * mesh.size() / shape.flops_per_token(train.seq_len)
         self.held = RunFolder(config.run.dir)
         self.folder = self.held.path
+        self.optimizer = build_optimizer(model, config, mesh, folder=self.folder)
         data = described(self.batches, config)
         self.checkpointer = Checkpointer(config, model, self.optimizer, self.folder, data)
         found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
@@ -189,7 +190,14 @@ class Trainer:
             routing=routing_metrics(self.model, self.mesh),
             checkpoint=report.metrics() if report else {},
             recompiles=self.graphs.after_step(self._say),
+            offload=self._offloaded(),
         )
+
+    def _offloaded(self) -> dict[str, float]:
+        """Bytes that went off the device and onto it in this step, and seconds waited for them."""
+        activations = applied_to(self.model).activations
+        optimizer = self.optimizer.metrics if isinstance(self.optimizer, OffloadedAdamW) else {}
+        return optimizer | (activations.metrics() if activations else {})
 
     def _finite(self, step: int, loss: float, norm: float) -> bool:
         """Whether the step can be taken. Raises TrainingError if not, unless it may be skipped, as

@@ -117,7 +117,7 @@ def compare(
     samples = {len(value) for batch in batches for value in batch.values()}
     if any(number % count for number in samples):
         raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
-    judge = Judge(next(composed.parameters()).device)
+    judge = Judge(torch.device(mesh.device_type))
     reference: _OneProcess | None = None
     if dist.get_rank() == 0:
         reference = _OneProcess(
@@ -223,8 +223,9 @@ def _on_first_rank(work: Callable[[], None] | None) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a DTensor (a collective), or the tensor itself; a detached copy."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+    if isinstance(tensor, DTensor):  # whose part may be in host memory, where no collective reaches
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return tensor.detach().clone()
 
 
 def _slice(value: Tensor, index: int, count: int) -> Tensor:

@@ -18,9 +18,11 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     """Move a model from meta to ``device``: parameters get memory without values, buffers keep theirs.
 
     A model that is there already is left as it is. Buffers must have been made on a real device, since
-    nothing here could know their values: one on meta raises ConfigError.
+    nothing here could know their values: one on meta raises ConfigError. Parameters that are offloaded
+    are put into host memory.
     """
-    if all(parameter.device.type == device.type for parameter in model.parameters()):
+    home = torch.device("cpu") if applied_to(model).offload else device
+    if all(parameter.device.type == home.type for parameter in model.parameters()):
         return
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, buffer in buffers.items():
@@ -28,11 +30,12 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             raise ConfigError(f"buffer {name} is on meta: give it a device where it is made")
     values = {name: buffer.clone() for name, buffer in buffers.items()}
     ties = tied_names(model)
-    model.to_empty(device=device)
+    model.to_empty(device=home)
     for names in ties:  # to_empty gives each name a parameter of its own
         tie(model, names)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        buffer.copy_(values[name])
+    for name, value in values.items():
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, value.to(device))
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from compose.checkpoint.state import named_tensors, parts, staged
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.loss_scale import LossScale
+from compose.optimizer import OffloadedAdamW
 from compose.runtime import start_timeout
 from compose.toml import dump
 
@@ -99,6 +100,9 @@ class Checkpointer:
         self.report: Report | None = None
         self.failures = 0
         self.stage: dict[str, Part] | None = None  # the last save's copy, for the next one's
+        self.in_files = isinstance(optimizer, OffloadedAdamW) and optimizer.folder is not None
+        if self.in_files:
+            optimizer.register_step_pre_hook(lambda *_: self._let_go())
 
     def resume(self) -> Progress | None:
         """Load the newest checkpoint that is whole; None, and nothing is changed, if there is none.
@@ -127,7 +131,11 @@ class Checkpointer:
         begun = time.perf_counter()
         self.wait()
         self.finished()
-        self.stage = state = staged(self._state(), self.stage)
+        state = self._state()
+        # What is in files would not fit into memory, and changes in the optimizer's step alone.
+        files = {n: p for n, p in state.items() if self.in_files and n.startswith("optimizer.")}
+        self.stage = staged({n: p for n, p in state.items() if n not in files}, self.stage)
+        state = self.stage | files
         self.report = Report(progress.step, stall=time.perf_counter() - begun)
         self.thread = threading.Thread(target=self._write, args=(state, progress, begun), daemon=True)
         self.thread.start()
@@ -139,6 +147,13 @@ class Checkpointer:
         """Until no save is going on."""
         if self.thread:
             self.thread.join()
+
+    def _let_go(self) -> None:
+        """Before the optimizer's step: have a save read its files to their end."""
+        begun = time.perf_counter()
+        self.wait()
+        if self.thread and self.report:
+            self.report.stall += time.perf_counter() - begun
 
     def finished(self) -> Report | None:
         """The report of a save that has ended since this was asked last, on this rank."""

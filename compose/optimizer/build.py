@@ -1,7 +1,9 @@
 """The optimizer that a config asks for."""
 
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +16,23 @@ from compose.applied import applied_to
 from compose.config import Config
 from compose.optimizer.adamw import AdamW
 from compose.optimizer.muon import Muon
+from compose.optimizer.offload import OffloadedAdamW
 from compose.optimizer.rates import set_learning_rate
 from compose.optimizer.rules import Rule, parameter_rules
 from compose.registry import build_model
 
 
 def build_optimizer(
-    model: nn.Module, config: Config, mesh: DeviceMesh, muon_dtype: torch.dtype | None = None
+    model: nn.Module,
+    config: Config,
+    mesh: DeviceMesh,
+    muon_dtype: torch.dtype | None = None,
+    folder: Path | None = None,
 ) -> torch.optim.Optimizer:
     """Of a ``model`` that was cut over ``mesh`` as ``config`` says; every rank calls it.
 
-    muon_dtype: see Muon. Raises ConfigError as ``parameter_rules`` does.
+    muon_dtype: see Muon. folder: of the run; None: a new one where files are needed.
+    Raises ConfigError as ``parameter_rules`` does.
     """
     whole, plan = build_model(config)
     rules = parameter_rules(whole, plan, config.optimizer)
@@ -37,7 +45,7 @@ def build_optimizer(
     if matrices:
         parts.append(_muon(grouped(matrices, rules, False), config, group, muon_dtype))
     if others:
-        parts.append(_adamw(others, rules, config))
+        parts.append(_adamw(others, rules, config, folder))
     optimizer = parts[0] if len(parts) == 1 else Together(parts)
     set_learning_rate(optimizer, config.optimizer.lr)
     return optimizer
@@ -87,7 +95,10 @@ def _muon(
 
 
 def _adamw(
-    named: Sequence[tuple[str, nn.Parameter]], rules: Mapping[str, Rule], config: Config
+    named: Sequence[tuple[str, nn.Parameter]],
+    rules: Mapping[str, Rule],
+    config: Config,
+    folder: Path | None,
 ) -> torch.optim.Optimizer:
     options, precision = config.optimizer, config.precision
     common: dict[str, Any] = {
@@ -95,6 +106,9 @@ def _adamw(
         "betas": (options.beta1, options.beta2),
         "eps": options.eps,
     }
+    if options.offload != "none":
+        scratch = _scratch(config, folder) if options.offload == "nvme" else None
+        return OffloadedAdamW(grouped(named, rules, by_mesh=False), **common, folder=scratch)
     if precision.master == precision.optimizer_state == "float32":
         how = options.implementation
         common |= {"fused": True} if how == "fused" else {"foreach": how == "foreach"}
@@ -105,6 +119,13 @@ def _adamw(
         state_dtype=getattr(torch, precision.optimizer_state),
         seed=config.train.seed,
     )
+
+
+def _scratch(config: Config, folder: Path | None) -> Path:
+    """This rank's own folder for what does not outlive the run."""
+    given = config.optimizer.offload_dir or (config.run.dir and f"{config.run.dir}/offload")
+    base = Path(given) if given else (folder or Path(tempfile.mkdtemp(prefix="compose-"))) / "offload"
+    return base / f"rank-{dist.get_rank()}"
 
 
 class Together(torch.optim.Optimizer):

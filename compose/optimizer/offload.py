@@ -1,0 +1,272 @@
+"""AdamW whose state is in host memory or in files, and on the device a piece at a time.
+
+After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). The step is torch's fused one, piece by
+piece: an element's new value depends on that element alone, so the weights are bitwise those of a run
+whose state is on the device. While one piece is computed, the next are on their way in and the last on
+their way out.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from compose.errors import ConfigError
+from compose.optimizer.files import TensorFile, page_aligned
+
+CHUNK = 2**22  # elements of a piece, a multiple of 1024
+SLOTS = 4  # pieces in memory at once
+MEANS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of this rank's part of a parameter of ``group``."""
+
+    parameter: nn.Parameter
+    group: dict[str, Any]
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What ``tensor``, placed as the parameter is, has there; a view."""
+        return _local(tensor).view(-1)[self.start : self.stop]
+
+    def of_memory(self, memory: Sequence[Tensor]) -> list[Tensor]:
+        """So much of each."""
+        return [each[: self.stop - self.start] for each in memory]
+
+
+@dataclass
+class Slot:
+    """Memory for the means of one piece. host: where files are read into. there: on the GPU, if that is
+    where parameters are. ready, done: events, when ``there`` is filled and when it was computed.
+    stored: when the slot is free again."""
+
+    host: list[Tensor]
+    there: list[Tensor]
+    ready: Any = None
+    done: Any = None
+    stored: Future[None] | None = None
+
+
+@dataclass
+class Moved:
+    """Of one step. bytes: of state, in and out. waited: seconds in which nothing could be computed."""
+
+    bytes: int = 0
+    waited: float = 0.0
+
+
+class OffloadedAdamW(torch.optim.Optimizer):
+    """torch's fused AdamW (arXiv:1711.05101), float32, whose state is not on the device.
+
+    params: groups of parameters, plain or DTensors, as torch's optimizers take them; float32.
+    folder: for files of the state, which are scratch: it is emptied first and removed at the end. None:
+        the state is in host memory, pinned if parameters are on a GPU.
+
+    ``state`` has tensors as any optimizer's; those in files are mapped, and take no memory until they
+    are looked at. ``moved`` tells of the last step.
+
+    Raises ConfigError, at the first step, where the folder is in use or too small.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        folder: Path | None = None,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.folder = folder
+        self.moved = Moved()
+        self.files: dict[nn.Parameter, list[TensorFile]] = {}
+        self.slots: list[Slot] = []
+        self.device = self.param_groups[0]["params"][0].device
+        # Copies in and out of a GPU, each way on a stream of its own.
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self._on_gpu else []
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step by the gradients that there are."""
+        self.moved = Moved()
+        pieces = list(self._pieces())
+        if self.folder is None and not self._on_gpu:
+            for piece in pieces:  # the state is where it is used
+                self._update(piece, self._means(piece))
+            return
+        if not self.slots:
+            self.slots = [self._slot() for _ in range(SLOTS)]
+        if self._on_gpu:  # what had the slots' memory before may still be at work
+            self.streams[0].wait_stream(torch.cuda.current_stream(self.device))
+        with ThreadPoolExecutor(2) as readers, ThreadPoolExecutor(2) as writers:
+            coming: list[Future[list[Tensor]]] = []
+            for i, piece in enumerate(pieces):
+                while len(coming) < min(len(pieces), i + SLOTS):
+                    slot = self.slots[len(coming) % SLOTS]
+                    coming.append(readers.submit(self._load, pieces[len(coming)], slot, slot.stored))
+                slot = self.slots[i % SLOTS]
+                means = self._wait(coming[i])
+                if self._on_gpu:
+                    torch.cuda.current_stream(self.device).wait_event(slot.ready)
+                self._update(piece, means)
+                if self._on_gpu:
+                    slot.done = torch.cuda.current_stream(self.device).record_event()
+                slot.stored = writers.submit(self._store, piece, slot)
+                self.moved.bytes += 16 * (piece.stop - piece.start)
+            for slot in self.slots:
+                if slot.stored:
+                    self._wait(slot.stored)
+                slot.stored = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As metrics.jsonl has it."""
+        return {"optimizer_bytes": self.moved.bytes, "optimizer_waited": self.moved.waited}
+
+    def _wait(self, work: Future[Any]) -> Any:
+        begun = time.perf_counter()
+        result = work.result()
+        self.moved.waited += time.perf_counter() - begun
+        return result
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Of all parameters that have a gradient; their steps are counted."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    self._make_state(parameter)
+                self.state[parameter]["step"] += 1
+                count = _local(parameter).numel()
+                for start in range(0, count, CHUNK):
+                    yield Piece(parameter, group, start, min(start + CHUNK, count))
+
+    def _make_state(self, parameter: nn.Parameter) -> None:
+        state, files = self.state[parameter], []
+        state["step"] = torch.zeros((), device=parameter.device)
+        if self.folder is not None and not self.files:
+            self._take(self.folder)
+        for key in MEANS:
+            count = _local(parameter).numel()
+            if self.folder is not None and count:
+                files.append(TensorFile(self.folder / f"{len(self.files):05d}.{key}", count))
+                held = files[-1].mapped()
+            else:
+                held = torch.zeros(count, pin_memory=self._on_gpu)
+            state[key] = _placed_as(parameter, held.view(_local(parameter).shape))
+        self.files[parameter] = files
+
+    def _take(self, folder: Path) -> None:
+        """Empty the folder for this optimizer alone."""
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(f"optimizer.offload_dir: {folder} is in use by another run") from None
+        except OSError:
+            pass  # a file system without locks
+        for left in folder.iterdir():
+            left.unlink()
+        weakref.finalize(self, _remove, folder, lock)
+
+    def _slot(self) -> Slot:
+        host = [page_aligned(CHUNK, pinned=self._on_gpu) for _ in MEANS] if self.folder else []
+        return Slot(host, [torch.empty(CHUNK, device=self.device) for _ in MEANS if self._on_gpu])
+
+    def _means(self, piece: Piece) -> list[Tensor]:
+        return [piece.of(self.state[piece.parameter][key]) for key in MEANS]
+
+    @torch.no_grad()
+    def _load(self, piece: Piece, slot: Slot, free: Future[None] | None) -> list[Tensor]:
+        """In a thread: the means of ``piece`` on the device."""
+        if free:
+            free.result()
+        host = piece.of_memory(slot.host) if slot.host else self._means(piece)
+        for file, memory in zip(self.files[piece.parameter], host, strict=False):
+            file.read(piece.start, memory)
+        if not slot.there:
+            return host
+        there = piece.of_memory(slot.there)
+        with torch.cuda.stream(self.streams[0]):
+            for source, target in zip(host, there, strict=True):
+                target.copy_(source, non_blocking=True)
+            slot.ready = self.streams[0].record_event()
+        return there
+
+    @torch.no_grad()
+    def _store(self, piece: Piece, slot: Slot) -> None:
+        """In a thread: the means of ``piece`` back to where they are kept."""
+        host = piece.of_memory(slot.host) if slot.host else self._means(piece)
+        if slot.there:
+            with torch.cuda.stream(self.streams[1]):
+                self.streams[1].wait_event(slot.done)
+                for source, target in zip(piece.of_memory(slot.there), host, strict=True):
+                    target.copy_(source, non_blocking=True)
+                self.streams[1].synchronize()
+        for file, memory in zip(self.files[piece.parameter], host, strict=False):
+            file.write(piece.start, memory)
+
+    def _update(self, piece: Piece, means: Sequence[Tensor]) -> None:
+        gradient, group = piece.parameter.grad, piece.group
+        assert gradient is not None
+        # The function counts steps itself, and would do so for every piece.
+        step = self.state[piece.parameter]["step"] - 1
+        adamw(
+            [piece.of(piece.parameter)],
+            [_local(gradient).reshape(-1)[piece.start : piece.stop]],
+            [means[0]],
+            [means[1]],
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part; where gradients are not recorded, its very memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _placed_as(parameter: Tensor, held: Tensor) -> Tensor:
+    """``held``, in host memory, as this rank's part of what is placed as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return held
+    # DTensor.from_local would copy it to the device.
+    whole = torch.empty_like(parameter, device="cpu", requires_grad=False)
+    whole.to_local().set_(held)  # type: ignore[call-overload]
+    return whole
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)

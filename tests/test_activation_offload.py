@@ -1,0 +1,108 @@
+"""Activations in host memory: the same gradients, and nothing is left behind on the device."""
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compose import activation_offload
+from compose.activation_offload import ActivationOffload
+from compose.report import Report
+from tests.helpers import prove_case
+from tests.pool import Pool
+from tests.test_checkpoint import Keys
+from tests.test_verify import agreed
+
+
+class Unit(nn.Module):
+    """Saves its input twice, a product, and views of weights and of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 20), nn.Linear(12, 20)
+        self.out = nn.Linear(20, 12)
+        self.scale = nn.Buffer(torch.rand(20))
+        self.product: weakref.ref[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.a(x) * self.b(x)
+        self.product = weakref.ref(product)
+        return x + self.out(product * self.scale[None, :])
+
+
+@contextmanager
+def however_small() -> Iterator[None]:
+    with mock.patch.object(activation_offload, "LEAST", 0):
+        yield
+
+
+def test_gradients_are_the_same_and_each_tensor_moves_once() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Unit() for _ in range(3)))
+    model: Any = copy.deepcopy(plain)
+    moved = ActivationOffload(model)
+    for unit in model:
+        moved.wrap(unit)
+    x = torch.randn(7, 12)
+    with however_small():
+        # Two forwards before their backwards, as a pipeline has them, and one graph used twice.
+        outputs = [model(x), model(2 * x)]
+        assert all(unit.product() is None for unit in model)
+        outputs[0].square().sum().backward(retain_graph=True)
+        outputs[0].square().sum().backward()
+        outputs[1].square().sum().backward()
+    for given in (x, x, 2 * x):
+        plain(given).square().sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    # Of each unit its input (12 wide) and the two factors, their product and what out takes (20 wide).
+    each = 3 * 7 * (12 + 2 * 20 + 20) * 4
+    found = moved.metrics()
+    assert found["activation_bytes"] == each * (2 + 3)
+    assert found["activation_waited"] > 0
+    assert moved.metrics() == {"activation_bytes": 0, "activation_waited": 0.0}
+
+
+def test_small_tensors_stay() -> None:
+    unit = Unit()
+    moved = ActivationOffload(unit)
+    moved.wrap(unit)
+    unit(torch.randn(7, 12)).sum().backward()
+    with torch.no_grad(), however_small():
+        unit(torch.randn(7, 12))
+    assert moved.metrics()["activation_bytes"] == 0
+
+
+MESHES: dict[str, Keys] = {
+    "data and tensor": {"parallel__dp_shard": 2, "parallel__tp": 2, "train__micro_batch": 4},
+    "pipeline": {
+        "parallel__pp": 2,
+        "parallel__pp_schedule": "ZBVZeroBubble",
+        "parallel__dp_shard": 2,
+        "model__n_layers": 4,
+    },
+    "context": {"parallel__cp": 2, "parallel__dp_shard": 2, "activation_checkpoint__mode": "full"},
+}
+
+
+def _prove(keys: Keys) -> tuple[Report, bool]:
+    with however_small(), mock.patch.object(ActivationOffload, "back", autospec=True) as back:
+        back.side_effect = _back
+        return prove_case(keys), back.called
+
+
+_back: Any = ActivationOffload.back
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_as_one_process(pool: Pool, mesh: str) -> None:
+    keys = MESHES[mesh] | {"activation_checkpoint__offload": True}
+    found = pool.run(_prove, 4, keys)
+    assert agreed([report for report, _ in found]).ok
+    assert all(used for _, used in found)
