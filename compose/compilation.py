@@ -61,9 +61,10 @@ def apply_compile(
     if options.mode == "off":
         return
     if options.async_tp:
+        from torch._inductor import config as inductor_config
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-        torch._inductor.config._micro_pipeline_tp = True
+        inductor_config._micro_pipeline_tp = True
         enable_symm_mem_for_group(mesh.get_group().group_name)
     how: dict[str, Any] = {"dynamic": False, "backend": options.backend}
     if options.mode == "block":

@@ -30,7 +30,8 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
     found: list[list[torch.Tensor]] = []
     for options in (Compile(), Compile(mode, backend="aot_eager")):  # type: ignore[arg-type]
         model, plan = build_model(config)
-        apply(model, plan, mesh, **apply_options(config) | {"compile": options})
+        chosen: dict[str, Any] = apply_options(config) | {"compile": options}
+        apply(model, plan, mesh, **chosen)
         fill(model, config, torch.device("cpu"))
         assert "_orig_mod" not in "".join(name for name, _ in model.named_parameters())
         for _ in range(2):
