@@ -5,7 +5,7 @@ follow from its logits at once, so forward finds them too, and backward only sca
 computed twice. With C tokens in a chunk and V here the rows of the vocabulary that this rank holds:
 
     lives for a chunk        C V logits, and as many in float32
-    lives until backward     T D of the hidden states' gradient, V D of the weight's
+    lives until backward     T D of the hidden states' gradient, V D of the weight's in float32
 
 A vocabulary sharded over ranks costs one all-gather of 2 C numbers for each chunk.
 """
@@ -33,8 +33,8 @@ def chunked_cross_entropy(
     same on every rank of the axis.
 
     The gradient is that of the first plus ``z_loss`` times the second, the z-loss of Chowdhery et al.
-    2022, arXiv:2204.02311, section 5. The weight's is summed over chunks in float32. Each is rounded to
-    the type of what it belongs to before backward scales it: once more than with whole logits.
+    2022, arXiv:2204.02311, section 5. The weight's is summed over chunks, each rounded to its
+    type, in float32; that of the hidden states is rounded once more than with whole logits.
 
     A target that is no row of the vocabulary makes the loss infinite. Raises ValueError where targets
     are not one for each token.
@@ -114,12 +114,16 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
+        ctx.dtype = tensor.dtype
         return gradient.new_zeros((), dtype=torch.promote_types(gradient.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Not in place: backward may come twice.
-        return ctx.saved_tensors[0] * grads[0], None
+        # Not in place: backward may come twice. Rounded when it is scaled: before, it may be more than
+        # float16 holds.
+        (gradient,) = ctx.saved_tensors
+        scaled = torch.empty_like(gradient, dtype=ctx.dtype)
+        return torch.mul(gradient, grads[0], out=scaled), None
 
 
 def _in_chunks(
@@ -142,7 +146,7 @@ def _in_chunks(
         d_part = None if d_hidden is None else d_hidden[part]
         losses, log_zs = _one_chunk(hidden[part], weight, targets[part], z_loss, rows, d_part, d_weight)
         loss, squares = loss + losses.sum(), squares + log_zs.square().sum()
-    return loss, squares, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+    return loss, squares, d_hidden, d_weight
 
 
 def _one_chunk(

@@ -104,6 +104,17 @@ def test_bfloat16_is_as_good_as_whole_logits() -> None:
     )
 
 
+def test_float16_takes_what_the_scale_brings_back() -> None:
+    """A sum over tokens that is more than float16 holds, until what the loss is divided by is known."""
+    hidden, weight = torch.full((512, 5), 300.0).half(), torch.zeros(7, 5).half().requires_grad_()
+    targets = torch.zeros(512, dtype=torch.int64)
+    (chunked_cross_entropy(hidden, weight, targets, 64)[0] / 512).backward()
+    expected = torch.full((7, 5), 300 / 7)
+    expected[0] -= 300
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=1e-3, atol=0)
+
+
 def _error(found: Tensor | None, exact: Tensor) -> float:
     assert found is not None
     return float((found.double() - exact).norm() / exact.norm())
@@ -165,6 +176,7 @@ CASES: dict[int, list[dict[str, object]]] = {
         {"parallel__pp": 2, "train__loss_chunk": 1000, "train__z_loss": 0.0, **TIED},
         {"parallel__pp": 2, "parallel__pp_schedule": "ZBVZeroBubble", "model__n_layers": 4, **TIED},
         {"parallel__tp": 2, "precision__param": "bfloat16", "precision__reduce": "bfloat16"},
+        {"parallel__tp": 2, "precision__param": "float16", "precision__reduce": "float32"},
         {"parallel__tp": 2, "train__loss_chunk": 0},  # the z-loss alone
     ],
     4: [
