@@ -52,6 +52,13 @@ MESHES: dict[str, Keys] = {
 }
 
 
+def shards(folder: Path) -> dict[str, int]:
+    """Checksums of a checkpoint's shards, which is whole: equal ones are bitwise the same state."""
+    assert store.problems(folder) == []
+    files = json.loads((folder / store.MANIFEST).read_text())["files"]
+    return {name: entry["crc32"] for name, entry in files.items() if name.startswith("__")}
+
+
 def ranks(mesh: Keys) -> int:
     count = 1
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
@@ -322,12 +329,31 @@ def test_a_full_disk(pool: Pool, tmp_path: Path) -> None:
     )
 
 
+def _train_and_remove(keys: Keys) -> list[str]:
+    """With the folder of checkpoints removed on the way, in a save and between two."""
+    real = Trainer.step
+
+    def step(trainer: Trainer) -> Any:
+        if dist.get_rank() == 0 and trainer.progress.step in (3, 6):
+            if trainer.progress.step == 6:
+                trainer.checkpointer.wait()
+            shutil.rmtree(trainer.checkpointer.root, ignore_errors=True)
+        return real(trainer)
+
+    with mock.patch.object(Trainer, "step", step):
+        return _train_saying(keys)
+
+
 def test_a_folder_that_goes_away_is_made_again(pool: Pool, tmp_path: Path) -> None:
-    train(pool, tmp_path, {}, MESHES["data"], 2)
-    shutil.rmtree(tmp_path / "checkpoints")
-    train(pool, tmp_path, {}, MESHES["data"], 4)
-    assert store.problems(tmp_path / "checkpoints" / store.name_of(4)) == []
-    assert len(lines(tmp_path)) == 4
+    keys = keys_for(tmp_path, **(SAVING | MESHES["data"] | {"train__stop_after": 8}))
+    said = pool.run(_train_and_remove, 2, keys | {"checkpoint__interval": 1})[0]
+    failures = [line for line in said if line.startswith("checkpoint of step")]
+    assert all(" failed: " in line and line.endswith("; training goes on") for line in failures)
+    assert len(failures) <= 1, failures
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == [store.name_of(7), store.name_of(8)]
+    assert store.problems(tmp_path / "checkpoints" / names[-1]) == []
+    assert len(lines(tmp_path)) == 8
 
 
 def test_a_second_run_is_refused(pool: Pool, tmp_path: Path) -> None:
