@@ -259,6 +259,25 @@ def test_damage_is_named_and_passed_over(pool: Pool, tmp_path: Path, how: str) -
     assert (root / store.name_of(4)).is_dir(), "what is damaged is never deleted"
 
 
+def test_what_is_damaged_stays_beside_what_takes_its_name(pool: Pool, tmp_path: Path) -> None:
+    train(pool, tmp_path, {}, MESHES["data"], 4)
+    root = tmp_path / "checkpoints"
+    _damage(root / store.name_of(4), "one bit")
+    damaged = shards_of(root / store.name_of(4))
+    train(pool, tmp_path, {}, MESHES["data"], 4)
+    assert sorted(p.name for p in root.iterdir()) == [
+        store.name_of(2),
+        store.name_of(4),
+        f"{store.name_of(4)}.damaged-1",
+    ]
+    assert store.problems(root / store.name_of(4)) == []
+    assert shards_of(root / f"{store.name_of(4)}.damaged-1") == damaged
+
+
+def shards_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("__*")}
+
+
 def test_a_broken_attempt_is_not_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
     train(pool, tmp_path, {}, MESHES["data"], 2)
     root = tmp_path / "checkpoints"
