@@ -1,5 +1,6 @@
 """Checkpoints: saved while training goes on, resumed on any mesh, whole or not there."""
 
+import contextlib
 import fcntl
 import json
 import resource
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from compose.build import build, cut, fill
-from compose.checkpoint import store
+from compose.checkpoint import store, summing
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.state import named_tensors
 from compose.errors import ConfigError
@@ -50,6 +51,13 @@ MESHES: dict[str, Keys] = {
         "parallel__ep": 2,
     },
 }
+
+
+def shards(folder: Path) -> dict[str, int]:
+    """Checksums of a checkpoint's shards, which is whole: equal ones are bitwise the same state."""
+    assert store.problems(folder) == []
+    files = json.loads((folder / store.MANIFEST).read_text())["files"]
+    return {name: entry["crc32"] for name, entry in files.items() if name.startswith("__")}
 
 
 def ranks(mesh: Keys) -> int:
@@ -251,6 +259,25 @@ def test_damage_is_named_and_passed_over(pool: Pool, tmp_path: Path, how: str) -
     assert (root / store.name_of(4)).is_dir(), "what is damaged is never deleted"
 
 
+def test_what_is_damaged_stays_beside_what_takes_its_name(pool: Pool, tmp_path: Path) -> None:
+    train(pool, tmp_path, {}, MESHES["data"], 4)
+    root = tmp_path / "checkpoints"
+    _damage(root / store.name_of(4), "one bit")
+    damaged = shards_of(root / store.name_of(4))
+    train(pool, tmp_path, {}, MESHES["data"], 4)
+    assert sorted(p.name for p in root.iterdir()) == [
+        store.name_of(2),
+        store.name_of(4),
+        f"{store.name_of(4)}.damaged-1",
+    ]
+    assert store.problems(root / store.name_of(4)) == []
+    assert shards_of(root / f"{store.name_of(4)}.damaged-1") == damaged
+
+
+def shards_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("__*")}
+
+
 def test_a_broken_attempt_is_not_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
     train(pool, tmp_path, {}, MESHES["data"], 2)
     root = tmp_path / "checkpoints"
@@ -322,12 +349,46 @@ def test_a_full_disk(pool: Pool, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("aside", [1, 50, 2**20])
+def test_what_is_written_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: int) -> None:
+    """As what is read is, also where a second thread does it; and a file that breaks off is not."""
+    monkeypatch.setattr(summing, "_ASIDE", aside)
+    files = summing.SummingFiles()
+    with files.create_stream(tmp_path / "tensor", "wb") as stream:
+        torch.save(torch.randn(999), cast(Any, stream))
+    with contextlib.suppress(ValueError), files.create_stream(tmp_path / "half", "wb") as stream:
+        stream.write(memoryview(bytes(100)))  # type: ignore[attr-defined]
+        raise ValueError
+    assert files.entries == store.described([tmp_path / "tensor"])
+    with pytest.raises(OSError, match="tensor was not written whole"):
+        store.publish(tmp_path, {"tensor": {"size": 1, "crc32": 0}})
+
+
+def _train_and_remove(keys: Keys) -> list[str]:
+    """With the folder of checkpoints removed on the way, in a save and between two."""
+    real = Trainer.step
+
+    def step(trainer: Trainer) -> Any:
+        if dist.get_rank() == 0 and trainer.progress.step in (3, 6):
+            if trainer.progress.step == 6:
+                trainer.checkpointer.wait()
+            shutil.rmtree(trainer.checkpointer.root, ignore_errors=True)
+        return real(trainer)
+
+    with mock.patch.object(Trainer, "step", step):
+        return _train_saying(keys)
+
+
 def test_a_folder_that_goes_away_is_made_again(pool: Pool, tmp_path: Path) -> None:
-    train(pool, tmp_path, {}, MESHES["data"], 2)
-    shutil.rmtree(tmp_path / "checkpoints")
-    train(pool, tmp_path, {}, MESHES["data"], 4)
-    assert store.problems(tmp_path / "checkpoints" / store.name_of(4)) == []
-    assert len(lines(tmp_path)) == 4
+    keys = keys_for(tmp_path, **(SAVING | MESHES["data"] | {"train__stop_after": 8}))
+    said = pool.run(_train_and_remove, 2, keys | {"checkpoint__interval": 1})[0]
+    failures = [line for line in said if line.startswith("checkpoint of step")]
+    assert all(" failed: " in line and line.endswith("; training goes on") for line in failures)
+    assert len(failures) <= 1, failures
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == [store.name_of(7), store.name_of(8)]
+    assert store.problems(tmp_path / "checkpoints" / names[-1]) == []
+    assert len(lines(tmp_path)) == 8
 
 
 def test_a_second_run_is_refused(pool: Pool, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from compose import replicas
 from compose.build import build
+from compose.checkpoint import store
 from compose.data import random_batch
 from compose.mesh import batch_share
 from compose.optimizer import build_optimizer
@@ -16,6 +17,7 @@ from compose.replicas import checksum, differences
 from compose.step import clip_grad_norm_, forward_backward
 from tests.helpers import make_config
 from tests.pool import Pool, make_mesh
+from tests.test_checkpoint import shards
 from tests.test_expert_parallel import DEEPSEEK
 from tests.test_trainer import _train_until_error, keys_for, lines
 
@@ -124,9 +126,11 @@ def test_a_thousand_clean_steps_give_no_alarm(pool: Pool, keys: Keys) -> None:
 
 def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, train__skip_nonfinite=True, train__stop_after=5)
-    keys |= {"checkpoint__interval": 1}
+    keys |= {"checkpoint__interval": 1, "checkpoint__keep_last": 5}
     found = pool.run(_train_until_error, 2, keys, float("nan"), "clip_grad_norm_")
     assert found == ["", ""]
     there = lines(tmp_path)
     assert [line["grad_norm"] is None for line in there] == [False, False, True, False, False]
     assert [line.get("skipped", 0) for line in there] == [0, 0, 1, 1, 1]
+    two, three, four = (shards(tmp_path / "checkpoints" / store.name_of(step)) for step in (2, 3, 4))
+    assert two == three != four

@@ -27,14 +27,13 @@ from compose.checkpoint import store
 from compose.checkpoint.loading import damage, load, model_fields
 from compose.checkpoint.parts import Part, SaveParts
 from compose.checkpoint.state import named_tensors, parts, staged
+from compose.checkpoint.summing import SummingFiles
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.loss_scale import LossScale
 from compose.optimizer import OffloadedAdamW
 from compose.runtime import start_timeout
 from compose.toml import dump
-
-_WRITERS = 2  # files of a rank, written at once: while one is flushed the other goes on
 
 
 @dataclass(frozen=True)
@@ -185,14 +184,17 @@ class Checkpointer:
         problem, files = "", {}
         try:
             self._first(lambda: store.begin(self.root, progress.step))
+            # With thread_count > 1 it would drop the errors of all threads but one.
+            writer = FileSystemWriter(target)
+            writer.fs = written = SummingFiles()
             with _no_checksum_of_tensors():
                 dcp.save(
                     dict(state),
-                    storage_writer=FileSystemWriter(target, thread_count=_WRITERS),
+                    storage_writer=writer,
                     planner=SaveParts(),
                     process_group=self.group,
                 )
-            files = store.described(target.glob(f"__{self.rank}_*"))
+            files = {name: entry for name, entry in written.entries.items() if name.startswith("__")}
         except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
             problem = cause_of(error)
         everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(self.ranks)]
@@ -268,10 +270,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _no_checksum_of_tensors() -> Iterator[None]:
-    """Without those that torch.save makes of each: the manifest has one of each file.
-
-    In torch 2.13 this is so in the thread that says it alone, not in DCP's second writer.
-    """
+    """Without those that torch.save makes of each: the manifest has one of each file."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -61,7 +61,13 @@ def described(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
 
 
 def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
-    """Write the manifest, flush all there is to the device, and give the folder its name."""
+    """Write the manifest, flush all there is to the device, and give the folder its name.
+
+    Raises OSError where a file is not as long as ``files`` says, or anything cannot be written.
+    """
+    for name, entry in files.items():
+        if (folder / name).stat().st_size != entry["size"]:
+            raise OSError(f"{name} was not written whole")
     write_whole(folder / MANIFEST, json.dumps({"files": files}, indent=1))
     for path in (*folder.iterdir(), folder):
         _flush(path)
