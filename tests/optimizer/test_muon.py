@@ -185,7 +185,7 @@ PROOFS: dict[str, tuple[int, dict[str, object]]] = {
             "parallel__dp_replicate": 2,
             "parallel__dp_shard": 2,
             "optimizer__lr_scale": '["layers.*.attention=0.5", "output=2"]',
-            "optimizer__weight_decay_scale": '["layers.*.*_norm=3", "output=0"]',
+            "optimizer__weight_decay_scale": '["layers.*.*_norm=3", "layers.1.feed_forward=4"]',
             "optimizer__muon_except": '["layers.*.feed_forward.w2"]',
         },
     ),
