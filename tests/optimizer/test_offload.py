@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,8 +184,8 @@ def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
         keys = keys_for(tmp_path / "a", **(in_files | {"train__stop_after": steps}))
         found = pool.run(_train_in_pieces, 4, keys)[0]
         assert store.problems(tmp_path / "a" / "checkpoints" / store.name_of(steps)) == []
-    changed = keys_for(tmp_path / "b", **(in_files | {"train__stop_after": 2}))
-    pool.run(_train_in_pieces, 4, changed)
+        if steps == 2:
+            shutil.copytree(tmp_path / "a", tmp_path / "b")
     into_memory = train(pool, tmp_path / "b", {}, MESH, 4)
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
