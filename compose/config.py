@@ -1,7 +1,7 @@
 """The keys of train.toml: one frozen dataclass per table, a default and a line of doc for each key.
 
 The text under a key is what ``train.py --help`` prints. Reading files and the command line is in
-toml.py; what holds between keys is in legality.py.
+toml.py; what holds between keys is in legality/
 """
 
 import ast

@@ -6,6 +6,7 @@ import pytest
 
 from compose import legality
 from compose.config import Config
+from compose.legality.__main__ import markdown
 from compose.toml import load
 from tests.helpers import ROOT, SMALL, prove_case
 from tests.pool import Pool
@@ -81,7 +82,7 @@ def test_whole_product(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_page_is_the_table() -> None:
     page = (ROOT / "docs/composition.md").read_text()
-    assert page == legality.markdown() + "\n", "python -m compose.legality > docs/composition.md"
+    assert page == markdown() + "\n", "python -m compose.legality > docs/composition.md"
 
 
 def test_what_pytorch_forces_names_the_place() -> None:

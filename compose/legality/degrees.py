@@ -1,0 +1,224 @@
+"""Rules of the mesh: which degrees, and of what sizes, go together."""
+
+from typing import Any
+
+from compose.context_parallel import check_ulysses
+from compose.errors import ConfigError
+from compose.expert_parallel import check_experts
+from compose.legality.rule import Case, Rule, micro_batches
+from compose.mesh import resolve_degrees
+from compose.pipeline_split import check_layers, check_stages, layer_names
+from compose.plan import resolve
+from compose.schedules import build_table, placement, stages_per_rank
+from compose.tensor_parallel import check_heads
+
+
+def _degrees(case: Case) -> None:
+    resolve_degrees(case.degrees, case.world_size)
+
+
+def _expert_ranks(case: Case) -> None:
+    degrees = case.degrees
+    ranks = degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp
+    if ranks % degrees.ep:
+        nearest = min(
+            (d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - degrees.ep)
+        )
+        raise ConfigError(
+            f"parallel.ep: {degrees.ep} does not divide dp_replicate x dp_shard x cp x tp = {ranks},"
+            f" the ranks it is taken from; nearest: {nearest}"
+        )
+
+
+def _experts(case: Case) -> None:
+    for name, _ in resolve(case.plan, case.model).expert:
+        check_experts(len(next(case.model.get_submodule(name).parameters())), case.degrees.ep)
+
+
+def _global_batch(case: Case) -> None:
+    train, ranks = case.config.train, case.degrees.dp_replicate * case.degrees.dp_shard
+    unit = ranks * train.micro_batch
+    if train.global_batch % unit == 0:
+        return
+    nearest = max(1, round(train.global_batch / unit)) * unit
+    raise ConfigError(
+        f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
+        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}"
+        + _smaller_micro_batch(train.global_batch, ranks, train.micro_batch)
+    )
+
+
+def _smaller_micro_batch(global_batch: int, ranks: int, micro_batch: int) -> str:
+    if global_batch % ranks:
+        return ""
+    share = global_batch // ranks
+    best = max(size for size in range(1, micro_batch + 1) if share % size == 0)
+    return f", or train.micro_batch = {best}"
+
+
+def _heads(case: Case) -> None:
+    if case.plan.heads:
+        check_heads(*case.plan.heads, case.degrees.tp)
+
+
+def _sequence(case: Case) -> None:
+    seq_len, tp = case.config.train.seq_len, case.degrees.tp
+    # With cp a sequence is padded to what both divide.
+    if seq_len % tp == 0 or case.degrees.cp > 1:
+        return
+    if not case.degrees.sequence and not case.plan.expert:
+        return
+    nearest = max(1, round(seq_len / tp)) * tp
+    cure = "" if case.plan.expert else ", or parallel.sequence = false"
+    raise ConfigError(
+        f"train.seq_len: {seq_len} is not a multiple of parallel.tp {tp}, which"
+        f" {'a mixture of experts' if case.plan.expert else 'parallel.sequence'} needs;"
+        f" nearest: {nearest}{cure}"
+    )
+
+
+def _ulysses(case: Case) -> None:
+    degrees = case.degrees
+    if case.plan.heads and degrees.cp_method == "ulysses":
+        check_ulysses(*case.plan.heads, degrees.cp, degrees.tp)
+
+
+def _flash(case: Case) -> None:
+    if case.degrees.cp > 1 and case.config.precision.param == "float32" and case.on_cuda:
+        raise ConfigError(
+            "precision.param: float32 has no flash attention on CUDA, which parallel.cp needs;"
+            " use bfloat16"
+        )
+
+
+def _schedule(case: Case) -> None:
+    if case.degrees.pp > 1:
+        stages_per_rank(case.degrees.pp_schedule, case.degrees.pp_virtual_stages)
+
+
+def _micro_batches(case: Case) -> None:
+    degrees, count = case.degrees, micro_batches(case.config)
+    if degrees.pp == 1 or not count:
+        return
+    try:
+        build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
+    except ConfigError as error:
+        ranks = degrees.dp_replicate * degrees.dp_shard
+        unit = f" (train.global_batch is {ranks * case.config.train.micro_batch} times that)"
+        raise ConfigError(
+            *(f"{p}{unit if '; nearest: ' in p else ''}" for p in error.problems)
+        ) from None
+
+
+def _layers(case: Case) -> None:
+    degrees, pipeline = case.degrees, case.plan.pipeline
+    if degrees.pp == 1 or pipeline is None:
+        return
+    try:
+        stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
+    except ConfigError:
+        return  # another rule's affair
+    n_layers = len(layer_names(case.model, pipeline))
+    if degrees.pp_layers:
+        check_layers(degrees.pp_layers, stages, n_layers)
+    else:
+        check_stages(stages, degrees.pp, n_layers)
+
+
+def _plan_names(case: Case) -> None:
+    name = case.config.model.name
+    wants: dict[str, tuple[bool, Any, str]] = {
+        "tensor": (case.degrees.tp > 1, case.plan.tensor, "parallel.tp = 1"),
+        "context": (case.degrees.cp > 1, case.plan.context, "parallel.cp = 1"),
+        "pipeline": (case.degrees.pp > 1, case.plan.pipeline, "parallel.pp = 1"),
+        "expert": (case.degrees.ep > 1, case.plan.expert, "parallel.ep = 1"),
+        "compile": (
+            case.config.compile.mode == "block",
+            case.plan.compile,
+            'compile.mode = "off"',
+        ),
+        "checkpoint": (
+            case.config.activation_checkpoint.mode != "none",
+            case.plan.checkpoint,
+            'activation_checkpoint.mode = "none"',
+        ),
+        "output": (case.config.train.loss_chunk > 0, case.plan.output, "train.loss_chunk = 0"),
+        "checkpoint, for offload": (
+            case.config.activation_checkpoint.offload,
+            case.plan.checkpoint,
+            "activation_checkpoint.offload = false",
+        ),
+    }
+    problems = [
+        f"model.name: the plan of {name} has nothing under {part}; add it, or use {cure}"
+        for part, (wanted, given, cure) in wants.items()
+        if wanted and not given
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+DEGREES = [
+    Rule(
+        "dp_replicate x dp_shard x cp x tp x pp is the number of ranks; one may be -1",
+        "every rank has one place in the mesh",
+        _degrees,
+    ),
+    Rule(
+        "ep divides dp_replicate x dp_shard x cp x tp",
+        "expert parallel is laid over these ranks, which hold different tokens anyway",
+        _expert_ranks,
+    ),
+    Rule("ep divides the experts", "every rank holds as many", _experts),
+    Rule(
+        "the plan says how to do what the degrees ask for",
+        "a plan without styles for an axis would leave its ranks doing the same work",
+        _plan_names,
+    ),
+    Rule(
+        "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
+        "every rank runs the same number of equal micro-batches, since collectives must match",
+        _global_batch,
+    ),
+    Rule(
+        "tp divides the query heads, and divides or is divided by the key/value heads",
+        "a rank computes whole heads; fewer key/value heads than ranks are shared by neighbours",
+        _heads,
+    ),
+    Rule(
+        "with sequence, or with experts, and without cp, seq_len is a multiple of tp",
+        "a local tensor carries no global shape, so every rank must hold an equal part",
+        _sequence,
+    ),
+    Rule(
+        "with cp_method ulysses, cp divides the query heads that tp leaves, and divides or is divided"
+        " by the key/value heads",
+        "ranks trade sequence for whole heads; ring and allgather do not",
+        _ulysses,
+    ),
+    Rule(
+        "cp on CUDA runs in bfloat16",
+        "the flash kernels, whose log-sum-exp merges the parts, take half precision only",
+        _flash,
+        upstream="aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_tensor_dtype of"
+        " can_use_flash_attention",
+    ),
+    Rule(
+        "pp_schedule is known, and pp_virtual_stages what it is defined for",
+        "GPipe and 1F1B run one stage on each rank, V-schedules two; the others any number",
+        _schedule,
+    ),
+    Rule(
+        "the schedule can run as many micro-batches as global_batch and micro_batch make",
+        "interleaved schedules go in rounds of equal length; DualPipeV fills every stage first",
+        _micro_batches,
+        upstream="torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,"
+        " ScheduleInterleavedZeroBubble and ScheduleDualPipeV, __init__",
+    ),
+    Rule(
+        "pp_layers has a number for each stage and adds up to the layers; no stage between the ends has"
+        " none",
+        "each layer runs once, and an idle stage only costs",
+        _layers,
+    ),
+]

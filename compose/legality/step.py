@@ -1,0 +1,206 @@
+"""Rules of a step: what it keeps, computes again, compiles, moves, and in which types."""
+
+from compose.activation_checkpointing import operators
+from compose.config import ActivationCheckpoint, toml_value
+from compose.errors import ConfigError
+from compose.legality.rule import Case, Rule, micro_batches
+from compose.optimizer.rules import parameter_rules
+from compose.plan import resolve
+from compose.schedules import build_table
+
+_READ_BY = {"every": "every_k", "keep": "selective", "budget": "budget"}
+
+
+def _recompute_keys(case: Case) -> None:
+    chosen, default = case.config.activation_checkpoint, ActivationCheckpoint()
+    problems = [
+        f"activation_checkpoint.{key}: {toml_value(getattr(chosen, key))} is read in another mode;"
+        f' set activation_checkpoint.mode = "{mode}"'
+        for key, mode in _READ_BY.items()
+        if getattr(chosen, key) != getattr(default, key) and chosen.mode != mode
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _recompute_units(case: Case) -> None:
+    chosen = case.config.activation_checkpoint
+    operators(chosen.keep)
+    units = len(resolve(case.plan, case.model).checkpoint)
+    if chosen.mode == "every_k" and chosen.every > units > 0:
+        raise ConfigError(
+            f"activation_checkpoint.every: {chosen.every} is more than the {units} units, so none would"
+            f" be recomputed; nearest: {units}"
+        )
+
+
+def _recompute_split(case: Case) -> None:
+    degrees, mode = case.degrees, case.config.activation_checkpoint.mode
+    count = micro_batches(case.config)
+    if degrees.pp == 1 or not count or mode not in ("selective", "budget"):
+        return
+    try:
+        table = build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
+    except ConfigError:
+        return  # another rule's affair
+    if any(action.kind in "IW" for row in table for action in row):
+        raise ConfigError(
+            f'activation_checkpoint.mode: "{mode}" gives what it kept out once, and'
+            f" {degrees.pp_schedule} runs backward in two parts; use"
+            ' activation_checkpoint.mode = "full" or "every_k"'
+        )
+
+
+def _recompute_compiled(case: Case) -> None:
+    config, cuda = case.config, case.on_cuda and case.config.precision.param != "float32"
+    mode = config.activation_checkpoint.mode
+    if config.compile.mode == "off" or mode not in ("selective", "budget"):
+        return
+    parts = {"parallel.cp": case.degrees.cp > 1, "experts": case.plan.expert, "flash attention": cuda}
+    found = [name for name, there in parts.items() if there]
+    if found:
+        raise ConfigError(
+            f'activation_checkpoint.mode: "{mode}" does not see into the parts of a layer that are'
+            f" compiled alone, as with {found[0]}; use activation_checkpoint.mode ="
+            ' "full" or "every_k", or compile.mode = "off"'
+        )
+
+
+def _offload_compiled(case: Case) -> None:
+    if case.config.activation_checkpoint.offload and case.config.compile.mode != "off":
+        raise ConfigError(
+            "activation_checkpoint.offload: true and a compiled layer, which keeps what it saves to"
+            ' itself, do not go together; use compile.mode = "off"'
+        )
+
+
+def _async_tp(case: Case) -> None:
+    chosen = case.config.compile
+    if chosen.async_tp and (not case.on_cuda or chosen.mode == "off" or case.degrees.tp == 1):
+        lack = "CUDA" if not case.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
+        raise ConfigError(f"compile.async_tp: true needs {lack}; use compile.async_tp = false")
+
+
+def _validation(case: Case) -> None:
+    every, path = case.config.train.validate_every, case.config.data.validation
+    if every and not path:
+        raise ConfigError(f"train.validate_every: {every} has nothing to measure; set data.validation")
+    if path and not every:
+        raise ConfigError(f"data.validation: {path} is never read; set train.validate_every too")
+
+
+def _optimizer(case: Case) -> None:
+    parameter_rules(case.model, case.plan, case.config.optimizer)
+
+
+def _master(case: Case) -> None:
+    if case.config.precision.master == "bfloat16" != case.config.precision.param:
+        raise ConfigError(
+            "precision.master: bfloat16 keeps less than precision.param = "
+            f'{case.config.precision.param} uses; use precision.param = "bfloat16"'
+        )
+
+
+def _optimizer_offload(case: Case) -> None:
+    options, precision = case.config.optimizer, case.config.precision
+    if options.offload == "none":
+        return
+    needs = {
+        "optimizer.name": (options.name, "adamw"),
+        "optimizer.implementation": (options.implementation, "fused"),
+        "precision.optimizer_state": (precision.optimizer_state, "float32"),
+        "precision.master": (precision.master, "float32"),
+    }
+    problems = [
+        f'{key}: {value} with optimizer.offload = "{options.offload}"; use "{needed}", or'
+        ' optimizer.offload = "none"'
+        for key, (value, needed) in needs.items()
+        if value != needed
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _offload(case: Case) -> None:
+    if case.degrees.offload == "none":
+        return
+    cure = 'or parallel.offload = "none"'
+    problems = []
+    if case.degrees.zero != 3:
+        problems.append(
+            f"parallel.zero: {case.degrees.zero} keeps whole parameters on the device, and"
+            f' parallel.offload = "cpu" none; use parallel.zero = 3, {cure}'
+        )
+    if case.config.optimizer.name != "adamw":
+        problems.append(
+            f"optimizer.name: {case.config.optimizer.name} sends matrices from device to device, and"
+            f' parallel.offload = "cpu" has them in host memory; use "adamw", {cure}'
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+STEP = [
+    Rule(
+        "activation_checkpoint.offload goes without torch.compile",
+        "hooks on saved tensors cannot be traced",
+        _offload_compiled,
+    ),
+    Rule(
+        "data.validation and train.validate_every go together",
+        "one says on what the loss is measured, the other when",
+        _validation,
+    ),
+    Rule(
+        "activation_checkpoint.every, keep and budget go with the mode of that name (keep: selective)",
+        "the other modes would not read it",
+        _recompute_keys,
+    ),
+    Rule(
+        "activation_checkpoint.keep names operators, and every is at most the plan's units",
+        "anything else would quietly keep or recompute nothing",
+        _recompute_units,
+    ),
+    Rule(
+        "with modes selective and budget, the schedule runs backward in one piece (not the zero-bubble"
+        " schedules and DualPipeV)",
+        "its second part would ask again for what was kept for the first",
+        _recompute_split,
+        upstream="torch/utils/checkpoint.py, _CachedTorchDispatchMode, which hands each kept result out"
+        " once",
+    ),
+    Rule(
+        "with selective or budget and torch.compile, every layer is one graph: no cp, no experts,"
+        " no flash attention on CUDA",
+        "what a part compiled alone computes is not seen operator by operator",
+        _recompute_compiled,
+    ),
+    Rule(
+        "compile.async_tp has CUDA, tp and torch.compile",
+        "Inductor splits products for tp's messages by symmetric memory",
+        _async_tp,
+        upstream="torch/distributed/_symmetric_memory, enable_symm_mem_for_group",
+    ),
+    Rule(
+        "the patterns of lr_scale, weight_decay_scale and muon_except name parameters; with muon,"
+        " layers hold matrices",
+        "a mistyped pattern would leave what it means as it is, and muon without matrices is AdamW",
+        _optimizer,
+    ),
+    Rule(
+        "precision.master is float32 or precision.param",
+        "what is kept in fewer bits than it is used in gains nothing from more",
+        _master,
+    ),
+    Rule(
+        "with optimizer.offload, the optimizer is the fused AdamW, its state and the weights float32",
+        "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
+        " written",
+        _optimizer_offload,
+    ),
+    Rule(
+        "with parallel.offload, zero is 3 and the optimizer AdamW",
+        "other stages hold whole parameters on the device, and Muon's messages are the device's",
+        _offload,
+    ),
+]
