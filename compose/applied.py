@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -28,14 +27,18 @@ class Applied:
     activations: ActivationOffload | None = None
 
 
-_applied: WeakKeyDictionary[nn.Module, Applied] = WeakKeyDictionary()
+_KEY = "_compose_applied"
 
 
 def remember(model: nn.Module, applied: Applied) -> None:
-    """Note what ``compose.apply`` did to ``model``."""
-    _applied[model] = applied
+    """Note what ``compose.apply`` did to ``model``, on the model itself.
+
+    It holds parts of it, and FSDP's state leads from any part to the whole: a table of models would keep
+    them all, with their process groups.
+    """
+    vars(model)[_KEY] = applied
 
 
 def applied_to(model: nn.Module) -> Applied:
     """What was noted of ``model``; the defaults, which then mean nothing, if nothing was."""
-    return _applied.get(model, Applied())
+    return vars(model).get(_KEY, Applied())

@@ -1,0 +1,42 @@
+"""What compose.apply leaves behind goes with the model."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose.build import build
+from compose.data import random_batch
+from compose.mesh import batch_share
+from compose.step import forward_backward
+from tests.helpers import make_config
+from tests.pool import Pool, make_mesh
+
+
+def _is_let_go(keys: dict[str, object]) -> bool:
+    config = make_config(dist.get_world_size(), train__global_batch=4, **keys)
+    mesh = make_mesh(config.parallel)
+    model = build(config, mesh, torch.device("cpu"))
+    index, count = batch_share(mesh)
+    batch = random_batch(4, config.train.seq_len, config.model.config.vocab_size, seed=0)
+    share = {name: value.chunk(count)[index] for name, value in batch.items()}
+    forward_backward(model, share, mesh, micro_batch=2)
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    return held() is None
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"parallel__dp_shard": 2, "activation_checkpoint__offload": True},
+        {"parallel__pp": 2, "parallel__dp_shard": 1},
+    ],
+    ids=["shards", "stages"],
+)
+def test_a_model_is_let_go_with_its_process_groups(pool: Pool, keys: dict[str, object]) -> None:
+    """Threads of a group that is kept spin when its peers are gone, and slow down all that follows."""
+    assert pool.run(_is_let_go, 2, keys) == [True, True]
