@@ -33,8 +33,8 @@ _KEY = "_compose_applied"
 def remember(model: nn.Module, applied: Applied) -> None:
     """Note what ``compose.apply`` did to ``model``, on the model itself.
 
-    It holds parts of it, and FSDP's state leads from any part to the whole: a table of models would keep
-    them all, with their process groups.
+    It holds parts of it, and FSDP's state leads from any part to the whole: a table of models would
+    keep them all, with their process groups.
     """
     vars(model)[_KEY] = applied
 
