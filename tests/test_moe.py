@@ -236,6 +236,21 @@ def test_micro_batches_are_one_batch() -> None:
     assert torch.equal(whole.router.load, parts.router.load)
 
 
+@pytest.mark.parametrize("kind", ["batch", "sequence"])
+def test_losses_are_scaled_as_the_models(kind: str) -> None:
+    """By a power of 2, which is exact."""
+    config = replace(SOFTMAX, balance_loss=kind, balance_weight=0.3, z_weight=0.1)
+    plain, scaled, x = make(config), make(config), inputs()
+    scaled.router.loss_scale = 64.0
+    (plain(x) ** 2).sum().backward()
+    ((scaled(x) ** 2).sum() * 64).backward()
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad * 64, b.grad)
+    assert torch.equal(plain.router.tally, scaled.router.tally), "what is reported is not scaled"
+
+
 def test_bias_moves_against_the_load() -> None:
     router = Router(DIM, replace(SOFTMAX, bias_rate=0.25))
     router.finish_step(torch.tensor([9.0, 1.0, 4.0, 4.0, 2.0, 0.0, 0.0, 0.0], dtype=torch.float64))
