@@ -7,6 +7,7 @@ from torch import nn
 
 from compose.activation_offload import ActivationOffload
 from compose.context_parallel import Balance
+from compose.float8 import NOTHING, Choice
 from compose.output import Output
 from compose.pipeline_parallel import PipelineRunner
 
@@ -16,7 +17,7 @@ class Applied:
     """zero: the ZeRO stage. balance: how ContextParallel expects sequences to be cut. pipeline: what
     runs the model if it is cut into stages. aliases: of parameters that had another name in the whole
     model, that name. output: what Plan.output names. offload: parameters are in host memory.
-    activations: so is what units save for backward."""
+    activations: so is what units save for backward. float8: the layers that compute in it."""
 
     zero: int = 3
     balance: Balance = "headtail"
@@ -25,6 +26,7 @@ class Applied:
     output: Output | None = None
     offload: bool = False
     activations: ActivationOffload | None = None
+    float8: Choice = NOTHING
 
 
 _KEY = "_compose_applied"

@@ -20,6 +20,13 @@ from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
 from compose.expert_parallel import expert_mesh
+from compose.float8 import (
+    Choice,
+    Recipe,
+    apply_float8,
+    choose,
+    float8_styles,
+)
 from compose.output import Output
 from compose.pipeline_parallel import PipelineRunner, Schedule, apply_pipeline_parallel
 from compose.pipeline_split import Stage
@@ -39,6 +46,7 @@ def apply(
     activation_checkpoint: Recompute = KEEP_ALL,
     pipeline: Schedule | None = None,
     ep: int = 1,
+    float8: Recipe = "off",
     compile: Compile = NOTHING,
     offload: bool = False,
     offload_activations: bool = False,
@@ -52,9 +60,10 @@ def apply(
     With pp, ``pipeline`` says how; the model then keeps what this rank's stages run, under the names it
     had, and ``compose.forward_backward`` runs it. ``ep`` neighbouring ranks hold the experts between
     them; the mesh has no axis for it. In ``master_dtype`` parameters are kept, float32 before; it takes
-    an optimizer for it (``compose.optimizer.AdamW``). ``offload``: parameters and gradients are in host
-    memory between their uses, with zero 3. ``offload_activations``: so is what the plan's checkpoint
-    units save for backward.
+    an optimizer for it (``compose.optimizer.AdamW``). In ``float8`` the plan's linear layers take their
+    products, where their shapes are fit for it (compose/float8.py). ``offload``: parameters and
+    gradients are in host memory between their uses, with zero 3. ``offload_activations``: so is what
+    the plan's checkpoint units save for backward.
 
     Raises ConfigError where the plan does not fit the model.
     """
@@ -72,7 +81,9 @@ def apply(
     if plan.heads:
         check_heads(*plan.heads, mesh["tp"].size())
     units = activation_checkpoint.mode != "none" or offload_activations
-    _check_named(resolved, mesh, ep, units, compile.mode)
+    _check_named(resolved, mesh, ep, units, compile.mode, float8)
+    tp = mesh["tp"].size()
+    choice = choose(model, resolved.float8, resolved.tensor, tp, float8, mesh.device_type)
     _broadcast(model)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -92,11 +103,12 @@ def apply(
         )
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
-    if mesh["tp"].size() > 1:
-        _tensor(model, resolved, mesh["tp"])
+    apply_float8(model, choice, shards=mesh["dp_shard"].size() * mesh["cp"].size())
+    if tp > 1:
+        _tensor(model, resolved, mesh["tp"], choice)
     # With tp experts are not split as other weights are, but lie on other axes even where ep is 1.
     over: DeviceMesh | None = None
-    if ep > 1 or (mesh["tp"].size() > 1 and resolved.expert):
+    if ep > 1 or (tp > 1 and resolved.expert):
         over = expert_mesh(mesh, ep)
         _expert(model, resolved, over["ep"])
     # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
@@ -133,11 +145,13 @@ def apply(
     # On a rank without the last stage this is an identity that nothing calls.
     output = Output(model.get_submodule(resolved.output)) if resolved.output else None
     aliases = runner.aliases if runner else {}
-    remember(model, Applied(zero, balance, runner, aliases, output, offload, activations))
+    remember(model, Applied(zero, balance, runner, aliases, output, offload, activations, choice))
     return model
 
 
-def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, units: bool, compile: str) -> None:
+def _check_named(
+    resolved: Resolved, mesh: DeviceMesh, ep: int, units: bool, compile: str, float8: str
+) -> None:
     """Of the whole model: a stage of it may well hold none of these."""
     wants = (
         (mesh["cp"].size() > 1, resolved.context, "context: names no attention core", "parallel.cp"),
@@ -149,6 +163,7 @@ def _check_named(resolved: Resolved, mesh: DeviceMesh, ep: int, units: bool, com
             "activation checkpointing",
         ),
         (compile == "block", resolved.compile, "compile: names no unit", "compile.mode"),
+        (float8 != "off", resolved.float8, "float8: names no linear layer", "precision.float8"),
     )
     problems = [
         f"plan.{lack}, which {why} needs" for wanted, names, lack, why in wants if wanted and not names
@@ -164,9 +179,10 @@ def _broadcast(model: nn.Module) -> None:
         dist.broadcast(tensor.detach(), src=0)
 
 
-def _tensor(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
+def _tensor(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, choice: Choice) -> None:
     replicated = [(name, Replicated()) for name in resolved.replicate]
-    apply_tensor_parallel(model, resolved.tensor + replicated, mesh)
+    styles = float8_styles(resolved.tensor, resolved.float8, choice)
+    apply_tensor_parallel(model, styles + replicated, mesh)
     elsewhere = {id(p) for name, _ in resolved.expert for p in model.get_submodule(name).parameters()}
     whole = [
         name

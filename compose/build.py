@@ -12,9 +12,11 @@ from compose.apply import apply
 from compose.compilation import Compile
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.float8 import Choice, choose
 from compose.hugging_face import config_problems, load_hf, name_of
 from compose.output import CrossEntropy
 from compose.pipeline_parallel import Schedule
+from compose.plan import Plan, resolve
 from compose.registry import InitialisedModel, build_model
 from compose.weights import init_weights, materialize
 
@@ -29,10 +31,17 @@ def apply_options(config: Config) -> dict[str, Any]:
         "activation_checkpoint": recompute(config),
         "pipeline": pipeline_schedule(config),
         "ep": config.parallel.ep,
+        "float8": config.precision.float8,
         "compile": Compile(config.compile.mode, config.compile.async_tp),
         "offload": config.parallel.offload == "cpu",
         "offload_activations": config.activation_checkpoint.offload,
     }
+
+
+def float8_choice(config: Config, model: nn.Module, plan: Plan, device_type: str) -> Choice:
+    """What of the whole ``model`` computes in float8 as ``config`` says."""
+    resolved, tp = resolve(plan, model), config.parallel.tp
+    return choose(model, resolved.float8, resolved.tensor, tp, config.precision.float8, device_type)
 
 
 def recompute(config: Config) -> Recompute:

@@ -26,9 +26,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from compose.errors import ConfigError
+from compose.local import local_tensor
 
 
 def apply_data_parallel(
@@ -98,8 +99,9 @@ def apply_data_parallel(
 
 def _even_dim(ranks: int, parameter: nn.Parameter) -> Shard:
     """The first dim that ``ranks`` share evenly, as few experts may be left; FSDP pads only dim 0."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return Shard(next((dim for dim, size in enumerate(local.shape) if size % ranks == 0), 0))
+    return Shard(
+        next((dim for dim, size in enumerate(local_tensor(parameter).shape) if size % ranks == 0), 0)
+    )
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:

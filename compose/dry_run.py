@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compose.apply import apply
-from compose.build import apply_options
+from compose.build import apply_options, float8_choice
 from compose.config import Config
+from compose.local import local_tensor
 from compose.mesh import AXES, init_mesh
 from compose.optimizer.rules import parameter_rules
 from compose.registry import build_model
@@ -71,7 +72,7 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
         by_axis: dict[str, str] = {}
         parts = 1
         if isinstance(parameter, DTensor):
-            local = parameter.to_local()
+            local = local_tensor(parameter)
             names = parameter.device_mesh.mesh_dim_names or ()
             sizes = parameter.device_mesh.shape
             for axis, size, placement in zip(names, sizes, parameter.placements, strict=True):
@@ -166,6 +167,9 @@ def _summary(placed: list[list[Placed]], config: Config) -> list[str]:
         *(f"  {name:<20}{_bytes(size)}" for name, size in rows),
         f"  {'state in all':<20}{_bytes(sum(size for _, size in rows))}",
     ]
+    if config.precision.float8 != "off":
+        device = "cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu"
+        lines.insert(2, str(float8_choice(config, model, plan, device)))
     if whole:
         lines.append(f"  {'gathered in a step':<20}{_bytes(whole)} ({config.precision.param})")
     return lines

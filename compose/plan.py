@@ -58,6 +58,8 @@ class Plan:
     context: styles on the cp axis.
     checkpoint: activation-checkpoint units.
     compile: what torch.compile makes one graph of, each.
+    float8: linear layers that may compute in float8; and modules whose PrepareModuleInput then casts
+        what it gathers, all that reads it being listed here too.
     pipeline: how the model can be cut into stages; None where it cannot.
     heads: query and key/value heads of each attention, which tp and ulysses divide.
     expert: styles on the ep axis. What they name is placed by them alone, not by ``tensor``.
@@ -71,6 +73,7 @@ class Plan:
     shard: Sequence[str | Sequence[str]] = ()
     checkpoint: Sequence[str] = ()
     compile: Sequence[str] = ()
+    float8: Sequence[str] = ()
     pipeline: Pipeline | None = None
     heads: tuple[int, int] | None = None
     expert: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -86,6 +89,7 @@ class Plan:
         ]
         rows += [("checkpoint", key, "") for key in self.checkpoint]
         rows += [("compile", key, "") for key in self.compile]
+        rows += [("float8", key, "") for key in self.float8]
         if self.pipeline:
             ends = (self.pipeline.first, [f"{self.pipeline.layers}.*"], self.pipeline.last)
             rows.append(("pipeline", " | ".join(" + ".join(end) for end in ends), ""))
@@ -107,6 +111,7 @@ class Resolved:
     shard: list[list[str]]
     checkpoint: list[str]
     compile: list[str]
+    float8: list[str]
     pipeline: Pipeline | None
     expert: list[tuple[str, ParallelStyle]]
     output: str
@@ -126,6 +131,7 @@ class Resolved:
             [unit for unit in units if unit],
             [name for name in self.checkpoint if here(name)],
             [name for name in self.compile if here(name)],
+            [name for name in self.float8 if here(name)],
             self.pipeline,
             [(name, style) for name, style in self.expert if here(name)],
             self.output,
@@ -155,6 +161,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
             shard.append([name for pattern in unit for name in match("shard", pattern)])
     checkpoint = [n for pattern in plan.checkpoint for n in match("checkpoint", pattern)]
     compiled = [n for pattern in plan.compile for n in match("compile", pattern)]
+    float8 = [n for pattern in plan.float8 for n in match("float8", pattern)]
     output = match("output", plan.output) if plan.output else []
 
     if problems:  # what a mistyped pattern leaves uncovered is no news
@@ -171,6 +178,8 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         problems += _unfit_units(shard, model)
     if plan.pipeline:
         problems += _unfit_pipeline(plan.pipeline, model)
+    problems += _twice("float8", float8)
+    problems += _unfit_float8(float8, dict(tensor), model)
     problems += _unfit_output(output, model)
     if problems:
         raise ConfigError(*problems)
@@ -181,6 +190,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         shard,
         checkpoint,
         compiled,
+        float8,
         plan.pipeline,
         expert,
         output[0] if output else "",
@@ -245,6 +255,17 @@ def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
         f"plan.pipeline: parameter {name} is of no stage; name its module in first or last"
         for name, _ in model.named_parameters(remove_duplicate=False)
         if not inside(name, set(given))
+    ]
+
+
+def _unfit_float8(names: list[str], styles: Mapping[str, ParallelStyle], model: nn.Module) -> list[str]:
+    """One line per module that has no product to take in float8, and no input to cast."""
+    return [
+        f"plan.float8: {name} is {type(model.get_submodule(name)).__name__}: neither an nn.Linear nor a"
+        " module with PrepareModuleInput"
+        for name in names
+        if not isinstance(model.get_submodule(name), nn.Linear)
+        and not isinstance(styles.get(name), PrepareModuleInput)
     ]
 
 

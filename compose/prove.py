@@ -13,7 +13,7 @@ from compose.loss_scale import first_scale
 from compose.optimizer import build_optimizer, parameter_rules
 from compose.optimizer.reference import Reference
 from compose.registry import build_model
-from compose.report import MASTER_UPDATE, TOLERANCES, Report
+from compose.report import MASTER_UPDATE, Report, tolerance_of
 from compose.verify import compare
 
 STEPS = 2
@@ -47,7 +47,7 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
     options = replace(config.optimizer, eps=max(config.optimizer.eps, EPS))
     config = replace(config, optimizer=options)
     composed, rules = build(config, mesh, device), parameter_rules(reference, plan, options)
-    tolerance = TOLERANCES[param_dtype]
+    tolerance = tolerance_of(param_dtype, config.precision.float8)
     if config.precision.master == "bfloat16":
         tolerance = replace(tolerance, update=MASTER_UPDATE)
     # Rounded to bfloat16, Muon's matrices differ by more than float32's tolerance.

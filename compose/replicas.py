@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose.applied import applied_to
+from compose.local import local_tensor
 from compose.mesh import AXES
 
 _PIECE = 2**24  # bytes
@@ -39,7 +40,7 @@ def differences(
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
-                    local = (name, tensor.to_local())
+                    local = (name, local_tensor(tensor))
                     by_axis.setdefault((tensor.device_mesh, axis), []).append(local)
         else:  # whole on every rank of a stage
             for axis, axis_name in enumerate(AXES):
@@ -100,10 +101,7 @@ def _gathered(
     tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup
 ) -> dict[str, list[tuple[int, int]]]:
     """(rank, checksum) of every copy in ``group``, by name; a rank may hold several, or none."""
-    mine = [
-        (name, int(checksum(tensor.to_local() if isinstance(tensor, DTensor) else tensor)))
-        for name, tensor in tensors
-    ]
+    mine = [(name, int(checksum(local_tensor(tensor)))) for name, tensor in tensors]
     everyone: list[list[tuple[str, int]]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everyone, mine, group=group)
     copies: dict[str, list[tuple[int, int]]] = {}

@@ -29,10 +29,21 @@ TOLERANCES = {
     torch.float16: Tolerance(loss=1.5e-3, gradient=1e-2, update=1e-1),
 }
 
+# Float8 keeps 3 bits of a value (2 of a gradient): a rounding is 2.5% (5%) in the mean. Both sides
+# round, but where a scale or a value is a hair apart they round apart, and with cp each rank has scales
+# of its own part: errors are then those of two roundings, up to 0.14 of a gradient (LOG.md). An update
+# is near its gradient's sign; if that is e apart, a share e / pi of the signs turns: 2 (e / pi)^0.5.
+FLOAT8 = Tolerance(loss=1e-2, gradient=2e-1, update=5e-1)
+
 # Of weights kept in bfloat16. Both sides round by the same random bits, but a weight that is a hair
 # apart may fall to the other side; and gradients come in bfloat16, which Muon amplifies where a matrix
 # has little (LOG.md has the figures). Other bits, or a part left out, make 0.7 and more.
 MASTER_UPDATE = 5e-1
+
+
+def tolerance_of(param_dtype: torch.dtype, float8: str = "off") -> Tolerance:
+    """What forward and backward in ``param_dtype``, with products in ``float8``, are allowed."""
+    return TOLERANCES[param_dtype] if float8 == "off" else FLOAT8
 
 
 @dataclass(frozen=True)

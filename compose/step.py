@@ -11,6 +11,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.applied import applied_to
 from compose.context_parallel import shard_sequence
 from compose.data_parallel import prepare_micro_batch
+from compose.float8 import shared_scales
+from compose.local import local_tensor
 from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import AXES, BATCH_AXES, batch_share, sum_over
 from compose.output import StepLoss, step_loss
@@ -49,7 +51,8 @@ def forward_backward(
 
     batch = own_part(model, batch, mesh)
     # loss_parallel only changes what cross-entropy does with DTensors.
-    with loss_parallel(), step_loss(loss_function, count / loss_scale, applied.output) as loss:
+    losses = step_loss(loss_function, count / loss_scale, applied.output)
+    with shared_scales(model, applied.float8), loss_parallel(), losses as loss:
         if applied.pipeline:
             total = applied.pipeline.run(batch, micro_batch, loss)
         else:
@@ -129,6 +132,6 @@ def clip_grad_norm_(
         clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
         scale = clipped / loss_scale
         for gradient, _ in found:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local = local_tensor(gradient)
             local.mul_(scale.to(local))
     return norm

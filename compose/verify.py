@@ -21,11 +21,12 @@ from compose.activation_checkpointing import KEEP_ALL, Recompute
 from compose.applied import applied_to
 from compose.apply import apply
 from compose.errors import ConfigError
+from compose.float8 import Choice, Recipe, apply_float8
 from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import batch_share
 from compose.pipeline_parallel import Schedule
 from compose.plan import Plan
-from compose.report import TOLERANCES, Judge, Report, Tolerance
+from compose.report import Judge, Report, Tolerance, tolerance_of
 from compose.routing import routers
 from compose.step import clip_grad_norm_, forward_backward
 from compose.witness import (
@@ -54,6 +55,7 @@ def verify(
     activation_checkpoint: Recompute = KEEP_ALL,
     pipeline: Schedule | None = None,
     ep: int = 1,
+    float8: Recipe = "off",
     loss_function: LossFunction = cross_entropy,
     optimizer: OptimizerFactory | None = None,
     max_norm: float = 1.0,
@@ -77,6 +79,7 @@ def verify(
         activation_checkpoint=activation_checkpoint,
         pipeline=pipeline,
         ep=ep,
+        float8=float8,
     )
     return compare(
         model,
@@ -88,7 +91,7 @@ def verify(
         loss_function=loss_function,
         optimizer=optimizer or partial(torch.optim.AdamW, lr=1e-3, foreach=False),
         max_norm=max_norm,
-        tolerance=tolerance or TOLERANCES[param_dtype],
+        tolerance=tolerance or tolerance_of(param_dtype, float8),
     )
 
 
@@ -129,6 +132,7 @@ def compare(
             micro_batch,
             tolerance.loss,
             loss_scale,
+            applied_to(composed).float8,
         )
     held = _held(composed)
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
@@ -246,9 +250,11 @@ class _OneProcess:
         micro_batch: int | None,
         tie: float,
         loss_scale: float,
+        float8: Choice,
     ) -> None:
         self.tie, self.loss_scale = tie, loss_scale
         self.model = copy.deepcopy(model)
+        apply_float8(self.model, float8)
         self.param_dtype, self.loss_function = param_dtype, loss_function
         self.max_norm, self.micro_batch = max_norm, micro_batch
         self.optimizer = optimizer(self.model.parameters())

@@ -10,6 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from compose.applied import applied_to
 from compose.errors import ConfigError
+from compose.local import local_tensor
 from compose.ties import tie, tied_names
 
 
@@ -57,7 +58,7 @@ def init_weights(
     aliases = applied_to(model).aliases
     for held_as, parameter in model.named_parameters():
         name = aliases.get(held_as, held_as)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_tensor(parameter)
         if parameter.ndim < 3:
             whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             init_parameter(name, whole, named_generator(seed, name, device))

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from compose.local import local_tensor
 from compose.weights import local_box
 
 
@@ -49,8 +50,8 @@ class Part:
 def part_of(tensor: Tensor) -> Part:
     """What this rank holds of a DTensor, or all of a plain tensor; ``local`` is the tensor's memory."""
     if not isinstance(tensor, DTensor):
-        return Part(tensor.shape, torch.Size([0] * tensor.ndim), tensor.detach())
-    local = tensor.to_local().detach()
+        return Part(tensor.shape, torch.Size([0] * tensor.ndim), local_tensor(tensor).detach())
+    local = local_tensor(tensor).detach()
     if local.numel() == 0:
         return Part(tensor.shape, torch.Size([0] * tensor.ndim), local)
     return Part(tensor.shape, torch.Size(held.start for held in local_box(tensor)), local)

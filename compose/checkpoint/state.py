@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from compose.applied import applied_to
 from compose.checkpoint.parts import Part, part_of
+from compose.local import local_tensor
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
@@ -52,7 +52,7 @@ def spread(tensors: dict[str, list[Tensor]]) -> None:
     """Give every copy what the first one holds."""
     for first, *others in tensors.values():
         for other in others:
-            _local(other).copy_(_local(first))
+            local_tensor(other).copy_(local_tensor(first))
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -67,7 +67,3 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

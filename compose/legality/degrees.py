@@ -142,6 +142,11 @@ def _plan_names(case: Case) -> None:
             case.plan.checkpoint,
             'activation_checkpoint.mode = "none"',
         ),
+        "float8": (
+            case.config.precision.float8 != "off",
+            case.plan.float8,
+            'precision.float8 = "off"',
+        ),
         "output": (case.config.train.loss_chunk > 0, case.plan.output, "train.loss_chunk = 0"),
         "checkpoint, for offload": (
             case.config.activation_checkpoint.offload,

@@ -1,6 +1,9 @@
 """Rules of a step: what it keeps, computes again, compiles, moves, and in which types."""
 
+import math
+
 from compose.activation_checkpointing import operators
+from compose.build import float8_choice
 from compose.config import ActivationCheckpoint, toml_value
 from compose.errors import ConfigError
 from compose.legality.rule import Case, Rule, micro_batches
@@ -79,6 +82,31 @@ def _async_tp(case: Case) -> None:
     if chosen.async_tp and (not case.on_cuda or chosen.mode == "off" or case.degrees.tp == 1):
         lack = "CUDA" if not case.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
         raise ConfigError(f"compile.async_tp: true needs {lack}; use compile.async_tp = false")
+
+
+def _float8(case: Case) -> None:
+    config, degrees = case.config, case.degrees
+    recipe = config.precision.float8
+    if recipe == "off" or not case.plan.float8:
+        return
+    device = "cuda" if case.on_cuda else "cpu"
+    choice = float8_choice(config, case.model, case.plan, device)
+    if not choice.converted:
+        reasons = list(choice.left.values())
+        raise ConfigError(
+            f"precision.float8: {recipe} would change none of {len(reasons)} linear layers: the first's"
+            f' part of {reasons[0]}; use precision.float8 = "off"'
+        )
+    rows, train = config.train.micro_batch * config.train.seq_len, config.train
+    unit = 16 * degrees.cp
+    if not choice.emulated and recipe != "rowwise_gw_hp" and rows % unit:
+        part = unit // math.gcd(unit, train.micro_batch)
+        nearest = max(1, round(train.seq_len / part)) * part
+        raise ConfigError(
+            f"precision.float8: {recipe} sums gradients over train.micro_batch x seq_len / cp ="
+            f" {rows / degrees.cp:g} tokens, which is no multiple of 16; nearest: train.seq_len ="
+            f' {nearest}, or use precision.float8 = "rowwise_gw_hp"'
+        )
 
 
 def _validation(case: Case) -> None:
@@ -191,6 +219,15 @@ STEP = [
         "precision.master is float32 or precision.param",
         "what is kept in fewer bits than it is used in gains nothing from more",
         _master,
+    ),
+    Rule(
+        "with precision.float8, torchao is installed, some layer's sides on a tp rank are multiples of"
+        " 16 and large enough to gain, and a rank's tokens in a micro-batch are such a multiple too"
+        " (rowwise_gw_hp: any)",
+        "the kernels take rows of 16 bytes, and small products lose more by the scaling than they gain;"
+        " where float8 is emulated, only the first two hold",
+        _float8,
+        upstream="aten/src/ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_cuda",
     ),
     Rule(
         "with optimizer.offload, the optimizer is the fused AdamW, its state and the weights float32",

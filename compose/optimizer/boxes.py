@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from compose.local import local_tensor
 
 Box = tuple[slice, ...]
 
@@ -15,7 +16,7 @@ CHUNK = 2**22
 def local(tensor: Tensor | None) -> Tensor:
     """This rank's part of a parameter, gradient or state, which has one dim at least; its memory."""
     assert tensor is not None
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part = local_tensor(tensor)
     return part if part.ndim else part.unsqueeze(0)
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from compose.errors import ConfigError
+from compose.local import local_tensor
 from compose.optimizer.files import TensorFile, page_aligned
 
 CHUNK = 2**22  # elements of a piece, a multiple of 1024
@@ -41,7 +42,7 @@ class Piece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """What ``tensor``, placed as the parameter is, has there; a view."""
-        return _local(tensor).view(-1)[self.start : self.stop]
+        return local_tensor(tensor).view(-1)[self.start : self.stop]
 
     def of_memory(self, memory: Sequence[Tensor]) -> list[Tensor]:
         """So much of each."""
@@ -158,7 +159,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 if not self.state[parameter]:
                     self._make_state(parameter)
                 self.state[parameter]["step"] += 1
-                count = _local(parameter).numel()
+                count = local_tensor(parameter).numel()
                 for start in range(0, count, CHUNK):
                     yield Piece(parameter, group, start, min(start + CHUNK, count))
 
@@ -168,13 +169,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self.folder is not None and not self.files:
             self._take(self.folder)
         for key in MEANS:
-            count = _local(parameter).numel()
+            count = local_tensor(parameter).numel()
             if self.folder is not None and count:
                 files.append(TensorFile(self.folder / f"{len(self.files):05d}.{key}", count))
                 held = files[-1].mapped()
             else:
                 held = torch.zeros(count, pin_memory=self._on_gpu)
-            state[key] = _placed_as(parameter, held.view(_local(parameter).shape))
+            state[key] = _placed_as(parameter, held.view(local_tensor(parameter).shape))
         self.files[parameter] = files
 
     def _take(self, folder: Path) -> None:
@@ -236,7 +237,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         step = self.state[piece.parameter]["step"] - 1
         adamw(
             [piece.of(piece.parameter)],
-            [_local(gradient).reshape(-1)[piece.start : piece.stop]],
+            [local_tensor(gradient).reshape(-1)[piece.start : piece.stop]],
             [means[0]],
             [means[1]],
             [],
@@ -250,11 +251,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part; where gradients are not recorded, its very memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _placed_as(parameter: Tensor, held: Tensor) -> Tensor:

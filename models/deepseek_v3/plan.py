@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import (
 from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel
 from compose.tensor_parallel import SharedByHeads
-from models.layers.plans import MoEPlan, feed_forward
+from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward
 
 from .model import DeepSeekV3Config
 
@@ -63,6 +63,9 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
         compile=compiled,
+        float8=["layers.*.attention", "layers.*.attention.w*"]
+        + (float8_feed_forward("layers.*.feed_forward") if has_dense else [])
+        + (moe.float8 if has_moe else []),
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_heads),
         output=ends[2],

@@ -29,6 +29,11 @@ def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, Parallel
     }
 
 
+def float8_feed_forward(name: str) -> list[str]:
+    """Entries of ``float8`` for the same."""
+    return [name, f"{name}.w[123]"]
+
+
 @dataclass(frozen=True)
 class MoEPlan:
     """How layers.moe.MoE is cut: what it adds to ``tensor``, ``expert`` and ``context`` of a Plan.
@@ -67,6 +72,11 @@ class MoEPlan:
         layer = self.name.rpartition(".")[0]
         names = [f"{layer}.attention_norm", f"{layer}.attention", f"{layer}.ffn_norm"]
         return names + ([f"{self.name}.shared"] if self.shared_dim else [])
+
+    @property
+    def float8(self) -> list[str]:
+        """The shared expert alone: the others' products are grouped, and not nn.Linear's."""
+        return float8_feed_forward(f"{self.name}.shared") if self.shared_dim else []
 
     @property
     def expert(self) -> dict[str, ParallelStyle]:

@@ -54,6 +54,12 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
         compile=["layers.*"],
+        float8=[
+            "layers.*.attention",
+            "layers.*.attention.w[qkvo]",
+            "layers.*.feed_forward",
+            "layers.*.feed_forward.w[123]",
+        ],
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_kv_heads),
         output=ends[2],

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import (
 from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel
 from compose.tensor_parallel import HeadParallel
-from models.layers.plans import MoEPlan, feed_forward
+from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward
 
 from .model import Qwen3Config
 
@@ -53,6 +53,8 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
         compile=moe.compile if model.n_experts else ["layers.*"],
+        float8=["layers.*.attention", "layers.*.attention.w[qkvo]"]
+        + (moe.float8 if model.n_experts else float8_feed_forward("layers.*.feed_forward")),
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_kv_heads),
         output=ends[2],
