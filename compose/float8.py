@@ -224,10 +224,11 @@ def shared_scales(model: nn.Module, choice: Choice) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter in model.parameters():
-            held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if hasattr(held, "_precomputed_scale"):
-                held._precomputed_scale = None  # type: ignore[attr-defined]
+        with torch.no_grad():  # or to_local() is a view, which has no scale
+            for parameter in model.parameters():
+                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                if hasattr(held, "_precomputed_scale"):
+                    pass
 
 
 def _import_quietly() -> None:
