@@ -228,7 +228,7 @@ def shared_scales(model: nn.Module, choice: Choice) -> Iterator[None]:
             for parameter in model.parameters():
                 held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 if hasattr(held, "_precomputed_scale"):
-                    pass
+                    held._precomputed_scale = None  # type: ignore[attr-defined]
 
 
 def _import_quietly() -> None:
