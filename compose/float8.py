@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -224,11 +223,11 @@ def shared_scales(model: nn.Module, choice: Choice) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():  # or to_local() is a view, which has no scale
-            for parameter in model.parameters():
-                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                if hasattr(held, "_precomputed_scale"):
-                    held._precomputed_scale = None  # type: ignore[attr-defined]
+        for parameter in model.parameters():
+            # Where torchao puts it: to_local() makes a view, which has none.
+            held = getattr(parameter, "_local_tensor", parameter)
+            if hasattr(held, "_precomputed_scale"):
+                pass
 
 
 def _import_quietly() -> None:

@@ -243,10 +243,9 @@ def _bytes_gathered(keys: dict[str, object]) -> int:
     with mock.patch.object(DefaultAllGather, "__call__", counted):
         forward_backward(model, batch, mesh)
     # What runs the model besides, after weights have changed, finds its own.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            held = parameter.to_local()  # type: ignore[attr-defined]
-            assert getattr(held, "_precomputed_scale", None) is None
+    for parameter in model.parameters():
+        held = parameter._local_tensor  # type: ignore[attr-defined]
+        assert getattr(held, "_precomputed_scale", None) is None
     return sum(sent)
 
 
