@@ -227,7 +227,7 @@ def shared_scales(model: nn.Module, choice: Choice) -> Iterator[None]:
             # Where torchao puts it: to_local() makes a view, which has none.
             held = getattr(parameter, "_local_tensor", parameter)
             if hasattr(held, "_precomputed_scale"):
-                pass
+                held._precomputed_scale = None
 
 
 def _import_quietly() -> None:
