@@ -47,14 +47,15 @@ def rounded(x: Tensor, dim: int | None, kind: torch.dtype, power_of_2: bool) -> 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_computes_what_the_formula_says(recipe: Any) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"w": nn.Linear(48, 32, bias=False), "plain": nn.Linear(48, 32)})
-    weight, x = model["w"].weight.detach().clone(), torch.randn(2, 9, 48).requires_grad_()
-    apply_float8(model, Choice(recipe, True, {"w": 32}, {}))
-    assert type(model["plain"]) is nn.Linear
-    model["w"].weight.data[0] *= 50  # an outlier, which a scale of its own row alone sees
-    weight[0] *= 50
+    model = nn.Sequential(nn.Linear(48, 32, bias=False), nn.Linear(48, 32))
+    apply_float8(model, Choice(recipe, True, {"0": 32}, {}))
+    layer, plain = model
+    assert isinstance(layer, nn.Linear)
+    assert type(plain) is nn.Linear
+    layer.weight.data[0] *= 50  # an outlier, which a scale of its own row alone sees
+    weight, x = layer.weight.detach(), torch.randn(2, 9, 48).requires_grad_()
     out_gradient = torch.randn(2, 9, 32)
-    found = model["w"](x)
+    found = layer(x)
     found.backward(out_gradient)
 
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -76,7 +77,7 @@ def test_a_layer_computes_what_the_formula_says(recipe: Any) -> None:
         grad_weight = rounded(gradient, by_column, of_gradient, not whole).T @ rounded(
             rows, by_column, e4m3, not whole
         )
-    torch.testing.assert_close(model["w"].weight.grad, grad_weight)
+    torch.testing.assert_close(layer.weight.grad, grad_weight)
     exact = rows @ weight.T
     assert 5e-3 < float((found.detach().flatten(0, 1) - exact).norm() / exact.norm()) < 5e-2, (
         "8 bits, not 32"
