@@ -2,6 +2,9 @@
 
 import math
 
+import torch
+from torch.torch_version import TorchVersion
+
 from compose.activation_checkpointing import operators
 from compose.build import float8_choice
 from compose.config import ActivationCheckpoint, toml_value
@@ -37,16 +40,21 @@ def _recompute_units(case: Case) -> None:
         )
 
 
-def _recompute_split(case: Case) -> None:
-    degrees, mode = case.degrees, case.config.activation_checkpoint.mode
-    count = micro_batches(case.config)
-    if degrees.pp == 1 or not count or mode not in ("selective", "budget"):
-        return
+def _backward_in_two_parts(case: Case) -> bool:
+    """Whether the schedule runs backward of inputs and of weights apart."""
+    degrees, count = case.degrees, micro_batches(case.config)
+    if degrees.pp == 1 or not count:
+        return False
     try:
         table = build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
     except ConfigError:
-        return  # another rule's affair
-    if any(action.kind in "IW" for row in table for action in row):
+        return False  # another rule's affair
+    return any(action.kind in "IW" for row in table for action in row)
+
+
+def _recompute_split(case: Case) -> None:
+    degrees, mode = case.degrees, case.config.activation_checkpoint.mode
+    if mode in ("selective", "budget") and _backward_in_two_parts(case):
         raise ConfigError(
             f'activation_checkpoint.mode: "{mode}" gives what it kept out once, and'
             f" {degrees.pp_schedule} runs backward in two parts; use"
@@ -106,6 +114,16 @@ def _float8(case: Case) -> None:
             f"precision.float8: {recipe} sums gradients over train.micro_batch x seq_len / cp ="
             f" {rows / degrees.cp:g} tokens, which is no multiple of 16; nearest: train.seq_len ="
             f' {nearest}, or use precision.float8 = "rowwise_gw_hp"'
+        )
+
+
+def _float8_split(case: Case) -> None:
+    recipe, old = case.config.precision.float8, TorchVersion(torch.__version__) < "2.13"
+    if recipe != "off" and old and _backward_in_two_parts(case):
+        raise ConfigError(
+            f"precision.float8: {recipe} makes a layer one function of input and weight, whose backward"
+            f" torch {torch.__version__} cannot run in two parts, as {case.degrees.pp_schedule} does;"
+            ' use torch 2.13, or parallel.pp_schedule = "Interleaved1F1B"'
         )
 
 
@@ -228,6 +246,12 @@ STEP = [
         " where float8 is emulated, only the first two hold",
         _float8,
         upstream="aten/src/ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_cuda",
+    ),
+    Rule(
+        "with precision.float8 and torch before 2.13, the schedule runs backward in one piece",
+        "a float8 layer is one function of its input and weight, which the split cannot enter",
+        _float8_split,
+        upstream="torch/distributed/pipelining/_backward.py, stage_backward_input",
     ),
     Rule(
         "with optimizer.offload, the optimizer is the fused AdamW, its state and the weights float32",
