@@ -58,6 +58,7 @@ def test_moe_of_two_ranks() -> None:
         assert 0 < result["share"] < 1
 
 
+@pytest.mark.full
 def test_checkpoint() -> None:
     done = execute("benchmarks/checkpoint.py", "--small")
     assert done.returncode == 0, done.stderr

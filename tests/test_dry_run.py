@@ -93,8 +93,15 @@ def test_needs_no_data_and_writes_nothing(tmp_path_factory: pytest.TempPathFacto
     assert not folder.exists()
 
 
+SLOW = ("llama3_405b_cp16_128k", "qwen3_235b_a22b_ep8_pp8_dp32_zero1", "deepseek_v3_671b_pp16_ep64")
+
+
 @pytest.mark.parametrize(
-    "recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
+    "recipe",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.full] if path.stem in SLOW else [])
+        for path in sorted((ROOT / "recipes").glob("*.toml"))
+    ],
 )
 def test_recipes_pass(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At the number of ranks that the recipe's own comment gives."""

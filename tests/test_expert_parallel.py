@@ -98,7 +98,7 @@ CASES = [
 
 def _in_turn() -> list[Any]:
     """Every case with one of the models; with the other, most of them are left to ``-m full``."""
-    both = {"tp 2 ep 2", "ds 2 tp 2 pp 2 ep 4", "ds 2 cp 2 tp 2 ep 8"}
+    both = {"tp 2 ep 2", "ds 2 tp 2 pp 2 ep 4"}
     return [
         pytest.param(model, case, marks=[] if case in both or (i + j) % 2 == 0 else [pytest.mark.full])
         for i, case in enumerate(CASES)
