@@ -22,7 +22,7 @@ def mesh(**degrees: Any) -> dict[str, Any]:
     return {f"parallel__{name}": value for name, value in degrees.items()}
 
 
-# By name: ranks, keys.
+# By name: ranks, keys. Their faults are those of their parts (test_faults.py, test_float8.py).
 MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "float8 x tp x zero 3 x compile x selective": (
         4,
