@@ -27,7 +27,7 @@ from compose.build import build
 from compose.compilation import Compile
 from compose.data.batches import Batches
 from compose.profiling import span
-from compose.profiling.memory import CATEGORIES, Allocation, allocations, peak
+from compose.profiling.memory import CATEGORIES, allocations, peak
 from compose.profiling.shares import KINDS, time_shares
 from compose.profiling.trace import Trace, step_span
 from compose.runtime import TrainingError
@@ -105,10 +105,11 @@ def test_files_and_a_run_as_without(pool: Pool, tmp_path: Path) -> None:
     assert all(result["time"][kind] > 0 for kind in KINDS)
     assert 2e6 * result["seconds_per_step"] == pytest.approx(trace.end - trace.start)
 
-    memory, size = result["memory"], 4 * sum(p.numel() for p in profiled[1])
-    assert memory["most"]["weights"] == size
+    # A vocabulary of 257: FSDP fills the second rank's part up to the first one's.
+    memory, (filled, size) = result["memory"], (4 * sum(p.numel() for p in w) for w in profiled)
+    assert memory["most"]["weights"] == filled
+    assert filled <= memory["most"]["gradients"] < filled + size
     assert memory["most"]["optimizer"] == 2 * size + 4 * len(profiled[1])  # its counts of steps
-    assert memory["most"]["gradients"] == size
     assert list(memory["at_peak"]) == list(memory["most"]) == list(CATEGORIES)
     assert sum(memory["at_peak"].values()) == memory["peak"]
     # As the events alone have it.
@@ -120,8 +121,8 @@ def test_files_and_a_run_as_without(pool: Pool, tmp_path: Path) -> None:
     kept = memory["most"]["weights"] + memory["most"]["optimizer"]
     buffers = memory["peak"] - kept - most
     assert 0 <= buffers < 2**15  # cosines and sines
-    # What a layer's forward leaves behind.
-    assert memory["most"]["activations"] > 8 * 2 * 32 * 4 * (8 * 64 + 4 * 96)
+    # What the forward of 2 samples leaves behind in two layers, at least.
+    assert memory["most"]["activations"] > 2 * (2 * 32) * 4 * (8 * 64 + 4 * 96)
     assert memory["most"]["communication"] > 0
 
     snapshot = pickle.loads((folder / "traces" / "step2-3_rank1_memory.pickle").read_bytes())
@@ -142,10 +143,10 @@ def test_gradients_that_are_not_reduced_yet(pool: Pool, tmp_path: Path) -> None:
     most = {}
     for zero in (1, 3):
         folder = tmp_path / str(zero)
-        weights = pool.run(_train, 2, keys_for(folder, parallel__zero=zero, **keys))[0]
+        weights = pool.run(_train, 2, keys_for(folder, parallel__zero=zero, **keys))
         most[zero] = summary(folder, "2-2")["ranks"][0]["memory"]["most"]
-        assert most[zero]["weights"] == 4 * sum(p.numel() for p in weights)
-    whole = 2 * most[3]["weights"]
+        assert most[zero]["weights"] == 4 * sum(p.numel() for p in weights[0])
+    whole = 4 * sum(p.numel() for part in weights for p in part)
     assert whole <= most[1]["gradients"] < 1.6 * whole
     assert most[3]["gradients"] < whole
 
@@ -195,7 +196,7 @@ def test_on_meshes(pool: Pool, tmp_path: Path, name: str) -> None:
     for result, size in zip(results, weights, strict=True):
         assert sum(result["time"].values()) == pytest.approx(1)
         assert min(result["time"][kind] for kind in ("matmul", "attention", "communication")) > 0
-        assert result["memory"]["most"]["weights"] == 4 * size
+        assert 4 * size <= result["memory"]["most"]["weights"] < 4.1 * size  # FSDP fills parts up
         assert result["memory"]["most"]["gradients"] >= 4 * size
         assert result["memory"]["most"]["communication"] > 0
 
@@ -373,8 +374,11 @@ def test_memory_of_a_gpu() -> None:
         _event("autograd::engine::evaluate_function: MmBackward0", 10, 20),
         _memory(11, 300, 8),
         _memory(12, 100, -64),
-        _event("aten::add", 30, 31),
-        _memory(32, 300, -8),
+        _memory(13, 400, 1),
+        _memory(14, 400, -1),
+        _event("FSDP::post_backward_reduce (layers.0)", 15, 19, "user_annotation"),
+        _memory(16, 500, 4),
+        _memory(17, 300, -8),
     ]
     found = allocations(Trace({"traceEvents": events}), [])
     before = {"weights": 10, "other": 20}
@@ -382,9 +386,8 @@ def test_memory_of_a_gpu() -> None:
     assert peak(found, before) == {
         "peak": 10 + 4 + 64 + 32 + 8,
         "at_peak": expected | {"other": 4, "communication": 32, "gradients": 8},
-        "most": expected | {"other": 20, "communication": 32, "gradients": 8},
+        "most": expected | {"other": 20, "communication": 36, "gradients": 8},
     }
-    assert peak([Allocation(0, 1, 1, 5, None, "gradients")], {})["peak"] == 5
 
 
 @pytest.mark.parametrize(

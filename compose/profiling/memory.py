@@ -21,6 +21,7 @@ class Allocation:
     address: int
     bytes: int
     within: Range | None
+    freed_within: Range | None
     category: str
 
 
@@ -42,39 +43,39 @@ def allocations(trace: Trace, noted: Sequence[Mapping[int, str]]) -> list[Alloca
                     held[address].category = category
         elif event.bytes > 0:
             held[event.address] = Allocation(
-                time, math.inf, event.address, event.bytes, event.within, ""
+                time, math.inf, event.address, event.bytes, event.within, None, ""
             )
             found.append(held[event.address])
         elif event.address in held:
-            held.pop(event.address).end = time
+            freed = held.pop(event.address)
+            freed.end, freed.freed_within = time, event.within
         else:
-            early = Allocation(-math.inf, time, event.address, -event.bytes, None, OTHER)
-            found.append(early)
+            found.append(
+                Allocation(-math.inf, time, event.address, -event.bytes, None, event.within, OTHER)
+            )
     _categorize(found, trace)
     return found
 
 
 def _categorize(found: Sequence[Allocation], trace: Trace) -> None:
-    """By where it was allocated, and what it outlives: what a forward leaves to backward is an
-    activation, and what a backward leaves to the next forward a gradient."""
-    elsewhere = (COMMUNICATION, OPTIMIZER, DATA)
-    steps = [r for r in trace.ranges if r.operator and trace.start <= r.start < trace.end]
-    forwards = sorted(r.start for r in steps if not (r.backward or r.buffers or r.label in elsewhere))
-    backwards = sorted(r.start for r in steps if r.backward)
+    """By the ranges in which they were allocated and freed."""
+    backwards = sorted(r.start for r in trace.ranges if r.backward)
     for each in found:
         within = each.within
         if each.category or within is None:
             each.category = each.category or ACTIVATIONS
             continue
-        after = forwards if within.backward else backwards
-        place = bisect(after, each.start)
-        outlives = place < len(after) and after[place] < each.end
-        if within.buffers or (within.label == COMMUNICATION and not outlives):
+        place = bisect(backwards, each.start)
+        # A forward's, and there when the next backward begins: it was made to be kept.
+        kept = not within.backward and place < len(backwards) and backwards[place] < each.end
+        if within.buffers:
             each.category = COMMUNICATION
-        elif within.label in (OPTIMIZER, DATA):
-            each.category = OTHER
+        elif each.freed_within and each.freed_within.reduces:
+            each.category = GRADIENTS  # FSDP lets go of a whole gradient once it has a copy to send
+        elif within.label == COMMUNICATION and not kept:
+            each.category = COMMUNICATION
         else:
-            each.category = GRADIENTS if within.backward and outlives else ACTIVATIONS
+            each.category = OTHER if within.label in (OPTIMIZER, DATA) else ACTIVATIONS
 
 
 def peak(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ _STEP = "ProfilerStep#"  # PyTorch's own tools know steps by this name
 _BACKWARD = "autograd::engine::evaluate_function"
 # Of FSDP's ranges, those that change types or devices, not places.
 _NO_BUFFERS = re.compile(r"FSDP::(cast_|inputs_|post_backward_accumulate)")
+_REDUCES = "FSDP::post_backward_reduce"
 NOTED = "compose::noted"
 
 
@@ -64,8 +65,8 @@ class Range:
     """An operator or a named range; times in microseconds.
 
     own: time in which no other range within it went on. backward: within autograd's backward. buffers:
-    within what FSDP does to its buffers. makes: number of the node of autograd that this may have made;
-    runs: of the node whose backward this is; or -1.
+    within what FSDP does to its buffers; reduces: within its reduction of gradients. makes: number of
+    the node of autograd that this may have made; runs: of the node whose backward this is; or -1.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Range:
     label: Label
     backward: bool
     buffers: bool
+    reduces: bool
     makes: int
     runs: int
 
@@ -173,11 +175,12 @@ def _is_memory(event: Mapping[str, Any]) -> bool:
 def _range(event: Mapping[str, Any], parent: Range | None) -> Range:
     name, start, length = event["name"], event["ts"], event["dur"]
     node, thread = (event.get("args", {}).get(key, -1) for key in ("Sequence number", "Fwd thread id"))
-    label, backward, buffers = _label(name), name.startswith(_BACKWARD), name.startswith("FSDP::")
+    label, backward = _label(name), name.startswith(_BACKWARD)
+    buffers, reduces = name.startswith("FSDP::"), name.startswith(_REDUCES)
     if parent:
         parent.own -= length
-        backward, buffers = backward or parent.backward, buffers or parent.buffers
-        label = _last(label, parent.label)
+        label, backward = _last(label, parent.label), backward or parent.backward
+        buffers, reduces = buffers or parent.buffers, reduces or parent.reduces
     return Range(
         name,
         start,
@@ -189,6 +192,7 @@ def _range(event: Mapping[str, Any], parent: Range | None) -> Range:
         label,
         backward,
         buffers and not _NO_BUFFERS.match(name),
+        reduces,
         node if thread == 0 else -1,
         node if thread > 0 else -1,
     )
