@@ -3,7 +3,7 @@
 import gzip
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import dump
@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from compose.checkpoint.store import write_whole
 from compose.config import Profile
 from compose.profiling.memory import (
-    CATEGORIES,
     GRADIENTS,
     OPTIMIZER,
     OTHER,
@@ -27,7 +26,8 @@ from compose.profiling.memory import (
     peak,
     snapshot,
 )
-from compose.profiling.shares import KINDS, time_shares
+from compose.profiling.shares import time_shares
+from compose.profiling.text import as_text
 from compose.profiling.trace import NOTED, Trace, span, step_span
 from compose.runtime import note
 
@@ -57,7 +57,7 @@ class Profiler:
         self.recording: Recording | None = None
         if done < self.last and (not chosen.ranks or rank in chosen.ranks):
             self.recording = Recording(model, optimizer, device, chosen.memory)
-        elif self.last and rank == 0 and done >= self.last:
+        elif rank == 0 and 0 < self.last <= done:
             print(f"profile.steps: {list(chosen.steps)} are over: the run goes on after step {done}")
 
     @contextmanager
@@ -232,41 +232,3 @@ def _waits_marked() -> Iterator[None]:
         yield
     finally:
         dist.Work.wait = real  # type: ignore[method-assign]
-
-
-def as_text(summary: Mapping[str, Any], folder: Path) -> str:
-    """The summary for a person."""
-    first, last = summary["steps"]
-    good = [each for each in summary["ranks"] if "problem" not in each]
-    lines = [f"profile of steps {first} to {last}, in {folder}"]
-    lines += [
-        f"  rank {each['rank']}: not written: {each['problem']}"
-        for each in summary["ranks"]
-        if "problem" in each
-    ]
-    if good:
-        lines.append(_row("time, %", ["s/step", *KINDS]))
-    for each in good:
-        cells = [f"{each['seconds_per_step']:.3f}"]
-        cells += [f"{100 * each['time'][kind]:.1f}" for kind in KINDS]
-        lines.append(_row(f"rank {each['rank']}", cells))
-    if good:
-        lines.append(_row("memory, MiB", ["peak", *CATEGORIES]))
-    for each in good:
-        memory = each["memory"]
-        lines.append(
-            _row(
-                f"rank {each['rank']}, at peak",
-                [_mib(memory["peak"]), *(_mib(memory["at_peak"][name]) for name in CATEGORIES)],
-            )
-        )
-        lines.append(_row("  most of each", ["", *(_mib(memory["most"][name]) for name in CATEGORIES)]))
-    return "\n".join(lines)
-
-
-def _row(name: str, cells: Iterable[str]) -> str:
-    return f"  {name:<18}" + "".join(f"{cell:>14}" for cell in cells)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.2f}"

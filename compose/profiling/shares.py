@@ -21,7 +21,7 @@ def time_shares(trace: Trace) -> dict[str, float]:
     the thread, with the copies into and out of buffers; or where the GPU has no other kernel.
     ``idle``: Python between operators; or no kernel at all, unless data is being made.
     """
-    spent = dict.fromkeys(KINDS, 0.0)
+    spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for kind, time in _of_device(trace) if trace.kernels else _of_thread(trace):
         spent[kind] += time
     whole = sum(spent.values())
