@@ -345,7 +345,7 @@ def test_kernels_of_a_gpu() -> None:
         _event("triton_tem_fused_mm", 80, 85, "kernel"),
         _event("fmha_cutlassF", 95, 100, "kernel"),
     ]
-    shares = time_shares(Trace({"traceEvents": events}))
+    shares = time_shares(Trace({"traceEvents": events}, gpu=True))
     expected = {
         "matmul": 15,
         "attention": 13,
@@ -385,7 +385,7 @@ def test_memory_of_a_gpu() -> None:
         _memory(16, 500, 4),
         _memory(17, 300, -300),
     ]
-    found = allocations(Trace({"traceEvents": events}), [])
+    found = allocations(Trace({"traceEvents": events}, gpu=True), [])
     expected = dict.fromkeys(CATEGORIES, 0) | {"weights": 10, "activations": 64 + 128}
     assert peak(found, {"weights": 10, "other": 20}) == {
         "peak": 10 + 4 + 64 + 128 + 32 + 300,

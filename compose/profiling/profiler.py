@@ -94,6 +94,7 @@ class Profiler:
                 result |= self.recording.write(self.folder / f"{steps}_rank{dist.get_rank()}")
             except OSError as error:  # no reason to end a run
                 result["problem"] = str(error)
+            self.recording = None  # it holds all that was recorded
         found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(result, found)
         if found is not None:
@@ -132,6 +133,7 @@ class Recording:
         self.prepared = self.going = False
         self.before: dict[str, int] = {}
         self.noted: list[dict[int, str]] = []
+        self.history: Any = None
         self.undo = ExitStack()
 
     def prepare(self) -> None:
@@ -187,7 +189,7 @@ class Recording:
         plain.unlink()
         with gzip.open(f"{plain}.gz", "wb", _GZIP) as file:
             file.write(content)
-        trace = Trace(json.loads(content))
+        trace = Trace(json.loads(content), self.cuda)
         found = allocations(trace, self.noted)
         if self.memory:
             with path.with_name(f"{path.name}_memory.pickle").open("wb") as file:

@@ -22,7 +22,7 @@ def time_shares(trace: Trace) -> dict[str, float]:
     ``idle``: Python between operators; or no kernel at all, unless data is being made.
     """
     spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for kind, time in _of_device(trace) if trace.kernels else _of_thread(trace):
+    for kind, time in _of_device(trace) if trace.gpu else _of_thread(trace):
         spent[kind] += time
     whole = sum(spent.values())
     return {kind: time / whole for kind, time in spent.items()}
@@ -41,7 +41,7 @@ def _of_thread(trace: Trace) -> Iterator[tuple[str, float]]:
 
 def _of_device(trace: Trace) -> Iterator[tuple[str, float]]:
     # The host is ahead of the device, so the last step's kernels end after it.
-    end = max(trace.end, *(kernel.end for kernel in trace.kernels))
+    end = max([trace.end, *(kernel.end for kernel in trace.kernels)])
     edges: list[tuple[float, int, str]] = []
     for kernel in trace.kernels:
         edges += [(kernel.start, 1, kernel.label or OTHER), (kernel.end, -1, kernel.label or OTHER)]

@@ -104,25 +104,26 @@ class Change:
 
 
 class Trace:
-    """The content of a trace's file.
+    """The content of a trace's file. ``gpu``: training is on one; else on the CPU.
 
-    ranges: of all threads, each after the one that it is in. kernels: none on a CPU. changes: of the
-    device's memory, in order. start, end: of the steps, together.
+    ranges: of all threads, each after the one that it is in. kernels: of the GPU. changes: of the
+    device's memory, in order. steps: their numbers. start, end: of the steps, together. thread: that
+    trains. Raises IndexError where there is no range of a step.
     """
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    def __init__(self, content: Mapping[str, Any], gpu: bool = False) -> None:
         events: list[dict[str, Any]] = content["traceEvents"]
         self.ranges: list[Range] = []
         self.changes: list[Change] = []
+        self.gpu = gpu
         launched = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-        self._device = 1 if launched else 0  # as the events of memory have it
         by_operator = self._nest(events)
         self._label_backward()
         self.changes.sort(key=lambda change: change.time)
         self.kernels = [_kernel(event, by_operator) for event in launched]
         steps = [r for r in self.ranges if r.name.startswith(_STEP)]
         self.steps = [int(r.name.removeprefix(_STEP)) for r in steps]
-        self.thread = steps[0].thread  # that trains
+        self.thread = steps[0].thread
         self.start, self.end = steps[0].start, max(r.end for r in steps)
 
     def _nest(self, events: Iterable[dict[str, Any]]) -> dict[int, Range]:
@@ -151,7 +152,7 @@ class Trace:
 
     def _change(self, event: Mapping[str, Any], within: Range | None) -> None:
         about = event["args"]
-        if about["Device Type"] == self._device:
+        if about["Device Type"] == int(self.gpu):  # c10's numbers: the CPU is 0, CUDA is 1
             self.changes.append(Change(event["ts"], about["Addr"], about["Bytes"], within))
 
     def _label_backward(self) -> None:
