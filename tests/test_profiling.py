@@ -1,12 +1,13 @@
-"""What is profiled, what is left of it, and what it says."""
+"""Runs with some steps profiled: what is left of them, and that nothing else changes."""
 
+import contextlib
 import gzip
+import io
 import json
 import os
 import pickle
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.cuda._memory_viz import trace as listed
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 from compose import ConfigError
 from compose.build import build
 from compose.compilation import Compile
 from compose.data.batches import Batches
-from compose.profiling import span
-from compose.profiling.memory import CATEGORIES, allocations, peak
-from compose.profiling.shares import KINDS, time_shares
-from compose.profiling.trace import Trace, step_span
+from compose.profiling.memory import CATEGORIES
+from compose.profiling.shares import KINDS
+from compose.profiling.trace import Trace
 from compose.runtime import TrainingError
 from compose.trainer import Trainer
 from tests.helpers import make_config
@@ -60,6 +57,13 @@ def _train(keys: dict[str, Any], slow: int = -1) -> list[Tensor]:
         trainer.run()
     assert dist.Work.wait is before
     return [_local(p).detach().clone() for p in trainer.model.parameters()]
+
+
+def _printed(keys: dict[str, Any]) -> str:
+    """What this rank prints while it trains."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        _train(keys)
+    return printed.getvalue()
 
 
 def files(folder: Path) -> list[str]:
@@ -163,9 +167,16 @@ def test_recomputation_shows_in_activations(pool: Pool, tmp_path: Path) -> None:
     assert found["full"]["optimizer"] > 2 * found["full"]["weights"]
 
 
-def test_a_slow_rank_and_who_waits_for_it(
-    pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_wide_products(pool: Pool, tmp_path: Path) -> None:
+    keys = {"model__n_layers": 1, "model__dim": 256, "model__hidden_dim": 4096, "train__steps": 2}
+    pool.run(_train, 1, keys_for(tmp_path, profile__steps=[2, 2], **keys))
+    shares = summary(tmp_path, "2-2")["ranks"][0]["time"]
+    assert max(shares, key=shares.__getitem__) == "matmul"
+    assert shares["matmul"] > 0.5
+    assert shares["communication"] == 0
+
+
+def test_a_slow_rank_and_who_waits_for_it(pool: Pool, tmp_path: Path) -> None:
     chosen = {"train__steps": 2, "profile__steps": [2, 2], "profile__ranks": []}
     pool.run(_train, 2, keys_for(tmp_path, parallel__dp_shard=2, **chosen), 1)
     waits, slow = (result["time"] for result in summary(tmp_path, "2-2")["ranks"])
@@ -175,7 +186,13 @@ def test_a_slow_rank_and_who_waits_for_it(
 
 
 MIXED: dict[str, dict[str, Any]] = {
-    "pp x tp": {"parallel__pp": 2, "parallel__tp": 2, "parallel__pp_schedule": "ZBVZeroBubble"},
+    "pp x tp": {
+        "parallel__pp": 2,
+        "parallel__tp": 2,
+        "parallel__pp_schedule": "ZBVZeroBubble",
+        "model__n_layers": 4,
+        "train__global_batch": 8,
+    },
     "ring, compiled": {"parallel__cp": 2, "compile__mode": "block"},
     "muon, zero 2": {"parallel__zero": 2, "parallel__dp_shard": 2, "optimizer__name": "muon"},
 }
@@ -189,7 +206,7 @@ def _train_mixed(keys: dict[str, Any]) -> int:
 @pytest.mark.parametrize("name", MIXED)
 def test_on_meshes(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = 4 if "pp" in name else 2
-    keys = {"train__steps": 2, "profile__steps": [1, 2], "profile__ranks": [], "model__n_layers": 4}
+    keys = {"train__steps": 2, "profile__steps": [1, 2], "profile__ranks": []}
     weights = pool.run(_train_mixed, ranks, keys_for(tmp_path, **keys, **MIXED[name]))
     results = summary(tmp_path, "1-2")["ranks"]
     assert [result["rank"] for result in results] == list(range(ranks))
@@ -222,7 +239,8 @@ def test_a_run_that_ends_or_begins_within_the_steps(pool: Pool, tmp_path: Path) 
     assert files(tmp_path)[2:] == ["step4-4_rank0.json.gz", "step4-4_summary.json"]
     assert summary(tmp_path, "4-4")["steps"] == [4, 4]
     (tmp_path / "traces").rename(tmp_path / "before")
-    pool.run(_train, 1, {**keys, "train__steps": 6, "profile__steps": [2, 4]})
+    printed = pool.run(_printed, 1, {**keys, "train__steps": 6, "profile__steps": [2, 4]})[0]
+    assert "profile.steps: [2, 4] are over: the run goes on after step 5\n" in printed
     assert not (tmp_path / "traces").exists()
 
 
@@ -248,150 +266,9 @@ def test_a_failed_step_ends_the_profile(pool: Pool, tmp_path: Path, steps: list[
 
 def test_what_cannot_be_written_ends_no_run(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "traces").touch()
-    pool.run(_train, 1, keys_for(tmp_path, train__steps=3, profile__steps=[2, 2]))
+    printed = pool.run(_printed, 1, keys_for(tmp_path, train__steps=3, profile__steps=[2, 2]))[0]
+    assert f"rank 0: not written: [Errno 17] File exists: '{tmp_path}/traces'\n" in printed
     assert len(lines(tmp_path)) == 3
-
-
-def _traced(tmp_path: Path, work: Callable[[], None]) -> Trace:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded, step_span(1):
-        work()
-    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
-    return Trace(json.loads((tmp_path / "trace.json").read_text()))
-
-
-def _products() -> None:
-    x, w = torch.randn(256, 1024), torch.randn(1024, 1024, requires_grad=True)
-    (x @ w).sum().backward()
-
-
-def _attention(backend: SDPBackend) -> None:
-    q, k, v = (torch.randn(1, 4, 768, 32, requires_grad=True) for _ in range(3))
-    with sdpa_kernel(backend):
-        F.scaled_dot_product_attention(q, k, v).sum().backward()
-
-
-def _optimizer() -> None:
-    with span("optimizer"):
-        torch.mm(torch.randn(1024, 1024), torch.randn(1024, 1024))
-
-
-def _data() -> None:
-    with span("data"):
-        time.sleep(0.05)
-        torch.mm(torch.randn(512, 512), torch.randn(512, 512))
-
-
-WORK: dict[str, tuple[Callable[[], None], str]] = {
-    "products": (_products, "matmul"),
-    "flash attention": (partial(_attention, SDPBackend.FLASH_ATTENTION), "attention"),
-    "attention of products": (partial(_attention, SDPBackend.MATH), "attention"),
-    "optimizer": (_optimizer, "optimizer"),
-    "data": (_data, "data"),
-    "python": (partial(time.sleep, 0.05), "idle"),
-}
-
-
-@pytest.mark.parametrize("name", WORK)
-def test_known_work_is_classified(tmp_path: Path, name: str) -> None:
-    work, kind = WORK[name]
-    work()
-    trace = _traced(tmp_path, work)
-    shares = time_shares(trace)
-    assert max(shares, key=shares.__getitem__) == kind
-    assert sum(shares.values()) == pytest.approx(1)
-    if kind != "matmul":
-        assert shares["matmul"] == 0
-    if "attention" in name or kind == "matmul":  # in both passes
-        kernels = [r for r in trace.ranges if r.name.startswith("aten::") and r.label == kind]
-        assert {r.backward for r in kernels} == {False, True}
-
-
-def _event(name: str, start: float, end: float, cat: str = "cpu_op", **args: Any) -> dict[str, Any]:
-    thread = 7 if cat == "kernel" else 1
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "tid": thread,
-        "ts": start,
-        "dur": end - start,
-        "args": {key.replace("_", " "): value for key, value in args.items()},
-    }
-
-
-def _memory(time: float, address: int, size: int) -> dict[str, Any]:
-    about = {"Addr": address, "Bytes": size, "Device Type": 1}
-    return {"ph": "i", "name": "[memory]", "tid": 1, "ts": time, "args": about}
-
-
-def test_kernels_of_a_gpu() -> None:
-    """What a GPU does at once counts once, computation before communication."""
-    events = [
-        _event("ProfilerStep#4", 0, 90, "user_annotation"),
-        _event("compose::data", 0, 6, "user_annotation"),
-        _event("aten::mm", 10, 11, External_id=1),
-        _event("autograd::engine::evaluate_function: X", 12, 15, External_id=8),
-        _event("aten::_scaled_dot_product_flash_attention_backward", 13, 14, External_id=2),
-        _event("compose::optimizer", 15, 16, "user_annotation", External_id=3),
-        _event("aten::mm", 15, 16, External_id=4),
-        _event("fsdp::all_gather_copy_in", 17, 18, External_id=5),
-        _event("Memcpy HtoD", 2, 4, "gpu_memcpy", External_id=9),
-        _event("sm90_gemm", 10, 20, "kernel", External_id=1),
-        _event("flash_bwd", 20, 28, "kernel", External_id=2),
-        _event("ncclDevKernel_AllGather", 15, 40, "kernel", External_id=5),  # 12 of it alone
-        _event("nvjet", 50, 60, "kernel", External_id=4),
-        _event("copies", 60, 61, "kernel", External_id=5),
-        _event("triton_poi_fused_add", 70, 80, "kernel"),
-        _event("triton_tem_fused_mm", 80, 85, "kernel"),
-        _event("fmha_cutlassF", 95, 100, "kernel"),
-    ]
-    shares = time_shares(Trace({"traceEvents": events}, gpu=True))
-    expected = {
-        "matmul": 15,
-        "attention": 13,
-        "communication": 13,
-        "optimizer": 10,
-        "data": 4,
-        "other": 12,
-        "idle": 33,
-    }
-    assert {kind: 100 * share for kind, share in shares.items()} == pytest.approx(expected)
-
-
-def test_memory_of_a_gpu() -> None:
-    """What was there before and is freed counts until then; the host's memory does not count; what a
-    collective gives is an activation if it is kept for backward."""
-    host = _memory(3, 1, 1000)
-    host["args"]["Device Type"] = 0
-    events = [
-        _event("ProfilerStep#1", 0, 90, "user_annotation"),
-        _event("kernel", 1, 2, "kernel"),
-        _event("aten::mm", 1, 4),
-        host,
-        _memory(2, 100, 64),
-        _memory(5, 50, -16),
-        _event("_c10d_functional::all_gather_into_tensor", 5.5, 5.9),
-        _memory(5.6, 600, 128),
-        _memory(5.7, 700, 256),
-        _memory(5.8, 700, -256),
-        _event("FSDP::pre_forward", 6, 9, "user_annotation"),
-        _memory(7, 200, 32),
-        _event("autograd::engine::evaluate_function: MmBackward0", 10, 20),
-        _memory(11, 300, 300),
-        _memory(12, 100, -64),
-        _memory(13, 400, 1),
-        _memory(14, 400, -1),
-        _event("FSDP::post_backward_reduce (layers.0)", 15, 19, "user_annotation"),
-        _memory(16, 500, 4),
-        _memory(17, 300, -300),
-    ]
-    found = allocations(Trace({"traceEvents": events}, gpu=True), [])
-    expected = dict.fromkeys(CATEGORIES, 0) | {"weights": 10, "activations": 64 + 128}
-    assert peak(found, {"weights": 10, "other": 20}) == {
-        "peak": 10 + 4 + 64 + 128 + 32 + 300,
-        "at_peak": expected | {"other": 4, "communication": 32, "gradients": 300},
-        "most": expected | {"other": 20, "communication": 256, "gradients": 300},
-    }
 
 
 @pytest.mark.parametrize(
