@@ -27,26 +27,29 @@ def _traced(tmp_path: Path, work: Callable[[], None]) -> Trace:
     return Trace(json.loads((tmp_path / "trace.json").read_text()))
 
 
+# Long enough that other processes' turns do not decide.
 def _products() -> None:
-    x, w = torch.randn(256, 1024), torch.randn(1024, 1024, requires_grad=True)
-    (x @ w).sum().backward()
+    x, w = torch.ones(512, 1024), torch.ones(1024, 1024, requires_grad=True)
+    for _ in range(10):
+        (x @ w).sum().backward()
 
 
 def _attention(backend: SDPBackend) -> None:
-    q, k, v = (torch.randn(1, 4, 768, 32, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.ones(1, 4, 1024, 32, requires_grad=True) for _ in range(3))
     with sdpa_kernel(backend):
-        F.scaled_dot_product_attention(q, k, v).sum().backward()
+        for _ in range(5):
+            F.scaled_dot_product_attention(q, k, v).sum().backward()
 
 
 def _optimizer() -> None:
     with span("optimizer"):
-        torch.mm(torch.randn(1024, 1024), torch.randn(1024, 1024))
+        torch.mm(torch.ones(1024, 1024), torch.ones(1024, 1024))
 
 
 def _data() -> None:
     with span("data"):
-        time.sleep(0.05)
-        torch.mm(torch.randn(512, 512), torch.randn(512, 512))
+        time.sleep(0.2)
+        torch.mm(torch.ones(512, 512), torch.ones(512, 512))
 
 
 WORK: dict[str, tuple[Callable[[], None], str]] = {
@@ -55,7 +58,7 @@ WORK: dict[str, tuple[Callable[[], None], str]] = {
     "attention of products": (partial(_attention, SDPBackend.MATH), "attention"),
     "optimizer": (_optimizer, "optimizer"),
     "data": (_data, "data"),
-    "python": (partial(time.sleep, 0.05), "idle"),
+    "python": (partial(time.sleep, 0.2), "idle"),
 }
 
 
