@@ -221,6 +221,16 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class Profile:
+    steps: tuple[NonNegative, ...] = ()
+    """First and last step to profile, as [11, 13]; empty is off. Files are in run.dir/traces."""
+    ranks: tuple[NonNegative, ...] = (0,)
+    """Ranks that are profiled; empty: all."""
+    memory: bool = False
+    """Write a memory snapshot beside each trace, for pytorch.org/memory_viz."""
+
+
+@dataclass(frozen=True)
 class Comm:
     timeout: Positive = 600
     """Seconds after which a collective that a rank has not joined is an error."""
@@ -243,6 +253,7 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    profile: Profile = field(default_factory=Profile)
     comm: Comm = field(default_factory=Comm)
     source: str = "train.toml"  # the file's name, which begins every message about a key
 

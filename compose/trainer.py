@@ -25,6 +25,7 @@ from compose.loss_scale import first_scale
 from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
 from compose.optimizer import OffloadedAdamW, build_optimizer, learning_rate, set_learning_rate
+from compose.profiling import Profiler, span
 from compose.registry import build_model
 from compose.replicas import differences
 from compose.routing import routing_metrics
@@ -67,6 +68,9 @@ class Trainer:
         self.resumed, self.skipped = found is not None, 0
         begun, scale = found or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
+        self.profiler = Profiler(
+            config.profile, self.folder, model, self.optimizer, device, self.progress.step
+        )
         self.graphs = GraphCount(config.compile.mode)
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
@@ -93,7 +97,8 @@ class Trainer:
                 set_timeout(start_timeout(self.config.comm), but=self.checkpointer.group)
                 first = self.progress.step + 1
                 while self.progress.step < self.last_step:
-                    metrics = self.step()
+                    with self.profiler.step(self.progress.step + 1):
+                        metrics = self.step()
                     done = self.progress.step
                     metrics = replace(metrics, validation_loss=self.validation.loss(self.model, done))
                     if done == first:
@@ -112,6 +117,7 @@ class Trainer:
             self.checkpointer.finished()
         finally:
             gc.enable()
+            self.profiler.close()
             if self.writer:
                 self.writer.close()
             self.held.release()
@@ -129,6 +135,7 @@ class Trainer:
 
     def _stop(self, asked: signal.Signals) -> None:
         """Save, and say how to go on; raise KeyboardInterrupt if it was Ctrl-C."""
+        self.profiler.finish()
         interrupted = asked == signal.SIGINT
         saved = ""
         if not interrupted or self.config.checkpoint.interval:
@@ -147,7 +154,8 @@ class Trainer:
         step, train = before.step, config.train
         scale = before.scale.value if before.scale else 1.0
         note(f"the data of step {step + 1}")
-        batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
+        with span("data"):
+            batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
         note(f"forward and backward of step {step + 1}")
         loss = forward_backward(
             self.model,
@@ -157,15 +165,17 @@ class Trainer:
             loss_function=self.loss,
             loss_scale=scale,
         ).item()
-        norm = clip_grad_norm_(self.model.parameters(), train.max_norm, self.mesh, scale).item()
+        with span("optimizer"):
+            norm = clip_grad_norm_(self.model.parameters(), train.max_norm, self.mesh, scale).item()
         note(f"the optimizer's part of step {step + 1}")
         finite = self._finite(step, loss, norm)
         self._check_copies(step)
         lr = learning_rate(step, train.steps, config.optimizer)
         set_learning_rate(self.optimizer, lr)
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        with span("optimizer"):
+            if finite:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
         self.progress = Progress(
             step + 1,
             before.samples + train.global_batch,

@@ -1,6 +1,7 @@
 """On a GPU: the same proof, and figures that only a GPU has."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,28 @@ def test_ring_of_two_against_flash() -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["error"] < 2 * result["error_of_flash"]
+
+
+def test_profile(tmp_path: Path) -> None:
+    done = execute(
+        "train.py",
+        "--run.device=cuda",
+        "--precision.param=bfloat16",
+        f"--run.dir={tmp_path}",
+        "--train.stop_after=6",
+        "--profile.steps=[4, 6]",
+        "--profile.memory=true",
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "traces" / "step4-6_summary.json").read_text())["ranks"][0]
+    assert sum(result["time"].values()) == pytest.approx(1)
+    assert min(result["time"][kind] for kind in ("matmul", "attention", "optimizer", "other")) > 0
+    memory = result["memory"]
+    assert sum(memory["at_peak"].values()) == memory["peak"]
+    assert memory["most"]["gradients"] >= memory["most"]["weights"]
+    # That of the whole run is as much, or a little more, of the first step.
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 0.9 * lines[-1]["memory"] < memory["peak"] <= lines[-1]["memory"]
+    snapshot = pickle.loads((tmp_path / "traces" / "step4-6_rank0_memory.pickle").read_bytes())
+    assert snapshot["segments"]
+    assert any(entry["frames"] for entry in snapshot["device_traces"][0])

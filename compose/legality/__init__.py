@@ -12,6 +12,7 @@ from dataclasses import replace
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.legality.degrees import DEGREES
+from compose.legality.profile import PROFILE
 from compose.legality.rule import Case, Rule, micro_batches
 from compose.legality.step import STEP
 from compose.mesh import AXES, resolve_degrees
@@ -22,7 +23,7 @@ from compose.schedules import placement
 
 __all__ = ["RULES", "Case", "Rule", "check", "meshes", "micro_batches", "problems_of", "survey"]
 
-RULES = DEGREES + STEP
+RULES = DEGREES + STEP + PROFILE
 
 
 def problems_of(case: Case) -> list[tuple[Rule, str]]:

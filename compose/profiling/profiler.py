@@ -1,0 +1,247 @@
+"""The steps of a run that are profiled: which, by whom, and what is left of them in ``run.dir``."""
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from pickle import dump
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from compose.checkpoint.store import write_whole
+from compose.config import Profile
+from compose.profiling.memory import (
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    WEIGHTS,
+    allocations,
+    peak,
+    snapshot,
+)
+from compose.profiling.shares import time_shares
+from compose.profiling.text import as_text
+from compose.profiling.trace import NOTED, Trace, span, step_span
+from compose.runtime import note
+
+_GZIP = 5  # of 9: traces of large models are hundreds of megabytes, and others wait for them
+_HISTORY = 1_000_000  # events of the CUDA allocator that are kept, some kilobytes each
+
+
+class Profiler:
+    """Profiles ``chosen.steps`` of a run on ``chosen.ranks``, into ``folder``/traces.
+
+    Every rank makes one and calls it alike. ``done``: steps taken before. A run that begins within
+    these steps profiles the rest of them, one that ends within them those it has taken.
+    """
+
+    def __init__(
+        self,
+        chosen: Profile,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        done: int = 0,
+    ) -> None:
+        self.first, self.last = chosen.steps or (0, 0)
+        self.folder, self.done = folder / "traces", done
+        self.begun, rank = False, dist.get_rank()
+        self.recording: Recording | None = None
+        if done < self.last and (not chosen.ranks or rank in chosen.ranks):
+            self.recording = Recording(model, optimizer, device, chosen.memory)
+        elif rank == 0 and 0 < self.last <= done:
+            print(f"profile.steps: {list(chosen.steps)} are over: the run goes on after step {done}")
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step ``number`` of the run, counted from 1; after the last one see :meth:`finish`."""
+        if not self.first <= number <= self.last:
+            if self.recording and number == self.first - 1:
+                self.recording.prepare()
+            yield
+            return
+        if not self.begun:
+            self.begun, self.first = True, number
+            if self.recording:
+                self.recording.start()
+        with step_span(number):
+            yield
+        self.done = number
+        if number == self.last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what was recorded, if anything was, and print a summary; a collective then."""
+        if not self.begun:
+            return
+        self.begun = False
+        note(f"writing the profile of step {self.done}")
+        result: dict[str, Any] | None = None
+        steps = f"step{self.first}-{self.done}"
+        if self.recording:
+            self.recording.stop()
+            result = {"rank": dist.get_rank()}
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                result |= self.recording.write(self.folder / f"{steps}_rank{dist.get_rank()}")
+            except OSError as error:  # no reason to end a run
+                result["problem"] = str(error)
+            self.recording = None  # it holds all that was recorded
+        found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(result, found)
+        if found is not None:
+            summary = {"steps": [self.first, self.done], "ranks": [each for each in found if each]}
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_whole(self.folder / f"{steps}_summary.json", json.dumps(summary, indent=1))
+            except OSError as error:
+                print(f"profile: {error}")
+            print(as_text(summary, self.folder), flush=True)
+
+    def close(self) -> None:
+        """Stop, and forget what was not written."""
+        if self.recording:
+            self.recording.drop()
+        self.begun = False
+
+
+class Recording:
+    """What one rank records."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        memory: bool,
+    ) -> None:
+        # torch 2.13 says on standard error when it begins and ends, at levels up to 5.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        self.model, self.optimizer, self.device, self.memory = model, optimizer, device, memory
+        self.cuda = device.type == "cuda"
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.cuda
+        # Not shapes: for them it holds on to tensors, which changes what there is in memory.
+        self.profile = profile(activities=activities, profile_memory=True)
+        self.prepared = self.going = False
+        self.before: dict[str, int] = {}
+        self.noted: list[dict[int, str]] = []
+        self.history: Any = None
+        self.undo = ExitStack()
+
+    def prepare(self) -> None:
+        """A step early, so that the first step has none of the profiler's own start-up in it."""
+        self.profile.prepare_trace()
+        self.prepared = True
+
+    def start(self) -> None:
+        """Record from now on."""
+        if not self.prepared:
+            self.prepare()
+        hook = self.optimizer.register_step_pre_hook(lambda *unused: self._note_gradients())
+        self.undo.callback(hook.remove)
+        self.before = {
+            WEIGHTS: sum(self._storages(self.model.parameters()).values()),
+            OPTIMIZER: sum(self._state().values()),
+        }
+        if self.cuda:
+            there = torch.cuda.memory_allocated(self.device)
+            self.before[OTHER] = there - sum(self.before.values())
+            if self.memory:
+                # Private by name, but what PyTorch's documentation tells to use.
+                torch.cuda.memory._record_memory_history(max_entries=_HISTORY, stacks="python")
+                self.undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
+        else:
+            self.before[OTHER] = sum(self._storages(self.model.buffers()).values())
+            self.undo.enter_context(_waits_marked())
+        self.profile.start_trace()
+        self.going = True
+
+    def stop(self) -> None:
+        """Record no more."""
+        self._note(dict.fromkeys(self._state(), OPTIMIZER))
+        self.profile.stop_trace()
+        self.prepared = self.going = False
+        if self.cuda and self.memory:
+            self.history = torch.cuda.memory._snapshot()
+        self.undo.close()
+
+    def drop(self) -> None:
+        """Stop, if this was prepared and has not been stopped."""
+        if self.prepared and not self.going:
+            self.start()
+        if self.going:
+            self.stop()
+
+    def write(self, path: Path) -> dict[str, Any]:
+        """Write the trace, and the memory's snapshot, under names that begin with ``path``'s; return
+        the summary. Raises OSError."""
+        plain = path.with_name(f"{path.name}.json")
+        self.profile.export_chrome_trace(str(plain))
+        content = plain.read_bytes()
+        plain.unlink()
+        with gzip.open(f"{plain}.gz", "wb", _GZIP) as file:
+            file.write(content)
+        trace = Trace(json.loads(content), self.cuda)
+        found = allocations(trace, self.noted)
+        if self.memory:
+            with path.with_name(f"{path.name}_memory.pickle").open("wb") as file:
+                dump(self.history if self.cuda else snapshot(found, self.before), file)
+        return {
+            "seconds_per_step": (trace.end - trace.start) / 1e6 / len(trace.steps),
+            "time": time_shares(trace),
+            "memory": peak(found, self.before),
+        }
+
+    def _note_gradients(self) -> None:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self._note(dict.fromkeys(self._storages(gradients), GRADIENTS))
+
+    def _note(self, what: dict[int, str]) -> None:
+        self.noted.append(what)
+        with record_function(NOTED):
+            pass
+
+    def _state(self) -> dict[int, int]:
+        values = (value for state in self.optimizer.state.values() for value in state.values())
+        return self._storages(value for value in values if isinstance(value, Tensor))
+
+    def _storages(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """Bytes by address of what this rank holds of ``tensors`` on the device, each storage once."""
+        plain = (part for tensor in tensors for part in _plain(tensor))
+        found = (t.untyped_storage() for t in plain if t.device.type == self.device.type)
+        return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """What holds the numbers: of a DTensor this rank's part, of another wrapper all that is in it."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # and no mesh
+            yield from _plain(inner)
+
+
+@contextmanager
+def _waits_marked() -> Iterator[None]:
+    """Ranges around waits for messages: PyTorch records none, and on a CPU the thread waits there."""
+    real = dist.Work.wait
+
+    def wait(self: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        with span("wait"):
+            return real(self, *args, **kwargs)
+
+    dist.Work.wait = wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        dist.Work.wait = real  # type: ignore[method-assign]
