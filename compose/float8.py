@@ -225,7 +225,7 @@ def shared_scales(model: nn.Module, choice: Choice) -> Iterator[None]:
     finally:
         for parameter in model.parameters():
             # Where torchao puts it: to_local() makes a view, which has none.
-            held = getattr(parameter, "_local_tensor", parameter)
+            held: Any = getattr(parameter, "_local_tensor", parameter)
             if hasattr(held, "_precomputed_scale"):
                 held._precomputed_scale = None
 

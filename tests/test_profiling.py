@@ -195,6 +195,12 @@ MIXED: dict[str, dict[str, Any]] = {
     },
     "ring, compiled": {"parallel__cp": 2, "compile__mode": "block"},
     "muon, zero 2": {"parallel__zero": 2, "parallel__dp_shard": 2, "optimizer__name": "muon"},
+    "float8": {
+        "parallel__dp_shard": 2,
+        "precision__float8": "tensorwise",
+        "model__dim": 128,
+        "model__hidden_dim": 192,
+    },
 }
 
 

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from compose.checkpoint.store import write_whole
 from compose.config import Profile
+from compose.local import local_tensor
 from compose.profiling.memory import (
     GRADIENTS,
     OPTIMIZER,
@@ -214,21 +215,9 @@ class Recording:
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         """Bytes by address of what this rank holds of ``tensors`` on the device, each storage once."""
-        plain = (part for tensor in tensors for part in _plain(tensor))
+        plain = map(local_tensor, tensors)
         found = (t.untyped_storage() for t in plain if t.device.type == self.device.type)
         return {storage.data_ptr(): storage.nbytes() for storage in found}
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """What holds the numbers: of a DTensor this rank's part, of another wrapper all that is in it."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield tensor
-        return
-    for name in flatten()[0]:
-        inner = getattr(tensor, name)
-        if isinstance(inner, Tensor):  # and no mesh
-            yield from _plain(inner)
 
 
 @contextmanager
