@@ -35,7 +35,7 @@ from tests.test_trainer import keys_for, lines
 
 
 def _trainer(keys: dict[str, Any]) -> Trainer:
-    config = make_config(dist.get_world_size(), **keys)
+    config = make_config(dist.get_world_size(), **{"train__global_batch": 4} | keys)
     mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
     return Trainer(config, mesh, build(config, mesh, cpu), cpu)
 
@@ -209,7 +209,10 @@ def _train_mixed(keys: dict[str, Any]) -> int:
         return sum(w.numel() for w in _train(keys))
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name != "pp x tp" else pytest.param(name, marks=pytest.mark.full) for name in MIXED],
+)
 def test_on_meshes(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = 4 if "pp" in name else 2
     keys = {"train__steps": 2, "profile__steps": [1, 2], "profile__ranks": []}
