@@ -56,6 +56,15 @@ MORE: dict[str, tuple[int, dict[str, object]]] = {
         8,
         {"parallel__dp_shard": 4, "parallel__tp": 2, "precision__param": "bfloat16"},
     ),
+    "float8": (
+        4,
+        {
+            "parallel__dp_shard": 4,
+            "precision__float8": "tensorwise",
+            "model__dim": 128,
+            "model__hidden_dim": 192,
+        },
+    ),
     "1F1B": (8, {"parallel__pp": 2, "parallel__dp_shard": 4, "comm__prefetch": 2}),
     "recomputation": (
         8,
