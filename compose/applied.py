@@ -1,6 +1,6 @@
 """What was applied to a model, for the functions that later run it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -8,6 +8,7 @@ from torch import nn
 from compose.activation_offload import ActivationOffload
 from compose.context_parallel import Balance
 from compose.float8 import NOTHING, Choice
+from compose.near_shards import NearGather
 from compose.output import Output
 from compose.pipeline_parallel import PipelineRunner
 
@@ -17,7 +18,8 @@ class Applied:
     """zero: the ZeRO stage. balance: how ContextParallel expects sequences to be cut. pipeline: what
     runs the model if it is cut into stages. aliases: of parameters that had another name in the whole
     model, that name. output: what Plan.output names. offload: parameters are in host memory.
-    activations: so is what units save for backward. float8: the layers that compute in it."""
+    activations: so is what units save for backward. float8: the layers that compute in it. gathers: of
+    units that neighbours keep between them for a step."""
 
     zero: int = 3
     balance: Balance = "headtail"
@@ -27,6 +29,7 @@ class Applied:
     offload: bool = False
     activations: ActivationOffload | None = None
     float8: Choice = NOTHING
+    gathers: Sequence[NearGather] = ()
 
 
 _KEY = "_compose_applied"

@@ -27,6 +27,7 @@ from compose.float8 import (
     choose,
     float8_styles,
 )
+from compose.near_shards import NearGather, near_groups
 from compose.output import Output
 from compose.pipeline_parallel import PipelineRunner, Schedule, apply_pipeline_parallel
 from compose.pipeline_split import Stage
@@ -50,6 +51,8 @@ def apply(
     compile: Compile = NOTHING,
     offload: bool = False,
     offload_activations: bool = False,
+    zero3_reshard: int = 0,
+    prefetch: int = 0,
 ) -> nn.Module:
     """Cut ``model`` over ``mesh`` in place, as ``plan`` says, and return it.
 
@@ -63,7 +66,10 @@ def apply(
     an optimizer for it (``compose.optimizer.AdamW``). In ``float8`` the plan's linear layers take their
     products, where their shapes are fit for it (compose/float8.py). ``offload``: parameters and
     gradients are in host memory between their uses, with zero 3. ``offload_activations``: so is what
-    the plan's checkpoint units save for backward.
+    the plan's checkpoint units save for backward. ``zero3_reshard``: with zero 3, units are gathered
+    from so many neighbours once a step has gathered them from all (near_shards.py). ``prefetch``: of
+    how many units the gather begins ahead of a unit, in forward and backward; 0 is what FSDP2 does by
+    itself.
 
     Raises ConfigError where the plan does not fit the model.
     """
@@ -126,11 +132,13 @@ def apply(
     opaque += [name for name, _ in resolved.expert]
     modules = [stage.module for stage in stages]
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
+    near = near_groups(mesh, zero3_reshard, zero, over)
+    gathers: list[NearGather] = []
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or param_dtype != torch.float32 or offload:
         for stage in stages:
             here = resolved.without(stage.absent)
-            apply_data_parallel(
+            gathers += apply_data_parallel(
                 stage.module,
                 here.shard,
                 mesh,
@@ -141,11 +149,14 @@ def apply(
                 reduce_dtype=reduce_dtype,
                 ends=runner is None or runner.is_last(stage),
                 offload=offload,
+                near=near,
+                prefetch=prefetch,
             )
     # On a rank without the last stage this is an identity that nothing calls.
     output = Output(model.get_submodule(resolved.output)) if resolved.output else None
     aliases = runner.aliases if runner else {}
-    remember(model, Applied(zero, balance, runner, aliases, output, offload, activations, choice))
+    applied = Applied(zero, balance, runner, aliases, output, offload, activations, choice, gathers)
+    remember(model, applied)
     return model
 
 

@@ -35,6 +35,8 @@ def apply_options(config: Config) -> dict[str, Any]:
         "compile": Compile(config.compile.mode, config.compile.async_tp),
         "offload": config.parallel.offload == "cpu",
         "offload_activations": config.activation_checkpoint.offload,
+        "zero3_reshard": config.parallel.zero3_reshard,
+        "prefetch": config.comm.prefetch,
     }
 
 

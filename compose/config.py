@@ -129,6 +129,9 @@ class Parallel:
     """Data-parallel ranks that share one copy of the state. One degree may be -1: what is left."""
     zero: Literal[0, 1, 2, 3] = 3
     """What dp_shard shards: 0 nothing (DDP), 1 optimizer state, 2 and gradients, 3 and parameters."""
+    zero3_reshard: NonNegative = 0
+    """With zero 3: neighbours that keep a unit between them after its first gather of a step, so that
+    the others stay near; 0: all that share it."""
     offload: Literal["none", "cpu"] = "none"
     """cpu: with zero 3, parameters, gradients and optimizer are in host memory between their uses."""
     cp: int = 1
@@ -236,6 +239,9 @@ class Comm:
     """Seconds after which a collective that a rank has not joined is an error."""
     start_timeout: Positive = 1800
     """The same until the first step has ended, which loads, compiles and connects; at least timeout."""
+    prefetch: NonNegative = 0
+    """Units (layers) whose gather begins before the one ahead of them runs, in forward and backward; 0:
+    the next one, in backward."""
     check_every: NonNegative = 0
     """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
 

@@ -14,9 +14,10 @@ Over dp_replicate the (sharded) gradients are all-reduced once a step in every s
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -30,6 +31,7 @@ from torch.distributed.tensor import Shard
 
 from compose.errors import ConfigError
 from compose.local import local_tensor
+from compose.near_shards import NearGather, NearGroups
 
 
 def apply_data_parallel(
@@ -44,7 +46,9 @@ def apply_data_parallel(
     experts: Sequence[str] = (),
     expert_mesh: DeviceMesh | None = None,
     offload: bool = False,
-) -> None:
+    near: NearGroups | None = None,
+    prefetch: int = 0,
+) -> list[NearGather]:
     """``fully_shard`` each unit, then the model, over the data axes of ``mesh``.
 
     What dp_shard and cp hold between them is sharded over both, and replicated over dp_replicate.
@@ -58,6 +62,12 @@ def apply_data_parallel(
 
     ``offload``: parameters and gradients are in host memory, pinned where there is a GPU; a unit's
     shards are copied to the device when it is gathered. Their memory has to be made there.
+
+    ``near``: neighbours to gather from again in stage 3, after a first gather of a step; what does so
+    is returned, for ``near_shards``.
+
+    ``prefetch``: of how many units the gather begins before the one ahead of them runs, in forward and
+    in backward; 0: what FSDP does by itself, the next one in backward.
     """
     if zero == 0 and mesh["dp_shard"].size() > 1:
         raise ConfigError("zero: 0 shards nothing, but the mesh does; init_mesh(Parallel(zero=0, ...))")
@@ -76,25 +86,58 @@ def apply_data_parallel(
         more |= {"mp_policy": policy, "offload_policy": where}
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **more)  # type: ignore[arg-type]
 
+    gathers: list[NearGather] = []
+
+    def gather_near(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        if group is not None and isinstance(module, FSDPModule):
+            gathers.append(NearGather(group))
+            module.set_custom_all_gather(cast(Any, gathers[-1]))
+
     if expert_mesh is not None:
         over = expert_mesh["expert_shard"]
         if expert_mesh["expert_replicate"].size() > 1:
             over = expert_mesh["expert_replicate", "expert_shard"]
         place = partial(_even_dim, expert_mesh["expert_shard"].size())
+        free = zero == 3 and not (near and near.experts_stay)
         for name in experts:
-            shard(model.get_submodule(name), zero == 3, over, shard_placement_fn=place)
+            module = model.get_submodule(name)
+            shard(module, free, over, shard_placement_fn=place)
+            gather_near(module, near and near.experts)
 
     for i, unit in enumerate(units):
         modules = [model.get_submodule(name) for name in unit]
         # The last unit's backward follows its forward at once.
         keep = ends and i == len(units) - 1
         shard(modules if len(modules) > 1 else modules[0], zero == 3 and not keep)
+        if not keep:
+            gather_near(modules[0], near and near.shards)
     shard(model, False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum.
             module.set_force_sum_reduction_for_comms(True)
+    if prefetch:
+        _prefetch([model.get_submodule(unit[0]) for unit in units], prefetch)
+    return gathers
+
+
+def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:
+    """Have each of ``units``, in order of use, begin the gathers of the next ``ahead`` before it runs.
+
+    A unit within another, as experts, is gathered with it.
+    """
+    inner: list[list[FSDPModule]] = [
+        [m for m in unit.modules() if isinstance(m, FSDPModule)] for unit in units
+    ]
+    for i, (own, *within) in enumerate(inner):
+        before, after = inner[max(0, i - ahead) : i], inner[i + 1 : i + 1 + ahead]
+        own.set_modules_to_forward_prefetch([*within, *(m for unit in after for m in unit)])
+        # Itself, as an empty list would mean FSDP's choice: in a pipeline now and then the wrong unit.
+        back = [*within, *(m for unit in reversed(before) for m in unit)]
+        own.set_modules_to_backward_prefetch(back if back else [own])
+        for module in within:
+            module.set_modules_to_backward_prefetch([module])
 
 
 def _even_dim(ranks: int, parameter: nn.Parameter) -> Shard:

@@ -21,6 +21,7 @@ from compose.build import apply_options, float8_choice
 from compose.config import Config
 from compose.local import local_tensor
 from compose.mesh import AXES, init_mesh
+from compose.near_shards import near_experts
 from compose.optimizer.rules import parameter_rules
 from compose.registry import build_model
 
@@ -154,7 +155,7 @@ def _summary(placed: list[list[Placed]], config: Config) -> list[str]:
                 f"optimizer ({config.optimizer.name})",
                 sum(math.prod(p.local_shape) * state * (2 - rules[p.name].muon) for p in stage),
             ),
-            ("gathered in a step", whole if zero < 3 and any(p.placements for p in stage) else 0),
+            ("gathered in a step", _gathered(stage, config)),
         ]
 
     fullest = max(placed, key=lambda stage: sum(size for _, size in sizes(stage)))
@@ -173,6 +174,21 @@ def _summary(placed: list[list[Placed]], config: Config) -> list[str]:
     if whole:
         lines.append(f"  {'gathered in a step':<20}{_bytes(whole)} ({config.precision.param})")
     return lines
+
+
+def _gathered(stage: list[Placed], config: Config) -> int:
+    """Bytes of whole parameters that stay for a step; with zero 3 those that neighbours keep for it."""
+    parallel = config.parallel
+    if parallel.zero < 3:
+        return sum(p.whole_bytes for p in stage) if any(p.placements for p in stage) else 0
+    if parallel.zero3_reshard in (0, parallel.dp_shard * parallel.cp):
+        return 0
+    experts = near_experts(parallel.zero3_reshard, parallel.tp, parallel.ep)
+    found = 0
+    for p in stage:
+        near = experts if {"ep", "expert_shard"} & p.placements.keys() else parallel.zero3_reshard
+        found += p.whole_bytes // near if near else 0
+    return found
 
 
 def _fullest(stage: list[Placed], pp: int) -> str:

@@ -15,6 +15,7 @@ from compose.float8 import shared_scales
 from compose.local import local_tensor
 from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import AXES, BATCH_AXES, batch_share, sum_over
+from compose.near_shards import near_shards
 from compose.output import StepLoss, step_loss
 from compose.pipeline_parallel import copies_of
 from compose.routing import begin_step, finish_step
@@ -51,8 +52,8 @@ def forward_backward(
 
     batch = own_part(model, batch, mesh)
     # loss_parallel only changes what cross-entropy does with DTensors.
-    losses = step_loss(loss_function, count / loss_scale, applied.output)
-    with shared_scales(model, applied.float8), loss_parallel(), losses as loss:
+    losses, near = step_loss(loss_function, count / loss_scale, applied.output), applied.gathers
+    with shared_scales(model, applied.float8), loss_parallel(), near_shards(near), losses as loss:
         if applied.pipeline:
             total = applied.pipeline.run(batch, micro_batch, loss)
         else:

@@ -77,3 +77,19 @@ def test_loss() -> None:
     first = results[0]
     assert first["peak_bytes"] < first["whole_peak_bytes"] == pytest.approx(12 * 64 * 2000, rel=0.2)
     assert max(first["error"], first["whole_error"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [["zero 3", "full", "activation offload"], pytest.param([], marks=pytest.mark.full)],
+)
+def test_memory(techniques: list[str]) -> None:
+    """Here figures mean what they say: every technique saves what its formula does."""
+    done = execute("benchmarks/memory.py", "--small", *techniques)
+    assert done.returncode == 0, done.stderr
+    *results, last = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert [result["technique"] for result in results] == techniques or len(results) > 15
+    for result in results:
+        assert result["saved_bytes"] == result["off_bytes"] - result["on_bytes"]
+        assert result["saved_bytes"] == pytest.approx(result["formula_bytes"], rel=0.1), result
+    assert last["worst"] in [result["technique"] for result in results]

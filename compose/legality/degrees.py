@@ -7,6 +7,7 @@ from compose.errors import ConfigError
 from compose.expert_parallel import check_experts
 from compose.legality.rule import Case, Rule, micro_batches
 from compose.mesh import resolve_degrees
+from compose.near_shards import check_near
 from compose.pipeline_split import check_layers, check_stages, layer_names
 from compose.plan import resolve
 from compose.schedules import build_table, placement, stages_per_rank
@@ -89,6 +90,11 @@ def _flash(case: Case) -> None:
             "precision.param: float32 has no flash attention on CUDA, which parallel.cp needs;"
             " use bfloat16"
         )
+
+
+def _zero3_reshard(case: Case) -> None:
+    degrees = case.degrees
+    check_near(degrees.zero3_reshard, degrees.zero, degrees.dp_shard * degrees.cp)
 
 
 def _schedule(case: Case) -> None:
@@ -207,6 +213,12 @@ DEGREES = [
         _flash,
         upstream="aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_tensor_dtype of"
         " can_use_flash_attention",
+    ),
+    Rule(
+        "zero3_reshard, where it is not 0, goes with zero 3 and divides dp_shard x cp; it is not 1",
+        "the ranks that share parameters are cut into equal groups; other stages free nothing between"
+        " forward and backward, and nor would groups of one",
+        _zero3_reshard,
     ),
     Rule(
         "pp_schedule is known, and pp_virtual_stages what it is defined for",

@@ -1,0 +1,56 @@
+"""A recipe trains: scaled down, under the same TOML, on CPUs."""
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from compose import legality, loss_scale
+from compose.build import build
+from compose.toml import load
+from compose.trainer import Trainer
+from tests.helpers import ROOT
+from tests.pool import Pool, make_mesh
+from tests.test_trainer import lines
+
+SMALL = {
+    "model.vocab_size": 257,
+    "model.dim": 64,
+    "model.n_layers": 4,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 2,
+    "model.hidden_dim": 96,
+    "train.seq_len": 64,
+    "train.stop_after": 14,
+    "optimizer.lr": 1e-2,
+    "optimizer.warmup": 2,
+    "data.path": "stdlib",
+    "metrics.tensorboard": "false",
+}
+
+
+def _train(recipe: str, folder: Path, first_scale: float) -> None:
+    overrides = {**SMALL, "run.dir": folder}
+    file = str(ROOT / "recipes" / recipe)
+    loaded = load(file, [(key, str(value)) for key, value in overrides.items()])
+    config, problems = legality.check(loaded, dist.get_world_size())
+    assert not problems
+    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
+    with mock.patch.object(loss_scale, "_FIRST", first_scale):
+        Trainer(config, mesh, build(config, mesh, cpu), cpu).run()
+
+
+def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
+    """From a loss scale that overflows: it comes down, and the loss too."""
+    pool.run(_train, 2, "llama_10b_2x24gb_offload_fp16.toml", tmp_path, 2.0**22)
+    found = lines(tmp_path)
+    skipped = found[-1]["skipped"]
+    assert 0 < skipped < 7
+    # A step that is skipped has no norm to show, and halves the scale.
+    assert [line["grad_norm"] for line in found].count(None) == skipped
+    assert found[0]["loss_scale"] == 2.0**22
+    assert found[-1]["loss_scale"] == 2.0 ** (22 - skipped)
+    losses = [line["loss"] for line in found]
+    assert None not in losses
+    assert losses[-1] < losses[0] - 1
