@@ -1,6 +1,10 @@
-"""A recipe trains: scaled down, under the same TOML, on CPUs."""
+"""A recipe trains: scaled down, under the same TOML, on CPUs. Graphs are traced, not made kernels."""
 
+import contextlib
+import io
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -8,6 +12,7 @@ import torch.distributed as dist
 
 from compose import legality, loss_scale
 from compose.build import build
+from compose.compilation import Compile
 from compose.toml import load
 from compose.trainer import Trainer
 from tests.helpers import ROOT
@@ -30,15 +35,21 @@ SMALL = {
 }
 
 
-def _train(recipe: str, folder: Path, first_scale: float) -> None:
-    overrides = {**SMALL, "run.dir": folder}
+def _train(recipe: str, folder: Path, first_scale: float = 1.0, **more: Any) -> str:
+    """Train, and what this rank printed of it."""
+    overrides = {**SMALL, "run.dir": folder, **{key.replace("__", "."): v for key, v in more.items()}}
     file = str(ROOT / "recipes" / recipe)
     loaded = load(file, [(key, str(value)) for key, value in overrides.items()])
     config, problems = legality.check(loaded, dist.get_world_size())
     assert not problems
     mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    with mock.patch.object(loss_scale, "_FIRST", first_scale):
+    with (
+        mock.patch.object(loss_scale, "_FIRST", first_scale),
+        mock.patch("compose.build.Compile", partial(Compile, backend="aot_eager")),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         Trainer(config, mesh, build(config, mesh, cpu), cpu).run()
+    return printed.getvalue()
 
 
 def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
@@ -53,4 +64,17 @@ def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
     assert found[-1]["loss_scale"] == 2.0 ** (22 - skipped)
     losses = [line["loss"] for line in found]
     assert None not in losses
+    assert losses[-1] < losses[0] - 1
+
+
+def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
+    keys = {"parallel__dp_shard": 2, "train__global_batch": 8}
+    printed = pool.run(partial(_train, **keys), 2, "llama3_8b_fsdp8_float8.toml", tmp_path)[0]
+    assert (
+        "float8 tensorwise (emulated here, for no gain in speed): 28 of 28 linear layers\n" in printed
+    )
+    found = lines(tmp_path)
+    # One graph for all layers.
+    assert [line["recompiles"] for line in found] == [1] * len(found)
+    losses = [line["loss"] for line in found]
     assert losses[-1] < losses[0] - 1
