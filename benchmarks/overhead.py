@@ -1,11 +1,18 @@
-"""What the trainer costs over a bare PyTorch loop, in one process: tokens per second, as a ratio.
+"""What compose costs over a bare PyTorch loop on one process.
 
-Both train the same model from the same weights on the same batches with the same optimizer. They take
-turns, a few steps each, so that a machine whose speed drifts slows both alike.
+All train the same model from the same weights on the same batches with the same optimizer. They take
+turns, a few steps each, so that a machine whose speed drifts slows all alike.
 
     python benchmarks/overhead.py [--steps N]
 
-prints one JSON line: {"benchmark": "overhead", "ratio": trainer / bare loop, ...}.
+prints two JSON lines. "overhead": tokens per second of the trainer over those of the bare loop.
+"tp_dispatch": what DTensor costs where there is nothing to communicate, the time of the bare loop's
+step with the plan's tensor-parallel styles applied over one rank, over its time without.
+
+    torchrun --nproc-per-node 2 benchmarks/overhead.py [--steps N]
+
+prints one, "tp": time of a step of compose's with tp over all ranks, over that of the bare loop on one
+of them, with as many threads, while the others wait.
 """
 
 import argparse
@@ -14,36 +21,44 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from operator import truediv
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
-from compose import init_mesh
-from compose.build import build
+from compose import clip_grad_norm_, forward_backward, init_mesh
+from compose.build import build, fill
 from compose.cli import parse
 from compose.config import Config
 from compose.data import training_batches
-from compose.registry import find_model
+from compose.optimizer import build_optimizer
+from compose.plan import resolve
+from compose.registry import build_model, find_model
 from compose.runtime import process_group
+from compose.tensor_parallel import Replicated, apply_tensor_parallel
 from compose.trainer import Trainer
 
-ROUND = 4  # steps in a turn
+ROUND = 4  # steps in a turn, at most
+TRAIN_TOML = str(Path(__file__).parent.parent / "train.toml")
 
 
 class BareLoop:
     """The loop that one would write by hand; it shares nothing with compose but model and data."""
 
-    def __init__(self, config: Config, weights: dict[str, torch.Tensor], device: torch.device) -> None:
-        self.device, train = device, config.train
-        self.micro_batch = train.micro_batch
-        self.model = find_model(config.model.name).Model(config.model.config).to(device)
-        self.model.load_state_dict(weights)
+    def __init__(self, config: Config, model: nn.Module, device: torch.device) -> None:
+        self.device, self.model, train = device, model, config.train
+        self.micro_batch, self.global_batch = train.micro_batch, train.global_batch
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
-        self.samples, self.global_batch = 0, train.global_batch
+        self.samples = 0
         self.batches = training_batches(config)
 
     def step(self) -> float:
@@ -56,7 +71,8 @@ class BareLoop:
             micro = dict(zip(batch, part, strict=True))
             targets = micro.pop("targets")
             logits = self.model(**micro).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / count
+            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+            loss = (loss.to_local() if isinstance(loss, DTensor) else loss) / count
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -65,40 +81,106 @@ class BareLoop:
         return total
 
 
+def bare_model(config: Config, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+    """A model of its own that begins with ``weights``."""
+    model = find_model(config.model.name).Model(config.model.config).to(device)
+    model.load_state_dict(weights)
+    return model
+
+
+def styled_model(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The model under the plan's styles on the tp axis, also where that has one rank; nothing else."""
+    model, plan = build_model(config)
+    resolved = resolve(plan, model)
+    replicated = [(name, Replicated()) for name in resolved.replicate]
+    apply_tensor_parallel(model, resolved.tensor + replicated, mesh["tp"])
+    fill(model, config, device)
+    return model
+
+
+def in_turn(works: Mapping[str, Callable[[], object]], steps: int) -> dict[str, list[float]]:
+    """Seconds a step in each turn of each of ``works``; ranks wait for each other around turns."""
+    spent: dict[str, list[float]] = {name: [] for name in works}
+    size = min(ROUND, steps)
+    for turn in range(-1, steps // size):  # the first turn warms up
+        for name, work in works.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(size):
+                work()
+            dist.barrier()
+            if turn >= 0:
+                spent[name].append((time.perf_counter() - start) / size)
+    return spent
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+    return round(statistics.median(map(truediv, above, below)), 4)
+
+
+def show(benchmark: str, device: torch.device, **found: object) -> None:
+    made_by = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps({"benchmark": benchmark, **found, **made_by}), flush=True)
+
+
+def of_one_process(config: Config, mesh: DeviceMesh, device: torch.device, steps: int) -> None:
+    model = build(config, mesh, device)
+    bare = BareLoop(config, bare_model(config, model.state_dict(), device), device)
+    trainer = Trainer(config, mesh, model, device)
+    spent = in_turn({"trainer": trainer.step, "bare": bare.step}, steps)
+    tokens = config.train.global_batch * config.train.seq_len
+    show(
+        "overhead",
+        device,
+        ratio=ratio(spent["bare"], spent["trainer"]),
+        tokens_per_second=round(tokens / statistics.mean(spent["trainer"])),
+        bare_tokens_per_second=round(tokens / statistics.mean(spent["bare"])),
+    )
+    styled = BareLoop(config, styled_model(config, mesh, device), device)
+    with loss_parallel():
+        spent = in_turn({"styled": styled.step, "bare": bare.step}, steps)
+    show("tp_dispatch", device, time=ratio(spent["styled"], spent["bare"]))
+
+
+def of_several(config: Config, mesh: DeviceMesh, device: torch.device, steps: int) -> None:
+    model = build(config, mesh, device)
+    optimizer = build_optimizer(model, config, mesh)
+    batches, train = training_batches(config), config.train
+    samples = 0
+
+    def step() -> None:
+        nonlocal samples
+        batch = {name: value.to(device) for name, value in batches.batch(samples).items()}
+        samples += train.global_batch
+        forward_backward(model, batch, mesh, micro_batch=train.micro_batch).item()
+        clip_grad_norm_(model.parameters(), train.max_norm, mesh).item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    bare = BareLoop(config, bare_model(config, weights, device), device)
+    first = dist.get_rank() == 0
+    spent = in_turn({"tp": step, "bare": bare.step if first else lambda: None}, steps)
+    if first:
+        show("tp", device, tp=mesh["tp"].size(), time=ratio(spent["tp"], spent["bare"]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--steps", type=int, default=48, help="steps of each loop")
-    rounds = max(1, parser.parse_args().steps // ROUND)
-    train_toml = str(Path(__file__).parent.parent / "train.toml")
+    steps = parser.parse_args().steps
+    several = dist.is_torchelastic_launched()
     with tempfile.TemporaryDirectory() as folder:
-        keys = [f"--run.dir={folder}", "--metrics.tensorboard=false"]
-        config = parse([train_toml, *keys], program="overhead.py", trains=True).config
+        keys = ["--metrics.tensorboard=false"]
+        keys += ["--parallel.tp=-1", "--parallel.dp_shard=1"] if several else [f"--run.dir={folder}"]
+        config = parse([TRAIN_TOML, *keys], program="overhead.py", trains=not several).config
         with process_group(config) as device:
             mesh = init_mesh(config.parallel, device.type)
-            model = build(config, mesh, device)
-            bare = BareLoop(config, model.state_dict(), device)
-            trainer = Trainer(config, mesh, model, device)
-            ratios, seconds = [], {"trainer": 0.0, "bare": 0.0}
-            for turn in range(-1, rounds):  # the first turn warms up
-                spent = {}
-                for name, loop in (("trainer", trainer), ("bare", bare)):
-                    start = time.perf_counter()
-                    for _ in range(ROUND):
-                        loop.step()
-                    spent[name] = time.perf_counter() - start
-                if turn >= 0:
-                    ratios.append(spent["bare"] / spent["trainer"])
-                    seconds = {name: seconds[name] + spent[name] for name in seconds}
-    tokens = rounds * ROUND * config.train.global_batch * config.train.seq_len
-    result = {
-        "benchmark": "overhead",
-        "ratio": round(statistics.median(ratios), 4),
-        "tokens_per_second": round(tokens / seconds["trainer"]),
-        "bare_tokens_per_second": round(tokens / seconds["bare"]),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-    }
-    print(json.dumps(result))
+            (of_several if several else of_one_process)(config, mesh, device, steps)
 
 
 if __name__ == "__main__":

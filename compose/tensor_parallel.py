@@ -15,6 +15,7 @@ from torch.distributed.tensor import (
     DTensor,
     Partial,
     Replicate,
+    Shard,
     distribute_module,
     distribute_tensor,
 )
@@ -63,7 +64,8 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         size = device_mesh.size()
         if self.n_heads % size == 0:
-            colwise = ColwiseParallel()
+            # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
+            colwise = ColwiseParallel(output_layouts=Shard(2))
             colwise.src_data_rank = self.src_data_rank
             return parallelize_module(module, device_mesh, colwise, src_data_rank=self.src_data_rank)
         if size % self.n_heads:
@@ -160,7 +162,9 @@ def _replicated_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: D
     first = inputs[0]
     if not isinstance(first, DTensor):
         first = DTensor.from_local(first, device_mesh, [Replicate()], run_check=False)
-    return first.redistribute(placements=[Replicate()]), *inputs[1:]
+    if first.placements != (Replicate(),):
+        first = first.redistribute(placements=[Replicate()])
+    return first, *inputs[1:]
 
 
 __all__ = ["HeadParallel", "Replicated", "SharedByHeads", "apply_tensor_parallel", "check_heads"]

@@ -1,19 +1,85 @@
 """Each benchmark prints one JSON line; the figures of a test run mean nothing, LOG.md has some."""
 
+import importlib.util
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tests.helpers import ROOT
 from tests.test_trainer import execute
 
 
-def test_overhead() -> None:
-    done = execute("benchmarks/overhead.py", "--steps", "4")
+def shown(*arguments: str, ranks: int = 0) -> list[dict[str, Any]]:
+    done = execute(*arguments, ranks=ranks)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["benchmark"] == "overhead"
-    assert 0.3 < result["ratio"] < 3
-    assert result["tokens_per_second"] > 0
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_overhead() -> None:
+    trainer, styled = shown("benchmarks/overhead.py", "--steps", "1")
+    assert (trainer["benchmark"], styled["benchmark"]) == ("overhead", "tp_dispatch")
+    assert min(trainer["ratio"], trainer["tokens_per_second"], styled["time"]) > 0
+
+
+def test_overhead_of_two_ranks() -> None:
+    (result,) = shown("benchmarks/overhead.py", "--steps", "1", ranks=2)
+    assert (result["benchmark"], result["tp"]) == ("tp", 2)
+    assert result["time"] > 0
+
+
+TINY = ("benchmarks/gpu.py", "--device", "cpu", "--tiny")
+
+
+def test_gpu() -> None:
+    *device, compiled, bare, tensorwise, rowwise, eager, aims = shown(*TINY)
+    assert [line["benchmark"] for line in device] == ["gpu_matmul"] * 2 + ["gpu_ceiling", "gpu_copy"]
+    for row in (compiled, bare, eager):
+        assert row["layers"] == 2
+        assert row["tokens_per_second"] > 0
+        assert row["of_ceiling"] > 0
+    assert (eager["first_step_warm"], eager["over_compiled"]) == (
+        None,
+        pytest.approx(eager["tokens_per_second"] / compiled["tokens_per_second"], rel=1e-2),
+    )
+    for row in (tensorwise, rowwise):  # where torchao is not installed
+        assert "tokens_per_second" in row or row["not_available"]
+    assert aims["over_bare"]["measured"] == bare["compiled_over_bare"] > 0
+    assert aims["8b_of_ceiling"] == {"measured": compiled["of_ceiling"], "at_least": 0.85}
+
+
+def test_gpu_without_time() -> None:
+    *_, row, aims = shown(*TINY, "--budget", "0")
+    assert row["skipped"] == "0 s of --budget are left, and a row may take 0"
+    assert [aim["measured"] for aim in aims.values() if isinstance(aim, dict)] == [None] * 3
+
+
+def test_gpu_row_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory does not suffice layers are recomputed; what else goes wrong is said."""
+    spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
+    assert spec
+    assert spec.loader
+    gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
+    rows = gpu.Rows(True, None, torch.device("cpu"), 1.0, tmp_path)
+    fits: set[str] = set()
+
+    def trained(case: Any, recompute: str) -> dict[str, int]:
+        if recompute not in fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
+        return {"tokens_per_second": 1}
+
+    monkeypatch.setattr(rows, "config", lambda case, recompute: recompute)
+    monkeypatch.setattr(rows, "_trained", trained)
+    case = gpu.Case("8b", 32, "eager")
+    assert rows.run(case) == {"recompute": "full", "failed": "CUDA out of memory."}
+    assert rows.run(case._replace(how="bare"))["recompute"] == "none"
+    fits.add("full")
+    assert rows.run(case) == {"recompute": "full", "tokens_per_second": 1}
+    monkeypatch.setattr(rows, "_trained", lambda case, config: 1 // 0)
+    assert rows.run(case)["failed"] == "ZeroDivisionError: integer division or modulo by zero"
 
 
 def test_context() -> None:

@@ -20,6 +20,8 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
     """The plan of a DeepSeek-V3 for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
+    # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
+    columns = ColwiseParallel(output_layouts=Shard(2))
     gather = PrepareModuleInput(
         input_layouts=(stream, None, None, None),
         desired_input_layouts=(Replicate(), None, None, None),
@@ -42,15 +44,15 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
             **({norm: SequenceParallel() for norm in norms} if parallel.sequence else {}),
             "layers.*.attention": gather,
-            f"layers.*.attention.{'wq_b' if model.q_rank else 'wq'}": ColwiseParallel(),
-            "layers.*.attention.wkv_b": ColwiseParallel(),
+            f"layers.*.attention.{'wq_b' if model.q_rank else 'wq'}": columns,
+            "layers.*.attention.wkv_b": columns,
             "layers.*.attention.rope_key": SharedByHeads(),
             "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
             **(dense if has_dense else {}),
             **(moe.tensor if has_moe else {}),
             "output": ColwiseParallel(
                 input_layouts=stream,
-                output_layouts=Shard(-1) if parallel.loss else Replicate(),
+                output_layouts=Shard(2) if parallel.loss else Replicate(),
                 use_local_output=not parallel.loss,
             ),
         },

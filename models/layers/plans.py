@@ -21,7 +21,7 @@ def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, Parallel
     name: its pattern. stream: layout of its input and output, (B, L, D) over tp.
     """
     # A local tensor carries no global shape, so uneven shards must stay DTensors.
-    hidden = ColwiseParallel(use_local_output=even)
+    hidden = ColwiseParallel(output_layouts=Shard(2), use_local_output=even)
     return {
         name: PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
         f"{name}.w[13]": hidden,

@@ -19,12 +19,15 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
     """The plan of a Llama for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
+    # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
+    columns = ColwiseParallel(output_layouts=Shard(2))
     gather = PrepareModuleInput(
         input_layouts=(stream, None, None, None),
         desired_input_layouts=(Replicate(), None, None, None),
     )
     # A local tensor carries no global shape, so uneven shards must stay DTensors.
-    hidden = ColwiseParallel(use_local_output=model.hidden_dim % parallel.tp == 0)
+    even = model.hidden_dim % parallel.tp == 0
+    hidden = ColwiseParallel(output_layouts=Shard(2), use_local_output=even)
     norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
     ends = ["tok_embeddings", "norm", "output"]
     return Plan(
@@ -32,7 +35,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
             **({norm: SequenceParallel() for norm in norms} if parallel.sequence else {}),
             "layers.*.attention": gather,
-            "layers.*.attention.wq": ColwiseParallel(),
+            "layers.*.attention.wq": columns,
             "layers.*.attention.wk": HeadParallel(model.n_kv_heads),
             "layers.*.attention.wv": HeadParallel(model.n_kv_heads),
             "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
@@ -44,7 +47,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
             "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
             "output": ColwiseParallel(
                 input_layouts=stream,
-                output_layouts=Shard(-1) if parallel.loss else Replicate(),
+                output_layouts=Shard(2) if parallel.loss else Replicate(),
                 use_local_output=not parallel.loss,
             ),
         },

@@ -20,6 +20,8 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
     """The plan of a Qwen3 for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
+    # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
+    columns = ColwiseParallel(output_layouts=Shard(2))
     gather = PrepareModuleInput(
         input_layouts=(stream, None, None, None),
         desired_input_layouts=(Replicate(), None, None, None),
@@ -33,7 +35,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
             **({norm: SequenceParallel() for norm in norms} if parallel.sequence else {}),
             "layers.*.attention": gather,
-            "layers.*.attention.wq": ColwiseParallel(),
+            "layers.*.attention.wq": columns,
             "layers.*.attention.w[kv]": HeadParallel(model.n_kv_heads),
             # Whole, on this rank's heads alone (B, L, heads, head_dim): the gradient is summed over tp.
             "layers.*.attention.[qk]_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
@@ -41,7 +43,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
             **(moe.tensor if model.n_experts else hidden),
             "output": ColwiseParallel(
                 input_layouts=stream,
-                output_layouts=Shard(-1) if parallel.loss else Replicate(),
+                output_layouts=Shard(2) if parallel.loss else Replicate(),
                 use_local_output=not parallel.loss,
             ),
         },
