@@ -1,7 +1,10 @@
 """Configs for tests: train.toml with a model and a batch small enough for a matrix of runs."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +23,15 @@ SMALL = {
     "model.hidden_dim": 96,
     "train.seq_len": 32,
 }
+
+
+def in_turn(cases: Sequence[Any], every: int = 2) -> list[Any]:
+    """Of a product's cases the first of each ``every``, for the suite; ``-m full`` runs the others."""
+    marks = [[] if i % every == 0 else [pytest.mark.full] for i in range(len(cases))]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case, mark in zip(cases, marks, strict=True)
+    ]
 
 
 def make_config(world_size: int, **keys: object) -> Config:

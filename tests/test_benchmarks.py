@@ -24,6 +24,7 @@ def test_overhead() -> None:
     assert min(trainer["ratio"], trainer["tokens_per_second"], styled["time"]) > 0
 
 
+@pytest.mark.full
 def test_overhead_of_two_ranks() -> None:
     (result,) = shown("benchmarks/overhead.py", "--steps", "1", ranks=2)
     assert (result["benchmark"], result["tp"]) == ("tp", 2)
@@ -114,6 +115,7 @@ def test_moe_of_one_process() -> None:
     assert all(min(result["forward_fraction"], result["fraction"]) > 0 for result in experts)
 
 
+@pytest.mark.full
 def test_moe_of_two_ranks() -> None:
     done = execute("benchmarks/moe.py", "--small", ranks=2)
     assert done.returncode == 0, done.stderr
@@ -147,7 +149,7 @@ def test_loss() -> None:
 
 @pytest.mark.parametrize(
     "techniques",
-    [["zero 3", "full", "activation offload"], pytest.param([], marks=pytest.mark.full)],
+    [["full", "activation offload"], pytest.param([], marks=pytest.mark.full)],
 )
 def test_memory(techniques: list[str]) -> None:
     """Here figures mean what they say: every technique saves what its formula does."""

@@ -10,7 +10,7 @@ from compose.legality.__main__ import markdown
 from compose.toml import load
 from tests.helpers import ROOT, SMALL, prove_case
 from tests.pool import Pool
-from tests.test_trainer import execute
+from tests.test_trainer import answered
 from tests.test_verify import agreed
 
 RANKS = 8
@@ -37,11 +37,12 @@ def prove(pool: Pool, degrees: dict[str, int]) -> None:
 COVERING = [
     {"pp": 2, "dp_replicate": 2, "cp": 2},
     {"pp": 2, "dp_replicate": 2, "dp_shard": 2},
-    {"dp_replicate": 2, "cp": 2, "tp": 2},
     {"pp": 4, "tp": 2},
 ]
-# These the suite runs with experts (test_expert_parallel.py) and in training (test_trainer.py).
+# These the suite runs in test_verify.py, with experts (test_expert_parallel.py), and in training
+# (test_trainer.py).
 ELSEWHERE = [
+    {"dp_replicate": 2, "cp": 2, "tp": 2},
     {"pp": 2, "dp_shard": 2, "tp": 2},
     {"pp": 2, "cp": 2, "tp": 2},
     {"dp_shard": 2, "cp": 2, "tp": 2},
@@ -91,7 +92,7 @@ def test_what_pytorch_forces_names_the_place() -> None:
 
 
 def test_legal() -> None:
-    done = execute("-m", "compose", "legal", "--world-size=6", "--model.n_layers=1")
+    done = answered("-m", "compose", "legal", "--world-size=6", "--model.n_layers=1")
     assert done.returncode == 0, done.stderr
     shown = [line.split() for line in done.stdout.splitlines()]
     assert shown[0] == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
@@ -156,7 +157,7 @@ def test_legal() -> None:
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_bad_input(arguments: list[str], problem: str) -> None:
-    done = execute("-m", "compose", *arguments)
+    done = answered("-m", "compose", *arguments)
     assert done.stderr.splitlines()[0] == problem
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -165,7 +166,7 @@ def test_bad_input(arguments: list[str], problem: str) -> None:
 def test_schedule_draws(tmp_path: Path) -> None:
     for suffix, start in ((".svg", b"<svg"), (".png", b"\x89PNG")):
         out = tmp_path / f"timeline{suffix}"
-        done = execute("-m", "compose", "schedule", "--parallel.pp=4", f"--out={out}")
+        done = answered("-m", "compose", "schedule", "--parallel.pp=4", f"--out={out}")
         assert done.returncode == 0, done.stderr
         assert out.read_bytes().startswith(start)
         assert "1F1B: 4 ranks, 8 micro-batches, layers [1, 1, 2, 1]" in done.stdout

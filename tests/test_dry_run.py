@@ -14,7 +14,7 @@ from compose.build import build
 from compose.dry_run import Placed, placements
 from tests.helpers import ROOT, SMALL, make_config
 from tests.pool import Pool, make_mesh
-from tests.test_trainer import execute
+from tests.test_trainer import answered
 
 
 def _real(keys: dict[str, object]) -> list[Placed]:
@@ -49,7 +49,7 @@ def test_same_as_real_ranks(pool: Pool, ranks: int, mesh: dict[str, object]) -> 
         f"parallel.{k}": str(v).lower() for k, v in mesh.items()
     }
     arguments = [f"--{key}={value}" for key, value in overrides.items()]
-    done = execute("train.py", "--dry-run", "--world-size", str(ranks), *arguments)
+    done = answered("train.py", "--dry-run", "--world-size", str(ranks), *arguments)
     assert done.returncode == 0, done.stderr
     found = table(done.stdout)
     assert found.keys() == {p.name for p in real}
@@ -72,7 +72,7 @@ def test_same_as_real_ranks(pool: Pool, ranks: int, mesh: dict[str, object]) -> 
 
 def test_70b_on_512_ranks_takes_seconds() -> None:
     start = time.time()
-    done = execute(
+    done = answered(
         "train.py", "--dry-run", "--world-size", "512", "--model.preset=70b", "--parallel.tp=8",
         "--train.global_batch=128",
     )  # fmt: skip
@@ -88,7 +88,7 @@ def test_70b_on_512_ranks_takes_seconds() -> None:
 
 def test_needs_no_data_and_writes_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("dry") / "run"
-    done = execute("train.py", "--dry-run", "--data.path=nowhere.bin", f"--run.dir={folder}")
+    done = answered("train.py", "--dry-run", "--data.path=nowhere.bin", f"--run.dir={folder}")
     assert done.returncode == 0
     assert not folder.exists()
 
@@ -115,7 +115,7 @@ def test_recipes_pass(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_every_key() -> None:
     from compose.config import TABLES, docs
 
-    done = execute("train.py", "--help")
+    done = answered("train.py", "--help")
     assert done.returncode == 0
     for table_name, kind in TABLES.items():
         assert f"[{table_name}]" in done.stdout
@@ -133,21 +133,21 @@ def test_help_lists_every_key() -> None:
         (["--dry-run", "--world-size=x"], "command line: --world-size: x is not a number of ranks"),
         (["--dry-rn=1"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
         (["--dry-rn"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
-        (["--steps=3"], "command line: --steps: unknown option; did you mean train.steps?"),
+        (["--seed=3"], "command line: --seed: unknown option; did you mean train.seed?"),
         (["-v"], "command line: -v: unknown option"),
         (["a.toml", "b.toml"], "command line: one TOML file at a time, got a.toml and b.toml"),
         (["--train.steps"], "command line: --train.steps: needs a value: --train.steps=value"),
     ],
 )
 def test_bad_command_line(arguments: list[str], message: str) -> None:
-    done = execute("train.py", *arguments)
+    done = answered("train.py", *arguments)
     assert (done.returncode, done.stderr.splitlines()) == (2, [message])
 
 
 def test_unknown_command() -> None:
-    done = execute("-m", "compose", "verfy")
+    done = answered("-m", "compose", "verfy")
     assert (done.returncode, done.stderr) == (
         2,
         f"compose: verfy: unknown command; did you mean verify? (known: {', '.join(COMMANDS)})\n",
     )
-    assert "verify" in execute("-m", "compose").stdout
+    assert "verify" in answered("-m", "compose").stdout

@@ -17,7 +17,7 @@ from compose.errors import ConfigError
 from compose.near_shards import check_near, near_experts
 from tests.helpers import prove_case
 from tests.pool import Pool, make_mesh
-from tests.test_trainer import execute
+from tests.test_trainer import answered
 from tests.test_verify import agreed
 
 NEAR: dict[str, object] = {"parallel__zero3_reshard": 2, "train__micro_batch": 1}
@@ -226,7 +226,7 @@ def test_what_cannot_be(near: int, zero: int, ranks: int, problem: str) -> None:
 
 
 def test_refused_before_it_starts() -> None:
-    done = execute(
+    done = answered(
         "train.py", "--dry-run", "--world-size=8", "--parallel.cp=2", "--parallel.zero3_reshard=3"
     )
     assert done.returncode == 2
@@ -235,7 +235,7 @@ def test_refused_before_it_starts() -> None:
 
 def test_dry_run_counts_what_is_kept() -> None:
     keys = ["--parallel.zero3_reshard=4", "--precision.param=bfloat16"]
-    done = execute("train.py", "--dry-run", "--world-size=8", *keys)
+    done = answered("train.py", "--dry-run", "--world-size=8", *keys)
     assert done.returncode == 0, done.stderr
     parameters = int(done.stdout.partition("parameters: ")[2].split()[0].replace(",", ""))
     assert f"gathered in a step  {2 * parameters // 4:>18,}" in done.stdout

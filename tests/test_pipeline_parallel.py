@@ -25,7 +25,7 @@ from compose.verify import whole as full
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.helpers import make_config, prove_case
+from tests.helpers import in_turn, make_config, prove_case
 from tests.pool import Pool, make_mesh
 from tests.test_verify import agreed
 
@@ -88,7 +88,7 @@ UNEVEN: list[tuple[int, dict[str, object], int]] = [
 
 @pytest.mark.parametrize(
     ("ranks", "keys", "micro_batches"),
-    UNEVEN,
+    in_turn(UNEVEN),
     ids=lambda value: (
         " ".join(str(v) for v in value.values()) if isinstance(value, dict) else str(value)
     ),
@@ -141,7 +141,7 @@ PRODUCTS: list[tuple[int, dict[str, object]]] = [
 
 @pytest.mark.parametrize(
     ("ranks", "keys"),
-    PRODUCTS,
+    in_turn(PRODUCTS),
     ids=lambda value: (
         " ".join(f"{k.split('__')[1]} {v}" for k, v in value.items())
         if isinstance(value, dict)
@@ -157,7 +157,7 @@ def test_products(pool: Pool, ranks: int, keys: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("schedule", "zero"),
     [
-        ("ZBVZeroBubble", 1),
+        pytest.param("ZBVZeroBubble", 1, marks=pytest.mark.full),
         ("ZBVZeroBubble", 3),
         ("DualPipeV", 2),
         pytest.param("ZBVZeroBubble", 2, marks=pytest.mark.full),

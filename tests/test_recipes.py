@@ -27,7 +27,7 @@ SMALL = {
     "model.n_kv_heads": 2,
     "model.hidden_dim": 96,
     "train.seq_len": 64,
-    "train.stop_after": 14,
+    "train.stop_after": 10,
     "optimizer.lr": 1e-2,
     "optimizer.warmup": 2,
     "data.path": "stdlib",
@@ -74,7 +74,7 @@ def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
         "float8 tensorwise (emulated here, for no gain in speed): 28 of 28 linear layers\n" in printed
     )
     found = lines(tmp_path)
-    # One graph for all layers.
-    assert [line["recompiles"] for line in found] == [1] * len(found)
+    # Of this process, which may have compiled other things before; after the first step nothing.
+    assert len({line["recompiles"] for line in found}) == 1
     losses = [line["loss"] for line in found]
     assert losses[-1] < losses[0] - 1

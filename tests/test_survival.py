@@ -207,6 +207,7 @@ def test_ranks_die_fifty_times(tmp_path: Path) -> None:
     assert found["again"] > 0
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     """A first step may take longer than comm.timeout, a later one not, in groups of the mesh too."""
     script = tmp_path / "hangs.py"
@@ -258,6 +259,7 @@ def test_who_is_behind() -> None:
     assert ranks[0].laggard().startswith("rank 0 is behind")
 
 
+@pytest.mark.full
 def test_a_restart_begins_with_nothing_of_the_attempt_before(tmp_path: Path) -> None:
     """Neither with the addresses of processes that are gone, nor with what was reported of them."""
     script = tmp_path / "fails.py"

@@ -1,6 +1,8 @@
 """Runs: the same on every mesh, stopped by what should stop them, said once."""
 
+import contextlib
 import gc
+import io
 import json
 import math
 import os
@@ -16,6 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import compose.__main__
+import train
+from compose import cli
 from compose import trainer as trainer_module
 from compose.build import build
 from compose.runtime import TrainingError
@@ -170,6 +175,19 @@ def execute(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]
     )
 
 
+def answered(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As :func:`execute`, in this process: of train.py and ``-m compose``, what starts no ranks."""
+    script = arguments[0] == "train.py"
+    words = arguments[1:] if script else arguments[2:]
+    with (
+        mock.patch.object(sys, "argv", ["program", *words]),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        code = cli._outcome(train.main if script else compose.__main__.main)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
 QUICK = [f"--{key}={value}" for key, value in SMALL.items()]
 
 
@@ -199,13 +217,13 @@ def test_bad_input_is_said_once_with_exit_code_2(tmp_path: Path) -> None:
 
 def test_run_dir_that_cannot_be_written_or_is_taken(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = execute("train.py", f"--run.dir={tmp_path}/file/run")
+    done = answered("train.py", f"--run.dir={tmp_path}/file/run")
     assert (done.returncode, done.stderr) == (
         2,
         f"train.toml: run.dir: cannot write to {tmp_path}/file/run: Not a directory\n",
     )
     (tmp_path / "metrics.jsonl").write_text("kept\n")
-    done = execute("train.py", f"--run.dir={tmp_path}")
+    done = answered("train.py", f"--run.dir={tmp_path}")
     assert (done.returncode, done.stderr) == (
         2,
         f"train.toml: run.dir: {tmp_path} already holds metrics.jsonl of a run, and no"
