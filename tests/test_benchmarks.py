@@ -161,3 +161,25 @@ def test_memory(techniques: list[str]) -> None:
         assert result["saved_bytes"] == result["off_bytes"] - result["on_bytes"]
         assert result["saved_bytes"] == pytest.approx(result["formula_bytes"], rel=0.1), result
     assert last["worst"] in [result["technique"] for result in results]
+
+
+def test_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Of runs that are there already."""
+    spec = importlib.util.spec_from_file_location("precision", ROOT / "benchmarks" / "precision.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, end in (("float32", 2.0), ("bf16", 2.1)):
+        (tmp_path / name).mkdir()
+        rows = [{"loss": end + 3 / step} for step in range(1, 21)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    picture = tmp_path / "curves.svg"
+    words = ["--steps=20", "--only", "bf16", f"--runs={tmp_path}", f"--figure={picture}"]
+    monkeypatch.setattr("sys.argv", ["precision.py", *words])
+    module.main()
+    plain, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (plain["precision"], plain["over_float32"]) == ("float32", 0)
+    last = 2.0 + (3 / 19 + 3 / 20) / 2
+    assert other["over_float32"] == pytest.approx(0.1 / last, abs=1e-5)
+    assert picture.read_text().count("<polyline") == 4
