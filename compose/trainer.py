@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.applied import applied_to
-from compose.build import float8_choice, loss_function
+from compose.build import loss_function
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.store import write_whole
 from compose.compilation import GraphCount
@@ -77,11 +77,12 @@ class Trainer:
             write_whole(self.folder / "config.toml", dump(config))
             keep_tokenizer(config, self.batches, self.folder / TOKENIZER)
             self.writer = MetricsWriter(self.folder, config.metrics.tensorboard, self.progress.step)
-            whole, plan = build_model(config)  # of which this rank may hold a part
+            whole, _ = build_model(config)  # of which this rank may hold a part
             count = sum(p.numel() for p in whole.parameters())
             print(f"{self.folder}: {count:,} parameters", flush=True)
-            if config.precision.float8 != "off":
-                print(float8_choice(config, whole, plan, device.type), flush=True)
+            float8 = applied_to(model).float8
+            if float8.recipe != "off":
+                print(float8, flush=True)
 
     def run(self) -> None:
         """Train to the end, or until a signal asks for it, after which the step at hand is finished and

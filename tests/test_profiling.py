@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.cuda._memory_viz import trace as listed
-from torch.distributed.tensor import DTensor
 
 from compose import ConfigError
 from compose.build import build
 from compose.compilation import Compile
 from compose.data.batches import Batches
+from compose.local import local_tensor
 from compose.profiling.memory import CATEGORIES
 from compose.profiling.shares import KINDS
 from compose.profiling.trace import Trace
@@ -40,10 +40,6 @@ def _trainer(keys: dict[str, Any]) -> Trainer:
     return Trainer(config, mesh, build(config, mesh, cpu), cpu)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _train(keys: dict[str, Any], slow: int = -1) -> list[Tensor]:
     """This rank's part of the weights after training; on rank ``slow`` data takes long to make, but for
     the first step's."""
@@ -57,7 +53,7 @@ def _train(keys: dict[str, Any], slow: int = -1) -> list[Tensor]:
     with mock.patch.object(Batches, "batch", batch):
         trainer.run()
     assert dist.Work.wait is before
-    return [_local(p).detach().clone() for p in trainer.model.parameters()]
+    return [local_tensor(p).detach().clone() for p in trainer.model.parameters()]
 
 
 def _printed(keys: dict[str, Any]) -> str:
