@@ -44,7 +44,7 @@ LARGE = {
 SMALL = {"model.dim": 32, "model.n_layers": 2, "model.hidden_dim": 48}
 SHAPE = {"train.seq_len": 64, "train.global_batch": 1, "train.micro_batch": 1}
 STEPS = 6
-PAIRS = 3
+PAIRS = 5
 
 
 def overrides(small: bool, folder: Path) -> dict[str, object]:
@@ -93,13 +93,21 @@ def saving(keys: dict[str, object]) -> tuple[dict[str, float], Path]:
         assert report
         assert not report.problem, report.problem
         ratios, folder = [], trainer.folder
-        for _ in range(PAIRS + 1):
+
+        def settled() -> None:
+            """As before each save: neither that nor the copy is given memory that the other has just
+            let go of, or waits until the device has forgotten its files."""
             trainer.step()
+            os.sync()
+
+        for _ in range(PAIRS + 1):
+            settled()
             # With nothing beside it, as the copy has nothing.
             trainer.checkpointer.save(trainer.progress, wait=True)
             alone = trainer.checkpointer.report
             assert alone
             folder = store.newest_first(trainer.checkpointer.root)[0]
+            settled()
             ratios.append(copied(folder) / alone.seconds)
         trainer.held.release()
         parameters = sum(p.numel() for p in trainer.model.parameters())

@@ -6,7 +6,7 @@ index beside them, that says which holds what.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +20,15 @@ from compose.errors import ConfigError
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# All that the format has and a checkpoint of ours may hold.
+_NAMES = {
+    **{dtype: name for name, dtype in DTYPES.items()},
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass(frozen=True)
@@ -119,22 +127,33 @@ def write_files(
     return [folder / name for name in names]
 
 
-def _write(file: IO[bytes], shard: Sequence[Planned], tensors: Iterator[Tensor]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) -> bytes:
+    """What a file of tensors that lie one after the other begins with. more: its metadata."""
+    words: dict[str, Any] = {
+        "__metadata__": {"format": "pt", **(more or {})}
+    }  # transformers wants "pt"
     end = 0
-    for one in shard:
+    for one in planned:
         begin, end = end, end + one.nbytes
-        header[one.name] = {
+        words[one.name] = {
             "dtype": _NAMES[one.dtype],
             "shape": list(one.shape),
             "data_offsets": [begin, end],
         }
-    words = json.dumps(header, separators=(",", ":")).encode()
-    words += b" " * (-len(words) % 8)  # so that the tensors' bytes are aligned
-    file.write(len(words).to_bytes(8, "little"))
-    file.write(words)
+    text = json.dumps(words, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors' bytes are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor on the CPU; of a copy, where it is not contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _write(file: IO[bytes], shard: Sequence[Planned], tensors: Iterator[Tensor]) -> None:
+    file.write(header(shard))
     for one in shard:
         tensor = next(tensors)
         assert (tuple(tensor.shape), tensor.dtype) == (one.shape, one.dtype), one.name
-        file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.write(bytes_of(tensor))
         del tensor  # before the next one is made

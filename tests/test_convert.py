@@ -163,7 +163,7 @@ def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
     )
     shard = next(step.glob("__*"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r": damaged: __0_\d+\.distcp has [\d,]+ of [\d,]+ bytes$"):
+    with pytest.raises(ConfigError, match=r": damaged: __0_0\.safetensors has [\d,]+ of [\d,]+ bytes$"):
         main(["convert", str(run), "x"])
     assert not Path("x").exists()
 

@@ -5,13 +5,12 @@ its own, so that its messages and those of training never meet. Nothing is read 
 before it is whole (store.py).
 """
 
-import contextlib
 import json
 import platform
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
 from compose.checkpoint.loading import damage, load, model_fields
 from compose.checkpoint.parts import Part, SaveParts
 from compose.checkpoint.state import named_tensors, parts, staged
-from compose.checkpoint.summing import SummingFiles
+from compose.checkpoint.storage import PartsWriter
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.loss_scale import LossScale
@@ -184,17 +182,9 @@ class Checkpointer:
         problem, files = "", {}
         try:
             self._first(lambda: store.begin(self.root, progress.step))
-            # With thread_count > 1 it would drop the errors of all threads but one.
-            writer = FileSystemWriter(target)
-            writer.fs = written = SummingFiles()
-            with _no_checksum_of_tensors():
-                dcp.save(
-                    dict(state),
-                    storage_writer=writer,
-                    planner=SaveParts(),
-                    process_group=self.group,
-                )
-            files = {name: entry for name, entry in written.entries.items() if name.startswith("__")}
+            writer = PartsWriter(target)
+            dcp.save(dict(state), storage_writer=writer, planner=SaveParts(), process_group=self.group)
+            files = writer.entries
         except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
             problem = cause_of(error)
         everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(self.ranks)]
@@ -209,20 +199,27 @@ class Checkpointer:
         dist.broadcast_object_list(result, src=0, group=self.group)
         self.report.problem, self.report.bytes = result[0], result[1]
         self.report.seconds = time.perf_counter() - begun
+        if self.rank == 0 and not result[0]:
+            self._prune(self.root / store.name_of(progress.step))
 
     def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
         """(problem, bytes) of naming what all ranks have written."""
-        keep = self.config.checkpoint
         try:
             store.write_whole(target / store.STATE, json.dumps(self._described(progress), indent=1))
             store.write_whole(target / "config.toml", dump(self.config))
             own = store.described(p for p in target.iterdir() if not p.name.startswith("__"))
             everything = {name: entry for part in (own, *files) for name, entry in part.items()}
-            folder = store.publish(target, everything)
-            store.prune(self.root, keep.keep_last, keep.keep_every, folder)
+            store.publish(target, everything)
         except OSError as error:
             return [cause_of(error), 0]
         return ["", sum(entry["size"] for entry in everything.values())]
+
+    def _prune(self, newest: Path) -> None:
+        keep = self.config.checkpoint
+        try:
+            store.prune(self.root, keep.keep_last, keep.keep_every, newest)
+        except OSError as error:
+            self._say(f"{self.root}: an old checkpoint could not be removed: {cause_of(error)}")
 
     def _described(self, progress: Progress) -> dict[str, Any]:
         original = self.config.checkpoint.load_hf
@@ -268,17 +265,6 @@ class Checkpointer:
             print(text, flush=True)
 
 
-@contextlib.contextmanager
-def _no_checksum_of_tensors() -> Iterator[None]:
-    """Without those that torch.save makes of each: the manifest has one of each file."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 def _progress(known: Mapping[str, Any]) -> Progress:
     """As a checkpoint's state.json has it."""
     scale = known.get("scale")
@@ -294,6 +280,4 @@ def cause_of(error: BaseException) -> str:
         inner = next(iter(failures.values()))
         error = inner[0] if isinstance(inner, tuple) else inner
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    if "inline_container" in words:  # what torch.save says, with places in its own source
-        return "a file could not be written whole (is the disk full?)"
     return next(iter(words.strip().splitlines()), type(error).__name__)

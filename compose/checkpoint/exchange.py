@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -22,6 +21,7 @@ from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Progress, cause_of
 from compose.checkpoint.parts import LoadParts, Part, SaveParts, mismatches
 from compose.checkpoint.state import named_tensors
+from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.config import Config, Model
 from compose.errors import ConfigError
 from compose.hugging_face import (
@@ -89,24 +89,25 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     }
     try:
         folder = store.begin(root, 0)
+        writer = PartsWriter(folder)
         with _alone():
             dcp.save(
                 {key: _whole(tensor, "meta") for key, tensor in tensors.items()},
-                # A file for each: DCP keeps what it has written until the file is complete.
-                storage_writer=FileSystemWriter(folder, single_file_per_rank=False, sync_files=False),
+                storage_writer=writer,
                 planner=_Streamed(read),
                 no_dist=True,
             )
         store.write_whole(folder / store.STATE, json.dumps(state, indent=1))
         store.write_whole(folder / "config.toml", dump(config))
-        written = store.publish(folder, store.described(folder.iterdir()))
+        others = store.described(p for p in folder.iterdir() if p.name not in writer.entries)
+        written = store.publish(folder, others | writer.entries)
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
         if not isinstance(error, (OSError, CheckpointException)):
             raise
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return Converted(written, len(tensors), size, len(list(written.glob("__*"))))
+    return Converted(written, len(tensors), size, len(list(written.glob("*.safetensors"))))
 
 
 def export(
@@ -198,7 +199,7 @@ class _Streamed(SaveParts):
         return self.read(index.fqn)
 
 
-class _Reader(FileSystemReader):
+class _Reader(PartsReader):
     """Reads the checkpoint's own description once, not again for each tensor."""
 
     known: Metadata | None = None
@@ -209,7 +210,7 @@ class _Reader(FileSystemReader):
         return self.known
 
 
-def _read(reader: FileSystemReader, key: str, like: Tensor) -> Tensor:
+def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
     part = _whole(like, "cpu")
     with _alone():
         dcp.load({key: part}, storage_reader=reader, planner=LoadParts(), no_dist=True)

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 
 from compose.checkpoint import store
 from compose.checkpoint.parts import LoadParts, mismatches
-from compose.checkpoint.state import make_optimizer_state, named_tensors, parts, spread
+from compose.checkpoint.state import named_tensors, parts, spread
+from compose.checkpoint.storage import PartsReader
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.optimizer import make_state
 from compose.registry import training_fields
 
 
@@ -51,12 +52,12 @@ def load(
     ]
     if other:
         raise ConfigError(*other)
-    reader = FileSystemReader(folder)
+    reader = PartsReader(folder)
     stored = reader.read_metadata()
     if not any(name.startswith("optimizer.") for name in stored.state_dict_metadata):
         optimizer = None
     if optimizer:
-        make_optimizer_state(optimizer)
+        make_state(optimizer)
     tensors = named_tensors(model, optimizer)
     state = parts(tensors)
     problems = mismatches(state, stored)

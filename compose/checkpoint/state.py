@@ -1,7 +1,5 @@
 """What a run is made of between two steps, by names that no mesh changes."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -53,17 +51,3 @@ def spread(tensors: dict[str, list[Tensor]]) -> None:
     for first, *others in tensors.values():
         for other in others:
             local_tensor(other).copy_(local_tensor(first))
-
-
-def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer make its state, as its first step does, and change nothing."""
-    rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate

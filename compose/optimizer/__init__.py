@@ -6,6 +6,7 @@ from compose.optimizer.muon import Muon, orthogonalized
 from compose.optimizer.offload import OffloadedAdamW
 from compose.optimizer.rates import learning_rate, set_learning_rate
 from compose.optimizer.rules import Rule, parameter_rules
+from compose.optimizer.state import make_state
 
 __all__ = [
     "AdamW",
@@ -14,6 +15,7 @@ __all__ = [
     "Rule",
     "build_optimizer",
     "learning_rate",
+    "make_state",
     "orthogonalized",
     "parameter_rules",
     "set_learning_rate",

@@ -12,10 +12,11 @@ from torch import nn
 
 from compose.optimizer.boxes import chunks, local, within
 from compose.optimizer.rounding import random_bits, store
+from compose.optimizer.state import MakesState
 from compose.weights import local_box
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(MakesState):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), each step in float32.
 
     params: named parameters or groups of them, as torch's optimizers take them; float32 or bfloat16,
@@ -47,12 +48,17 @@ class AdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(name, parameter, group)
 
-    def _update(self, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The state of ``parameter``, which is made if there is none."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())  # on the host, where it is read
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        return state
+
+    def _update(self, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state_of(parameter)
         state["step"] += 1
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
         rate, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)

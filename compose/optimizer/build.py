@@ -19,6 +19,7 @@ from compose.optimizer.muon import Muon
 from compose.optimizer.offload import OffloadedAdamW
 from compose.optimizer.rates import set_learning_rate
 from compose.optimizer.rules import Rule, parameter_rules
+from compose.optimizer.state import MakesState, make_state
 from compose.registry import build_model
 
 
@@ -128,7 +129,7 @@ def _scratch(config: Config, folder: Path | None) -> Path:
     return base / f"rank-{dist.get_rank()}"
 
 
-class Together(torch.optim.Optimizer):
+class Together(MakesState):
     """Several optimizers as one: their groups, their state, one step after another."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -141,3 +142,8 @@ class Together(torch.optim.Optimizer):
         """Take each part's step."""
         for part in self.parts:
             part.step()
+
+    def make_state(self) -> None:
+        """Each part's."""
+        for part in self.parts:
+            make_state(part)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from compose.optimizer.boxes import Box, chunks, lengths, local, within
 from compose.optimizer.rounding import random_bits, store
 from compose.optimizer.sharing import Layout, Messages, Slab, in_flight, layout_of, shared_out
+from compose.optimizer.state import MakesState
 
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -37,7 +38,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(MakesState):
     """Muon (Jordan et al. 2024), with the scale of Moonlight (Liu et al. 2025, arXiv:2502.16982).
 
     For a matrix W (R, C) with gradient G, momentum m and weight decay w:
@@ -113,15 +114,19 @@ class Muon(torch.optim.Optimizer):
             for some in in_flight(here):
                 self._scatter(some, result)
 
-    def _begin(self, parameter: nn.Parameter) -> None:
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The state of ``parameter``, which is made if there is none."""
         state = self.state[parameter]
-        there, here = (getattr(x, "placements", ()) for x in (parameter.grad, parameter))
-        if there != here:
-            raise ValueError(f"a gradient is placed as {there}, its parameter as {here}")
         if not state:
             state["step"] = torch.zeros(())  # on the host, where it is read
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-        state["step"] += 1
+        return state
+
+    def _begin(self, parameter: nn.Parameter) -> None:
+        there, here = (getattr(x, "placements", ()) for x in (parameter.grad, parameter))
+        if there != here:
+            raise ValueError(f"a gradient is placed as {there}, its parameter as {here}")
+        self.state_of(parameter)["step"] += 1
 
     def _gather(self, slabs: Sequence[Slab]) -> Tensor | None:
         """Bring momentum up to date, and slabs together on their owners; the one of this rank."""

@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 from compose.errors import ConfigError
 from compose.local import local_tensor
 from compose.optimizer.files import TensorFile, page_aligned
+from compose.optimizer.state import MakesState
 
 CHUNK = 2**22  # elements of a piece, a multiple of 1024
 SLOTS = 4  # pieces in memory at once
@@ -70,7 +71,7 @@ class Moved:
     waited: float = 0.0
 
 
-class OffloadedAdamW(torch.optim.Optimizer):
+class OffloadedAdamW(MakesState):
     """torch's fused AdamW (arXiv:1711.05101), float32, whose state is not on the device.
 
     params: groups of parameters, plain or DTensors, as torch's optimizers take them; float32.
@@ -156,15 +157,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if not self.state[parameter]:
-                    self._make_state(parameter)
-                self.state[parameter]["step"] += 1
+                self.state_of(parameter)["step"] += 1
                 count = local_tensor(parameter).numel()
                 for start in range(0, count, CHUNK):
                     yield Piece(parameter, group, start, min(start + CHUNK, count))
 
-    def _make_state(self, parameter: nn.Parameter) -> None:
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The state of ``parameter``, which is made if there is none."""
         state, files = self.state[parameter], []
+        if state:
+            return state
         state["step"] = torch.zeros((), device=parameter.device)
         if self.folder is not None and not self.files:
             self._take(self.folder)
@@ -177,6 +179,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 held = torch.zeros(count, pin_memory=self._on_gpu)
             state[key] = _placed_as(parameter, held.view(local_tensor(parameter).shape))
         self.files[parameter] = files
+        return state
 
     def _take(self, folder: Path) -> None:
         """Empty the folder for this optimizer alone."""

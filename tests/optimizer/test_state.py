@@ -1,0 +1,70 @@
+"""State made without a step is what a step makes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from compose.build import build
+from compose.optimizer import build_optimizer, make_state
+from tests.helpers import make_config
+from tests.pool import Pool, make_mesh
+
+Keys = dict[str, object]
+MESH: Keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "model__n_layers": 3}
+HALF: Keys = {
+    "precision__param": "bfloat16",
+    "precision__master": "bfloat16",
+    "precision__optimizer_state": "bfloat16",
+}
+OPTIMIZERS: dict[str, Keys] = {
+    "fused": {"optimizer__implementation": "fused"},
+    "foreach": {"optimizer__implementation": "foreach"},
+    "for-loop": {"optimizer__implementation": "for-loop"},
+    "bfloat16": HALF,
+    "muon": {"optimizer__name": "muon"},
+    "muon in bfloat16": HALF | {"optimizer__name": "muon"},
+    "offload to memory": {"optimizer__offload": "cpu"},
+    "offload to files": {"optimizer__offload": "nvme"},
+}
+
+
+def _described(tensor: Tensor) -> tuple[object, ...]:
+    placed = (tensor.placements, tensor.to_local().shape) if isinstance(tensor, DTensor) else ()
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, placed
+
+
+def _state(keys: Keys, folder: Path, stepped: bool) -> dict[str, tuple[object, ...]]:
+    config = make_config(4, **MESH, **keys)
+    mesh = make_mesh(config.parallel)
+    model = build(config, mesh, torch.device("cpu"))
+    frozen = model.get_parameter("layers.0.attention.wq.weight").requires_grad_(False)
+    optimizer = build_optimizer(model, config, mesh, folder=folder)
+    if stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+    else:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        make_state(optimizer)
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            assert parameter.grad is None
+            assert torch.equal(parameter.detach(), value)
+        assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
+    assert frozen not in optimizer.state
+    return {
+        f"{name}.{key}": _described(value)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_as_by_a_step(pool: Pool, tmp_path: Path, name: str) -> None:
+    keys = OPTIMIZERS[name]
+    assert pool.run(_state, 4, keys, tmp_path / "made", False) == pool.run(
+        _state, 4, keys, tmp_path / "stepped", True
+    )
