@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError
+from compose.local_parallel import by_dtensors
 
 Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"]
 
@@ -159,10 +160,14 @@ def float8_styles(
 
     ``modules`` are those of Plan.float8: a PrepareModuleInput of one casts what it gathers, if all
     linear layers that are listed inside are converted. Scales of rows cannot travel: with other recipes
-    than tensorwise styles stay as they are.
+    than tensorwise PyTorch's styles stay as they are. In any case ``compose.local_parallel``'s become
+    PyTorch's.
     """
-    if choice.recipe != "tensorwise":
+    if choice.recipe == "off":
         return list(styles)
+    styles = by_dtensors(styles)
+    if choice.recipe != "tensorwise":
+        return styles
     if choice.emulated:
         send_as_bytes()
     from torchao.float8.float8_tensor_parallel import (

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
 )
 
+from compose import local_parallel
 from compose.errors import ConfigError, did_you_mean
 from compose.ties import tied_names
 
@@ -173,6 +174,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     if plan.tensor:
         placing = [n for n, s in tensor if not isinstance(s, _ACTIVATION_STYLES)] + replicate
         problems += _uncovered("tensor", _CURE, placing + [n for n, _ in expert], model)
+        problems += local_parallel.unfit(model, tensor)
     if plan.shard:
         problems += _uncovered("shard", "", [n for unit in shard for n in unit], model)
         problems += _unfit_units(shard, model)

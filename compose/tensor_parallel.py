@@ -68,15 +68,22 @@ class HeadParallel(ParallelStyle):
             colwise = ColwiseParallel(output_layouts=Shard(2))
             colwise.src_data_rank = self.src_data_rank
             return parallelize_module(module, device_mesh, colwise, src_data_rank=self.src_data_rank)
-        if size % self.n_heads:
-            raise ConfigError(f"HeadParallel: {self.n_heads} heads cannot be split over {size} ranks")
+        self._check(size)
         return distribute_module(
             module,
             device_mesh,
-            partial(_replicate_parameters, self.src_data_rank),
+            self._replicate,
             _replicated_input,  # type: ignore[arg-type]
             self._own_head,  # type: ignore[arg-type]
         )
+
+    def _check(self, size: int) -> None:
+        if size % self.n_heads:
+            kind = type(self).__name__
+            raise ConfigError(f"{kind}: {self.n_heads} heads cannot be split over {size} ranks")
+
+    def _replicate(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _replicate_parameters(self.src_data_rank, name, module, device_mesh)
 
     def _own_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> Tensor:
         head = device_mesh.get_local_rank() * self.n_heads // device_mesh.size()

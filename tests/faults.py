@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -17,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 import compose.step
 import compose.weights
+from compose import local_parallel
 from compose.attention_blocks import Block
 from compose.context_parallel import Exchange
 from compose.data_parallel import prepare_micro_batch
 from compose.mesh import sum_over
 from compose.pipeline_parallel import PipelineRunner, _Stage
-from compose.tensor_parallel import HeadParallel
 from models.llama import Model
 
 Fault = Callable[[], AbstractContextManager[None]]
@@ -70,13 +71,28 @@ def partial_gradients_are_taken_as_whole() -> Iterator[None]:
 
 @contextmanager
 def shared_heads_are_taken_as_whole() -> Iterator[None]:
-    """HeadParallel forgets that the ranks of a shared head each hold a part of its gradient."""
+    """LocalHeads forgets that the ranks of a shared head each hold a part of its gradient."""
 
-    def fake(self: HeadParallel, module: nn.Module, output: DTensor, mesh: Any) -> Tensor:
-        head = mesh.get_local_rank() * self.n_heads // mesh.size()
-        return output.to_local().unflatten(-1, (self.n_heads, -1))[..., head, :]
+    def fake(self: Any, x: Tensor) -> Tensor:
+        heads = F.linear(x, self.weight.to_local()).unflatten(-1, (self.n_heads, -1))
+        return heads[..., self.head, :]
 
-    with mock.patch.object(HeadParallel, "_own_head", fake):
+    with mock.patch.object(local_parallel._HeadLinear, "forward", fake):
+        yield
+
+
+@contextmanager
+def inputs_gradients_stay_parts() -> Iterator[None]:
+    """LocalInput does not sum the gradients of what the ranks' parts of a layer have read."""
+    real = local_parallel._Message.backward
+
+    def fake(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.back != "scatter":
+            return real(ctx, gradient)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return gradient.chunk(size, dim=1)[rank].clone(), None, None, None
+
+    with mock.patch.object(local_parallel._Message, "backward", staticmethod(fake)):
         yield
 
 

@@ -27,6 +27,7 @@ from tests.faults import (
     copies_of_a_tied_weight_are_rounded_differently,
     gradients_are_averaged_over_ranks,
     gradients_are_reduced_on_the_first_micro_batch,
+    inputs_gradients_stay_parts,
     loss_is_averaged_per_rank,
     norm_is_not_summed_over_pp,
     norm_is_not_summed_over_tp,
@@ -61,12 +62,20 @@ FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
         {"parallel__tp": 4},
         4,
         "gradient",
-        # It spreads to all that lies before the last layer's heads, and to nothing behind them.
+        {"layers.*.attention.w[kv].weight"},  # the input's gradient is summed elsewhere
+    ),
+    (
+        inputs_gradients_stay_parts,
+        {"parallel__tp": 2},
+        2,
+        "gradient",
+        # All that lies before the last layer's feed-forward.
         {
             "tok_embeddings.weight",
             "layers.0.*",
             "layers.1.attention_norm.weight",
-            "layers.1.attention.w[kv].weight",
+            "layers.1.attention.*",
+            "layers.1.ffn_norm.weight",
         },
     ),
     (norm_is_not_summed_over_tp, {"parallel__tp": 2}, 2, "grad_norm", {"step *"}),

@@ -4,20 +4,25 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models.qwen3
-from compose import Parallel, Plan
+from compose import Parallel
 from compose.errors import ConfigError
+from compose.local_parallel import _LocalRMSNorm
+from compose.plan import resolve
 from compose.report import Report
 from models.layers.attention import AttentionCore
 from models.qwen3 import PRESETS, Config, Model
 from models.qwen3.hf import hf_name
+from models.qwen3.model import Attention
 from tests.helpers import ROOT, make_config, prove_case
 from tests.pool import Pool
 from tests.test_llama import RowByRow
@@ -188,37 +193,59 @@ def test_equals_one_process(pool: Pool, case: str) -> None:
 
 
 @contextmanager
-def listed_in_replicate(norm: str) -> Iterator[None]:
-    """``norm`` is under ``replicate``, as if every tp rank gave it the same heads: its gradient, of
-    which each rank found a part, counts as whole."""
-    right = models.qwen3.plan
-    pattern = "layers.*.attention.[qk]_norm"
+def norms_of_heads_are_taken_as_whole(norm: str) -> Iterator[None]:
+    """As if every tp rank gave ``norm`` the same heads: its gradient, of which each rank found a part,
+    counts as whole."""
+    real = _LocalRMSNorm.forward
 
-    def wrong(model: Config, degrees: Parallel) -> Plan:
-        plan = right(model, degrees)
-        other = {"q_norm": "k_norm", "k_norm": "q_norm"}[norm]
-        tensor = {n: s for n, s in plan.tensor.items() if n != pattern}
-        tensor[f"layers.*.attention.{other}"] = plan.tensor[pattern]
-        replicate = [*plan.replicate, f"layers.*.attention.{norm}"]
-        return dataclasses.replace(plan, tensor=tensor, replicate=replicate)
+    def fake(self: _LocalRMSNorm, x: Tensor) -> Tensor:
+        if getattr(self, "fault", "") != norm:
+            return real(self, x)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to_local(), self.eps)  # type: ignore[attr-defined]
 
-    with mock.patch.object(models.qwen3, "plan", wrong):
+    made = Attention.__init__
+
+    def marked(self: Attention, *args: Any) -> None:
+        made(self, *args)
+        getattr(self, norm).fault = norm
+
+    with (
+        mock.patch.object(_LocalRMSNorm, "forward", fake),
+        mock.patch.object(Attention, "__init__", marked),
+    ):
         yield
 
 
-def _with_wrong_plan(norm: str, keys: dict[str, object]) -> Report:
-    with listed_in_replicate(norm):
+def _with_whole_norms(norm: str, keys: dict[str, object]) -> Report:
+    with norms_of_heads_are_taken_as_whole(norm):
         return prove_case(keys)
 
 
 @pytest.mark.parametrize(("norm", "sequence"), [("q_norm", True), ("k_norm", False)])
 def test_norm_not_summed_over_tp_is_named(pool: Pool, norm: str, sequence: bool) -> None:
     keys = parallel(tp=4, sequence=sequence) | {"model__name": "qwen3"}
-    report = pool.run(_with_wrong_plan, 4, norm, keys)[0]
+    report = pool.run(_with_whole_norms, 4, norm, keys)[0]
     rows = {(row.quantity, row.name): row for row in report.rows}
     assert rows["loss", "step 1"].ok  # forward is right
     failed = {row.name for row in report.failed if row.quantity == "gradient"}
     assert failed == {f"layers.{i}.attention.{norm}.weight" for i in range(2)}, str(report)
+
+
+def test_a_norm_of_heads_under_replicate_is_refused() -> None:
+    config = Config(n_layers=2)
+    right = models.qwen3.plan(config, Parallel(tp=2))
+    pattern = "layers.*.attention.[qk]_norm"
+    tensor = {n: s for n, s in right.tensor.items() if n != pattern}
+    wrong = dataclasses.replace(right, tensor=tensor, replicate=[pattern])
+    with torch.device("meta"):
+        model = Model(config)
+    with pytest.raises(ConfigError) as raised:
+        resolve(wrong, model)
+    assert str(raised.value).splitlines() == [
+        f"plan.tensor: layers.*.attention.{name} is in a module with LocalInput, and has no style of"
+        " compose.local_parallel; give it one, or that module PrepareModuleInput"
+        for name in ("q_norm", "k_norm")
+    ]
 
 
 def test_page_shows_the_real_difference() -> None:

@@ -173,7 +173,8 @@ def _idle_redistributions(name: str, sequence: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("sequence", [True, False])
 def test_nothing_is_redistributed_to_where_it_is(pool: Pool, name: str, sequence: bool) -> None:
-    """Each costs DTensor's share of a step some microseconds, forward and backward."""
+    """Each costs the host some microseconds, forward and backward. What is left are the embedding's
+    output and, of a stream that is cut, the logits' input."""
     ((count, idle),) = pool.run(_idle_redistributions, 1, name, sequence)
     assert idle == 0
-    assert count == (6 if sequence else 3)
+    assert count == (2 if sequence else 1)

@@ -5,11 +5,11 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
 )
 
 from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel
+from compose.local_parallel import LocalNorm
 from compose.tensor_parallel import SharedByHeads
 from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward
 
@@ -42,7 +42,7 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
     return Plan(
         tensor={
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-            **({norm: SequenceParallel() for norm in norms} if parallel.sequence else {}),
+            **({norm: LocalNorm() for norm in norms} if parallel.sequence else {}),
             "layers.*.attention": gather,
             f"layers.*.attention.{'wq_b' if model.q_rank else 'wq'}": columns,
             "layers.*.attention.wkv_b": columns,

@@ -3,16 +3,10 @@
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInputOutput, SequenceParallel
 
 from compose.expert_parallel import ExpertParallel, GatherSequence
+from compose.local_parallel import LocalColwise, LocalInput, LocalRowwise
 
 
 def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, ParallelStyle]:
@@ -20,12 +14,10 @@ def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, Parallel
 
     name: its pattern. stream: layout of its input and output, (B, L, D) over tp.
     """
-    # A local tensor carries no global shape, so uneven shards must stay DTensors.
-    hidden = ColwiseParallel(output_layouts=Shard(2), use_local_output=even)
     return {
-        name: PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
-        f"{name}.w[13]": hidden,
-        f"{name}.w2": RowwiseParallel(output_layouts=stream),
+        name: LocalInput(stream),
+        f"{name}.w[13]": LocalColwise(even),
+        f"{name}.w2": LocalRowwise(stream),
     }
 
 

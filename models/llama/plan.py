@@ -1,16 +1,11 @@
 """How Llama is cut: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel
-from compose.tensor_parallel import HeadParallel
+from compose.local_parallel import LocalColwise, LocalHeads, LocalInput, LocalNorm, LocalRowwise
 
 from .model import LlamaConfig
 
@@ -19,32 +14,22 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
     """The plan of a Llama for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
-    # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
-    columns = ColwiseParallel(output_layouts=Shard(2))
-    gather = PrepareModuleInput(
-        input_layouts=(stream, None, None, None),
-        desired_input_layouts=(Replicate(), None, None, None),
-    )
-    # A local tensor carries no global shape, so uneven shards must stay DTensors.
-    even = model.hidden_dim % parallel.tp == 0
-    hidden = ColwiseParallel(output_layouts=Shard(2), use_local_output=even)
+    hidden = LocalColwise(even=model.hidden_dim % parallel.tp == 0)
     norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
     ends = ["tok_embeddings", "norm", "output"]
     return Plan(
         tensor={
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-            **({norm: SequenceParallel() for norm in norms} if parallel.sequence else {}),
-            "layers.*.attention": gather,
-            "layers.*.attention.wq": columns,
-            "layers.*.attention.wk": HeadParallel(model.n_kv_heads),
-            "layers.*.attention.wv": HeadParallel(model.n_kv_heads),
-            "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
-            "layers.*.feed_forward": PrepareModuleInput(
-                input_layouts=stream, desired_input_layouts=Replicate()
-            ),
+            **({norm: LocalNorm() for norm in norms} if parallel.sequence else {}),
+            "layers.*.attention": LocalInput(stream, inputs=4),
+            "layers.*.attention.wq": LocalColwise(),
+            "layers.*.attention.wk": LocalHeads(model.n_kv_heads),
+            "layers.*.attention.wv": LocalHeads(model.n_kv_heads),
+            "layers.*.attention.wo": LocalRowwise(stream),
+            "layers.*.feed_forward": LocalInput(stream),
             "layers.*.feed_forward.w1": hidden,
             "layers.*.feed_forward.w3": hidden,
-            "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
+            "layers.*.feed_forward.w2": LocalRowwise(stream),
             "output": ColwiseParallel(
                 input_layouts=stream,
                 output_layouts=Shard(2) if parallel.loss else Replicate(),

@@ -1,16 +1,11 @@
 """How Qwen3 is cut: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel
-from compose.tensor_parallel import HeadParallel
+from compose.local_parallel import LocalColwise, LocalHeads, LocalInput, LocalNorm, LocalRowwise
 from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward
 
 from .model import Qwen3Config
@@ -20,12 +15,6 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
     """The plan of a Qwen3 for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
-    # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
-    columns = ColwiseParallel(output_layouts=Shard(2))
-    gather = PrepareModuleInput(
-        input_layouts=(stream, None, None, None),
-        desired_input_layouts=(Replicate(), None, None, None),
-    )
     moe = MoEPlan("layers.*.moe", stream, parallel.tp)
     hidden = feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0)
     norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
@@ -33,13 +22,13 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
     return Plan(
         tensor={
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-            **({norm: SequenceParallel() for norm in norms} if parallel.sequence else {}),
-            "layers.*.attention": gather,
-            "layers.*.attention.wq": columns,
-            "layers.*.attention.w[kv]": HeadParallel(model.n_kv_heads),
+            **({norm: LocalNorm() for norm in norms} if parallel.sequence else {}),
+            "layers.*.attention": LocalInput(stream, inputs=4),
+            "layers.*.attention.wq": LocalColwise(),
+            "layers.*.attention.w[kv]": LocalHeads(model.n_kv_heads),
             # Whole, on this rank's heads alone (B, L, heads, head_dim): the gradient is summed over tp.
-            "layers.*.attention.[qk]_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
-            "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+            "layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2),
+            "layers.*.attention.wo": LocalRowwise(stream),
             **(moe.tensor if model.n_experts else hidden),
             "output": ColwiseParallel(
                 input_layouts=stream,
