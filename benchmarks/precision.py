@@ -1,13 +1,16 @@
 """Loss curves of one model in each precision, from the same weights on the same samples.
 
-    python benchmarks/precision.py [--steps 500] [--only NAME ...] [--runs FOLDER] [--figure FILE.svg]
+    python benchmarks/precision.py [--steps 500] [--only NAME ...] [--seeds 1] [--runs FOLDER]
+                                   [--figure FILE.svg]
 
-prints one JSON line for each: its loss at the end (mean of the last tenth of the steps) over float32's,
-less one; and draws the curves into FILE. A run that is complete in FOLDER is read, not run again.
+prints one JSON line for each: its loss at the end (mean of the last tenth of the steps) over float32's
+of the same seed, less one; of several seeds the mean, and each. Draws the curves of seed 0 into FILE. A
+run that is complete in FOLDER is read, not run again.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -107,26 +110,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--only", nargs="*", default=list(PRECISIONS), choices=list(PRECISIONS))
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from train.seed 0 on")
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs")
     parser.add_argument("--figure", type=Path, help="file for the curves, .svg")
     arguments = parser.parse_args()
+    last = max(1, arguments.steps // 10)
     with tempfile.TemporaryDirectory() as scratch:
         runs = arguments.runs or Path(scratch)
-        found: dict[str, list[float]] = {}
+        found: dict[str, list[list[float]]] = {}
         for name in dict.fromkeys(["float32", *arguments.only]):
-            found[name] = losses(runs / name.replace(" ", "-"), arguments.steps, PRECISIONS[name])
-            last = max(1, arguments.steps // 10)
-            end, plain = (sum(curve[-last:]) / last for curve in (found[name], found["float32"]))
+            found[name] = [
+                losses(
+                    runs / f"{name.replace(' ', '-')}{f'-seed{seed}' if seed else ''}",
+                    arguments.steps,
+                    [*PRECISIONS[name], f"train.seed={seed}"],
+                )
+                for seed in range(arguments.seeds)
+            ]
+            ends = {key: [sum(curve[-last:]) / last for curve in found[key]] for key in found}
+            apart = [end / plain - 1 for end, plain in zip(ends[name], ends["float32"], strict=True)]
             result = {
                 "benchmark": "precision",
                 "precision": name,
                 "steps": arguments.steps,
-                "loss": round(end, 5),
-                "over_float32": round(end / plain - 1, 5),
+                "loss": round(statistics.mean(ends[name]), 5),
+                "over_float32": round(statistics.mean(apart), 5),
+                "seeds": [round(each, 5) for each in apart],
             }
             print(json.dumps(result), flush=True)
     if arguments.figure:
-        arguments.figure.write_text(figure(found), encoding="utf-8")
+        arguments.figure.write_text(
+            figure({name: curves[0] for name, curves in found.items()}), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -170,16 +170,19 @@ def test_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any)
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name, end in (("float32", 2.0), ("bf16", 2.1)):
+    ends = {"float32": 2.0, "bf16": 2.1, "float32-seed1": 4.0, "bf16-seed1": 3.7}
+    for name, end in ends.items():
         (tmp_path / name).mkdir()
         rows = [{"loss": end + 3 / step} for step in range(1, 21)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     picture = tmp_path / "curves.svg"
-    words = ["--steps=20", "--only", "bf16", f"--runs={tmp_path}", f"--figure={picture}"]
+    words = ["--steps=20", "--only", "bf16", "--seeds=2", f"--runs={tmp_path}", f"--figure={picture}"]
     monkeypatch.setattr("sys.argv", ["precision.py", *words])
     module.main()
     plain, other = map(json.loads, capsys.readouterr().out.splitlines())
     assert (plain["precision"], plain["over_float32"]) == ("float32", 0)
-    last = 2.0 + (3 / 19 + 3 / 20) / 2
-    assert other["over_float32"] == pytest.approx(0.1 / last, abs=1e-5)
+    last = (3 / 19 + 3 / 20) / 2
+    apart = [0.1 / (2.0 + last), -0.3 / (4.0 + last)]
+    assert other["seeds"] == pytest.approx(apart, abs=1e-5)
+    assert other["over_float32"] == pytest.approx(sum(apart) / 2, abs=1e-5)
     assert picture.read_text().count("<polyline") == 4
