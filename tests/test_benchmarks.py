@@ -83,6 +83,7 @@ def test_gpu_row_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert rows.run(case)["failed"] == "ZeroDivisionError: integer division or modulo by zero"
 
 
+@pytest.mark.full
 def test_context() -> None:
     done = execute("benchmarks/context.py", "--length", "128", ranks=2)
     assert done.returncode == 0, done.stderr

@@ -96,6 +96,7 @@ def test_needs_no_data_and_writes_nothing(tmp_path_factory: pytest.TempPathFacto
 SLOW = (
     "llama3_405b_cp16_128k",
     "llama3_405b_tp8_pp16_fsdp64",
+    "llama3_70b_tp8_pp8_dp8_zero1",  # a command of the docs
     "qwen3_235b_a22b_ep8_pp8_dp32_zero1",
     "deepseek_v3_671b_pp16_ep64",
 )

@@ -187,7 +187,9 @@ FOLLOWED = {*CASES[2], "pipelines, zero 1", "experts in a pipeline"} - {
 }
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=[pytest.mark.full] if n == 2 else []) for n in CASES]
+)
 def test_nothing_is_changed(pool: Pool, ranks: int) -> None:
     """Gradients, weights, routers and messages of the step that follows are bitwise those without."""
     cases = {name: keys for name, keys in CASES[ranks].items() if name in FOLLOWED}

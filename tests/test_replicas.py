@@ -112,7 +112,13 @@ def test_one_bit_in_one_stages_copy_of_a_tied_weight(
     assert found == [[f"{line} {HELD}"]] * ranks
 
 
-@pytest.mark.parametrize("keys", [PRODUCT, EXPERTS], ids=["product", "experts"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(PRODUCT, id="product"),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.full),
+    ],
+)
 def test_clean_steps_give_no_alarm(pool: Pool, keys: Keys) -> None:
     assert pool.run(_steps, 8, keys, 6, -1, "", "")[0] == []
 

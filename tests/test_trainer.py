@@ -47,8 +47,8 @@ def keys_for(folder: Path, **keys: object) -> dict[str, object]:
 
 
 def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> None:
-    """12 steps of train.toml with two layers, on 1 rank and on 2 x 2 x 2 of different axes; of two sets
-    of data, and with 31 samples to validate on, which no batch divides."""
+    """Six steps of train.toml with two layers, on 1 rank and on 2 x 2 x 2 of different axes; of two
+    sets of data, and with 31 samples to validate on, which no batch divides."""
     text, held_out = tmp_path / "text.txt", tmp_path / "held_out.txt"
     text.write_text("All work and no play makes Jack a dull boy.\n" * 200)
     held_out.write_text((ROOT / "README.md").read_text()[: 31 * 64])
@@ -56,7 +56,7 @@ def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> N
         "data__path": ["stdlib", str(text)],
         "data__weights": [3, 1],
         "data__validation": held_out,
-        "train__validate_every": 5,
+        "train__validate_every": 4,
     }
     meshes: dict[str, dict[str, int]] = {
         "one": {},
@@ -64,25 +64,25 @@ def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> N
         "pipeline": {"pp": 2, "cp": 2, "tp": 2},
     }
     for name, mesh in meshes.items():
-        keys = keys_for(tmp_path / name, train__stop_after=12, **data)
+        keys = keys_for(tmp_path / name, train__stop_after=6, **data)
         keys |= {f"parallel__{axis}": degree for axis, degree in mesh.items()}
         keys |= {name.replace(".", "__"): value for name, value in DEFAULT.items()}
         pool.run(_train, 8 if mesh else 1, keys | {"train__seq_len": 64, "train__global_batch": 8})
     one = lines(tmp_path / "one")
-    assert [line["step"] for line in one] == list(range(1, 13))
+    assert [line["step"] for line in one] == list(range(1, 7))
     for name in ("data", "pipeline"):
         for a, b in zip(one, lines(tmp_path / name), strict=True):
             assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
             assert all(a[key] == b[key] for key in ("step", "lr", "tokens", "samples", "epochs"))
-            assert ("validation_loss" in a) == (a["step"] in (5, 10, 12))
+            assert ("validation_loss" in a) == (a["step"] in (4, 6))
             if "validation_loss" in a:
                 assert b["validation_loss"] == pytest.approx(a["validation_loss"], rel=1e-5)
-    assert one[-1]["loss"] < one[0]["loss"] - 1
-    assert one[-1]["tokens"] == 12 * 8 * 64
-    assert one[-1]["samples"] == 96
-    assert one[-1]["epochs"][str(text)] == 24 / 137
-    assert one[-1]["validation_loss"] < one[4]["validation_loss"]
+    assert one[-1]["loss"] < one[0]["loss"] - 0.5
+    assert one[-1]["tokens"] == 6 * 8 * 64
+    assert one[-1]["samples"] == 48
+    assert one[-1]["epochs"][str(text)] == 12 / 137
+    assert one[-1]["validation_loss"] < one[3]["validation_loss"]
     assert one[0]["mfu"] is None
 
 
