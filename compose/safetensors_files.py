@@ -129,9 +129,8 @@ def write_files(
 
 def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) -> bytes:
     """What a file of tensors that lie one after the other begins with. more: its metadata."""
-    words: dict[str, Any] = {
-        "__metadata__": {"format": "pt", **(more or {})}
-    }  # transformers wants "pt"
+    # transformers asks for the "pt"
+    words: dict[str, Any] = {"__metadata__": {"format": "pt", **(more or {})}}
     end = 0
     for one in planned:
         begin, end = end, end + one.nbytes

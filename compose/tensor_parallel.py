@@ -92,7 +92,7 @@ class HeadParallel(ParallelStyle):
         return heads[..., head, :]
 
     def __repr__(self) -> str:
-        return f"HeadParallel(n_heads={self.n_heads})"
+        return f"{type(self).__name__}(n_heads={self.n_heads})"
 
 
 class SharedByHeads(ParallelStyle):

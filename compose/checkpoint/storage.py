@@ -114,7 +114,8 @@ class _Summed:
 
     def flush(self) -> None:
         """Until all is summed, and on the device."""
-        self.helper.shutdown()
+        for last in self.behind:
+            last.result()
         self.file.flush()
         os.fsync(self.file.fileno())
 
