@@ -1,7 +1,8 @@
 """What compose costs over a bare PyTorch loop on one process.
 
 All train the same model from the same weights on the same batches with the same optimizer. They take
-turns, a few steps each, so that a machine whose speed drifts slows all alike.
+turns, a step each, first one ahead and then the other, so that a machine whose speed drifts slows all
+alike. Ratios are medians over pairs of neighbouring steps.
 
     python benchmarks/overhead.py [--steps N]
 
@@ -45,7 +46,7 @@ from compose.runtime import process_group
 from compose.tensor_parallel import Replicated, apply_tensor_parallel
 from compose.trainer import Trainer
 
-ROUND = 4  # steps in a turn, at most
+WARM_UP = 2  # steps of each before any is timed
 TRAIN_TOML = str(Path(__file__).parent.parent / "train.toml")
 
 
@@ -99,18 +100,16 @@ def styled_model(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.M
 
 
 def in_turn(works: Mapping[str, Callable[[], object]], steps: int) -> dict[str, list[float]]:
-    """Seconds a step in each turn of each of ``works``; ranks wait for each other around turns."""
+    """Seconds of each step of each of ``works``; ranks wait for each other around steps."""
     spent: dict[str, list[float]] = {name: [] for name in works}
-    size = min(ROUND, steps)
-    for turn in range(-1, steps // size):  # the first turn warms up
-        for name, work in works.items():
+    for turn in range(-WARM_UP, steps):
+        for name, work in sorted(works.items(), reverse=turn % 2 == 1):
             dist.barrier()
             start = time.perf_counter()
-            for _ in range(size):
-                work()
+            work()
             dist.barrier()
             if turn >= 0:
-                spent[name].append((time.perf_counter() - start) / size)
+                spent[name].append(time.perf_counter() - start)
     return spent
 
 
@@ -171,7 +170,7 @@ def of_several(config: Config, mesh: DeviceMesh, device: torch.device, steps: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=48, help="steps of each loop")
+    parser.add_argument("--steps", type=int, default=96, help="steps of each loop")
     steps = parser.parse_args().steps
     several = dist.is_torchelastic_launched()
     with tempfile.TemporaryDirectory() as folder:

@@ -27,6 +27,7 @@ from compose.float8 import (
     choose,
     float8_styles,
 )
+from compose.mesh import axis_size
 from compose.near_shards import NearGather, near_groups
 from compose.output import Output
 from compose.pipeline_parallel import PipelineRunner, Schedule, apply_pipeline_parallel
@@ -85,10 +86,10 @@ def apply(
         raise ConfigError(f"master_dtype: {master_dtype} is neither float32 nor param_dtype")
     resolved = resolve(plan, model)
     if plan.heads:
-        check_heads(*plan.heads, mesh["tp"].size())
+        check_heads(*plan.heads, axis_size(mesh, "tp"))
     units = activation_checkpoint.mode != "none" or offload_activations
     _check_named(resolved, mesh, ep, units, compile.mode, float8)
-    tp = mesh["tp"].size()
+    tp = axis_size(mesh, "tp")
     choice = choose(model, resolved.float8, resolved.tensor, tp, float8, mesh.device_type)
     _broadcast(model)
     for parameter in model.parameters():
@@ -103,13 +104,13 @@ def apply(
     balance: Balance = balances[0] if balances else "headtail"
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]
-    if mesh["pp"].size() > 1:
+    if axis_size(mesh, "pp") > 1:
         runner = apply_pipeline_parallel(
             model, resolved.pipeline, pipeline or Schedule(), mesh["pp"], zero
         )
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
-    apply_float8(model, choice, shards=mesh["dp_shard"].size() * mesh["cp"].size())
+    apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * axis_size(mesh, "cp"))
     if tp > 1:
         _tensor(model, resolved, mesh["tp"], choice)
     # With tp experts are not split as other weights are, but lie on other axes even where ep is 1.
@@ -120,7 +121,7 @@ def apply(
     # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
     flash = mesh.device_type == "cuda" and param_dtype != torch.float32
     opaque: list[str] = []
-    if mesh["cp"].size() > 1 or (flash and resolved.context):
+    if axis_size(mesh, "cp") > 1 or (flash and resolved.context):
         _context(model, resolved, mesh["cp"])
         opaque = [name for name, _ in resolved.context]
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
@@ -165,7 +166,12 @@ def _check_named(
 ) -> None:
     """Of the whole model: a stage of it may well hold none of these."""
     wants = (
-        (mesh["cp"].size() > 1, resolved.context, "context: names no attention core", "parallel.cp"),
+        (
+            axis_size(mesh, "cp") > 1,
+            resolved.context,
+            "context: names no attention core",
+            "parallel.cp",
+        ),
         (ep > 1, resolved.expert, "expert: names no experts", "parallel.ep"),
         (
             units,

@@ -31,6 +31,7 @@ from torch.distributed.tensor import Shard
 
 from compose.errors import ConfigError
 from compose.local import local_tensor
+from compose.mesh import axis_size
 from compose.near_shards import NearGather, NearGroups
 
 
@@ -69,7 +70,7 @@ def apply_data_parallel(
     ``prefetch``: of how many units the gather begins before the one ahead of them runs, in forward and
     in backward; 0: what FSDP does by itself, the next one in backward.
     """
-    if zero == 0 and mesh["dp_shard"].size() > 1:
+    if zero == 0 and axis_size(mesh, "dp_shard") > 1:
         raise ConfigError("zero: 0 shards nothing, but the mesh does; init_mesh(Parallel(zero=0, ...))")
     if offload and zero != 3:
         raise ConfigError(f"offload: takes zero = 3, not {zero}: others hold parameters on the device")
@@ -95,9 +96,9 @@ def apply_data_parallel(
 
     if expert_mesh is not None:
         over = expert_mesh["expert_shard"]
-        if expert_mesh["expert_replicate"].size() > 1:
+        if axis_size(expert_mesh, "expert_replicate") > 1:
             over = expert_mesh["expert_replicate", "expert_shard"]
-        place = partial(_even_dim, expert_mesh["expert_shard"].size())
+        place = partial(_even_dim, axis_size(expert_mesh, "expert_shard"))
         free = zero == 3 and not (near and near.experts_stay)
         for name in experts:
             module = model.get_submodule(name)
@@ -149,13 +150,13 @@ def _even_dim(ranks: int, parameter: nn.Parameter) -> Shard:
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh for ``fully_shard``: (dp_shard x cp), or (dp_replicate, dp_shard x cp) for HSDP."""
-    if mesh["cp"].size() == 1:
+    if axis_size(mesh, "cp") == 1:
         shard = mesh["dp_shard"]
-    elif mesh["dp_shard"].size() == 1:
+    elif axis_size(mesh, "dp_shard") == 1:
         shard = mesh["cp"]
     else:
         shard = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    if mesh["dp_replicate"].size() == 1:
+    if axis_size(mesh, "dp_replicate") == 1:
         return shard
     # No public call joins a flattened axis to another; this one is in torch 2.11 to 2.13.
     return DeviceMesh._concatenate([mesh["dp_replicate"], shard])

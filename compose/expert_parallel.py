@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.errors import ConfigError
+from compose.mesh import axis_size
 
 
 class Experts(Protocol):
@@ -88,14 +89,14 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     which are replicas as far as ep leaves them. Creates process groups: every rank calls it. Raises
     ConfigError where ep does not divide the ranks.
     """
-    replicas = mesh["dp_replicate"].size()
-    inner = math.prod(mesh[axis].size() for axis in ("dp_shard", "cp", "tp"))
+    replicas = axis_size(mesh, "dp_replicate")
+    inner = math.prod(axis_size(mesh, axis) for axis in ("dp_shard", "cp", "tp"))
     if replicas * inner % ep:
         raise ConfigError(
             f"parallel.ep: {ep} does not divide dp_replicate x dp_shard x cp x tp = {replicas * inner}"
         )
     shared = math.gcd(inner, ep)
-    shape = (mesh["pp"].size(), replicas // (ep // shared), inner // shared, ep)
+    shape = (axis_size(mesh, "pp"), replicas // (ep // shared), inner // shared, ep)
     names = ("pp", "expert_replicate", "expert_shard", "ep")
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape), mesh_dim_names=names)
 

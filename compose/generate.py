@@ -22,7 +22,7 @@ from compose.cli import device_problems, launched_ranks, read_words
 from compose.config import Checkpoint, Config, NonNegative, Parallel, Positive
 from compose.errors import ConfigError
 from compose.evaluate import forward
-from compose.mesh import init_mesh
+from compose.mesh import axis_size, init_mesh
 from compose.runtime import process_group
 from compose.sources import checkpoints, is_hugging_face, model_in
 from compose.tokenizer import FILE, TOKENIZER, Bytes, Tokenizer, open_tokenizer
@@ -206,7 +206,7 @@ def sample(
 
 def _next_logits(model: nn.Module, tokens: Sequence[int], mesh: DeviceMesh) -> Tensor | None:
     """Logits (V,) of the token behind ``tokens``, on the CPU, on ranks that have the last one's."""
-    length, missing = len(tokens), -len(tokens) % mesh["tp"].size()
+    length, missing = len(tokens), -len(tokens) % axis_size(mesh, "tp")
     # What is behind cannot be looked at: attention is causal, and experts do not count it.
     batch = {
         "tokens": torch.tensor([[*tokens, *[tokens[-1]] * missing]], device=mesh.device_type),

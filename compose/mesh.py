@@ -82,11 +82,17 @@ def init_mesh(parallel: Parallel, device_type: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device_type, degrees, mesh_dim_names=AXES)
 
 
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Ranks along ``axis`` of ``mesh``; cheap, where ``mesh[axis].size()`` makes a mesh each time."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(axis))
+
+
 def batch_share(mesh: DeviceMesh) -> tuple[int, int]:
     """(index, count): which of how many equal parts of the global batch this rank trains on."""
     index, count = 0, 1
     for axis in BATCH_AXES:
-        size = mesh[axis].size()
+        size = axis_size(mesh, axis)
         index, count = index * size + mesh.get_local_rank(axis), count * size
     return index, count
 
@@ -95,6 +101,6 @@ def sum_over(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str]) -> tor
     """``tensor`` summed over every rank that differs from this one in ``axes`` only; a new tensor."""
     tensor = tensor.detach().clone()
     for axis in axes:
-        if mesh[axis].size() > 1:
+        if axis_size(mesh, axis) > 1:
             dist.all_reduce(tensor, group=mesh.get_group(axis))
     return tensor

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.errors import ConfigError
+from compose.mesh import axis_size
 
 
 class NearGather:
@@ -89,14 +90,14 @@ def near_groups(
     of near x tp ranks; where none holds all experts, they are all gathered from. Creates process
     groups: every rank calls it. Raises ConfigError as :func:`check_near` does.
     """
-    ranks = mesh["dp_shard"].size() * mesh["cp"].size()
+    ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
     check_near(near, zero, ranks)
     if near in (0, ranks):
         return None
     shards = _near_group(mesh.mesh.flatten(2, 3), near)
     if expert_mesh is None:
         return NearGroups(shards)
-    few = near_experts(near, mesh["tp"].size(), expert_mesh["ep"].size())
+    few = near_experts(near, axis_size(mesh, "tp"), axis_size(expert_mesh, "ep"))
     experts = _near_group(expert_mesh.mesh, few) if few > 1 else None
     return NearGroups(shards, experts, experts_stay=few == 1)
 

@@ -1,23 +1,23 @@
 """Routing that no mesh can change: routers count tokens on each rank, and act on counts of the batch.
 
-A router is any module with the attributes of :class:`Router`; models/layers/router.py has one.
+A router is any module whose class has ``finish_step``, and with it the other attributes of
+:class:`Router`; models/layers/router.py has one.
 """
 
 from collections.abc import Mapping
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.mesh import sum_over
+from compose.mesh import axis_size, sum_over
 
 # The axes over which tokens differ.
 _TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
-@runtime_checkable
 class Router(Protocol):
     """What is asked of a router, whose forward returns a named tuple with ``experts`` (B, L, k), their
     ``weights`` (B, L, k), and the ``margin`` (B, L) of the choice.
@@ -43,7 +43,9 @@ class Router(Protocol):
 
 def routers(model: nn.Module) -> dict[str, Router]:
     """The routers of ``model`` (of this rank's stages, in a pipeline), by name."""
-    return {name: cast(Router, m) for name, m in model.named_modules() if isinstance(m, Router)}
+    # Of the class: modules that lack an attribute take long to say so, and this is asked in each step.
+    found = {name: m for name, m in model.named_modules() if hasattr(type(m), "finish_step")}
+    return cast(dict[str, Router], found)
 
 
 def begin_step(model: nn.Module, tokens: int, loss_scale: float) -> None:
@@ -73,8 +75,8 @@ def routing_metrics(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, f
         name: {key: float(value) for key, value in router.last.items()}
         for name, router in routers(model).items()
     }
-    if mesh["pp"].size() == 1:
+    if axis_size(mesh, "pp") == 1:
         return here
-    stages: list[dict[str, dict[str, float]]] = [{} for _ in range(mesh["pp"].size())]
+    stages: list[dict[str, dict[str, float]]] = [{} for _ in range(axis_size(mesh, "pp"))]
     dist.all_gather_object(stages, here, group=mesh.get_group("pp"))
     return {name: values for stage in stages for name, values in stage.items()}

@@ -14,7 +14,7 @@ from compose.data_parallel import prepare_micro_batch
 from compose.float8 import shared_scales
 from compose.local import local_tensor
 from compose.loss import LossFunction, count_targets, cross_entropy
-from compose.mesh import AXES, BATCH_AXES, batch_share, sum_over
+from compose.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
 from compose.near_shards import near_shards
 from compose.output import StepLoss, step_loss
 from compose.pipeline_parallel import copies_of
@@ -72,9 +72,9 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
 
 def own_part(model: nn.Module, batch: Mapping[str, Tensor], mesh: DeviceMesh) -> Mapping[str, Tensor]:
     """Of this rank's share of a batch, what it runs itself: with cp, its part of each sequence."""
-    if mesh["cp"].size() == 1:
+    if axis_size(mesh, "cp") == 1:
         return batch
-    return shard_sequence(batch, mesh["cp"], applied_to(model).balance, multiple=mesh["tp"].size())
+    return shard_sequence(batch, mesh["cp"], applied_to(model).balance, multiple=axis_size(mesh, "tp"))
 
 
 def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
@@ -111,18 +111,20 @@ def clip_grad_norm_(
     ``torch.nn.utils``.
     """
     found = [(p.grad, copies_of(p)) for p in parameters if p.grad is not None]
-    squares: list[Tensor] = []
+    stage = mesh.size() // axis_size(mesh, "pp")
+    norms: dict[int, list[Tensor]] = {}
     for gradient, holders in found:
         # A stage's parameters are on one rank of the pp axis; tied ones on one for each holder.
-        local, copies = gradient, mesh.size() // mesh["pp"].size() * holders
+        local, copies = gradient, stage * holders
         if isinstance(gradient, DTensor):
             local = gradient.to_local()
             for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
                 if placement.is_partial():
                     raise ValueError(f"a gradient is still to be summed: {gradient.placements}")
                 copies //= 1 if placement.is_replicate() else size
-        # An element that n ranks hold adds n times an nth of its square to the sum over all ranks.
-        squares.append(torch.linalg.vector_norm(local, dtype=torch.float32).double() ** 2 / copies)
+        norms.setdefault(copies, []).append(torch.linalg.vector_norm(local, dtype=torch.float32))
+    # An element that n ranks hold adds n times an nth of its square to the sum over all ranks.
+    squares = [torch.stack(some).double().square().sum() / copies for copies, some in norms.items()]
     total = (
         torch.stack(squares).sum().to(mesh.device_type)  # gradients may be in host memory
         if squares

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.applied import applied_to
 from compose.context_parallel import shard_sequence
-from compose.mesh import batch_share
+from compose.mesh import axis_size, batch_share
 from compose.routing import routers
 
 
@@ -115,13 +115,13 @@ def ids_of_calls(
     applied = applied_to(model)
     index, count = batch_share(mesh)
     ids = torch.arange(shape.numel()).view(shape).chunk(count)[index]
-    if mesh["cp"].size() > 1:
-        tp = mesh["tp"].size()
+    if axis_size(mesh, "cp") > 1:
+        tp = axis_size(mesh, "tp")
         # Under this name padding is marked.
         ids = shard_sequence({"positions": ids}, mesh["cp"], applied.balance, tp)["positions"]
     parts = list(ids.split(micro_batch or len(ids)))
-    if mesh["tp"].size() > 1:
-        parts = [x.chunk(mesh["tp"].size(), 1)[mesh["tp"].get_local_rank()] for x in parts]
+    if axis_size(mesh, "tp") > 1:
+        parts = [x.chunk(axis_size(mesh, "tp"), 1)[mesh["tp"].get_local_rank()] for x in parts]
     orders = applied.pipeline.forward_order(len(parts)) if applied.pipeline else {}
     return {name: [parts[i] for i in orders.get(name, range(len(parts)))] for name in routers(model)}
 

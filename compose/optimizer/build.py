@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.applied import applied_to
 from compose.config import Config
+from compose.mesh import axis_size
 from compose.optimizer.adamw import AdamW
 from compose.optimizer.muon import Muon
 from compose.optimizer.offload import OffloadedAdamW
@@ -55,7 +56,7 @@ def build_optimizer(
 def stage_group(mesh: DeviceMesh, timeout: int) -> dist.ProcessGroup:
     """The ranks that share this rank's stage of the pipeline, all but those of the pp axis; a
     collective."""
-    stages = mesh.mesh.reshape(mesh["pp"].size(), -1).tolist()
+    stages = mesh.mesh.reshape(axis_size(mesh, "pp"), -1).tolist()
     if len(stages) == 1:
         return dist.group.WORLD  # type: ignore[return-value]
     own, _ = dist.new_subgroups_by_enumeration(stages, timeout=timedelta(seconds=timeout))
