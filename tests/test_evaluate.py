@@ -1,6 +1,7 @@
 """Forward alone on every axis: the loss of one process, and nothing that a next step would notice."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from compose.build import build, fill
 from compose.checkpoint.parts import part_of
 from compose.config import Config
-from compose.data import random_batch
+from compose.data import random_batch, validation_set
+from compose.data.batches import stacked
 from compose.errors import ConfigError
 from compose.evaluate import evaluate
 from compose.loss import IGNORE, cross_entropy
@@ -23,7 +25,8 @@ from compose.routing import routers
 from compose.schedules import SCHEDULES, Action, forwards, needs, placement
 from compose.step import clip_grad_norm_, forward_backward
 from compose.timeline import simulate
-from tests.helpers import make_config
+from compose.validation import Validation
+from tests.helpers import ROOT, make_config
 from tests.pool import Pool, make_mesh
 from tests.test_step import _counted
 
@@ -119,6 +122,29 @@ def test_equals_one_process(pool: Pool, ranks: int) -> None:
     for name, (loss, expected, count, targets) in results[0].items():
         assert loss == pytest.approx(expected, rel=1e-6), name
         assert count == targets > 0, name
+
+
+def _validation(file: Path) -> tuple[float | None, float, float | None]:
+    """What a run measures of ``file`` when it is due, the mean by the plain model, and after another
+    step."""
+    keys: Keys = {"data__validation": file, "train__validate_every": 4, "train__global_batch": 4}
+    config = make_config(2, **keys, **parallel(dp_shard=2))
+    mesh = make_mesh(config.parallel)
+    model = build(config, mesh, CPU)
+    samples = validation_set(config)
+    assert samples
+    assert len(samples) == 5  # of which a batch holds 4
+    loss, count = on_one_process(config, stacked([samples.read(number) for number in range(5)]))
+    validation = Validation(config, mesh, CPU, last_step=10)
+    return validation.loss(model, 8), loss / count, validation.loss(model, 9)
+
+
+def test_validation_loss_is_the_mean_over_all_targets(pool: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "held_out.txt"
+    file.write_text((ROOT / "README.md").read_text()[: 5 * 32 + 7])
+    for due, expected, other in pool.run(_validation, 2, file):
+        assert due == pytest.approx(expected, rel=1e-6)
+        assert other is None
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
