@@ -20,13 +20,7 @@ from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
 from compose.expert_parallel import expert_mesh
-from compose.float8 import (
-    Choice,
-    Recipe,
-    apply_float8,
-    choose,
-    float8_styles,
-)
+from compose.float8 import Choice, Recipe, apply_float8, choose, float8_styles
 from compose.mesh import axis_size
 from compose.near_shards import NearGather, near_groups
 from compose.output import Output
@@ -84,12 +78,12 @@ def apply(
             )
     if master_dtype not in (torch.float32, param_dtype):
         raise ConfigError(f"master_dtype: {master_dtype} is neither float32 nor param_dtype")
+    pp, cp, tp = (axis_size(mesh, axis) for axis in ("pp", "cp", "tp"))
     resolved = resolve(plan, model)
     if plan.heads:
-        check_heads(*plan.heads, axis_size(mesh, "tp"))
+        check_heads(*plan.heads, tp)
     units = activation_checkpoint.mode != "none" or offload_activations
-    _check_named(resolved, mesh, ep, units, compile.mode, float8)
-    tp = axis_size(mesh, "tp")
+    _check_named(resolved, cp, ep, units, compile.mode, float8)
     choice = choose(model, resolved.float8, resolved.tensor, tp, float8, mesh.device_type)
     _broadcast(model)
     for parameter in model.parameters():
@@ -104,13 +98,13 @@ def apply(
     balance: Balance = balances[0] if balances else "headtail"
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]
-    if axis_size(mesh, "pp") > 1:
+    if pp > 1:
         runner = apply_pipeline_parallel(
             model, resolved.pipeline, pipeline or Schedule(), mesh["pp"], zero
         )
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
-    apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * axis_size(mesh, "cp"))
+    apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
     if tp > 1:
         _tensor(model, resolved, mesh["tp"], choice)
     # With tp experts are not split as other weights are, but lie on other axes even where ep is 1.
@@ -121,7 +115,7 @@ def apply(
     # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
     flash = mesh.device_type == "cuda" and param_dtype != torch.float32
     opaque: list[str] = []
-    if axis_size(mesh, "cp") > 1 or (flash and resolved.context):
+    if cp > 1 or (flash and resolved.context):
         _context(model, resolved, mesh["cp"])
         opaque = [name for name, _ in resolved.context]
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
@@ -161,24 +155,12 @@ def apply(
     return model
 
 
-def _check_named(
-    resolved: Resolved, mesh: DeviceMesh, ep: int, units: bool, compile: str, float8: str
-) -> None:
+def _check_named(resolved: Resolved, cp: int, ep: int, units: bool, compile: str, float8: str) -> None:
     """Of the whole model: a stage of it may well hold none of these."""
     wants = (
-        (
-            axis_size(mesh, "cp") > 1,
-            resolved.context,
-            "context: names no attention core",
-            "parallel.cp",
-        ),
+        (cp > 1, resolved.context, "context: names no attention core", "parallel.cp"),
         (ep > 1, resolved.expert, "expert: names no experts", "parallel.ep"),
-        (
-            units,
-            resolved.checkpoint,
-            "checkpoint: names no unit",
-            "activation checkpointing",
-        ),
+        (units, resolved.checkpoint, "checkpoint: names no unit", "activation checkpointing"),
         (compile == "block", resolved.compile, "compile: names no unit", "compile.mode"),
         (float8 != "off", resolved.float8, "float8: names no linear layer", "precision.float8"),
     )
