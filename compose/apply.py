@@ -84,7 +84,7 @@ def apply(
         check_heads(*plan.heads, tp)
     units = activation_checkpoint.mode != "none" or offload_activations
     _check_named(resolved, cp, ep, units, compile.mode, float8)
-    choice = choose(model, resolved.float8, resolved.tensor, tp, float8, mesh.device_type)
+    choice = choose(model, resolved, tp, float8, mesh.device_type)
     _broadcast(model)
     for parameter in model.parameters():
         if parameter.is_floating_point():

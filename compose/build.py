@@ -42,8 +42,8 @@ def apply_options(config: Config) -> dict[str, Any]:
 
 def float8_choice(config: Config, model: nn.Module, plan: Plan, device_type: str) -> Choice:
     """What of the whole ``model`` computes in float8 as ``config`` says."""
-    resolved, tp = resolve(plan, model), config.parallel.tp
-    return choose(model, resolved.float8, resolved.tensor, tp, config.precision.float8, device_type)
+    tp, recipe = config.parallel.tp, config.precision.float8
+    return choose(model, resolve(plan, model), tp, recipe, device_type)
 
 
 def recompute(config: Config) -> Recompute:

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from compose.errors import ConfigError
 from compose.local_parallel import by_dtensors
+from compose.plan import Resolved, inside
 
 Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"]
 
@@ -48,6 +49,10 @@ CROSSOVERS: dict[str, tuple[tuple[float, float], ...]] = {
     "rowwise": ((2048, inf), (inf, 1024), (4096, 2048)),
     "rowwise_gw_hp": ((2048, inf), (inf, 1024), (4096, 2048)),
 }
+
+
+EXCEPTED = "in the plan's float8_except"
+"""Why a layer is left out of which nothing else was asked."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +84,12 @@ def emulated(device_type: str) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9)
 
 
-def choose(
-    model: nn.Module,
-    modules: Sequence[str],
-    styles: Iterable[tuple[str, ParallelStyle]],
-    tp: int,
-    recipe: Recipe,
-    device_type: str,
-) -> Choice:
-    """Which linear layers among ``modules`` of the whole ``model`` compute in float8.
+def choose(model: nn.Module, plan: Resolved, tp: int, recipe: Recipe, device_type: str) -> Choice:
+    """Which linear layers of ``plan`` compute in float8, of the whole ``model``.
 
-    A layer is left out where a side of the part that each of ``tp`` ranks holds is no multiple of 16,
-    and, unless float8 is emulated, where CROSSOVERS has that part as too small to gain. Raises
-    ConfigError without torchao.
+    A layer is left out where the plan excepts it, where a side of the part that each of ``tp`` ranks
+    holds is no multiple of 16, and, unless float8 is emulated, where CROSSOVERS has that part as too
+    small to gain. Raises ConfigError without torchao.
     """
     if recipe == "off":
         return NOTHING
@@ -101,10 +99,11 @@ def choose(
             ' precision.float8 = "off"'
         )
     emulate = emulated(device_type)
-    placed = dict(styles) if tp > 1 else {}
+    placed = dict(plan.tensor) if tp > 1 else {}
+    excepted = set(plan.float8_except)
     converted: dict[str, int] = {}
     left: dict[str, str] = {}
-    for name in modules:
+    for name in plan.float8:
         module = model.get_submodule(name)
         if not isinstance(module, nn.Linear):
             continue
@@ -116,7 +115,9 @@ def choose(
         elif style is not None:
             rows = rows / tp
         shape = f"{rows:g} x {columns:g}"
-        if rows % _MULTIPLE or columns % _MULTIPLE:
+        if name in excepted or inside(name, excepted):
+            left[name] = EXCEPTED
+        elif rows % _MULTIPLE or columns % _MULTIPLE:
             left[name] = f"{shape} is no multiple of {_MULTIPLE}"
         elif not emulate and any(rows <= n and columns <= k for n, k in CROSSOVERS[recipe]):
             left[name] = f"{shape} is too small to gain"
@@ -250,6 +251,7 @@ def _import_quietly() -> None:
 
 __all__ = [
     "CROSSOVERS",
+    "EXCEPTED",
     "NOTHING",
     "Choice",
     "Recipe",

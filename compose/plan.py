@@ -61,6 +61,7 @@ class Plan:
     compile: what torch.compile makes one graph of, each.
     float8: linear layers that may compute in float8; and modules whose PrepareModuleInput then casts
         what it gathers, all that reads it being listed here too.
+    float8_except: modules that it leaves as they are, with all that is in them.
     pipeline: how the model can be cut into stages; None where it cannot.
     heads: query and key/value heads of each attention, which tp and ulysses divide.
     expert: styles on the ep axis. What they name is placed by them alone, not by ``tensor``.
@@ -75,6 +76,7 @@ class Plan:
     checkpoint: Sequence[str] = ()
     compile: Sequence[str] = ()
     float8: Sequence[str] = ()
+    float8_except: Sequence[str] = ()
     pipeline: Pipeline | None = None
     heads: tuple[int, int] | None = None
     expert: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class Plan:
         rows += [("checkpoint", key, "") for key in self.checkpoint]
         rows += [("compile", key, "") for key in self.compile]
         rows += [("float8", key, "") for key in self.float8]
+        rows += [("", f"but not in {key}", "") for key in self.float8_except]
         if self.pipeline:
             ends = (self.pipeline.first, [f"{self.pipeline.layers}.*"], self.pipeline.last)
             rows.append(("pipeline", " | ".join(" + ".join(end) for end in ends), ""))
@@ -113,6 +116,7 @@ class Resolved:
     checkpoint: list[str]
     compile: list[str]
     float8: list[str]
+    float8_except: list[str]
     pipeline: Pipeline | None
     expert: list[tuple[str, ParallelStyle]]
     output: str
@@ -133,6 +137,7 @@ class Resolved:
             [name for name in self.checkpoint if here(name)],
             [name for name in self.compile if here(name)],
             [name for name in self.float8 if here(name)],
+            [name for name in self.float8_except if here(name)],
             self.pipeline,
             [(name, style) for name, style in self.expert if here(name)],
             self.output,
@@ -163,6 +168,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     checkpoint = [n for pattern in plan.checkpoint for n in match("checkpoint", pattern)]
     compiled = [n for pattern in plan.compile for n in match("compile", pattern)]
     float8 = [n for pattern in plan.float8 for n in match("float8", pattern)]
+    excepted = [n for pattern in plan.float8_except for n in match("float8_except", pattern)]
     output = match("output", plan.output) if plan.output else []
 
     if problems:  # what a mistyped pattern leaves uncovered is no news
@@ -181,7 +187,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     if plan.pipeline:
         problems += _unfit_pipeline(plan.pipeline, model)
     problems += _twice("float8", float8)
-    problems += _unfit_float8(float8, dict(tensor), model)
+    problems += _unfit_float8(float8, excepted, dict(tensor), model)
     problems += _unfit_output(output, model)
     if problems:
         raise ConfigError(*problems)
@@ -193,6 +199,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         checkpoint,
         compiled,
         float8,
+        excepted,
         plan.pipeline,
         expert,
         output[0] if output else "",
@@ -260,14 +267,23 @@ def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
     ]
 
 
-def _unfit_float8(names: list[str], styles: Mapping[str, ParallelStyle], model: nn.Module) -> list[str]:
-    """One line per module that has no product to take in float8, and no input to cast."""
-    return [
+def _unfit_float8(
+    names: list[str], excepted: list[str], styles: Mapping[str, ParallelStyle], model: nn.Module
+) -> list[str]:
+    """One line per module that has no product to take in float8, and no input to cast; and per one
+    that is excepted from nothing."""
+    problems = [
         f"plan.float8: {name} is {type(model.get_submodule(name)).__name__}: neither an nn.Linear nor a"
         " module with PrepareModuleInput"
         for name in names
         if not isinstance(model.get_submodule(name), nn.Linear)
         and not isinstance(styles.get(name), PrepareModuleInput)
+    ]
+    listed = {part for name in names for part in (name, *_around(name))}
+    return problems + [
+        f"plan.float8_except: {name} has nothing that plan.float8 names"
+        for name in excepted
+        if name not in listed
     ]
 
 
@@ -285,8 +301,13 @@ def _unfit_output(names: list[str], model: nn.Module) -> list[str]:
 
 def inside(name: str, modules: Set[str]) -> bool:
     """Whether the module or parameter ``name`` is somewhere in one of ``modules``."""
+    return any(outer in modules for outer in _around(name))
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules that ``name`` is in, but for the root."""
     parts = name.split(".")
-    return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _twice(part: str, names: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from compose import ConfigError, Parallel, Plan, apply, float8, forward_backward
 from compose.build import build
 from compose.data import random_batch
-from compose.float8 import Choice, apply_float8, choose, float8_styles
+from compose.float8 import EXCEPTED, Choice, apply_float8, choose, float8_styles
 from compose.plan import resolve
 from compose.registry import build_model, find_model
 from compose.report import Report
@@ -92,7 +92,7 @@ def chosen(preset: str, recipe: Any, tp: int = 1, emulate: bool = False) -> Choi
         model = folder.Model(config)
     resolved = resolve(folder.plan(config, Parallel(tp=tp)), model)
     with mock.patch.object(float8, "emulated", return_value=emulate):
-        return choose(model, resolved.float8, resolved.tensor, tp, recipe, "cuda")
+        return choose(model, resolved, tp, recipe, "cuda")
 
 
 def kinds(names: Any) -> set[str]:
@@ -116,19 +116,35 @@ def test_shapes_that_cannot_gain_are_left_out(
     preset: str, recipe: str, tp: int, left: set[str]
 ) -> None:
     choice = chosen(preset, recipe, tp)
-    assert kinds(choice.left) == left
-    assert kinds(choice.converted) == {"wq", "wk", "wv", "wo", "w1", "w2", "w3"} - left
+    everything = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+    assert kinds(name for name, why in choice.left.items() if why != EXCEPTED) == left
+    assert kinds(choice.converted) == everything - left
 
 
 def test_the_run_says_how_many_and_why() -> None:
     assert str(chosen("8b", "tensorwise")) == (
-        "float8 tensorwise (by the device): 160 of 224 linear layers;"
-        " 64 left out: 1024 x 4096 is too small to gain"
+        "float8 tensorwise (by the device): 150 of 224 linear layers;"
+        " 14 left out: in the plan's float8_except; 60 left out: 1024 x 4096 is too small to gain"
     )
     assert str(chosen("debug", "rowwise", 8, emulate=True)) == (
-        "float8 rowwise (emulated here, for no gain in speed): 25 of 35 linear layers;"
-        " 10 left out: 4 x 128 is no multiple of 16"
+        "float8 rowwise (emulated here, for no gain in speed): 15 of 35 linear layers;"
+        " 14 left out: in the plan's float8_except; 6 left out: 4 x 128 is no multiple of 16"
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])
+def test_the_first_layer_and_the_last_are_left_out(name: str) -> None:
+    folder = find_model(name)
+    config = folder.presets["debug"]
+    with torch.device("meta"):
+        model = folder.Model(config)
+    resolved = resolve(folder.plan(config, Parallel()), model)
+    last = str(sum(1 for _ in model.get_submodule("layers").children()) - 1)
+    choice = choose(model, resolved, 1, "tensorwise", "cpu")
+    excepted = {name for name, why in choice.left.items() if why == EXCEPTED}
+    linear = {n for n in resolved.float8 if isinstance(model.get_submodule(n), nn.Linear)}
+    assert excepted == {n for n in linear if n.split(".")[1] in ("0", last)}
+    assert len({name.split(".")[1] for name in choice.converted}) == int(last) - 1
 
 
 def test_styles_of_tensor_parallel_send_8_bits() -> None:

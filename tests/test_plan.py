@@ -133,6 +133,20 @@ def test_output() -> None:
     ]
 
 
+def test_what_float8_leaves_out() -> None:
+    listed = Plan(float8=["layers.*.up"], float8_except=["layers.1"])
+    found = resolve(listed, Tiny())
+    assert (found.float8, found.float8_except) == (["layers.0.up", "layers.1.up"], ["layers.1"])
+    assert str(listed).splitlines() == ["float8     layers.*.up", "           but not in layers.1"]
+    assert problems(Plan(float8=["layers.*.up"], float8_except=["layers.2", "output"])) == [
+        "plan.float8_except: pattern 'layers.2' matches no module; did you mean layers.1?"
+    ]
+    assert problems(Plan(float8=["layers.*.up"], float8_except=["layers.0.down", "output"])) == [
+        "plan.float8_except: layers.0.down has nothing that plan.float8 names",
+        "plan.float8_except: output has nothing that plan.float8 names",
+    ]
+
+
 def test_print() -> None:
     text = str(Plan(tensor=GOOD, replicate=["output"], shard=[["layers.*", "output"]]))
     assert text.splitlines() == [

@@ -9,6 +9,7 @@ from compose.activation_checkpointing import operators
 from compose.build import float8_choice
 from compose.config import ActivationCheckpoint, toml_value
 from compose.errors import ConfigError
+from compose.float8 import EXCEPTED
 from compose.legality.rule import Case, Rule, micro_batches
 from compose.optimizer.rules import parameter_rules
 from compose.plan import resolve
@@ -100,7 +101,7 @@ def _float8(case: Case) -> None:
     device = "cuda" if case.on_cuda else "cpu"
     choice = float8_choice(config, case.model, case.plan, device)
     if not choice.converted:
-        reasons = list(choice.left.values())
+        reasons = [reason for reason in choice.left.values() if reason != EXCEPTED]
         raise ConfigError(
             f"precision.float8: {recipe} would change none of {len(reasons)} linear layers: the first's"
             f' part of {reasons[0]}; use precision.float8 = "off"'

@@ -11,7 +11,7 @@ from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel
 from compose.local_parallel import LocalNorm
 from compose.tensor_parallel import SharedByHeads
-from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward
+from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 
 from .model import DeepSeekV3Config
 
@@ -68,6 +68,7 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
         float8=["layers.*.attention", "layers.*.attention.w*"]
         + (float8_feed_forward("layers.*.feed_forward") if has_dense else [])
         + (moe.float8 if has_moe else []),
+        float8_except=outermost(model.n_layers),
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_heads),
         output=ends[2],

@@ -26,6 +26,11 @@ def float8_feed_forward(name: str) -> list[str]:
     return [name, f"{name}.w[123]"]
 
 
+def outermost(n_layers: int) -> list[str]:
+    """The first layer and the last, which suffer most from float8; none if there are no others."""
+    return ["layers.0", f"layers.{n_layers - 1}"] if n_layers > 2 else []
+
+
 @dataclass(frozen=True)
 class MoEPlan:
     """How layers.moe.MoE is cut: what it adds to ``tensor``, ``expert`` and ``context`` of a Plan.

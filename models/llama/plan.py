@@ -6,6 +6,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel
 from compose.local_parallel import LocalColwise, LocalHeads, LocalInput, LocalNorm, LocalRowwise
+from models.layers.plans import outermost
 
 from .model import LlamaConfig
 
@@ -48,6 +49,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
             "layers.*.feed_forward",
             "layers.*.feed_forward.w[123]",
         ],
+        float8_except=outermost(model.n_layers),
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_kv_heads),
         output=ends[2],

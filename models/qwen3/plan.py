@@ -6,7 +6,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from compose import Parallel, Pipeline, Plan
 from compose.context_parallel import ContextParallel
 from compose.local_parallel import LocalColwise, LocalHeads, LocalInput, LocalNorm, LocalRowwise
-from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward
+from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 
 from .model import Qwen3Config
 
@@ -46,6 +46,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
         compile=moe.compile if model.n_experts else ["layers.*"],
         float8=["layers.*.attention", "layers.*.attention.w[qkvo]"]
         + (moe.float8 if model.n_experts else float8_feed_forward("layers.*.feed_forward")),
+        float8_except=outermost(model.n_layers),
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
         heads=(model.n_heads, model.n_kv_heads),
         output=ends[2],
