@@ -18,8 +18,8 @@ State takes 18 bytes a parameter (weights, gradients and AdamW's means in float3
 no room for activations on a device of 150. A bare row takes 20: its gradients are in bfloat16 first.
 
 ``mfu`` is of the data sheet's rate in bfloat16, ``of_ceiling`` of the best product in bfloat16 that was
-measured, both where float8 is used too, so that rows compare. ``first_step`` is in seconds, with
-nothing compiled yet, and ``first_step_warm`` with Inductor's files there, but the process new to them.
+measured, both where float8 is used too, so that rows compare. ``first_step`` is in seconds, with none
+of Inductor's files there, and ``first_step_warm`` with all, but the row's graphs to be traced anew.
 
 A row that fails says why, and those after it go on; one for which the budget leaves no time is said to
 be skipped. The last line ("gpu_aims") holds three figures against their aims; null is not measured.
@@ -243,6 +243,9 @@ class Rows:
     def config(self, case: Case, recompute: str) -> Config:
         micro_batch = self.sizes.tokens[case.preset] // case.seq_len
         self.count += 1
+        # Files of its own: else a row would find what another has compiled.
+        for cache in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            os.environ[cache] = f"{self.folder}/{self.count}.{cache}"
         keys = [
             f"--run.dir={self.folder}/{self.count}",
             f"--run.device={self.device.type}",
@@ -269,8 +272,8 @@ class Rows:
             return {"not_available": "torchao is not installed"}
         result: dict[str, Any] = {}
         for recompute in ("none",) if case.how == "bare" else ("none", "full"):
-            gc.collect()
             torch.compiler.reset()
+            gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -278,10 +281,9 @@ class Rows:
                 return {"recompute": recompute} | self._trained(case, self.config(case, recompute))
             except ConfigError as error:
                 return {"not_available": _line(error)}
-            except torch.OutOfMemoryError as error:
-                result = {"recompute": recompute, "failed": _line(error)}
             except Exception as error:  # whatever it is, the other rows are still to be measured
-                return {"recompute": recompute, "failed": f"{type(error).__name__}: {_line(error)}"}
+                # Not all that want memory say so by its OutOfMemoryError: cuBLAS does not.
+                result = {"recompute": recompute, "failed": f"{type(error).__name__}: {_line(error)}"}
         return result
 
     def _trained(self, case: Case, config: Config) -> dict[str, Any]:
@@ -359,11 +361,10 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def scratch(vocab_size: int) -> Iterator[Path]:
-    """A folder with random tokens, in which Inductor, too, starts with nothing."""
+    """A folder with random tokens."""
     with tempfile.TemporaryDirectory() as folder:
         tokens = np.random.default_rng(0).integers(vocab_size, size=2**20, dtype=np.uint32)
         np.save(f"{folder}/tokens.npy", tokens)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
         yield Path(folder)
 
 

@@ -85,7 +85,7 @@ def apply(
     units = activation_checkpoint.mode != "none" or offload_activations
     _check_named(resolved, cp, ep, units, compile.mode, float8)
     choice = choose(model, resolved, tp, float8, mesh.device_type)
-    _broadcast(model)
+    _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(master_dtype)
@@ -171,11 +171,14 @@ def _check_named(resolved: Resolved, cp: int, ep: int, units: bool, compile: str
         raise ConfigError(*problems)
 
 
-def _broadcast(model: nn.Module) -> None:
+def _broadcast(model: nn.Module, device_type: str) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # it holds no weights yet, only buffers that were made the same everywhere
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), src=0)
+        # NCCL takes none from host memory.
+        sent = tensor.detach().to(device_type)
+        dist.broadcast(sent, src=0)
+        tensor.detach().copy_(sent)
 
 
 def _tensor(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, choice: Choice) -> None:

@@ -64,8 +64,9 @@ class Witness:
             # Backward recorded them, in an order of its own.
             calls.sort(key=lambda call: call[0])
             tokens = torch.cat([x.flatten() for x in ids[name]])
-            experts = torch.cat([experts.flatten(0, 1) for _, experts, _ in calls])
-            margins = torch.cat([margins.flatten() for _, _, margins in calls])
+            # In host memory, as ids are: what a GPU's rank finds, another's compares.
+            experts = torch.cat([experts.flatten(0, 1) for _, experts, _ in calls]).cpu()
+            margins = torch.cat([margins.flatten() for _, _, margins in calls]).cpu()
             real = tokens >= 0
             result[name] = Choices(tokens[real], experts[real], margins[real])
         self.calls = {}
@@ -142,9 +143,7 @@ def follow(
         given: Tensor | None = None
         for choices in found.get(name, ()):
             if given is None:
-                given = torch.full(
-                    (tokens, choices.experts.shape[1]), -1, device=choices.experts.device
-                )
+                given = torch.full((tokens, choices.experts.shape[1]), -1)
             given[choices.ids] = choices.experts
 
         def choose(
@@ -156,11 +155,11 @@ def follow(
         ) -> tuple[Tensor, Tensor]:
             experts, margin = own(scores)
             here = next(calls)
-            seen = Choices(here.flatten(), experts.flatten(0, 1), margin.flatten())
+            seen = Choices(here.flatten(), experts.flatten(0, 1).cpu(), margin.flatten().cpu())
             before = natural.get(name)
             natural[name] = seen if before is None else _joined([before, seen])
             if given is not None:
-                other = given[here]
+                other = given[here].to(experts.device)
                 tie = (margin <= within) & (other[..., 0] >= 0)
                 experts = torch.where(tie[..., None], other, experts)
             return experts, margin

@@ -75,7 +75,10 @@ def test_gpu_row_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rows, "config", lambda case, recompute: recompute)
     monkeypatch.setattr(rows, "_trained", trained)
     case = gpu.Case("8b", 32, "eager")
-    assert rows.run(case) == {"recompute": "full", "failed": "CUDA out of memory."}
+    assert rows.run(case) == {
+        "recompute": "full",
+        "failed": "OutOfMemoryError: CUDA out of memory.",
+    }
     assert rows.run(case._replace(how="bare"))["recompute"] == "none"
     fits.add("full")
     assert rows.run(case) == {"recompute": "full", "tokens_per_second": 1}

@@ -19,6 +19,14 @@ def test_equals_one_process(precision: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
+def test_experts_equal_one_process(model: str) -> None:
+    preset = {"qwen3": "debug_moe", "deepseek_v3": "debug"}[model]
+    words = ["--run.device=cuda", f"--model.name={model}", f"--model.preset={preset}"]
+    done = execute("-m", "compose", "verify", "train.toml", *words, "--precision.param=bfloat16")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_muon_and_kept_in_bfloat16(precision: str) -> None:
     """On one GPU; in bfloat16 weights and state are kept in it too."""

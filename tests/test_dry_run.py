@@ -3,15 +3,19 @@
 import re
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import train
+from compose import float8
 from compose.__main__ import COMMANDS
 from compose.build import build
 from compose.dry_run import Placed, placements
+from compose.legality import Case, check
+from compose.toml import load
 from tests.helpers import ROOT, SMALL, make_config
 from tests.pool import Pool, make_mesh
 from tests.test_trainer import answered
@@ -102,20 +106,36 @@ SLOW = (
 )
 
 
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+
+def ranks_of(recipe: Path) -> int:
+    """As many as the recipe's own comment gives."""
+    text = recipe.read_text()
+    nodes = int((re.search(r"--nnodes (\d+)", text) or [0, 1])[1])
+    return nodes * int((re.search(r"--nproc-per-node (\d+)", text) or [0, 1])[1])
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
         pytest.param(path, id=path.stem, marks=[pytest.mark.full] if path.stem in SLOW else [])
-        for path in sorted((ROOT / "recipes").glob("*.toml"))
+        for path in RECIPES
     ],
 )
 def test_recipes_pass(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the number of ranks that the recipe's own comment gives."""
-    text = recipe.read_text()
-    nodes = int((re.search(r"--nnodes (\d+)", text) or [0, 1])[1])
-    per_node = int((re.search(r"--nproc-per-node (\d+)", text) or [0, 1])[1])
-    train.main([str(recipe), "--dry-run", "--world-size", str(nodes * per_node)])
+    train.main([str(recipe), "--dry-run", "--world-size", str(ranks_of(recipe))])
     assert "state in all" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
+def test_recipes_are_legal_on_gpus(recipe: Path) -> None:
+    """What only a GPU refuses, too: this machine may have none."""
+    with (
+        mock.patch.object(Case, "on_cuda", new=True),
+        mock.patch.object(float8, "emulated", return_value=False),
+    ):
+        assert check(load(str(recipe)), ranks_of(recipe))[1] == []
 
 
 def test_help_lists_every_key() -> None:

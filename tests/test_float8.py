@@ -18,6 +18,7 @@ from compose import ConfigError, Parallel, Plan, apply, float8, forward_backward
 from compose.build import build
 from compose.data import random_batch
 from compose.float8 import EXCEPTED, Choice, apply_float8, choose, float8_styles
+from compose.legality import Case
 from compose.plan import resolve
 from compose.registry import build_model, find_model
 from compose.report import Report
@@ -347,6 +348,21 @@ def test_refused(message: str, keys: dict[str, Any], emulate: bool) -> None:
         with mock.patch.object(float8, "emulated", return_value=emulate):
             make_config(1, **keys | {"train__seq_len": 32})
             make_config(1, **keys | {"precision__float8": "rowwise_gw_hp"})
+
+
+def test_scales_of_offloaded_weights_are_refused_on_gpus() -> None:
+    keys = SHAPE | {"parallel__dp_shard": 2, "parallel__offload": "cpu"}
+    with (
+        mock.patch.object(Case, "on_cuda", new=True),
+        mock.patch.object(float8, "emulated", return_value=True),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make_config(2, **keys)
+        make_config(2, **keys | {"precision__float8": "rowwise"})
+    assert caught.value.problems == [
+        'precision.float8: tensorwise with parallel.offload = "cpu" would find the scales of weights in'
+        ' host memory, where NCCL reaches none; use precision.float8 = "rowwise"'
+    ]
 
 
 @pytest.mark.parametrize(("version", "refused"), [("2.12.1", True), ("2.13.0", False)])

@@ -118,6 +118,16 @@ def _float8(case: Case) -> None:
         )
 
 
+def _float8_offloaded(case: Case) -> None:
+    degrees, recipe = case.degrees, case.config.precision.float8
+    shared = degrees.dp_shard * degrees.cp > 1
+    if case.on_cuda and recipe == "tensorwise" and degrees.offload == "cpu" and shared:
+        raise ConfigError(
+            'precision.float8: tensorwise with parallel.offload = "cpu" would find the scales of'
+            ' weights in host memory, where NCCL reaches none; use precision.float8 = "rowwise"'
+        )
+
+
 def _float8_split(case: Case) -> None:
     recipe, old = case.config.precision.float8, TorchVersion(torch.__version__) < "2.13"
     if recipe != "off" and old and _backward_in_two_parts(case):
@@ -247,6 +257,12 @@ STEP = [
         " where float8 is emulated, only the first two hold",
         _float8,
         upstream="aten/src/ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_cuda",
+    ),
+    Rule(
+        "on CUDA, precision.float8 tensorwise keeps sharded weights on the device",
+        "one collective finds the scales of all of them, and NCCL sends nothing from host memory",
+        _float8_offloaded,
+        upstream="torchao/float8/fsdp_utils.py, precompute_float8_dynamic_scale_for_fsdp",
     ),
     Rule(
         "with precision.float8 and torch before 2.13, the schedule runs backward in one piece",

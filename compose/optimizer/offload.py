@@ -107,6 +107,12 @@ class OffloadedAdamW(MakesState):
     def _on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    def _threads(self) -> ThreadPoolExecutor:
+        """On a GPU, threads that know which: a new thread's is the first of the machine."""
+        if not self._on_gpu:
+            return ThreadPoolExecutor(2)
+        return ThreadPoolExecutor(2, initializer=torch.cuda.set_device, initargs=(self.device,))
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take a step by the gradients that there are."""
@@ -120,7 +126,7 @@ class OffloadedAdamW(MakesState):
             self.slots = [self._slot() for _ in range(SLOTS)]
         if self._on_gpu:  # what had the slots' memory before may still be at work
             self.streams[0].wait_stream(torch.cuda.current_stream(self.device))
-        with ThreadPoolExecutor(2) as readers, ThreadPoolExecutor(2) as writers:
+        with self._threads() as readers, self._threads() as writers:
             coming: list[Future[list[Tensor]]] = []
             for i, piece in enumerate(pieces):
                 while len(coming) < min(len(pieces), i + SLOTS):
