@@ -19,7 +19,7 @@ from compose import legality
 from compose.build import cut, fill
 from compose.checkpoint.loading import damage, load
 from compose.cli import device_problems, launched_ranks, read_words
-from compose.config import Checkpoint, Config, NonNegative, Parallel, Positive
+from compose.config import Checkpoint, Compile, Config, NonNegative, Parallel, Positive
 from compose.errors import ConfigError
 from compose.evaluate import forward
 from compose.mesh import axis_size, init_mesh
@@ -117,7 +117,9 @@ def _config(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str
             checkpoint=Checkpoint(load_hf=str(source)),
             source=str(source / "config.json"),
         )
-    config = override(replace(config, parallel=Parallel()), overrides)
+    # Each token makes another length, for which a graph would be compiled anew.
+    config = replace(config, parallel=Parallel(), compile=Compile())
+    config = override(config, overrides)
     ranks = launched_ranks()
     # There are no batches here: numbers that no mesh has anything against.
     length = -(-config.train.seq_len // ranks) * ranks

@@ -34,6 +34,7 @@ from compose.hugging_face import load_hf, name_of
 from compose.optimizer import build_optimizer
 from compose.registry import build_model
 from compose.tokenizer import Bytes
+from compose.toml import dump
 from compose.weights import materialize
 from models import llama
 from tests.helpers import ROOT, make_config
@@ -324,6 +325,14 @@ def _other(folder: Path) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+def test_what_was_compiled_is_not(tmp_path: Path) -> None:
+    """After eight lengths torch.compile would give up."""
+    trained = make_config(1, compile__mode="block")
+    (tmp_path / "config.toml").write_text(dump(trained))
+    assert _config(tmp_path, [tmp_path], []).compile.mode == "off"
+    assert _config(tmp_path, [tmp_path], [("compile.mode", "block")]).compile.mode == "block"
 
 
 def test_the_command(runs: dict[str, tuple[Path, nn.Module]]) -> None:
