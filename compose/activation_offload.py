@@ -1,12 +1,17 @@
 """Activations in host memory between forward and backward, by the hooks that autograd has for it.
 
-What a unit (a layer, say) saves for backward is copied out while later units are computed, and comes
+What a unit (a layer, say) saves for backward is copied out while the next unit is computed, and comes
 back while the unit after it is in backward. On a GPU each way has a stream of its own, and host memory
 is pinned; on a CPU copies are made at once, and only prove that the right ones come back.
+
+A GPU computes faster than it copies, so it has to wait, or all units would be on it at once: a unit's
+forward begins when what the last but one saved is out, and copies back begin with the backward of the
+unit after. All memory is of the computing stream, which frees and takes it in its own order.
 """
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +34,8 @@ class ActivationOffload:
         self.streams: list[Any] = []
         self.bytes, self.seconds = 0, 0.0
         self.events: list[tuple[Any, Any]] = []  # before and after each wait of a GPU
+        # Of the last units: what is being copied out, and the events after which it is.
+        self.leaving: deque[list[tuple[Tensor, Any]]] = deque()
 
     def wrap(self, module: nn.Module) -> None:
         """Have ``module`` save for backward in host memory; forward of it is replaced."""
@@ -48,6 +55,8 @@ class ActivationOffload:
             return forward(*args, **kwargs)
         model = self.model()
         assert model is not None
+        self.let_go(but=1)
+        self.leaving.append([])
         unit = _Unit(self, module(), {_address(buffer) for buffer in model.buffers()}, self.last)
         self.last = weakref.ref(unit)
         with saved_tensors_hooks(unit.pack, unit.unpack):
@@ -70,8 +79,16 @@ class ActivationOffload:
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         with torch.cuda.stream(out):
             copy.copy_(tensor, non_blocking=True)
-        tensor.record_stream(out)  # or its memory is used anew before it is read
-        return copy, out.record_event()
+        stored = out.record_event()
+        self.leaving[-1].append((tensor, stored))
+        return copy, stored
+
+    def let_go(self, but: int = 0) -> None:
+        """Have the device wait for copies of what units saved, all ``but`` the last, and free it."""
+        while len(self.leaving) > but:
+            unit = self.leaving.popleft()
+            if unit:  # one stream copies in order
+                self._wait(*unit[-1])
 
     def back(self, host: Tensor, stored: Any, device: torch.device) -> tuple[Tensor, Any]:
         """A copy on the device, and the event after which it is there."""
@@ -82,21 +99,25 @@ class ActivationOffload:
             self.seconds += time.perf_counter() - begun
             return copy, None
         into = self.streams[1]
+        copy = torch.empty_like(host, device=device)
+        into.wait_stream(torch.cuda.current_stream(device))  # whatever had this memory before
         into.wait_event(stored)
         with torch.cuda.stream(into):
-            copy = torch.empty_like(host, device=device)
             copy.copy_(host, non_blocking=True)
+        copy.record_stream(into)  # backward may never ask for it
         return copy, into.record_event()
 
     def wait(self, copy: Tensor, there: Any) -> None:
         """Have the device's own stream wait until ``copy`` is there."""
-        if there is None:
-            return
-        own = torch.cuda.current_stream(copy.device)
+        self.let_go()
+        if there is not None:
+            self._wait(copy, there)
+
+    def _wait(self, tensor: Tensor, event: Any) -> None:
+        own = torch.cuda.current_stream(tensor.device)
         begun = own.record_event(torch.cuda.Event(enable_timing=True))
-        own.wait_event(there)
+        own.wait_event(event)
         self.events.append((begun, own.record_event(torch.cuda.Event(enable_timing=True))))
-        copy.record_stream(own)
 
 
 class _Kept:

@@ -1,5 +1,6 @@
 """Activations in host memory: the same gradients, and nothing is left behind on the device."""
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Iterator
@@ -98,6 +99,79 @@ def _prove(keys: Keys) -> tuple[Report, bool]:
 
 
 _back: Any = ActivationOffload.back
+
+
+class Stream:
+    """A GPU's, that notes what it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.events = name, log, 0
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self, event: object = None) -> str:
+        self.events += event is None  # not those that only take the time
+        return f"{self.name} {self.events}"
+
+
+class OnGpu:
+    """A tensor there."""
+
+    nbytes, device = 2**20, torch.device("cuda", 0)
+
+    def copy_(self, source: object, non_blocking: bool) -> None:
+        assert non_blocking
+
+    def record_stream(self, stream: Stream) -> None:
+        assert stream.name == "into"  # what only the computing stream has is freed at once
+
+
+def test_a_gpu_waits_before_memory_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On streams that only note what they wait for: of what was saved two units stay, and none in
+    backward."""
+    log: list[str] = []
+    own, names = Stream("own", log), iter(("out", "into"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(names), log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: "a time")
+    monkeypatch.setattr(torch, "empty_like", lambda like, **how: OnGpu())
+    unit: Any = nn.Identity()
+    offload: Any = ActivationOffload(unit)
+    saved: list[weakref.ref[OnGpu]] = []
+    copies: list[tuple[Any, Any]] = []
+
+    def saves() -> None:
+        tensor = OnGpu()
+        copies.append(offload.out_of(tensor))
+        saved.append(weakref.ref(tensor))
+
+    unit.forward = saves
+    offload.wrap(unit)
+    for _ in range(4):
+        unit()
+    assert log == ["out waits for own"] * 2 + [
+        "own waits for out 1",
+        "out waits for own",
+        "own waits for out 2",
+        "out waits for own",
+    ]
+    assert [reference() is None for reference in saved] == [True, True, False, False]
+    log.clear()
+    copy, there = offload.back(*copies[-1], OnGpu.device)
+    offload.wait(copy, there)
+    assert log == [
+        "into waits for own",
+        "into waits for out 4",
+        "own waits for out 3",
+        "own waits for out 4",
+        "own waits for into 1",
+    ]
+    assert [reference() for reference in saved] == [None] * 4
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -42,6 +42,10 @@ class AttentionCore(nn.Module):
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, documents: Documents | None = None
     ) -> Tensor:
         """Attention within ``documents``; None makes each row one. Returns (B, L, H, K), K as in v."""
+        shared = q_BLHK.shape[2] // k_BLGK.shape[2]
+        if shared > 1 and q_BLHK.is_cuda and q_BLHK.dtype == torch.float32:
+            # There the one kernel that takes grouped heads holds all scores, (L, L).
+            k_BLGK, v_BLGK = (x.repeat_interleave(shared, 2) for x in (k_BLGK, v_BLGK))
         out_BHLK = F.scaled_dot_product_attention(
             q_BLHK.transpose(1, 2),
             k_BLGK.transpose(1, 2),
