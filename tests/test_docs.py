@@ -48,11 +48,12 @@ def run(command: list[str], folder: Path) -> str:
 
 COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.splitlines()]
 # To start ranks takes longer than what most of these do: the suite runs the README's proof, and of the
-# others it looks at the keys.
+# others it looks at the keys. Dry runs of recipes are those of test_dry_run.py.
 LEFT = [
     line
     for page, line in COMMANDS
-    if "torchrun" in line and (page != "README.md" or "verify" not in line)
+    if ("torchrun" in line and (page != "README.md" or "verify" not in line))
+    or ("recipes/" in line and "--dry-run" in line)
 ]
 CASES = [
     pytest.param(page, line, id=line, marks=[pytest.mark.full] if line in LEFT else [])
@@ -63,7 +64,8 @@ CASES = [
 @pytest.mark.parametrize("line", LEFT)
 def test_command_is_legal(line: str) -> None:
     words = shlex.split(line)
-    ranks = int(words[words.index("--nproc-per-node") + 1])
+    option = "--nproc-per-node" if "torchrun" in words else "--world-size"
+    ranks = int(words[words.index(option) + 1])
     given = [
         word for word in words if (word.startswith("--") and "=" in word) or word.endswith(".toml")
     ]

@@ -106,9 +106,6 @@ SLOW = (
 )
 
 
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-
-
 def ranks_of(recipe: Path) -> int:
     """As many as the recipe's own comment gives."""
     text = recipe.read_text()
@@ -116,19 +113,22 @@ def ranks_of(recipe: Path) -> int:
     return nodes * int((re.search(r"--nproc-per-node (\d+)", text) or [0, 1])[1])
 
 
-@pytest.mark.parametrize(
+each_recipe = pytest.mark.parametrize(
     "recipe",
     [
         pytest.param(path, id=path.stem, marks=[pytest.mark.full] if path.stem in SLOW else [])
-        for path in RECIPES
+        for path in sorted((ROOT / "recipes").glob("*.toml"))
     ],
 )
+
+
+@each_recipe
 def test_recipes_pass(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train.main([str(recipe), "--dry-run", "--world-size", str(ranks_of(recipe))])
     assert "state in all" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
+@each_recipe
 def test_recipes_are_legal_on_gpus(recipe: Path) -> None:
     """What only a GPU refuses, too: this machine may have none."""
     with (
