@@ -52,7 +52,7 @@ CROSSOVERS: dict[str, tuple[tuple[float, float], ...]] = {
 
 
 EXCEPTED = "in the plan's float8_except"
-"""Why a layer is left out of which nothing else was asked."""
+"""The reason of layers that the plan leaves out."""
 
 
 @dataclass(frozen=True)

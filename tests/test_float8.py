@@ -1,5 +1,6 @@
 """Products in float8: the formulas, which layers, and equality with one process on every mesh."""
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -146,6 +147,17 @@ def test_the_first_layer_and_the_last_are_left_out(name: str) -> None:
     linear = {n for n in resolved.float8 if isinstance(model.get_submodule(n), nn.Linear)}
     assert excepted == {n for n in linear if n.split(".")[1] in ("0", last)}
     assert len({name.split(".")[1] for name in choice.converted}) == int(last) - 1
+
+
+def test_a_plan_that_leaves_out_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = importlib.import_module("models.llama.plan")
+    monkeypatch.setattr(plans, "outermost", lambda n_layers: ["layers.0", "layers.1"])
+    with pytest.raises(ConfigError) as caught:
+        make_config(1, precision__float8="rowwise")
+    assert caught.value.problems == [
+        "precision.float8: rowwise would change none of 14 linear layers: they are in the plan's"
+        ' float8_except; use precision.float8 = "off"'
+    ]
 
 
 def test_styles_of_tensor_parallel_send_8_bits() -> None:

@@ -101,10 +101,12 @@ def _float8(case: Case) -> None:
     device = "cuda" if case.on_cuda else "cpu"
     choice = float8_choice(config, case.model, case.plan, device)
     if not choice.converted:
-        reasons = [reason for reason in choice.left.values() if reason != EXCEPTED]
+        reasons = list(choice.left.values())
+        shape = next((reason for reason in reasons if reason != EXCEPTED), "")
+        why = f"the first's part of {shape}" if shape else f"they are {EXCEPTED}"
         raise ConfigError(
-            f"precision.float8: {recipe} would change none of {len(reasons)} linear layers: the first's"
-            f' part of {reasons[0]}; use precision.float8 = "off"'
+            f"precision.float8: {recipe} would change none of {len(reasons)} linear layers: {why}; use"
+            ' precision.float8 = "off"'
         )
     rows, train = config.train.micro_batch * config.train.seq_len, config.train
     unit = 16 * degrees.cp
