@@ -46,7 +46,7 @@ from compose.runtime import process_group
 from compose.tensor_parallel import Replicated, apply_tensor_parallel
 from compose.trainer import Trainer
 
-WARM_UP = 2  # steps of each before any is timed
+WARM_UP = 1  # steps of each before any is timed
 TRAIN_TOML = str(Path(__file__).parent.parent / "train.toml")
 
 

@@ -131,7 +131,6 @@ IN_THE_SUITE = {
     ("llama", "tensor, uneven", "one"),
     ("tied", "v-schedule", "pipeline"),
     ("qwen3", "data", "experts and pipeline"),
-    ("deepseek_v3", "one", "experts"),
 }
 
 

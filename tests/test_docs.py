@@ -46,7 +46,13 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-COMMANDS = [(page, line) for page, block in blocks("bash") for line in block.splitlines()]
+# Each once, of the first page that has it.
+COMMANDS = [
+    (page, line)
+    for line, page in {
+        line: page for page, block in reversed(blocks("bash")) for line in block.splitlines()
+    }.items()
+]
 # To start ranks takes longer than what most of these do: the suite runs the README's proof, and of the
 # others it looks at the keys. Dry runs of recipes are those of test_dry_run.py.
 LEFT = [
