@@ -10,6 +10,7 @@ run that is complete in FOLDER is read, not run again.
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def figure(found: dict[str, list[float]]) -> str:
         name: [100 * (a / b - 1) for a, b in zip(curve, smooth["float32"], strict=True)]
         for name, curve in smooth.items()
     }
+    reach = math.ceil(max(abs(value) for curve in apart.values() for value in curve[over:]) or 1)
     ends = [curve[-1] for curve in smooth.values()]
     high = round(max(curve[over] for curve in smooth.values()) + 0.5)
     lines = [
@@ -95,7 +97,7 @@ def figure(found: dict[str, list[float]]) -> str:
         ' font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
         *panel(smooth, over, int(min(ends)), high, 0, f"loss, mean of {over} steps", ""),
-        *panel(apart, over, -1.0, 1.0, HEIGHT, "the same, relative to float32", "%"),
+        *panel(apart, over, -reach, reach, HEIGHT, "the same, relative to float32", "%"),
     ]
     for number, (color, name) in enumerate(zip(COLORS, smooth, strict=False)):
         x, y = MARGIN + number % 4 * 165, 2 * HEIGHT + number // 4 * 18
