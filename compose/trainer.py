@@ -119,6 +119,8 @@ class Trainer:
         finally:
             gc.enable()
             self.profiler.close()
+            if isinstance(self.optimizer, OffloadedAdamW):
+                self.optimizer.close()
             if self.writer:
                 self.writer.close()
             self.held.release()

@@ -14,14 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from compose.applied import applied_to
 from compose.config import Config
+from compose.errors import ConfigError
 from compose.mesh import axis_size
 from compose.optimizer.adamw import AdamW
 from compose.optimizer.muon import Muon
 from compose.optimizer.offload import OffloadedAdamW
 from compose.optimizer.rates import set_learning_rate
 from compose.optimizer.rules import Rule, parameter_rules
+from compose.optimizer.scratch import remove_left
 from compose.optimizer.state import MakesState, make_state
 from compose.registry import build_model
+
+_NOWHERE = "compose-offload-"  # folders of files in the system's own, where there is no run
 
 
 def build_optimizer(
@@ -125,9 +129,23 @@ def _adamw(
 
 def _scratch(config: Config, folder: Path | None) -> Path:
     """This rank's own folder for what does not outlive the run."""
-    given = config.optimizer.offload_dir or (config.run.dir and f"{config.run.dir}/offload")
-    base = Path(given) if given else (folder or Path(tempfile.mkdtemp(prefix="compose-"))) / "offload"
+    given, run = config.optimizer.offload_dir, config.run.dir or folder
+    if not given and not run:
+        remove_left(Path(tempfile.gettempdir()).glob(f"{_NOWHERE}*"))
+        return Path(tempfile.mkdtemp(prefix=_NOWHERE))
+    base = Path(given) if given else Path(run or "") / "offload"
+    if not given and base.is_symlink():  # a run writes nothing outside its folder unless told to
+        raise ConfigError(
+            f"optimizer.offload_dir: {base} is a link; give optimizer.offload_dir = where it leads"
+        )
+    remove_left(p for p in base.glob("rank-*") if _number(p) >= dist.get_world_size())
     return base / f"rank-{dist.get_rank()}"
+
+
+def _number(folder: Path) -> int:
+    """Of the rank whose folder it is; -1 where that is no number."""
+    digits = folder.name.removeprefix("rank-")
+    return int(digits) if digits.isdecimal() else -1
 
 
 class Together(MakesState):

@@ -6,12 +6,9 @@ whose state is on the device. While one piece is computed, the next are on their
 their way out.
 """
 
-import fcntl
-import os
-import shutil
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from compose.errors import ConfigError
 from compose.local import local_tensor
 from compose.optimizer.files import TensorFile, page_aligned
+from compose.optimizer.scratch import Scratch
 from compose.optimizer.state import MakesState
 
 CHUNK = 2**22  # elements of a piece, a multiple of 1024
@@ -75,13 +72,13 @@ class OffloadedAdamW(MakesState):
     """torch's fused AdamW (arXiv:1711.05101), float32, whose state is not on the device.
 
     params: groups of parameters, plain or DTensors, as torch's optimizers take them; float32.
-    folder: for files of the state, which are scratch: it is emptied first and removed at the end. None:
-        the state is in host memory, pinned if parameters are on a GPU.
+    folder: for files of the state, which are scratch: a new one, or one that a run left (scratch.py).
+        :meth:`close` removes it. None: the state is in host memory, pinned if parameters are on a GPU.
 
     ``state`` has tensors as any optimizer's; those in files are mapped, and take no memory until they
     are looked at. ``moved`` tells of the last step.
 
-    Raises ConfigError, at the first step, where the folder is in use or too small.
+    Raises ConfigError, at the first step, where the folder is in use, too small or another's.
     """
 
     def __init__(
@@ -96,6 +93,8 @@ class OffloadedAdamW(MakesState):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.folder = folder
+        self.scratch: Scratch | None = None
+        self._remove: Callable[[], object] = lambda: None
         self.moved = Moved()
         self.files: dict[nn.Parameter, list[TensorFile]] = {}
         self.slots: list[Slot] = []
@@ -146,6 +145,10 @@ class OffloadedAdamW(MakesState):
                     self._wait(slot.stored)
                 slot.stored = None
 
+    def close(self) -> None:
+        """Remove the files; no step can follow."""
+        self._remove()
+
     @property
     def metrics(self) -> dict[str, float]:
         """As metrics.jsonl has it."""
@@ -173,34 +176,20 @@ class OffloadedAdamW(MakesState):
         state, files = self.state[parameter], []
         if state:
             return state
+        if self.folder is not None and not self.scratch:
+            self.scratch = Scratch(self.folder)
+            self._remove = weakref.finalize(self, self.scratch.remove)
         state["step"] = torch.zeros((), device=parameter.device)
-        if self.folder is not None and not self.files:
-            self._take(self.folder)
         for key in MEANS:
             count = local_tensor(parameter).numel()
-            if self.folder is not None and count:
-                files.append(TensorFile(self.folder / f"{len(self.files):05d}.{key}", count))
+            if self.scratch and count:
+                files.append(TensorFile(self.scratch, f"{len(self.files):05d}.{key}", count))
                 held = files[-1].mapped()
             else:
                 held = torch.zeros(count, pin_memory=self._on_gpu)
             state[key] = _placed_as(parameter, held.view(local_tensor(parameter).shape))
         self.files[parameter] = files
         return state
-
-    def _take(self, folder: Path) -> None:
-        """Empty the folder for this optimizer alone."""
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigError(f"optimizer.offload_dir: {folder} is in use by another run") from None
-        except OSError:
-            pass  # a file system without locks
-        for left in folder.iterdir():
-            left.unlink()
-        weakref.finalize(self, _remove, folder, lock)
 
     def _slot(self) -> Slot:
         host = [page_aligned(CHUNK, pinned=self._on_gpu) for _ in MEANS] if self.folder else []
@@ -270,8 +259,3 @@ def _placed_as(parameter: Tensor, held: Tensor) -> Tensor:
     whole = torch.empty_like(parameter, device="cpu", requires_grad=False)
     whole.to_local().set_(held)  # type: ignore[call-overload]
     return whole
-
-
-def _remove(folder: Path, lock: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
