@@ -96,6 +96,9 @@ def apply(
         style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
     ]
     balance: Balance = balances[0] if balances else "headtail"
+    # So too: its groups are made by all ranks, and a stage may have no experts. With tp experts are not
+    # split as other weights are, but lie on other axes even where ep is 1.
+    over = expert_mesh(mesh, ep) if ep > 1 or (tp > 1 and resolved.expert) else None
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]
     if pp > 1:
@@ -107,10 +110,7 @@ def apply(
     apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
     if tp > 1:
         _tensor(model, resolved, mesh["tp"], choice)
-    # With tp experts are not split as other weights are, but lie on other axes even where ep is 1.
-    over: DeviceMesh | None = None
-    if ep > 1 or (tp > 1 and resolved.expert):
-        over = expert_mesh(mesh, ep)
+    if over is not None:
         _expert(model, resolved, over["ep"])
     # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
     flash = mesh.device_type == "cuda" and param_dtype != torch.float32

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from compose.local import arrived
 
 
 @dataclass(frozen=True)
@@ -88,23 +89,9 @@ def _settled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def settled(*args: Any, **kwargs: Any) -> Any:
-        return forward(*map(_arrived, args), **{name: _arrived(x) for name, x in kwargs.items()})
+        return forward(*map(arrived, args), **{name: arrived(x) for name, x in kwargs.items()})
 
     return settled
-
-
-def _arrived(value: Any) -> Any:
-    return _Arrived.apply(value) if isinstance(value, AsyncCollectiveTensor) else value
-
-
-class _Arrived(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
-        return tensor.trigger_wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
 
 
 def graphs_compiled() -> int:

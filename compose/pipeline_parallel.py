@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compose.data_parallel import finish_backward, gather, prepare_micro_batch
 from compose.errors import ConfigError
+from compose.local import arrived
 from compose.output import StepLoss
 from compose.pipeline_split import Stage, Tied, balanced, check_layers, layer_names, split
 from compose.plan import Pipeline
@@ -171,7 +172,7 @@ class PipelineRunner:
                 if after is None:
                     before(parts[number])
                 stream_in = inbox.pop((stage, number)).wait() if stage else firsts[number]
-                output = modules[stage](stream_in, **inputs[number])
+                output = arrived(modules[stage](stream_in, **inputs[number]))
                 if after is None:
                     each(output, parts[number])
                 elif after == rank:
@@ -240,7 +241,7 @@ class PipelineRunner:
         source = self.placement[0]
         if source == self.rank:
             with torch.no_grad():
-                output = self.stages[0].module(first, **inputs)
+                output = arrived(self.stages[0].module(first, **inputs))
             if type(output) is Tensor:
                 found = [(output.shape, output.dtype)]
         dist.broadcast_object_list(
@@ -355,7 +356,7 @@ class _Plain(nn.Module):
 
     def forward(self, *args: Any, targets: Tensor, **kwargs: Any) -> Any:
         self.expect(targets)
-        return self.stage(*args, **kwargs)
+        return arrived(self.stage(*args, **kwargs))
 
 
 class _Stage(PipelineStage):

@@ -1,0 +1,85 @@
+"""Stages of a pipeline that are unlike: one has experts, layers or a shared weight, another has not.
+
+What all ranks do together, as the making of groups, must not wait for what a stage may lack.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose.build import build
+from compose.trainer import Trainer
+from tests.helpers import make_config, prove_case
+from tests.pool import Pool, make_mesh
+from tests.test_expert_parallel import DEEPSEEK, QWEN, keys_of
+from tests.test_trainer import keys_for, lines
+from tests.test_verify import agreed
+
+CONTENTS: dict[str, dict[str, object]] = {
+    "dense first": DEEPSEEK | {"model__n_dense_layers": 1},
+    "no layers first": QWEN | {"parallel__pp_layers": "[0,2]"},
+    "no layers last": QWEN | {"parallel__pp_layers": "[2,0]", "model__tie_embeddings": True},
+}
+MESHES = (
+    "pp 2 tp 2",
+    "pp 2 tp 2 ep 2",
+    "pp 2 ds 2 ep 2",
+    "pp 2 cp 2 ep 2",
+    "pp 2 dr 2 ep 2 zero 1",
+    "pp 2 ds 2 tp 2 ep 4",
+)
+
+
+def _in_turn() -> list[Any]:
+    """The two that need a rank to do what it has nothing of; ``-m full`` runs the others."""
+    cheap = ("dense first", "no layers first")
+    return [
+        pytest.param(
+            mesh, name, marks=[] if mesh == MESHES[0] and name in cheap else [pytest.mark.full]
+        )
+        for mesh in MESHES
+        for name in CONTENTS
+    ]
+
+
+@pytest.mark.parametrize(("mesh", "content"), _in_turn())
+def test_equals_one_process(pool: Pool, mesh: str, content: str) -> None:
+    ranks, keys = keys_of(CONTENTS[content], mesh)
+    report = agreed(pool.run(prove_case, ranks, keys))
+    assert report.ok, str(report)
+
+
+def _train(keys: dict[str, object], steps: int) -> list[int]:
+    """Up to so many steps, from where the run stands; the steps it began and ended with."""
+    config = make_config(dist.get_world_size(), train__stop_after=steps, **keys)
+    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
+    trainer = Trainer(config, mesh, build(config, mesh, cpu), cpu)
+    before = trainer.progress.step
+    trainer.run()
+    return [before, trainer.progress.step]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_all_that_a_run_does(pool: Pool, tmp_path: Path, mesh: str, content: str) -> None:
+    """Muon, routers' counts, comparing copies, validation, saving and loading."""
+    ranks, keys = keys_of(CONTENTS[content], mesh)
+    (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 8)
+    keys |= keys_for(
+        tmp_path / "run",
+        model__tie_embeddings=True,
+        optimizer__name="muon",
+        comm__check_every=1,
+        checkpoint__interval=1,
+        data__validation=tmp_path / "text.txt",
+        train__validate_every=1,
+    )
+    assert pool.run(_train, ranks, keys, 1) == [[0, 1]] * ranks
+    assert pool.run(_train, ranks, keys, 2) == [[1, 2]] * ranks
+    for line in lines(tmp_path / "run"):
+        assert line["routing"]
+        assert line["validation_loss"]
