@@ -1,4 +1,4 @@
-"""python -m compose tokenize: text, JSONL or Parquet to a folder of token ids that training maps."""
+"""python -m compose tokenize: text, JSONL or Parquet to a folder of token ids that training reads."""
 
 import os
 import sys

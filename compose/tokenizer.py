@@ -1,17 +1,18 @@
 """Text to token ids and back: bytes, or a tokenizer.json of Hugging Face's ``tokenizers``."""
 
 import hashlib
-import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from compose.errors import ConfigError
+from compose.json_files import read_json
+from compose.own_files import LEADS_OUT, leads_out, write_whole
 
 SEPARATOR = 256
 """The byte tokenizer's one special token: it ends each document. Its vocabulary is 257."""
 FILE = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
 TOKENIZER = "tokenizer"
 """The folder of it in ``run.dir``."""
 CARRIED = (
@@ -67,6 +68,7 @@ class JsonTokenizer:
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Loaded
 
+        carried(path.parent, path)  # which names what leads out of it
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -74,39 +76,53 @@ class JsonTokenizer:
         try:
             self.tokenizer = Loaded.from_str(content.decode("utf-8"))
         except Exception as error:  # tokenizers raises this class itself
-            raise ConfigError(f"{path}: is no tokenizer.json: {error}") from None
+            raise ConfigError(f"{path}: is no tokenizer.json: {_line(error)}") from None
         self.path, self.name = path, str(path)
         self.sha256 = hashlib.sha256(content).hexdigest()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps: the model needs a row for the highest.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.config = self._config()
-        named = self.config.get("eos_token")
-        named = named.get("content") if isinstance(named, dict) else named
+        beside = path.with_name(CONFIG)
+        self.config = read_json(beside, dict[str, Any]) if beside.exists() else {}
+        self.special = self._special(beside)
+        named = self.special.get("eos_token")
         candidates = (named,) if named else _ENDS
         self.end = next((vocabulary[token] for token in candidates if token in vocabulary), -1)
 
-    def _config(self) -> dict[str, Any]:
-        path = self.path.with_name("tokenizer_config.json")
-        if not path.exists():
-            return {}
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from None
+    def _special(self, path: Path) -> dict[str, str]:
+        """The special tokens that tokenizer_config.json names, as "eos_token"."""
+        found = {}
+        for name, value in self.config.items():
+            # "add_eos_token" and its like say whether, not which.
+            if not name.endswith("_token") or value is None or isinstance(value, bool):
+                continue
+            content = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(content, str):
+                raise ConfigError(f"{path}: {name}: is no token: neither a string nor has it content")
+            found[name] = content
+        return found
 
     def encode(self, text: str) -> list[int]:
-        self.tokenizer.encode_special_tokens = True
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encoded(text, markup=False).ids
 
     def encode_markup(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of a text whose special tokens are meant, and where in it each of them begins."""
-        self.tokenizer.encode_special_tokens = False
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encoded(text, markup=True)
         return encoding.ids, [start for start, _ in encoding.offsets]
+
+    def _encoded(self, text: str, markup: bool) -> Any:
+        self.tokenizer.encode_special_tokens = not markup
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # as above
+            raise ConfigError(f"{self.path}: cannot encode a text: {_line(error)}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def open_tokenizer(path: Path) -> JsonTokenizer:
@@ -115,15 +131,33 @@ def open_tokenizer(path: Path) -> JsonTokenizer:
     Raises ConfigError where there is none.
     """
     file = path / FILE if path.is_dir() else path
+    if path.is_dir():
+        carried(path)  # which names what leads out of it
     if not file.exists():
         raise ConfigError(f"{file}: no such file")
     return JsonTokenizer(file)
 
 
-def carry(source: Path, target: Path) -> None:
-    """Copy what a folder holds of a tokenizer into the folder ``target``, which is made."""
+def carried(folder: Path, named: Path | None = None) -> list[Path]:
+    """The files of a folder that belong to a tokenizer. named: one that a person named, wherever it is.
+
+    Raises ConfigError, with a line for each that is a link out of the folder.
+    """
+    found = [p for pattern in CARRIED for p in sorted(folder.glob(pattern)) if p.is_file()]
+    problems = [f"{p}: {LEADS_OUT}" for p in found if p != named and leads_out(p, folder)]
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
+def carry(source: Path, target: Path, named: Path | None = None) -> None:
+    """Copy what a folder holds of a tokenizer into the folder ``target``, which is made.
+
+    named: a tokenizer.json that a person named, by another name perhaps, or outside. Raises ConfigError
+    as :func:`carried` does, and OSError.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in CARRIED:
-        for path in sorted(source.glob(pattern)):
-            if path.is_file():
-                shutil.copyfile(path, target / path.name)
+    for path in carried(source, named):
+        write_whole(target / path.name, path.read_bytes())
+    if named and named.name != FILE:
+        write_whole(target / FILE, named.read_bytes())

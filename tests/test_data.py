@@ -14,8 +14,8 @@ from compose.config import Config, Data
 from compose.data import Batches, data_problems, pack, random_batch
 from compose.data.batches import in_order
 from compose.data.order import Interleaving, shuffled
+from compose.data.rows import Row, Stored
 from compose.data.sources import Samples, Windows, open_samples
-from compose.data.token_set import Row
 from compose.errors import ConfigError
 from compose.loss import IGNORE
 from compose.tokenizer import SEPARATOR
@@ -118,7 +118,7 @@ def test_token_files(tmp_path: Path, dtype: str) -> None:
     tokens.tofile(tmp_path / "t.bin")
     found = opened(Data(path=str(tmp_path / "t.bin"), token_dtype=dtype, separator=4))  # type: ignore[arg-type]
     assert isinstance(found, Windows)
-    assert isinstance(found.row.parts[0], np.memmap)
+    assert isinstance(found.row.parts[0], Stored)
     assert tokens_of(found).tolist() == tokens.tolist()
     assert found.separator == 4
     np.save(tmp_path / "t.npy", tokens)

@@ -164,7 +164,7 @@ def test_damage_and_misfits_are_named(tmp_path: Path) -> None:
         (out / name).write_bytes(content)
     (out / MANIFEST).write_bytes(whole[MANIFEST][:-9])
     (problem,) = problems()
-    assert problem.startswith(f"data.path: {out}/manifest.json: cannot be read: ")
+    assert problem.startswith(f"data.path: {out}/manifest.json: is not JSON: ")
     (out / MANIFEST).write_text(json.dumps({**json.loads(whole[MANIFEST]), "format": 2}))
     assert problems() == [f"data.path: {out}/manifest.json: is of format 2, this reads 1"]
 

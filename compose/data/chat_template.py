@@ -57,11 +57,7 @@ class ChatTemplate:
             self.template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigError(f"{tokenizer.path.parent}: the chat template: {error}") from None
-        self.special = {
-            name: _content(value)
-            for name, value in tokenizer.config.items()
-            if name.endswith("_token") and value is not None
-        }
+        self.special = tokenizer.special
 
     def _text(self, messages: Sequence[Message], more: Mapping[str, Any], prompt: bool = False) -> str:
         given = {**self.special, **more}
@@ -121,10 +117,6 @@ def _source(tokenizer: JsonTokenizer) -> str:
             f"{folder}: has no chat template, in chat_template.jinja or tokenizer_config.json"
         )
     return found
-
-
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, Mapping) else str(token)
 
 
 def read_messages(row: Mapping[str, Any], field: str) -> tuple[list[Message], dict[str, Any]]:

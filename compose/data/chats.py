@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compose.data.rows import check_ids
 from compose.data.token_set import TokenSet
 from compose.errors import ConfigError
 from compose.loss import IGNORE
@@ -17,12 +18,12 @@ class Conversations:
 
     Of a conversation of n tokens all but the last are given to the model, at most ``seq_len`` of them:
     what is longer is cut, and left out if nothing of what is left is learnt. Each sample holds as many
-    as fit. Raises ConfigError where nothing is left.
+    as fit. vocab_size: of the model. Raises ConfigError where nothing is left.
     """
 
-    def __init__(self, name: str, token_set: TokenSet, seq_len: int) -> None:
+    def __init__(self, name: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> None:
         assert token_set.trained is not None
-        self.name, self.seq_len = name, seq_len
+        self.name, self.seq_len, self.vocab_size = name, seq_len, vocab_size
         self.token_set: TokenSet | None = token_set
         self.tokenizer: str | None = token_set.sha256
         self.tokens, self.trained = token_set.tokens, token_set.trained
@@ -56,6 +57,7 @@ class Conversations:
             size, start = int(self.lengths[number]), int(self.starts[number])
             here = slice(at, at + size)
             ids = self.tokens.read(start, start + size + 1)
+            check_ids(ids, self.name, self.vocab_size)
             tokens[here] = ids[:-1]
             targets[here] = np.where(self._learnt(number, size), ids[1:], IGNORE)
             positions[here] = np.arange(size)

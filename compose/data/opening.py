@@ -94,10 +94,18 @@ def described(batches: Batches, config: Config) -> dict[str, Any]:
 
 
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
-    """Copy the tokenizer of the data, or of ``checkpoint.load_hf``, into ``folder``."""
+    """Copy the tokenizer of the data, or of ``checkpoint.load_hf``, into ``folder``.
+
+    Raises ConfigError where ``folder`` is a link, which may lead anywhere, or cannot be written."""
     sources = [each.token_set.path for each in batches.sets if each.token_set]
     sources += [Path(config.checkpoint.load_hf)] if config.checkpoint.load_hf else []
     for source in sources:
-        if (source / FILE).exists():
+        if not (source / FILE).exists():
+            continue
+        if folder.is_symlink():
+            raise ConfigError(f"run.dir: {folder}: is a link; remove it, as a run writes there")
+        try:
             carry(source, folder)
-            return
+        except OSError as error:
+            raise ConfigError(f"run.dir: {folder}: cannot be written: {error.strerror}") from None
+        return

@@ -22,7 +22,9 @@ from torch import Tensor
 from compose.config import Data
 from compose.data.chats import Conversations
 from compose.data.packing import pack
-from compose.data.token_set import MANIFEST, Row, TokenSet, open_token_set
+from compose.data.rows import Row, Stored, check_ids
+from compose.data.token_files import open_bin, open_npy
+from compose.data.token_set import MANIFEST, TokenSet, open_token_set
 from compose.errors import ConfigError
 from compose.tokenizer import SEPARATOR
 
@@ -73,8 +75,8 @@ class Windows:
             raise ConfigError(
                 f"{name} has {len(row)} tokens; one sample needs train.seq_len + 1 = {seq_len + 1}"
             )
-        if token_set is None:  # else its tokenizer is known
-            check_ids(row.head(_CHECKED), name, vocab_size)
+        for block in row.blocks(_CHECKED) if token_set is None else ():  # else its tokenizer is known
+            check_ids(block, name, vocab_size)
 
     def __len__(self) -> int:
         return (len(self.row) - 1) // self.seq_len
@@ -99,9 +101,9 @@ def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Sample
     paths = sorted(each for each in map(Path, found) if each.is_file())
     if not paths:
         raise ConfigError(f"no file at {path}")
-    openers: dict[str, Callable[[Path], np.ndarray]] = {
-        ".bin": lambda file: np.memmap(file, dtype=data.token_dtype, mode="r"),
-        ".npy": lambda file: np.load(file, mmap_mode="r"),
+    openers: dict[str, Callable[[Path], Stored]] = {
+        ".bin": lambda file: open_bin(file, path, data.token_dtype),
+        ".npy": lambda file: open_npy(file, path),
     }
     token_files = [each for each in paths if each.suffix in openers]
     if token_files and len(paths) > 1:
@@ -113,14 +115,8 @@ def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Sample
         if not token_files:
             return Windows(path, _text(tuple(paths)), SEPARATOR, seq_len, vocab_size, "")
         tokens = openers[paths[0].suffix](paths[0])
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    if not isinstance(tokens, np.ndarray):
-        raise ConfigError(f"{path} is an archive of arrays; a token file is one array")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ConfigError(
-            f"{path} holds {tokens.dtype} of shape {tokens.shape}; a token file is one row of integers"
-        )
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if data.separator >= vocab_size:
         raise ConfigError(
             f"data.separator {data.separator} is outside the vocabulary; model.vocab_size {vocab_size}"
@@ -142,7 +138,7 @@ def _of_token_set(path: str, token_set: TokenSet, seq_len: int, vocab_size: int)
             f" {token_set.vocab_size} (it is {vocab_size})"
         )
     if token_set.kind == "chat":
-        return Conversations(path, token_set, seq_len)
+        return Conversations(path, token_set, seq_len, vocab_size)
     row, end, tokenizer = token_set.tokens, token_set.end, token_set.sha256
     return Windows(path, row, end, seq_len, vocab_size, tokenizer, token_set)
 
@@ -167,13 +163,3 @@ def _bytes_of(paths: Iterable[Path]) -> Row:
     end = np.array([SEPARATOR], dtype=np.uint16)
     parts = [part for path in paths for part in (np.frombuffer(path.read_bytes(), dtype=np.uint8), end)]
     return Row([np.concatenate([*parts, end[:0]]).astype(np.uint16)])
-
-
-def check_ids(tokens: np.ndarray, name: str, vocab_size: int) -> None:
-    """Raise ConfigError if an id of ``tokens`` is outside the vocabulary."""
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        raise ConfigError(
-            f"{name} holds token id {low if low < 0 else high}; model.vocab_size {vocab_size} allows 0"
-            f" to {vocab_size - 1}"
-        )

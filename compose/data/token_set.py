@@ -1,4 +1,4 @@
-"""Token sets: the folders that ``python -m compose tokenize`` makes, memory-mapped.
+"""Token sets: the folders that ``python -m compose tokenize`` makes.
 
     manifest.json        what is in it: written last, so a folder with one is whole
     tokens-00000.bin     ids, little-endian, one shard after another a single row
@@ -9,45 +9,47 @@
 A document of text ends with the tokenizer's end token, and may span shards; one of chats does neither.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field
 
+from compose.data.rows import Row, Stored
 from compose.errors import ConfigError
+from compose.json_files import Count, read_json
+from compose.own_files import LEADS_OUT, leads_out
+from compose.tokenizer import carried
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 
 
-class Row:
-    """Arrays of one dim, read as if they were joined."""
+class _Format(BaseModel):
+    format: int
 
-    def __init__(self, parts: Sequence[np.ndarray]) -> None:
-        self.parts = list(parts)
-        self.starts = np.cumsum([0, *(len(part) for part in parts)])
 
-    def __len__(self) -> int:
-        return int(self.starts[-1])
+class _Tokenizer(BaseModel):
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    vocab_size: Annotated[int, Field(ge=1, le=1 << 32)]
+    end: Annotated[int, Field(ge=-1, lt=1 << 32)]
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Elements ``start`` to ``stop``, int64."""
-        first = int(np.searchsorted(self.starts, start, side="right")) - 1
-        pieces = []
-        while start < stop and first < len(self.parts):
-            begin = int(self.starts[first])
-            piece = self.parts[first][start - begin : stop - begin]
-            pieces.append(piece.astype(np.int64))
-            start += len(piece)
-            first += 1
-        return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
-    def head(self, count: int) -> np.ndarray:
-        """Some of the first elements, no more than ``count``, without a copy."""
-        return self.parts[0][:count]
+class _Shard(BaseModel):
+    name: Annotated[str, Field(pattern="^[0-9]{1,20}$")]
+    tokens: Count
+    documents: Count
+
+
+class _Manifest(BaseModel):
+    """What is used of a manifest. numpy has types besides numbers: of "O" it follows pointers."""
+
+    kind: Literal["text", "chat"]
+    dtype: Literal["<u2", "<u4"]
+    tokenizer: _Tokenizer
+    shards: list[_Shard]
 
 
 @dataclass(frozen=True)
@@ -66,46 +68,72 @@ class TokenSet:
 
 
 def open_token_set(folder: Path) -> TokenSet:
-    """Map the token set in ``folder``. Raises ConfigError with a line for each file that is missing or
-    not of the size that the manifest says."""
+    """The token set in ``folder``. Raises ConfigError with a line for each file that is missing, leads
+    out of the folder, or is not what the manifest says."""
     path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ConfigError(f"{path}: is of format {manifest['format']}, this reads {FORMAT}")
-        tokenizer, shards = manifest["tokenizer"], manifest["shards"]
-        dtype, kind = np.dtype(manifest["dtype"]), manifest["kind"]
-        tokens = [(f"tokens-{s['name']}.bin", dtype, s["tokens"]) for s in shards]
-        ends = [(f"ends-{s['name']}.bin", np.dtype("<i8"), s["documents"]) for s in shards]
-        trained = [(f"trained-{s['name']}.bin", np.dtype("u1"), s["tokens"]) for s in shards]
-        wanted = [*tokens, *ends, *(trained if kind == "chat" else [])]
-        problems = [words for each in wanted if (words := _problem(folder, *each))]
-        if problems:
-            raise ConfigError(*problems)
-        row = Row([_map(folder, *each) for each in tokens])
-        return TokenSet(
-            folder,
-            kind,
-            tokenizer["sha256"],
-            tokenizer["vocab_size"],
-            tokenizer["end"],
-            row,
-            np.concatenate([_map(folder, *e) + row.starts[i] for i, e in enumerate(ends)]),
-            Row([_map(folder, *each) for each in trained]) if kind == "chat" else None,
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error!r}") from None
+    version = read_json(path, _Format).format
+    if version != FORMAT:
+        raise ConfigError(f"{path}: is of format {version}, this reads {FORMAT}")
+    manifest = read_json(path, _Manifest)
+    tokenizer, shards, chat = manifest.tokenizer, manifest.shards, manifest.kind == "chat"
+    if tokenizer.end >= tokenizer.vocab_size or (tokenizer.end < 0 and not chat):
+        raise ConfigError(f"{path}: tokenizer.end: {tokenizer.end} is no id of its vocabulary")
+    kind = np.dtype(manifest.dtype)
+    tokens = [_File(folder, f"tokens-{s.name}.bin", kind, s.tokens) for s in shards]
+    ends = [_File(folder, f"ends-{s.name}.bin", np.dtype("<i8"), s.documents) for s in shards]
+    trained = [_File(folder, f"trained-{s.name}.bin", np.dtype("u1"), s.tokens) for s in shards if chat]
+    problems = [words for each in (*tokens, *ends, *trained) if (words := each.problem())]
+    if problems:
+        raise ConfigError(*problems)
+    carried(folder)  # which a run does
+    row = Row([each.stored() for each in tokens])
+    return TokenSet(
+        folder,
+        manifest.kind,
+        tokenizer.sha256,
+        tokenizer.vocab_size,
+        tokenizer.end,
+        row,
+        _joined(row, ends),
+        Row([each.stored() for each in trained]) if chat else None,
+    )
 
 
-def _problem(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> str:
-    path = folder / name
-    if not path.exists():
-        return f"{path}: is missing"
-    size, wanted = path.stat().st_size, count * dtype.itemsize
-    return "" if size == wanted else f"{path}: has {size:,} bytes, not the {wanted:,} of {MANIFEST}"
+@dataclass(frozen=True)
+class _File:
+    folder: Path
+    name: str
+    dtype: np.dtype[Any]
+    count: int
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.name
+
+    def problem(self) -> str:
+        """What is wrong with it, if anything."""
+        if not self.path.exists():
+            return f"{self.path}: is missing"
+        if leads_out(self.path, self.folder):
+            return f"{self.path}: {LEADS_OUT}"
+        if not self.path.is_file():
+            return f"{self.path}: is no file"
+        size, wanted = self.path.stat().st_size, self.count * self.dtype.itemsize
+        if size == wanted:
+            return ""
+        return f"{self.path}: has {size:,} bytes, not the {wanted:,} of {MANIFEST}"
+
+    def stored(self) -> Stored:
+        return Stored(self.path, self.dtype, self.count)
 
 
-def _map(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> np.ndarray:
-    if not count:  # an empty file cannot be mapped
-        return np.zeros(0, dtype)
-    return np.memmap(folder / name, dtype=dtype, mode="r")
+def _joined(row: Row, files: Sequence[_File]) -> np.ndarray:
+    """The index over the whole row. Raises ConfigError where an end lies before another, or outside the
+    shard."""
+    found = [np.zeros(0, np.int64)]
+    for number, file in enumerate(files):
+        ends, size = file.stored()[:].astype(np.int64), len(row.parts[number])
+        if len(ends) and (ends[0] < 0 or ends[-1] > size or (ends[1:] < ends[:-1]).any()):
+            raise ConfigError(f"{file.path}: is no index of the {size:,} tokens of its shard")
+        found.append(ends + row.starts[number])
+    return np.concatenate(found)

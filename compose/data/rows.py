@@ -1,0 +1,108 @@
+"""Rows of token ids: arrays in memory and in files, read as if they were joined."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compose.errors import ConfigError
+
+_BLOCK = 1 << 22  # elements that are held at once while many are looked at
+_SPREAD = 1024  # blocks of a long row that a digest is of
+_SPREAD_BLOCK = 1 << 14  # elements of each of them
+
+
+class Stored:
+    """An array of one dim in a file, of which ``stored[start:stop]`` is read.
+
+    It is not mapped: of a mapped file that another process cuts short, a look beyond the new end kills
+    this one (SIGBUS). Nor is it kept open: a token set may have more files than a process may open.
+    Raises ConfigError where the file no longer has what is read.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> None:
+        self.path, self.dtype, self.count, self.offset = path.absolute(), dtype, count, offset
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self.count)
+        found = np.empty(max(0, stop - start), self.dtype)
+        if not len(found):
+            return found
+        room = found.view(np.uint8).data
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.offset + start * self.dtype.itemsize)
+                while room:
+                    size = file.readinto(room)
+                    if not size:
+                        wanted = self.offset + self.count * self.dtype.itemsize
+                        raise ConfigError(
+                            f"{self.path}: was cut short since it was opened: has"
+                            f" {self.path.stat().st_size:,} bytes of {wanted:,}"
+                        )
+                    room = room[size:]
+        except OSError as error:
+            raise ConfigError(f"{self.path}: can no longer be read: {error.strerror}") from None
+        return found
+
+
+class Row:
+    """Arrays of one dim, read as if they were joined."""
+
+    def __init__(self, parts: Sequence[np.ndarray | Stored]) -> None:
+        self.parts = list(parts)
+        self.starts = np.cumsum([0, *(len(part) for part in parts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Elements ``start`` to ``stop``, int64."""
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        pieces = []
+        while start < stop and first < len(self.parts):
+            begin = int(self.starts[first])
+            piece = self.parts[first][start - begin : stop - begin]
+            pieces.append(piece.astype(np.int64))
+            start += len(piece)
+            first += 1
+        return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+
+    def blocks(self, count: int) -> Iterator[np.ndarray]:
+        """The first ``count`` elements, some at a time, in the type that they are kept in."""
+        for part in self.parts:
+            stop = min(count, len(part))
+            for start in range(0, stop, _BLOCK):
+                yield part[start : min(start + _BLOCK, stop)]
+            count -= stop
+
+    def digest(self, limit: int) -> str:
+        """What tells a row from another: a hash of its length and its elements. Of a row in files with
+        more than ``limit`` of them, blocks alone are read, evenly spread from first to last."""
+        found = hashlib.sha256(str(len(self)).encode())
+        if len(self) <= limit or all(isinstance(part, np.ndarray) for part in self.parts):
+            blocks = self.blocks(len(self))
+        else:
+            last = max(0, len(self) - _SPREAD_BLOCK)
+            starts = (last * i // (_SPREAD - 1) for i in range(_SPREAD))
+            blocks = (self.read(start, start + _SPREAD_BLOCK) for start in starts)
+        for block in blocks:
+            found.update(block.astype("<u4").tobytes())
+        return found.hexdigest()[:16]
+
+
+def check_ids(tokens: np.ndarray, name: str, vocab_size: int) -> None:
+    """Raise ConfigError if an id of ``tokens`` is outside the vocabulary."""
+    if not len(tokens):
+        return
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ConfigError(
+            f"{name} holds token id {low if low < 0 else high}; model.vocab_size {vocab_size} allows 0"
+            f" to {vocab_size - 1}"
+        )

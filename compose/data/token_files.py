@@ -1,0 +1,63 @@
+"""Token files: one row of integers in a .bin file, or in numpy's .npy file."""
+
+import errno
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compose.data.rows import Stored
+from compose.errors import ConfigError
+
+
+def open_bin(path: Path, name: str, dtype: str) -> Stored:
+    """The numbers of a file of nothing else. name: for messages. Raises ConfigError where they do not
+    fill it, and OSError."""
+    kind, size = np.dtype(dtype), _size(path)
+    if not size or size % kind.itemsize:
+        raise ConfigError(
+            f"cannot read {name}: {size:,} bytes are no row of {dtype} (data.token_dtype)"
+        )
+    return Stored(path, kind, size // kind.itemsize)
+
+
+def open_npy(path: Path, name: str) -> Stored:
+    """The array of a .npy file (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
+
+    name: for messages. Raises ConfigError where it is no row of integers, or the file ends before it
+    does, and OSError.
+    """
+    size = _size(path)
+    with path.open("rb") as file:
+        if file.read(4) == b"PK\x03\x04":
+            raise ConfigError(f"{name} is an archive of arrays; a token file is one array")
+        file.seek(0)
+        try:
+            readers: dict[tuple[int, int], Callable[..., Any]] = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }
+            shape, _, dtype = readers[np.lib.format.read_magic(file)](file)
+        except Exception as error:  # numpy reads it as Python, and lets most of that's errors through
+            words = next(iter(str(error).splitlines()), "")[:80] or type(error).__name__
+            raise ConfigError(f"cannot read {name}: its header is not numpy's: {words}") from None
+        offset = file.tell()
+    if len(shape) != 1 or dtype.kind not in "iu":
+        what = f"{dtype} of shape {shape}"
+        raise ConfigError(f"{name} holds {what[:80]}; a token file is one row of integers")
+    (count,) = shape
+    wanted = offset + count * dtype.itemsize
+    if count < 0 or size < wanted:
+        raise ConfigError(
+            f"cannot read {name}: it has {size:,} bytes, which are not {count} of {dtype}"
+        )
+    return Stored(path, dtype, count, offset)
+
+
+def _size(path: Path) -> int:
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode):
+        raise OSError(errno.EINVAL, "is no file")
+    return state.st_size
