@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from compose.applied import applied_to
 from compose.checkpoint.parts import Part, part_of
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.json_files import read_json
 from compose.registry import build_model, training_fields
 from compose.safetensors_files import DTYPES, TensorFiles
 from compose.ties import tied_names
@@ -55,16 +55,7 @@ def find_hf(name: str) -> HuggingFace:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of ``folder``. Raises ConfigError where it cannot be read."""
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: is not an object")
-    return values
+    return read_json(folder / "config.json", dict[str, Any])
 
 
 def config_problems(folder: Path, name: str, config: Any) -> list[str]:
@@ -77,15 +68,26 @@ def config_problems(folder: Path, name: str, config: Any) -> list[str]:
         return [f"{folder}/config.json: {error}"]
     except ConfigError as error:
         return error.problems
-    ours = config
-    # There and back, as theirs has come: without what such a model makes no use of.
+    # There and back, so that what such a model makes no use of is alike in both.
+    there, here = (_there_and_back(hf, one) for one in (theirs, config))
+    fields = [f.name for f in dataclasses.fields(config) if f.name not in training_fields(config)]
+    other = [field for field in fields if getattr(there, field) != getattr(here, field)]
+    # As they were given, where it shows in them; else as they are understood.
+    for one, two in ((theirs, config), (there, here)):
+        problems = [
+            f"{folder}: is a model with {field} = {getattr(one, field)}, not {getattr(two, field)}"
+            for field in other
+            if getattr(one, field) != getattr(two, field)
+        ]
+        if problems:
+            return problems
+    return []
+
+
+def _there_and_back(hf: HuggingFace, config: Any) -> Any:
     with contextlib.suppress(ValueError):
-        ours = hf.config_from_hf(hf.hf_config(config))
-    return [
-        f"{folder}: is a model with {field} = {getattr(theirs, field)}, not {getattr(config, field)}"
-        for field in (f.name for f in dataclasses.fields(config))
-        if field not in training_fields(config) and getattr(theirs, field) != getattr(ours, field)
-    ]
+        return hf.config_from_hf(hf.hf_config(config))
+    return config
 
 
 def source_problems(config: Config) -> list[str]:

@@ -38,6 +38,18 @@ class ModelFolder:
     presets: Mapping[str, ModelConfig]
     plan: Callable[[Any, Parallel], Plan]
 
+    def on_meta(self, config: Any) -> nn.Module:
+        """The model of ``config``, without memory. Raises ConfigError where a weight has more elements
+        than torch can count."""
+        try:
+            with torch.device("meta"):
+                return self.Model(config)
+        except RuntimeError as error:
+            _, _, shape = str(error).partition("overflowed with sizes=")
+            if not shape:
+                raise
+            raise ConfigError(f"model: a weight of shape {shape} is too large") from None
+
 
 def model_names() -> list[str]:
     """Folders under models/ that hold a plan.py."""
@@ -77,6 +89,4 @@ def build_model(config: Config) -> tuple[nn.Module, Plan]:
     Raises ConfigError where the plan does not fit the model or the degrees.
     """
     folder = find_model(config.model.name)
-    with torch.device("meta"):
-        model = folder.Model(config.model.config)
-    return model, folder.plan(config.model.config, config.parallel)
+    return folder.on_meta(config.model.config), folder.plan(config.model.config, config.parallel)

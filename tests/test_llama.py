@@ -1,6 +1,7 @@
 """Llama: equal to transformers' implementation, and FLOPs equal to what torch counts."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compose.data import random_batch
 from models.layers.attention import AttentionCore, Documents
+from models.layers.rope import inverse_frequencies
 from models.llama import PRESETS, Config, Model
 from models.llama.hf import hf_name
 
@@ -125,3 +127,25 @@ def test_published_sizes(preset: str, billions: float) -> None:
     with torch.device("meta"):
         model = Model(PRESETS[preset])
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+@pytest.mark.parametrize("turns", [(1.0, 4.0), (1.5, 3.0)])
+def test_frequencies_between_the_bands_are_interpolated(turns: tuple[float, float]) -> None:
+    """llama3's rule, pair by pair: what turns seldom is slowed, what turns often is kept, and between
+    them the part that is kept grows with the turns within the first length."""
+    low, high = turns
+    plain, scaled = (
+        inverse_frequencies(64, 500_000.0, factor, low, high, 8192).tolist() for factor in (1.0, 8.0)
+    )
+    between = 0
+    for before, after in zip(plain, scaled, strict=True):
+        turned = before * 8192 / (2 * math.pi)
+        if turned <= low or turned >= high:
+            expected = before if turned >= high else before / 8
+        else:
+            between += 1
+            kept = (turned - low) / (high - low)
+            expected = kept * before + (1 - kept) * before / 8
+            assert before / 8 < after < before
+        assert after == pytest.approx(expected, rel=1e-5)
+    assert between >= 2

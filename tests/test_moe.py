@@ -327,7 +327,7 @@ def test_buffers_are_made_on_a_real_device() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_experts": -1}, "n_experts: -1 should be at least 0, below 2^31"),
+        ({"n_experts": -1}, "n_experts: -1 should be at least 0, below 2^16"),
         ({"n_experts": 4, "top_k": 5}, "top_k: 5 is more than the 4 experts to choose from"),
         ({"n_experts": 4, "top_k": 0}, "top_k: 0 should be at least 1, below 2^31"),
         ({"n_experts": 6, "n_groups": 4}, "n_groups: 4 does not divide n_experts 6"),

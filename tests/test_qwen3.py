@@ -122,7 +122,7 @@ def test_published_sizes(preset: str, billions: float, without_embeddings: float
         ({"head_dim": 15}, "head_dim: 15 is not even, and RoPE rotates pairs"),
         ({"head_dim": 0}, "head_dim: 0 should be at least 1, below 2^31"),
         ({"n_heads": 7}, "n_kv_heads: 2 does not divide n_heads 7"),
-        ({"n_layers": 0}, "n_layers: 0 should be at least 1, below 2^31"),
+        ({"n_layers": 0}, "n_layers: 0 should be at least 1, below 2^12"),
         ({"norm_eps": 0.0}, "norm_eps: 0.0 should be above 0"),
         ({"rope_theta": -1.0}, "rope_theta: -1.0 should be above 0"),
     ],

@@ -64,7 +64,7 @@ def problems(*arguments: object) -> list[str]:
         ('[model]\ndim = "wide"', 'model.dim: expected int, got "wide"'),
         ("[model]\ndim = 100", "model.dim: 100 is not a multiple of 2 * n_heads = 16"),
         ("[model]\nn_kv_heads = 3", "model.n_kv_heads: 3 does not divide n_heads 8"),
-        ("[model]\nn_layers = 0", "model.n_layers: 0 should be at least 1, below 2^31"),
+        ("[model]\nn_layers = 0", "model.n_layers: 0 should be at least 1, below 2^12"),
         ("[model]\nrope_scaling = 0", "model.rope_scaling: 0.0 should be above 0"),
         ("[model]\npreset = [1]", "model.preset: expected str, got [1]"),
         ("[model]\nname = 5", "model.name: expected str, got 5"),

@@ -232,8 +232,7 @@ def _whole(like: Tensor, device: str) -> Part:
 
 
 def _on_meta(model: Model) -> nn.Module:
-    with torch.device("meta"):
-        return find_model(model.name).Model(model.config)
+    return find_model(model.name).on_meta(model.config)
 
 
 def _model_of(folder: Path, known: Mapping[str, Any]) -> Model:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.published import common, only, required, rope, unpublished
+from models.layers.published import keys, number, only, rope, shown, size, truth, unpublished
+from models.layers.rope import yarn_magnitude, yarn_weight
 
 from .model import DeepSeekV3Config
 
@@ -38,6 +39,58 @@ _MODULES = {
     "moe.shared.w2": "mlp.shared_experts.down_proj",
     "moe.shared.w3": "mlp.shared_experts.up_proj",
 }
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+    "hidden_dim": "intermediate_size",
+    "top_k": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+}
+_FIELDS = {
+    **_SIZES,
+    "n_dense_layers": "first_k_dense_replace",
+    "q_rank": "q_lora_rank",
+    "n_experts": "n_routed_experts",
+    "n_shared_experts": "n_shared_experts",
+    "norm_eps": "rms_norm_eps",
+    "route_scale": "routed_scaling_factor",
+    "tie_embeddings": "tie_word_embeddings",
+    # What training alone needs.
+    "balance_loss": "seq_aux",
+    "balance_weight": "aux_loss_alpha",
+    "bias_rate": "bias_rate",
+    "z_weight": "z_weight",
+    "capacity_factor": "capacity_factor",
+}
+_GROUPS = {"n_groups": "n_group", "top_groups": "topk_group", "normalize_weights": "norm_topk_prob"}
+_READ = ("num_key_value_heads", "head_dim", "qk_head_dim", "num_local_experts", "num_experts")
+_ONLY = {"moe_layer_freq": (1,), "rope_interleave": (True,)}
+# Of layers that no model here has.
+_PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
+KEYS = {
+    "deepseek_v3": keys(
+        _FIELDS | _GROUPS,
+        _READ,
+        _ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        _PREDICTION,
+    ),
+    "deepseek_v2": keys(
+        _FIELDS,
+        _READ,
+        _ONLY
+        | {"scoring_func": ("softmax",), "topk_method": ("greedy",)}
+        | {"n_group": (1,), "topk_group": (1,), "norm_topk_prob": (False,)},
+        _PREDICTION,
+    ),
+}
+# The norms of its latents have this in all published code, whatever rms_norm_eps says.
+_LATENT_EPS = 1e-6
 
 
 def hf_name(name: str, config: DeepSeekV3Config | None = None) -> str:
@@ -60,9 +113,10 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
     """config.json of a model of this shape, with the keys of the published ones, and under our own
     names what training alone needs. Raises ValueError for what theirs cannot be."""
     c, third = config, config.scoring == "sigmoid"
-    # transformers takes the paper's magnitude where one of the two is 0.
-    if c.rope_factor > 1 and not (c.rope_mscale and c.rope_mscale_all_dim) and c.rope_mscale != 1:
-        raise ValueError(f"rope_mscale: {c.rope_mscale} beside {c.rope_mscale_all_dim} is not theirs")
+    if (c.latent_norm_eps or c.norm_eps) != _LATENT_EPS:
+        raise ValueError(
+            f"norm_eps: {c.norm_eps} of latents is not theirs; set latent_norm_eps = {_LATENT_EPS}"
+        )
     if not third:
         unpublished(c, "DeepSeek-V2's", n_groups=1, normalize_weights=False, bias_rate=0)
     rule = {
@@ -74,22 +128,17 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
         "mscale": c.rope_mscale,
         "mscale_all_dim": c.rope_mscale_all_dim,
     }
+    # transformers takes the paper's magnitude where one of the two is 0 and this does not stand there.
+    if not (c.rope_mscale and c.rope_mscale_all_dim) and c.rope_mscale != 1:
+        rule["attention_factor"] = _growth(c.rope_factor, c.rope_mscale, c.rope_mscale_all_dim)
     return {
         "architectures": ["DeepseekV3ForCausalLM" if third else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if third else "deepseek_v2",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.dim,
-        "intermediate_size": c.hidden_dim,
-        "num_hidden_layers": c.n_layers,
+        **{theirs: getattr(c, ours) for ours, theirs in (_SIZES | _GROUPS).items()},
         "first_k_dense_replace": c.n_dense_layers if c.n_experts else c.n_layers,
         "moe_layer_freq": 1,
-        "num_attention_heads": c.n_heads,
         "num_key_value_heads": c.n_heads,
         "q_lora_rank": c.q_rank or None,
-        "kv_lora_rank": c.kv_rank,
-        "qk_nope_head_dim": c.nope_dim,
-        "qk_rope_head_dim": c.rope_dim,
-        "v_head_dim": c.v_dim,
         "hidden_act": "silu",
         "attention_bias": False,
         "rms_norm_eps": c.norm_eps,
@@ -99,13 +148,8 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
         "tie_word_embeddings": c.tie_embeddings,
         "n_routed_experts": c.n_experts,
         "n_shared_experts": c.n_shared_experts,
-        "num_experts_per_tok": c.top_k,
-        "moe_intermediate_size": c.expert_dim,
         "scoring_func": c.scoring,
-        "norm_topk_prob": c.normalize_weights,
         "routed_scaling_factor": c.route_scale,
-        "n_group": c.n_groups,
-        "topk_group": c.top_groups,
         "topk_method": "noaux_tc" if third else "greedy",
         "num_nextn_predict_layers": 0,
         "aux_loss_alpha": c.balance_weight,
@@ -119,57 +163,89 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
 def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
     """The inverse. Raises ValueError, with key and value, for what a model here cannot have."""
     only(values, "model_type", *MODEL_TYPES)
+    known = KEYS[values.get("model_type") or "deepseek_v3"]
+    known.check(values)
     third = values.get("model_type") != "deepseek_v2"
-    common(values)
-    only(values, "moe_layer_freq", 1)
-    only(values, "rope_interleave", True)
-    only(values, "scoring_func", "sigmoid" if third else "softmax")
-    only(values, "topk_method", "noaux_tc" if third else "greedy")
-    if not third:
-        only(values, "n_group", 1)
-        only(values, "norm_topk_prob", False)
     theta, rule = rope(values, "yarn")
-    scaling = {}
-    if rule:
-        scaling = {
-            "rope_factor": float(required(rule, "factor")),
-            "rope_original_len": required(rule, "original_max_position_embeddings"),
-            "rope_beta_fast": float(rule.get("beta_fast") or 32),
-            "rope_beta_slow": float(rule.get("beta_slow") or 1),
-            "rope_mscale": float(rule.get("mscale", 1)),
-            "rope_mscale_all_dim": float(rule.get("mscale_all_dim", 0)),
-        }
-    n_heads = required(values, "num_attention_heads")
-    only(values, "num_key_value_heads", n_heads)
-    return DeepSeekV3Config(
-        vocab_size=required(values, "vocab_size"),
-        dim=required(values, "hidden_size"),
-        n_layers=required(values, "num_hidden_layers"),
-        n_dense_layers=values.get("first_k_dense_replace") or 0,
-        n_heads=n_heads,
-        q_rank=values.get("q_lora_rank") or 0,
-        kv_rank=required(values, "kv_lora_rank"),
-        nope_dim=required(values, "qk_nope_head_dim"),
-        rope_dim=required(values, "qk_rope_head_dim"),
-        v_dim=required(values, "v_head_dim"),
-        hidden_dim=required(values, "intermediate_size"),
-        n_shared_experts=values.get("n_shared_experts") or 0,
-        norm_eps=required(values, "rms_norm_eps"),
+    sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
+    # These are null where there is none, and where they are absent transformers has some.
+    counts = {
+        ours: size(values, theirs) if values.get(theirs, 0) is not None else 0
+        for ours, theirs in _FIELDS.items()
+        if ours in ("q_rank", "n_dense_layers", "n_shared_experts", "n_experts")
+    }
+    for key in ("num_local_experts", "num_experts"):
+        only(values, key, counts["n_experts"])
+    only(values, "num_key_value_heads", sizes["n_heads"])
+    only(values, "head_dim", sizes["rope_dim"])
+    only(values, "qk_head_dim", sizes["nope_dim"] + sizes["rope_dim"])
+    eps = number(values, "rms_norm_eps")
+    return known.build(
+        DeepSeekV3Config,
+        **sizes,
+        **counts,
+        norm_eps=eps,
+        latent_norm_eps=0.0 if eps == _LATENT_EPS else _LATENT_EPS,
         rope_theta=theta,
-        tie_embeddings=bool(values.get("tie_word_embeddings")),
-        n_experts=values.get("n_routed_experts") or 0,
-        top_k=required(values, "num_experts_per_tok"),
-        expert_dim=required(values, "moe_intermediate_size"),
+        tie_embeddings=truth(values, "tie_word_embeddings", False),
         scoring="sigmoid" if third else "softmax",
-        normalize_weights=bool(values.get("norm_topk_prob", third)),
-        route_scale=float(required(values, "routed_scaling_factor")),
-        n_groups=values.get("n_group") or 1,
-        top_groups=values.get("topk_group") or 1,
-        balance_loss="sequence" if values.get("seq_aux", True) else "batch",
+        normalize_weights=third and truth(values, "norm_topk_prob"),
+        route_scale=number(values, "routed_scaling_factor"),
+        n_groups=size(values, "n_group") if third else 1,
+        top_groups=size(values, "topk_group") if third else 1,
+        balance_loss="sequence" if truth(values, "seq_aux", True) else "batch",
         # What V3's report says, whose config.json does not: sections 4.2 of arXiv:2412.19437.
-        balance_weight=float(values.get("aux_loss_alpha", 1e-4 if third else 1e-3)),
-        bias_rate=float(values.get("bias_rate", 1e-3 if third else 0)),
-        z_weight=float(values.get("z_weight", 0)),
-        capacity_factor=float(values.get("capacity_factor", 0)),
-        **scaling,
+        balance_weight=number(values, "aux_loss_alpha", 1e-4 if third else 1e-3),
+        bias_rate=number(values, "bias_rate", 1e-3 if third else 0),
+        z_weight=number(values, "z_weight", 0),
+        capacity_factor=number(values, "capacity_factor", 0),
+        **_yarn(rule, "rope_scaling" if values.get("rope_scaling") else "rope_parameters"),
     )
+
+
+def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Our fields of YaRN's parameters, as transformers reads them; none where they change nothing.
+
+    Raises ValueError for what DeepSeek's own code reads otherwise, or a model here cannot have.
+    """
+    if not rule:
+        return {}
+    only({f"{key}.truncate": rule.get("truncate")}, f"{key}.truncate", True)
+    factor = rule["factor"]
+    mscale, all_dim = rule.get("mscale", 1.0), rule.get("mscale_all_dim", 0.0)
+    if not factor >= 1:
+        raise ValueError(f"{key}.factor: {factor} should be at least 1")
+    for name, value in (("mscale", mscale), ("mscale_all_dim", all_dim)):
+        if not value >= 0:
+            raise ValueError(f"{key}.{name}: {value} should be at least 0")
+    growth = _growth(factor, mscale, all_dim)
+    if "attention_factor" in rule:  # as is, whatever the other two would make of it
+        wanted = rule["attention_factor"]
+        if abs(wanted - growth) > 1e-12 * growth:
+            magnitude = wanted * yarn_magnitude(factor, all_dim)
+            if not (factor > 1 and magnitude >= 1):
+                raise ValueError(f"{key}.attention_factor: {shown(wanted)} cannot be expressed here")
+            mscale = yarn_weight(factor, magnitude)
+    elif not (rule.get("mscale") and rule.get("mscale_all_dim")) and (
+        growth != yarn_magnitude(factor, 1.0)
+    ):
+        one, two = (shown(rule.get(name)) for name in ("mscale", "mscale_all_dim"))
+        raise ValueError(
+            f"{key}.mscale: {one} with mscale_all_dim {two}: transformers and DeepSeek's own code"
+            " differ in what it means; add attention_factor"
+        )
+    if factor == 1:
+        return {}
+    return {
+        "rope_factor": factor,
+        "rope_original_len": rule["original_max_position_embeddings"],
+        "rope_beta_fast": rule.get("beta_fast") or 32.0,
+        "rope_beta_slow": rule.get("beta_slow") or 1.0,
+        "rope_mscale": mscale,
+        "rope_mscale_all_dim": all_dim,
+    }
+
+
+def _growth(factor: float, mscale: float, all_dim: float) -> float:
+    """Factor on the rotated part of queries and keys alike, over that on all of them."""
+    return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models.layers.attention import AttentionCore, Documents, attention_pairs
 from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE
+from models.layers.norms import check_eps
 from models.layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
 from models.layers.router import MoEConfig
 
@@ -45,6 +46,8 @@ class DeepSeekV3Config(MoEConfig):
     """Experts that every token goes to besides; they are one network, as many times as wide."""
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
+    latent_norm_eps: float = 0.0
+    """That of the latents' norms, which published models have 1e-6 for; 0: norm_eps."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_factor: float = 1.0
@@ -80,19 +83,23 @@ class DeepSeekV3Config(MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "kv_rank", "nope_dim", "rope_dim", "v_dim")
+        sizes = ("vocab_size", "dim", "n_heads", "kv_rank", "nope_dim", "rope_dim", "v_dim")
         for size in (*sizes, "hidden_dim", "rope_original_len"):
             if not 1 <= getattr(self, size) < 2**31:
                 raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        if not 1 <= self.n_layers < 2**12:
+            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
         for size in ("n_dense_layers", "q_rank", "n_shared_experts"):
             if not 0 <= getattr(self, size) < 2**31:
                 raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
         for factor in ("rope_mscale", "rope_mscale_all_dim"):
             if not getattr(self, factor) >= 0:
                 raise ValueError(f"{factor}: {getattr(self, factor)} should be at least 0")
-        for factor in ("norm_eps", "rope_beta_slow"):
-            if not getattr(self, factor) > 0:
-                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        check_eps("norm_eps", self.norm_eps)
+        if self.latent_norm_eps:
+            check_eps("latent_norm_eps", self.latent_norm_eps)
+        if not self.rope_beta_slow > 0:
+            raise ValueError(f"rope_beta_slow: {self.rope_beta_slow} should be above 0")
         if not self.rope_theta > 1:
             raise ValueError(f"rope_theta: {self.rope_theta} should be above 1")
         if not self.rope_factor >= 1:
@@ -198,14 +205,15 @@ class Attention(nn.Module):
         super().__init__()
         c = self.config = config
         q_dim = c.n_heads * (c.nope_dim + c.rope_dim)
+        latent_eps = c.latent_norm_eps or c.norm_eps
         if c.q_rank:
             self.wq_a = nn.Linear(c.dim, c.q_rank, bias=False)
-            self.q_norm = nn.RMSNorm(c.q_rank, eps=c.norm_eps)
+            self.q_norm = nn.RMSNorm(c.q_rank, eps=latent_eps)
             self.wq_b = nn.Linear(c.q_rank, q_dim, bias=False)
         else:
             self.wq = nn.Linear(c.dim, q_dim, bias=False)
         self.wkv_a = nn.Linear(c.dim, c.kv_rank + c.rope_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(c.kv_rank, eps=c.norm_eps)
+        self.kv_norm = nn.RMSNorm(c.kv_rank, eps=latent_eps)
         self.wkv_b = nn.Linear(c.kv_rank, c.n_heads * (c.nope_dim + c.v_dim), bias=False)
         self.wo = nn.Linear(c.n_heads * c.v_dim, c.dim, bias=False)
         # A module, so that a plan can name what all heads share.

@@ -1,8 +1,110 @@
-"""Between config.json and our configs, for the models' hf.py; what cannot be said is refused."""
+"""Between config.json and our configs, for the models' hf.py; what cannot be said is refused.
+
+Each key of a config.json is read, or has the one value that the models here have, or is known to say
+nothing of what the weights compute. Any other may be a new one that changes it, and is refused.
+"""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+C = TypeVar("C")
+
+# What none of the models here can be, each with the values that mean so.
+_NONE_HERE: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "attention_dropout": (0,),
+    "hidden_act": ("silu",),
+    "is_encoder_decoder": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1,),
+    "pruned_heads": ({},),
+    "quantization_config": (),
+}
+# What says nothing of the weights: who wrote the file, how text is generated, how results are returned.
+_BESIDES = """
+_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
+attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
+chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
+do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id ep_size
+exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+gradient_checkpointing id2label initializer_range is_decoder is_llama_config label2id length_penalty
+max_length max_position_embeddings max_window_layers min_length name_or_path no_repeat_ngram_size
+num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states
+output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+# How rotary frequencies are scaled: each rule with its parameters, the needed ones first.
+_RULES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    ),
+}
+_SHOWN = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Every key of one kind of config.json that has been looked at.
+
+    fields: theirs by the name of our field. read: what is read besides. only: what has to have one of
+    these values, or is absent or null. besides: what says nothing of what the weights compute.
+    """
+
+    fields: Mapping[str, str]
+    read: frozenset[str]
+    only: Mapping[str, tuple[Any, ...]]
+    besides: frozenset[str]
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raises ValueError for a key that is not here, or has another value than it may have."""
+        for key, allowed in self.only.items():
+            only(values, key, *allowed)
+        known = {*self.fields.values(), *self.read, *self.only, *self.besides}
+        for key, value in values.items():
+            if key not in known and value is not None:
+                raise ValueError(
+                    f"{_plain(key)}: {shown(value)} is of a key that is not known here, which may"
+                    " change what the weights compute; take it out if it does not"
+                )
+
+    def build(self, kind: type[C], **values: Any) -> C:
+        """``kind(**values)``. Raises its ValueError in their words."""
+        try:
+            return kind(**values)
+        except ValueError as error:
+            raise ValueError(
+                re.sub(r"\w+", lambda word: self.fields.get(word[0], word[0]), str(error))
+            ) from None
+
+
+def keys(
+    fields: Mapping[str, str],
+    read: Iterable[str] = (),
+    only: Mapping[str, tuple[Any, ...]] | None = None,
+    besides: Iterable[str] = (),
+) -> Keys:
+    """Those of one model, and those that all have."""
+    common = {"model_type", "rope_theta", "rope_scaling", "rope_parameters"}
+    return Keys(
+        fields,
+        frozenset({*common, *read}),
+        {**_NONE_HERE, **(only or {})},
+        frozenset((*_BESIDES.split(), *besides)),
+    )
 
 
 def required(values: Mapping[str, Any], key: str) -> Any:
@@ -12,36 +114,101 @@ def required(values: Mapping[str, Any], key: str) -> Any:
     return values[key]
 
 
+def size(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number; where it is absent or null ``default``, and a ValueError where that is None."""
+    value = required(values, key) if default is None else _or(values, key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{key}: expected a whole number, got {shown(value)}")
+    if not abs(value) < 2**63:
+        raise ValueError(f"{key}: {shown(value)} is out of range")
+    return value
+
+
+def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """The same for a number, which is finite."""
+    value = required(values, key) if default is None else _or(values, key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{key}: expected a number, got {shown(value)}")
+    if not abs(value) < 2.0**1023 or not math.isfinite(value):
+        raise ValueError(f"{key}: {shown(value)} is out of range")
+    return float(value)
+
+
+def truth(values: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
+    """The same for true or false."""
+    value = required(values, key) if default is None else _or(values, key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}: expected true or false, got {shown(value)}")
+    return value
+
+
+def _or(values: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = values.get(key)
+    return default if value is None else value
+
+
 def only(values: Mapping[str, Any], key: str, *allowed: Any) -> None:
     """Raises ValueError where ``key`` has another value; where it is absent or null, all is well."""
     value = values.get(key)
     if value is not None and value not in allowed:
         choice = f", only {' or '.join(json.dumps(one) for one in allowed)}" if allowed else ""
-        raise ValueError(f"{key}: {json.dumps(value)} cannot be expressed here{choice}")
+        raise ValueError(f"{key}: {shown(value)} cannot be expressed here{choice}")
 
 
-def common(values: Mapping[str, Any]) -> None:
-    """Refuse what none of the models here has."""
-    only(values, "hidden_act", "silu")
-    for key in ("attention_bias", "mlp_bias"):
-        only(values, key, False)
-    only(values, "attention_dropout", 0)
-    only(values, "quantization_config")
+def shown(value: Any) -> str:
+    """A value as JSON has it, cut off where it is long."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def rope(values: Mapping[str, Any], *kinds: str) -> tuple[float, dict[str, Any]]:
-    """(base of the rotary frequencies, parameters of a scaling rule, {} for none), in both ways that
-    transformers has written them. Raises ValueError for a rule that is not among ``kinds``."""
-    together = values.get("rope_parameters") or {}
-    key = "rope_parameters" if together else "rope_scaling"
-    rule = dict(together or values.get("rope_scaling") or {})
-    theta = rule.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0
-    kind = rule.get("rope_type") or rule.get("type") or "default"
-    for place in (rule, values):
-        only(place, "partial_rotary_factor", 1)
-    if kind != "default" and kind not in kinds:
-        raise ValueError(f"{key}: {json.dumps(values[key])} cannot be expressed here")
-    return float(theta), {} if kind == "default" else rule
+def _plain(key: str) -> str:
+    return key if key.isprintable() and len(key) <= _SHOWN else shown(key)
+
+
+def rope(values: Mapping[str, Any], kind: str = "default") -> tuple[float, dict[str, Any]]:
+    """(base of the rotary frequencies, parameters of the scaling rule ``kind``, {} for none).
+
+    transformers has written them in two ways. What is absent or null is left out. Raises ValueError
+    for another rule, for a parameter that the rule has not, and for two words on one thing.
+    """
+    both = {key: _object(values, key) for key in ("rope_scaling", "rope_parameters")}
+    given = {key: rule for key, rule in both.items() if rule}
+    if len(given) > 1 and both["rope_scaling"] != both["rope_parameters"]:
+        raise ValueError("rope_scaling: says something else than rope_parameters")
+    key, rule = next(iter(given.items()), ("rope_scaling", {}))
+    for one in ("rope_type", "type"):
+        if not isinstance(rule.get(one) or "", str):
+            raise ValueError(f"{key}.{one}: expected a name in quotes, got {shown(rule[one])}")
+    found = rule.get("rope_type") or rule.get("type") or "default"
+    only({f"{key}.type": rule.get("type")}, f"{key}.type", found)
+    if found not in ("default", kind):
+        raise ValueError(f"{key}: {shown(values[key])} cannot be expressed here")
+    # By the names that a message has.
+    flat = {f"{key}.{name}": value for name, value in rule.items() if value is not None}
+    only(flat, f"{key}.partial_rotary_factor", 1)
+    needed, besides = _RULES[found]
+    names = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed, *besides}
+    for name, value in rule.items():
+        if name not in names and value is not None:
+            raise ValueError(f"{key}.{_plain(name)}: {shown(value)} is of a key that is not known here")
+    theta = number(values, "rope_theta", 10_000.0)
+    inner = number(flat, f"{key}.rope_theta", theta)
+    if values.get("rope_theta") is not None and inner != theta:
+        raise ValueError(f"rope_theta: {theta} is another than {key}.rope_theta, {inner}")
+    parameters: dict[str, Any] = {}
+    for name in (*needed, *besides):
+        place = f"{key}.{name}"
+        if name in needed or place in flat:
+            kinds = {"original_max_position_embeddings": size, "truncate": truth}
+            parameters[name] = kinds.get(name, number)(flat, place)
+    return inner, parameters
+
+
+def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = values.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{key}: expected an object, got {shown(value)}")
+    return dict(value or {})
 
 
 def unpublished(config: object, whose: str, **only_values: object) -> None:

@@ -72,6 +72,11 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
     return 1 + 0.1 * mscale * math.log(factor)
 
 
+def yarn_weight(factor: float, magnitude: float) -> float:
+    """The ``mscale`` with which :func:`yarn_magnitude` is ``magnitude``; ``factor`` is above 1."""
+    return (magnitude - 1) / (0.1 * math.log(factor))
+
+
 def rotation(positions_BL: Tensor, inverse_frequency: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, each float32 of shape (B, L, 1, head_dim / 2)."""
     angles = positions_BL[..., None, None].float() * inverse_frequency

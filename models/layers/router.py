@@ -56,8 +56,8 @@ class MoEConfig:
     """Rows of a sequence that an expert takes, over an even share; the rest is dropped. 0: no limit."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.n_experts < 2**31:
-            raise ValueError(f"n_experts: {self.n_experts} should be at least 0, below 2^31")
+        if not 0 <= self.n_experts < 2**16:
+            raise ValueError(f"n_experts: {self.n_experts} should be at least 0, below 2^16")
         for factor in ("balance_weight", "z_weight", "bias_rate", "capacity_factor"):
             if not getattr(self, factor) >= 0:
                 raise ValueError(f"{factor}: {getattr(self, factor)} should be at least 0")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.published import common, only, required, rope
+from models.layers.published import keys, number, only, rope, size, truth
 
 from .model import LlamaConfig
 
@@ -24,6 +24,31 @@ _MODULES = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "hidden_dim": "intermediate_size",
+}
+_RULE = {
+    "rope_scaling": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_seq_len": "original_max_position_embeddings",
+}
+KEYS = {
+    "llama": keys(
+        {
+            **_SIZES,
+            "n_kv_heads": "num_key_value_heads",
+            "norm_eps": "rms_norm_eps",
+            "tie_embeddings": "tie_word_embeddings",
+        },
+        read=("head_dim",),
+        only={"rope_interleaved": (False,)},  # of older files: pairs as Meta has them
+    )
+}
 
 
 def hf_name(name: str, config: LlamaConfig | None = None) -> str:
@@ -39,22 +64,12 @@ def hf_name(name: str, config: LlamaConfig | None = None) -> str:
 
 def hf_config(config: LlamaConfig) -> dict[str, Any]:
     """config.json of a model of this shape, with the keys of the published ones."""
-    rule = {
-        "rope_type": "llama3",
-        "factor": config.rope_scaling,
-        "low_freq_factor": config.rope_low_freq_factor,
-        "high_freq_factor": config.rope_high_freq_factor,
-        "original_max_position_embeddings": config.rope_original_seq_len,
-    }
     scaled = config.rope_scaling != 1.0
+    rule = {theirs: getattr(config, ours) for ours, theirs in _RULE.items()}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden_dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
@@ -62,7 +77,7 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": rule if scaled else None,
+        "rope_scaling": {"rope_type": "llama3", **rule} if scaled else None,
         # All published ones that are scaled were trained to this length, whatever their factor.
         "max_position_embeddings": 131_072 if scaled else config.rope_original_seq_len,
         "tie_word_embeddings": config.tie_embeddings,
@@ -72,27 +87,21 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
 def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
     """The inverse. Raises ValueError, with key and value, for what a Llama here cannot have."""
     only(values, "model_type", *MODEL_TYPES)
-    common(values)
-    dim, n_heads = required(values, "hidden_size"), required(values, "num_attention_heads")
-    only(values, "head_dim", dim // n_heads)
+    known = KEYS["llama"]
+    known.check(values)
+    sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
     theta, rule = rope(values, "llama3")
-    scaling = {}
-    if rule:
-        scaling = {
-            "rope_scaling": float(required(rule, "factor")),
-            "rope_low_freq_factor": float(required(rule, "low_freq_factor")),
-            "rope_high_freq_factor": float(required(rule, "high_freq_factor")),
-            "rope_original_seq_len": required(rule, "original_max_position_embeddings"),
-        }
-    return LlamaConfig(
-        vocab_size=required(values, "vocab_size"),
-        dim=dim,
-        n_layers=required(values, "num_hidden_layers"),
-        n_heads=n_heads,
-        n_kv_heads=values.get("num_key_value_heads") or n_heads,
-        hidden_dim=required(values, "intermediate_size"),
-        norm_eps=required(values, "rms_norm_eps"),
+    scaling = {ours: rule[theirs] for ours, theirs in _RULE.items() if rule}
+    if scaling.get("rope_scaling") == 1:  # what stretches nothing has no length that it begins at
+        scaling = {}
+    config = known.build(
+        LlamaConfig,
+        **sizes,
+        n_kv_heads=size(values, "num_key_value_heads", sizes["n_heads"]),
+        norm_eps=number(values, "rms_norm_eps"),
         rope_theta=theta,
-        tie_embeddings=bool(values.get("tie_word_embeddings")),
+        tie_embeddings=truth(values, "tie_word_embeddings", False),
         **scaling,
     )
+    only(values, "head_dim", config.head_dim)
+    return config

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.layers.attention import AttentionCore, Documents, attention_pairs
 from models.layers.feed_forward import FeedForward
+from models.layers.norms import check_eps
 from models.layers.rope import inverse_frequencies, rotate, rotation
 
 
@@ -44,12 +45,21 @@ class LlamaConfig:
     """Use the embedding's weight for the output projection too."""
 
     def __post_init__(self) -> None:
-        for size in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"):
+        for size in ("vocab_size", "dim", "n_heads", "n_kv_heads", "hidden_dim"):
             if not 1 <= getattr(self, size) < 2**31:
                 raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        for factor in ("norm_eps", "rope_theta", "rope_scaling"):
+        if not 1 <= self.n_layers < 2**12:
+            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
+        for factor in ("rope_theta", "rope_scaling"):
             if not getattr(self, factor) > 0:
                 raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        check_eps("norm_eps", self.norm_eps)
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_scaling != 1 and not 0 < low < high:
+            raise ValueError(f"rope_low_freq_factor: {low} should be above 0, below {high}")
+        if self.rope_scaling != 1 and not 1 <= self.rope_original_seq_len < 2**31:
+            length = self.rope_original_seq_len
+            raise ValueError(f"rope_original_seq_len: {length} should be at least 1, below 2^31")
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim: {self.dim} is not a multiple of 2 * n_heads = {2 * self.n_heads}")
         if self.n_heads % self.n_kv_heads:

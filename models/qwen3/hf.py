@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.published import common, only, required, rope, unpublished
+from models.layers.published import keys, number, only, rope, size, truth, unpublished
 
 from .model import Qwen3Config
 
@@ -31,6 +31,38 @@ _MODULES = {
     "moe.experts.w2": "mlp.experts.{}.down_proj",
     "moe.experts.w3": "mlp.experts.{}.up_proj",
 }
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "head_dim": "head_dim",
+}
+_FIELDS = {
+    **_SIZES,
+    "n_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_EXPERTS = {"top_k": "num_experts_per_tok", "expert_dim": "moe_intermediate_size"}
+_ROUTER = {"normalize_weights": "norm_topk_prob", "balance_weight": "router_aux_loss_coef"}
+# What training alone needs, under our own names.
+_OURS = {one: one for one in ("balance_loss", "z_weight", "capacity_factor")}
+KEYS = {
+    "qwen3": keys(
+        _FIELDS | {"hidden_dim": "intermediate_size"},
+        read=("layer_types",),
+        only={"use_sliding_window": (False,)},
+        besides=("sliding_window",),  # of no use without use_sliding_window
+    ),
+    "qwen3_moe": keys(
+        _FIELDS | _EXPERTS | _ROUTER | _OURS | {"n_experts": "num_experts"},
+        read=("layer_types", "num_local_experts"),
+        only={"use_sliding_window": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+        # Of a layer without experts, which there is none of.
+        besides=("sliding_window", "intermediate_size"),
+    ),
+}
 
 
 def hf_name(name: str, config: Qwen3Config | None = None) -> str:
@@ -52,13 +84,9 @@ def hf_config(config: Qwen3Config) -> dict[str, Any]:
     values: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM" if c.n_experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if c.n_experts else "qwen3",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.dim,
+        **{theirs: getattr(c, ours) for ours, theirs in _SIZES.items()},
         "intermediate_size": c.hidden_dim,
-        "num_hidden_layers": c.n_layers,
-        "num_attention_heads": c.n_heads,
         "num_key_value_heads": c.n_kv_heads,
-        "head_dim": c.head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
@@ -74,51 +102,46 @@ def hf_config(config: Qwen3Config) -> dict[str, Any]:
     unpublished(c, "Qwen3's", scoring="softmax", n_groups=1, route_scale=1.0, bias_rate=0)
     return values | {
         "num_experts": c.n_experts,
-        "num_experts_per_tok": c.top_k,
-        "moe_intermediate_size": c.expert_dim,
-        "norm_topk_prob": c.normalize_weights,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "router_aux_loss_coef": c.balance_weight,
-        "balance_loss": c.balance_loss,
-        "z_weight": c.z_weight,
-        "capacity_factor": c.capacity_factor,
+        **{theirs: getattr(c, ours) for ours, theirs in (_EXPERTS | _ROUTER | _OURS).items()},
     }
 
 
 def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
     """The inverse. Raises ValueError, with key and value, for what a Qwen3 here cannot have."""
     only(values, "model_type", *MODEL_TYPES)
-    common(values)
-    only(values, "use_sliding_window", False)
-    for kind in values.get("layer_types") or ():
+    known = KEYS[values.get("model_type") or "qwen3"]
+    known.check(values)
+    layers = values.get("layer_types")
+    for kind in layers if isinstance(layers, list) else [layers]:
         only({"layer_types": kind}, "layer_types", "full_attention")
     theta, _ = rope(values)
-    n_heads = required(values, "num_attention_heads")
+    sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
     kinds: dict[str, Any] = {}
     if values.get("model_type") == "qwen3_moe":
-        only(values, "decoder_sparse_step", 1)
-        only(values, "mlp_only_layers", [])
-        experts = values.get("num_experts") or values.get("num_local_experts")
+        only(values, "balance_loss", "batch", "sequence")
+        experts = {"num_experts": values.get("num_experts", values.get("num_local_experts"))}
+        only(values, "num_local_experts", experts["num_experts"])
         kinds = {
-            "n_experts": required({"num_experts": experts}, "num_experts"),
-            "top_k": required(values, "num_experts_per_tok"),
-            "expert_dim": required(values, "moe_intermediate_size"),
-            "normalize_weights": bool(values.get("norm_topk_prob")),
-            "balance_weight": float(values.get("router_aux_loss_coef") or 0),
-            **{k: values[k] for k in ("balance_loss", "z_weight", "capacity_factor") if k in values},
+            **{ours: size(values, theirs) for ours, theirs in _EXPERTS.items()},
+            "n_experts": size(experts, "num_experts"),
+            "normalize_weights": truth(values, "norm_topk_prob", False),
+            "balance_weight": number(values, "router_aux_loss_coef", 0),
+            "balance_loss": values.get("balance_loss") or Qwen3Config.balance_loss,
+            "z_weight": number(values, "z_weight", 0),
+            "capacity_factor": number(values, "capacity_factor", 0),
         }
+        if not kinds["n_experts"]:
+            raise ValueError("num_experts: 0 should be at least 1")
     else:  # of the others the published size is of no use, as there is no such layer
-        kinds = {"hidden_dim": required(values, "intermediate_size")}
-    return Qwen3Config(
-        vocab_size=required(values, "vocab_size"),
-        dim=required(values, "hidden_size"),
-        n_layers=required(values, "num_hidden_layers"),
-        n_heads=n_heads,
-        n_kv_heads=values.get("num_key_value_heads") or n_heads,
-        head_dim=required(values, "head_dim"),
-        norm_eps=required(values, "rms_norm_eps"),
+        kinds = {"hidden_dim": size(values, "intermediate_size")}
+    return known.build(
+        Qwen3Config,
+        **sizes,
+        n_kv_heads=size(values, "num_key_value_heads", sizes["n_heads"]),
+        norm_eps=number(values, "rms_norm_eps"),
         rope_theta=theta,
-        tie_embeddings=bool(values.get("tie_word_embeddings")),
+        tie_embeddings=truth(values, "tie_word_embeddings", False),
         **kinds,
     )

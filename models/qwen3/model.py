@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from models.layers.attention import AttentionCore, Documents, attention_pairs
 from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE
+from models.layers.norms import check_eps
 from models.layers.rope import inverse_frequencies, rotate, rotation
 from models.layers.router import MoEConfig
 
@@ -41,13 +42,15 @@ class Qwen3Config(MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
+        sizes = ("vocab_size", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
         for size in sizes:
             if not 1 <= getattr(self, size) < 2**31:
                 raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        for factor in ("norm_eps", "rope_theta"):
-            if not getattr(self, factor) > 0:
-                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        if not 1 <= self.n_layers < 2**12:
+            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
+        if not self.rope_theta > 0:
+            raise ValueError(f"rope_theta: {self.rope_theta} should be above 0")
+        check_eps("norm_eps", self.norm_eps)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} is not even, and RoPE rotates pairs")
         if self.n_heads % self.n_kv_heads:
