@@ -21,6 +21,7 @@ from compose.checkpoint.parts import Part, part_of
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.json_files import read_json
+from compose.own_files import LEADS_OUT, leads_out
 from compose.registry import build_model, training_fields
 from compose.safetensors_files import DTYPES, TensorFiles
 from compose.ties import tied_names
@@ -55,7 +56,10 @@ def find_hf(name: str) -> HuggingFace:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of ``folder``. Raises ConfigError where it cannot be read."""
-    return read_json(folder / "config.json", dict[str, Any])
+    path = folder / "config.json"
+    if leads_out(path, folder):
+        raise ConfigError(f"{path}: {LEADS_OUT}")
+    return read_json(path, dict[str, Any])
 
 
 def config_problems(folder: Path, name: str, config: Any) -> list[str]:

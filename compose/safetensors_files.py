@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compose.errors import ConfigError
+from compose.json_files import read_json
+from compose.own_files import LEADS_OUT, leads_out
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,6 +42,13 @@ class Entry:
     path: Path
 
 
+@dataclass(frozen=True)
+class _Index:
+    """Of the index what is read: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
 class TensorFiles:
     """The tensors of a folder, ``entries`` by name; of their values, what is asked for is read.
 
@@ -51,11 +60,20 @@ class TensorFiles:
         self.entries: dict[str, Entry] = {}
         problems = []
         for path in self._paths():
+            if leads_out(path, folder):
+                problems.append(f"{path}: {LEADS_OUT}")
+                continue
+            if path.exists() and not path.is_file():  # a pipe, which might never end
+                problems.append(f"{path}: is no file")
+                continue
             try:
                 with safe_open(path, "pt") as file:
                     for name in file.keys():  # noqa: SIM118 (it has no iterator)
                         part = file.get_slice(name)
-                        self.entries[name] = Entry(tuple(part.get_shape()), part.get_dtype(), path)
+                        entry = Entry(tuple(part.get_shape()), part.get_dtype(), path)
+                        if self.entries.setdefault(name, entry) is not entry:
+                            other = self.entries[name].path.name
+                            problems.append(f"{path}: holds {name}, which {other} holds too")
             except FileNotFoundError:
                 problems.append(f"{path}: is missing")
             except (OSError, SafetensorError) as error:
@@ -66,11 +84,16 @@ class TensorFiles:
     def _paths(self) -> list[Path]:
         index = self.folder / INDEX
         if index.exists():
-            try:
-                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-                return [self.folder / name for name in sorted(set(names))]
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                raise ConfigError(f"{index}: cannot be read as an index") from None
+            if leads_out(index, self.folder):
+                raise ConfigError(f"{index}: {LEADS_OUT}")
+            names = sorted(set(read_json(index, _Index).weight_map.values()))
+            # What it names is in its own folder: whoever wrote it knows nothing of any other.
+            wrong = [name for name in names if name in ("", ".", "..") or set(name) & set("/\\\0")]
+            if wrong:
+                raise ConfigError(
+                    *(f"{index}: weight_map: {json.dumps(name)} is no file's name" for name in wrong)
+                )
+            return [self.folder / name for name in names]
         if (self.folder / WHOLE).exists():
             return [self.folder / WHOLE]
         if not self.folder.is_dir():

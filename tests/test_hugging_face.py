@@ -1,6 +1,7 @@
 """Hugging Face's weights and config.json: into a model on any mesh, bit for bit, or refused by name."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -379,3 +380,77 @@ def test_a_run_says_at_once_what_is_wrong(tmp_path: Path, change: list[str], mes
     with pytest.raises(ConfigError) as caught:
         parse(words, "train.py", trains=True)
     assert caught.value.problems == [f"{file}: checkpoint.load_hf: {message.format(folder)}"]
+
+
+def _index_of(folder: Path, names: list[object]) -> None:
+    """A Hugging Face folder whose index maps a tensor to each of ``names``."""
+    folder.mkdir(exist_ok=True)
+    places = {f"tensor.{i}": name for i, name in enumerate(names)}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../other/model.safetensors", "weight_map: {} is no file's name"),
+        ("/{other}/model.safetensors", "weight_map: {} is no file's name"),
+        ("sub/model.safetensors", "weight_map: {} is no file's name"),
+        ("..\\other\\model.safetensors", "weight_map: {} is no file's name"),
+        ("..", "weight_map: {} is no file's name"),
+        ("", "weight_map: {} is no file's name"),
+        ("a\0b", "weight_map: {} is no file's name"),
+        (5, "weight_map.tensor.0: expected a string, got 5"),
+    ],
+)
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path, name: object, words: str) -> None:
+    other = tmp_path / "other"
+    (other / "sub").mkdir(parents=True)
+    for folder in (other, other / "sub"):
+        write_files(folder, [Planned("tensor.0", (2,), torch.float32)], [torch.ones(2)], 100)
+    shown = name.format(other=other) if isinstance(name, str) else name
+    _index_of(other, [shown])
+    with pytest.raises(ConfigError) as caught:
+        TensorFiles(other)
+    assert caught.value.problems == [f"{other / INDEX}: {words.format(json.dumps(shown))}"]
+
+
+def test_links_out_of_the_folder_are_refused_and_those_of_the_hub_are_not(tmp_path: Path) -> None:
+    """As the hub's client lays a model out: its files are links to blobs, two folders up."""
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/1f", tmp_path / "models--a--b/blobs"
+    save_model(tmp_path / "hf", MODELS["llama"])
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, path in enumerate(sorted((tmp_path / "hf").iterdir())):
+        path.rename(blobs / str(i))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(i))
+    keys = MODELS["llama"] | {"checkpoint__load_hf": snapshot}
+    config = make_config(1, **keys)
+    fill(build_model(config)[0], config, torch.device("cpu"))
+    for name in ("config.json", INDEX, "model-00001-of-00002.safetensors"):
+        before = os.readlink(snapshot / name)
+        (snapshot / name).unlink()
+        secret = tmp_path / name
+        secret.write_bytes(b"{}")
+        (snapshot / name).symlink_to(secret)
+        with pytest.raises(ConfigError, match=r"is a link that leads out of its folder") as caught:
+            fill(build_model(config)[0], config, torch.device("cpu"))
+        assert str(snapshot / name) in str(caught.value)
+        (snapshot / name).unlink()
+        (snapshot / name).symlink_to(before)
+
+
+def test_a_tensor_in_two_files_and_a_pipe_are_named(tmp_path: Path) -> None:
+    one = [Planned("tensor.0", (2,), torch.float32)]
+    for name in ("a.safetensors", "b.safetensors"):
+        write_files(tmp_path, one, [torch.ones(2)], 100)
+        (tmp_path / "model.safetensors").rename(tmp_path / name)
+    os.mkfifo(tmp_path / "c.safetensors")
+    (tmp_path / "d.safetensors").mkdir()
+    _index_of(tmp_path, [f"{letter}.safetensors" for letter in "abcd"])
+    with pytest.raises(ConfigError) as caught:
+        TensorFiles(tmp_path)
+    assert caught.value.problems == [
+        f"{tmp_path}/b.safetensors: holds tensor.0, which a.safetensors holds too",
+        f"{tmp_path}/c.safetensors: is no file",
+        f"{tmp_path}/d.safetensors: is no file",
+    ]
