@@ -23,7 +23,7 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # All that the format has and a checkpoint of ours may hold.
-_NAMES = {
+NAMES = {
     **{dtype: name for name, dtype in DTYPES.items()},
     torch.float64: "F64",
     torch.int64: "I64",
@@ -158,7 +158,7 @@ def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) ->
     for one in planned:
         begin, end = end, end + one.nbytes
         words[one.name] = {
-            "dtype": _NAMES[one.dtype],
+            "dtype": NAMES[one.dtype],
             "shape": list(one.shape),
             "data_offsets": [begin, end],
         }

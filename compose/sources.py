@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compose.checkpoint import store
+from compose.checkpoint.metadata import METADATA, PICKLED
 from compose.config import Model
 from compose.errors import ConfigError
 from compose.hugging_face import find_hf, read_config
@@ -14,7 +15,7 @@ from compose.toml import COMMAND_LINE
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether ``folder`` is a checkpoint of ours, be it damaged."""
-    return (folder / store.MANIFEST).exists() or (folder / ".metadata").exists()
+    return any((folder / name).exists() for name in (store.MANIFEST, METADATA, PICKLED))
 
 
 def is_hugging_face(folder: Path) -> bool:

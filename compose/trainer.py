@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.applied import applied_to
 from compose.build import loss_function
 from compose.checkpoint.checkpointer import Checkpointer, Progress
-from compose.checkpoint.store import write_whole
 from compose.compilation import GraphCount
 from compose.config import Config
 from compose.data import training_batches
 from compose.data.opening import described, keep_tokenizer
+from compose.files import write_whole
 from compose.folder import RunFolder
 from compose.loss_scale import first_scale
 from compose.mesh import batch_share

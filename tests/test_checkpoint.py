@@ -224,7 +224,10 @@ def _damage(folder: Path, how: str) -> str:
         (folder / "manifest.json").unlink()
         return "manifest.json is missing"
     (folder / "manifest.json").write_text('{"files": {')
-    return "manifest.json cannot be read"
+    return (
+        "manifest.json cannot be read: is not JSON: Expecting property name enclosed in double quotes:"
+        " line 1 column 12 (char 11)"
+    )
 
 
 def _resume(keys: Keys) -> tuple[Progress | None, list[str]]:

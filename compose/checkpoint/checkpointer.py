@@ -22,12 +22,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
-from compose.checkpoint.loading import damage, load, model_fields
+from compose.checkpoint.loading import cause_of, damage, load, model_fields
 from compose.checkpoint.parts import Part, SaveParts
 from compose.checkpoint.state import named_tensors, parts, staged
 from compose.checkpoint.storage import PartsWriter
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.files import write_whole
 from compose.loss_scale import LossScale
 from compose.optimizer import OffloadedAdamW
 from compose.runtime import start_timeout
@@ -113,7 +114,7 @@ class Checkpointer:
             problems = damage(folder, self.group)
             if not problems:
                 known = load(folder, self.config, self.model, self.group, self.optimizer)
-                self._compare_data(folder, known.get("data") or {})
+                self._compare_data(folder, known.data.model_dump(exclude_unset=True))
                 progress = _progress(known)
                 self._say(f"{folder}: resumed after step {progress.step}")
                 return progress
@@ -205,8 +206,8 @@ class Checkpointer:
     def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
         """(problem, bytes) of naming what all ranks have written."""
         try:
-            store.write_whole(target / store.STATE, json.dumps(self._described(progress), indent=1))
-            store.write_whole(target / "config.toml", dump(self.config))
+            write_whole(target / store.STATE, json.dumps(self._described(progress), indent=1))
+            write_whole(target / "config.toml", dump(self.config))
             own = store.described(p for p in target.iterdir() if not p.name.startswith("__"))
             everything = {name: entry for part in (own, *files) for name, entry in part.items()}
             store.publish(target, everything)
@@ -265,19 +266,8 @@ class Checkpointer:
             print(text, flush=True)
 
 
-def _progress(known: Mapping[str, Any]) -> Progress:
-    """As a checkpoint's state.json has it."""
-    scale = known.get("scale")
+def _progress(known: store.State) -> Progress:
+    scale = known.scale
     return Progress(
-        known["step"], known["samples"], known["tokens"], LossScale(**scale) if scale else None
+        known.step, known.samples, known.tokens, LossScale(scale.value, scale.clean) if scale else None
     )
-
-
-def cause_of(error: BaseException) -> str:
-    """One line of the first error, which DCP wraps with every rank's traceback."""
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, Mapping) and failures:
-        inner = next(iter(failures.values()))
-        error = inner[0] if isinstance(inner, tuple) else inner
-    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return next(iter(words.strip().splitlines()), type(error).__name__)

@@ -6,7 +6,7 @@ import json
 import platform
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from compose.checkpoint import store
-from compose.checkpoint.checkpointer import Progress, cause_of
+from compose.checkpoint.checkpointer import Progress
+from compose.checkpoint.loading import cause_of
 from compose.checkpoint.parts import LoadParts, Part, SaveParts, mismatches
 from compose.checkpoint.state import named_tensors
 from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.config import Config, Model
 from compose.errors import ConfigError
+from compose.files import write_whole
 from compose.hugging_face import (
     config_problems,
     differences,
@@ -33,7 +35,8 @@ from compose.hugging_face import (
     published,
     read_config,
 )
-from compose.registry import find_model
+from compose.json_files import parse_json
+from compose.registry import find_model, model_names
 from compose.safetensors_files import Planned, TensorFiles, write_files
 from compose.tokenizer import TOKENIZER, carry
 from compose.toml import dump
@@ -97,8 +100,8 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
                 planner=_Streamed(read),
                 no_dist=True,
             )
-        store.write_whole(folder / store.STATE, json.dumps(state, indent=1))
-        store.write_whole(folder / "config.toml", dump(config))
+        write_whole(folder / store.STATE, json.dumps(state, indent=1))
+        write_whole(folder / "config.toml", dump(config))
         others = store.described(p for p in folder.iterdir() if p.name not in writer.entries)
         written = store.publish(folder, others | writer.entries)
     except BaseException as error:
@@ -129,7 +132,7 @@ def export(
     damage = store.problems(source)
     if damage:
         raise ConfigError(*(f"{source}: damaged: {problem}" for problem in damage))
-    known = json.loads((source / store.STATE).read_text(encoding="utf-8"))
+    known = store.read_state(source)
     model = config.model if config else _model_of(source, known)
     try:
         values = find_hf(model.name).hf_config(model.config)
@@ -235,20 +238,25 @@ def _on_meta(model: Model) -> nn.Module:
     return find_model(model.name).on_meta(model.config)
 
 
-def _model_of(folder: Path, known: Mapping[str, Any]) -> Model:
+def _model_of(folder: Path, known: store.State) -> Model:
     """The model of a checkpoint, by what stands in its state.json."""
-    fields = dict(known["model"])
-    name = fields.pop("name")
+    there, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
+    kind = find_model(name).Config if name in model_names() else None
+    if not kind:
+        raise ConfigError(f"{there}.name: {name!r} is none of {', '.join(model_names())}")
+    unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})
+    if unknown:
+        raise ConfigError(f"{there}: {name} has no {', '.join(unknown)}")
     try:
-        return Model(name=name, config=find_model(name).Config(**fields))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / store.STATE}: model: {error}") from None
+        return Model(name=name, config=parse_json(json.dumps(fields).encode(), kind))
+    except ValueError as error:
+        raise ConfigError(f"{there}: {error}") from None
 
 
-def _original(source: Path, known: Mapping[str, Any]) -> Path | None:
+def _original(source: Path, known: store.State) -> Path | None:
     """Hugging Face's folder that a checkpoint was made from, if it is still there; else what its run
     has kept of a tokenizer."""
-    there, kept = known.get("hugging_face"), source.parent.parent / TOKENIZER
+    there, kept = known.hugging_face, source.parent.parent / TOKENIZER
     if there and (Path(there) / "config.json").exists():
         return Path(there)
     return kept if kept.is_dir() else None

@@ -1,6 +1,7 @@
 """The way back from a checkpoint into a model, however that is cut."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
 from compose.checkpoint.parts import LoadParts, mismatches
@@ -35,7 +37,7 @@ def load(
     model: nn.Module,
     group: dist.ProcessGroup,
     optimizer: torch.optim.Optimizer | None = None,
-) -> dict[str, Any]:
+) -> store.State:
     """Fill ``model``, which has memory, and ``optimizer`` if it is given, from the checkpoint in
     ``folder``; what its state.json says. A collective of ``group``, which is all ranks.
 
@@ -43,12 +45,12 @@ def load(
     optimizer's state, and leaves that as it is. Raises ConfigError where it is of another model than
     that of ``config``, or of another optimizer.
     """
-    known = json.loads((folder / store.STATE).read_text(encoding="utf-8"))
-    here = model_fields(config)
+    known = store.read_state(folder)
+    here, there = model_fields(config), known.model.model_dump()
     other = [
-        f"{folder}: was made with model.{key} = {known['model'].get(key)}, not {here[key]}"
+        f"{folder}: was made with model.{key} = {there.get(key)}, not {here[key]}"
         for key in here
-        if known["model"].get(key) != here[key]
+        if there.get(key) != here[key]
     ]
     if other:
         raise ConfigError(*other)
@@ -67,7 +69,10 @@ def load(
         problems = [f"{lost[0]}{more}; go on with the optimizer.name that it was made with"]
     if problems:
         raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
-    dcp.load(dict(state), storage_reader=reader, planner=LoadParts(), process_group=group)
+    try:
+        dcp.load(dict(state), storage_reader=reader, planner=LoadParts(), process_group=group)
+    except CheckpointException as error:
+        raise ConfigError(f"{folder}: cannot be read: {cause_of(error)}") from None
     spread(tensors)
     return known
 
@@ -77,3 +82,13 @@ def model_fields(config: Config) -> dict[str, Any]:
     shape = config.model.config
     kept = {k: v for k, v in asdict(shape).items() if k not in training_fields(shape)}
     return {"name": config.model.name, **json.loads(json.dumps(kept))}
+
+
+def cause_of(error: BaseException) -> str:
+    """One line of the first error, which DCP wraps with every rank's traceback."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, Mapping) and failures:
+        inner = next(iter(failures.values()))
+        error = inner[0] if isinstance(inner, tuple) else inner
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return next(iter(words.strip().splitlines()), type(error).__name__)

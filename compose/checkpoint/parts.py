@@ -8,6 +8,7 @@ DCP has for this purpose, tell it that box.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -109,6 +110,10 @@ class LoadParts(DefaultLoadPlanner):
             if part.local.numel() > 0:
                 items += create_read_items_for_chunk_list(name, stored, [part.chunk])
         return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
+        """Never: there are tensors alone, and DCP's own would unpickle what is none."""
+        raise TypeError(f"{read_item.dest_index.fqn} is no tensor")
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local

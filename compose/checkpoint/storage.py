@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
+from compose.checkpoint.metadata import METADATA, SUFFIX, description, read_metadata
+from compose.files import open_own, write_whole
 from compose.safetensors_files import Planned, bytes_of, header
 
-SUFFIX = ".safetensors"
 _BLOCK = 2**23  # bytes written at once; Linux takes three times as long for a gigabyte in one piece
 _AT_ONCE = 2**26  # bytes that the device is given together
 _READERS = 4  # parts read at once
@@ -54,6 +55,11 @@ class PartsWriter(FileSystemWriter):
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, when all have written: describe the whole."""
+        places = {result.index: result.storage_data for each in results for result in each}
+        write_whole(Path(self.path) / METADATA, description(metadata, places))
+
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         name = f"{plan.storage_data.prefix}0{SUFFIX}"
         results, planned, begin = [], [], {}
@@ -63,7 +69,7 @@ class PartsWriter(FileSystemWriter):
             key = item.index.fqn
             planned.append(Planned(key, tuple(data.chunk.sizes), data.properties.dtype))
             begin[key] = {"saved_offsets": list(data.chunk.offsets)}
-        with (Path(self.path) / name).open("wb") as file, ThreadPoolExecutor(1) as helper:
+        with open_own(Path(self.path) / name, "wb") as file, ThreadPoolExecutor(1) as helper:
             summed = _Summed(file, helper)
             head = header(planned, {"DCP_SHARDING_INFO": json.dumps(begin)})
             _reserve(file, len(head) + sum(one.nbytes for one in planned))
@@ -126,6 +132,10 @@ class _Summed:
 class PartsReader(FileSystemReader):
     """Reads what LoadParts plans, of a checkpoint by PartsWriter or by DCP's own FileSystemWriter."""
 
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What lies where. DCP's own would unpickle it."""
+        return read_metadata(Path(self.path))
+
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
@@ -164,7 +174,7 @@ class PartsReader(FileSystemReader):
 
     def _fill(self, tensor: Tensor, name: str, begin: int) -> None:
         left = bytes_of(tensor)
-        with (Path(self.path) / name).open("rb", buffering=0) as file:
+        with open_own(Path(self.path) / name, buffering=0) as file:
             file.seek(begin)
             while left:
                 count = file.readinto(left)

@@ -10,15 +10,89 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from compose.checkpoint.metadata import METADATA, PICKLED, read_metadata, shards
+from compose.errors import ConfigError
+from compose.files import open_own, write_whole
+from compose.json_files import Count, read_json
+
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _BLOCK = 2**20  # bytes read at once: they stay in the core's cache until they are summed
 _READERS = 4  # files read at once; reading and summing hold no lock of Python's
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, as a manifest has it."""
+
+    size: Count
+    crc32: Annotated[int, Field(ge=0, lt=2**32)]
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    files: dict[str, Entry]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Of the loss, in float16."""
+
+    value: Annotated[float, Field(gt=0)]
+    clean: Count = 0
+
+
+class ModelFields(BaseModel):
+    """A model's name, and what its config holds beside it."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+
+    def fields(self) -> dict[str, Any]:
+        """The config's."""
+        return dict(self.model_extra or {})
+
+
+class DataFields(BaseModel):
+    """What decides which tokens a sample holds; of an older checkpoint, as much as it knew."""
+
+    model_config = ConfigDict(extra="allow")
+    tokenizer: str | None = None
+    samples: list[Count] = []
+    weights: list[float] = []
+    seq_len: Count = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """What state.json says of a run: how far it has come, and what it was of."""
+
+    step: Count
+    samples: Count
+    tokens: Count
+    model: ModelFields
+    scale: Scale | None = None
+    hugging_face: str | None = None
+    data: DataFields = field(default_factory=DataFields)
+    seed: int = 0
+    ranks: Annotated[int, Field(ge=1)] = 1
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def read_state(folder: Path) -> State:
+    """What a checkpoint says of its run. Raises ConfigError, with file and field, for what is none."""
+    return read_json(folder / STATE, State)
 
 
 def name_of(step: int) -> str:
@@ -43,7 +117,7 @@ def begin(root: Path, step: int) -> Path:
 def checksum(path: Path) -> int:
     """CRC-32 of a file's bytes."""
     value, block = 0, memoryview(bytearray(_BLOCK))
-    with path.open("rb", buffering=0) as file:
+    with open_own(path, buffering=0) as file:
         while size := file.readinto(block):
             value = zlib.crc32(block[:size], value)
     return value
@@ -95,23 +169,64 @@ def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
 
     share: (index, count): of the files, only every ``count``-th is read.
     """
-    try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        expected = {name: (entry["size"], entry["crc32"]) for name, entry in files.items()}
-    except FileNotFoundError:
+    if not os.path.lexists(folder / MANIFEST):
         return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return [f"{MANIFEST} cannot be read"]
-    mine = sorted(expected)[share[0] :: share[1]]
-    with ThreadPoolExecutor(_READERS) as readers:
-        return [*filter(None, readers.map(lambda name: _problem(folder / name, *expected[name]), mine))]
-
-
-def _problem(path: Path, size: int, crc: int) -> str:
     try:
-        if path.stat().st_size != size:
-            return f"{path.name} has {path.stat().st_size:,} of {size:,} bytes"
-        if checksum(path) != crc:
+        files = _readable(folder, MANIFEST, lambda: read_json(folder / MANIFEST, _Manifest)).files
+        outside = [name for name in files if not _is_plain(name)]
+        if outside:
+            return [f"{MANIFEST} names {outside[0]!a}, which is no file of the folder's own"]
+        if share[0] == 0:
+            _check_all_there(folder, files)
+    except ConfigError as error:
+        return error.problems
+    mine = sorted(files)[share[0] :: share[1]]
+    with ThreadPoolExecutor(_READERS) as readers:
+        return [*filter(None, readers.map(lambda name: _problem(folder / name, files[name]), mine))]
+
+
+def _check_all_there(folder: Path, files: Mapping[str, Entry]) -> None:
+    """Raise ConfigError where the manifest leaves out what belongs to a checkpoint."""
+    described = METADATA if METADATA in files else PICKLED
+    missing = [name for name in (STATE, described) if name not in files]
+    if missing:
+        wanted = [METADATA if name == PICKLED else name for name in missing]
+        raise ConfigError(*(f"{name} is not in {MANIFEST}" for name in wanted))
+    state = _readable(folder, STATE, lambda: read_state(folder))
+    if step_of(folder) not in (-1, state.step):
+        raise ConfigError(f"{STATE} is of step {state.step}, the folder of step {step_of(folder)}")
+    for name, size in shards(_readable(folder, described, lambda: read_metadata(folder))).items():
+        if name not in files:
+            raise ConfigError(f"{name} is not in {MANIFEST}")
+        if files[name].size < size:
+            raise ConfigError(f"{described} has {size:,} bytes in {name}, of {files[name].size:,}")
+
+
+def _readable(folder: Path, name: str, read: Callable[[], T]) -> T:
+    """What ``read`` finds in a file of the folder's own. Raises ConfigError in words that begin with
+    the file's name."""
+    try:
+        with open_own(folder / name):
+            return read()
+    except FileNotFoundError:
+        raise ConfigError(f"{name} is missing") from None
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"{folder / name}: ")
+        raise ConfigError(f"{name} cannot be read: {reason}") from None
+
+
+def _is_plain(name: str) -> bool:
+    return name.isprintable() and name not in ("", ".", "..", MANIFEST) and "/" not in name
+
+
+def _problem(path: Path, entry: Entry) -> str:
+    try:
+        size = path.lstat().st_size
+        if size != entry.size and not path.is_symlink():
+            return f"{path.name} has {size:,} of {entry.size:,} bytes"
+        if checksum(path) != entry.crc32:
             return f"{path.name} is not what was written (checksum)"
     except FileNotFoundError:
         return f"{path.name} is missing"
@@ -140,16 +255,6 @@ def clean(root: Path) -> None:
     for pattern in (".writing-*", ".deleting-*"):
         for folder in root.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that a reader finds the old one or the new one, never a part."""
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def _flush(path: Path) -> None:

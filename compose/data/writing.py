@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from compose.checkpoint.store import write_whole
 from compose.data.chat_template import ChatTemplate, encode, read_messages
 from compose.data.token_set import FORMAT, MANIFEST
 from compose.errors import ConfigError
+from compose.files import write_whole
 from compose.tokenizer import JsonTokenizer, carry
 
 JOB = ".job.json"

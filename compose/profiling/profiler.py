@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from compose.checkpoint.store import write_whole
 from compose.config import Profile
+from compose.files import write_whole
 from compose.local import local_tensor
 from compose.profiling.memory import (
     GRADIENTS,
