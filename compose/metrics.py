@@ -11,7 +11,7 @@ from typing import IO, Any
 import torch
 
 from compose.config import Precision
-from compose.files import write_whole
+from compose.own_files import write_whole
 
 # Dense peak FLOP/s by a part of torch.cuda.get_device_name(), first match wins; bfloat16 and float8
 # without sparsity, from the makers' data sheets (docs/metrics.md names them).

@@ -19,12 +19,12 @@ from compose.compilation import GraphCount
 from compose.config import Config
 from compose.data import training_batches
 from compose.data.opening import described, keep_tokenizer
-from compose.files import write_whole
 from compose.folder import RunFolder
 from compose.loss_scale import first_scale
 from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
 from compose.optimizer import OffloadedAdamW, build_optimizer, learning_rate, set_learning_rate
+from compose.own_files import write_whole
 from compose.profiling import Profiler, span
 from compose.registry import build_model
 from compose.replicas import differences

@@ -28,9 +28,9 @@ from compose.checkpoint.state import named_tensors, parts, staged
 from compose.checkpoint.storage import PartsWriter
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.files import write_whole
 from compose.loss_scale import LossScale
 from compose.optimizer import OffloadedAdamW
+from compose.own_files import write_whole
 from compose.runtime import start_timeout
 from compose.toml import dump
 

@@ -25,7 +25,6 @@ from compose.checkpoint.state import named_tensors
 from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.config import Config, Model
 from compose.errors import ConfigError
-from compose.files import write_whole
 from compose.hugging_face import (
     config_problems,
     differences,
@@ -36,6 +35,7 @@ from compose.hugging_face import (
     read_config,
 )
 from compose.json_files import parse_json
+from compose.own_files import write_whole
 from compose.registry import find_model, model_names
 from compose.safetensors_files import Planned, TensorFiles, write_files
 from compose.tokenizer import TOKENIZER, carry

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from compose.errors import ConfigError
-from compose.files import open_own
 from compose.json_files import Count, parse_json, read_json
+from compose.own_files import open_own
 from compose.safetensors_files import NAMES
 
 METADATA = "metadata.json"

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from compose.checkpoint.metadata import METADATA, SUFFIX, description, read_metadata
-from compose.files import open_own, write_whole
+from compose.own_files import open_own, write_whole
 from compose.safetensors_files import Planned, bytes_of, header
 
 _BLOCK = 2**23  # bytes written at once; Linux takes three times as long for a gigabyte in one piece

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from compose.checkpoint.metadata import METADATA, PICKLED, read_metadata, shards
 from compose.errors import ConfigError
-from compose.files import open_own, write_whole
 from compose.json_files import Count, read_json
+from compose.own_files import open_own, write_whole
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"

@@ -21,7 +21,7 @@ import numpy as np
 from compose.data.chat_template import ChatTemplate, encode, read_messages
 from compose.data.token_set import FORMAT, MANIFEST
 from compose.errors import ConfigError
-from compose.files import write_whole
+from compose.own_files import write_whole
 from compose.tokenizer import JsonTokenizer, carry
 
 JOB = ".job.json"

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from compose.config import Profile
-from compose.files import write_whole
 from compose.local import local_tensor
+from compose.own_files import write_whole
 from compose.profiling.memory import (
     GRADIENTS,
     OPTIMIZER,
