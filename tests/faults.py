@@ -1,6 +1,7 @@
 """Faults to put in on purpose: each breaks one thing while it lasts."""
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -311,4 +312,19 @@ def a_parameter_is_on_no_rank() -> Iterator[None]:
         return {name: held for name, held in real(composed).items() if name != "norm.weight"}
 
     with mock.patch.object(module, "_held", fake):
+        yield
+
+
+@contextmanager
+def a_gradient_is_not_a_number_on_the_last_rank() -> Iterator[None]:
+    real = compose.step.finish_step
+
+    def fake(model: nn.Module, mesh: Any) -> None:
+        real(model, mesh)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            gradient = model.get_parameter("norm.weight").grad
+            assert isinstance(gradient, DTensor)
+            gradient.to_local()[0] = math.nan
+
+    with mock.patch.object(compose.step, "finish_step", fake):
         yield

@@ -70,6 +70,31 @@ def test_gradients_are_the_same_and_each_tensor_moves_once() -> None:
     assert moved.metrics() == {"activation_bytes": 0, "activation_waited": 0.0}
 
 
+class Changes(nn.Module):
+    """Saves one memory twice, changed in place in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(7, 12)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        buffer = x.clone()
+        first = buffer * self.a
+        buffer += 1
+        return first + buffer * self.b
+
+
+def test_what_was_changed_in_place_is_saved_anew() -> None:
+    unit, x = Changes(), torch.randn(7, 12)
+    ActivationOffload(unit).wrap(unit)
+    with however_small():
+        unit(x).sum().backward()
+    assert unit.a.grad is not None
+    assert unit.b.grad is not None
+    assert torch.equal(unit.a.grad, x)
+    assert torch.equal(unit.b.grad, x + 1)
+
+
 def test_small_tensors_stay() -> None:
     unit = Unit()
     moved = ActivationOffload(unit)

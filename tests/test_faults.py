@@ -15,6 +15,7 @@ from compose.verify import compare
 from tests.faults import (
     Fault,
     a_block_is_skipped,
+    a_gradient_is_not_a_number_on_the_last_rank,
     a_later_stage_sees_another_micro_batch,
     a_parameter_is_on_no_rank,
     a_stage_averages_over_micro_batches,
@@ -202,3 +203,11 @@ def test_stale_buffer_is_named(pool: Pool) -> None:
         "first.weight",
         "last.weight",
     }
+
+
+def test_what_is_no_number_on_another_rank_is_named(pool: Pool) -> None:
+    keys: dict[str, object] = {"parallel__dp_replicate": 2, "model__n_layers": 1}
+    report = pool.run(with_fault, 2, a_gradient_is_not_a_number_on_the_last_rank, keys)[0]
+    assert not report.ok
+    found = {(row.name, row.rank) for row in report.failed if "gradient" in row.quantity}
+    assert found == {("norm.weight", 1)}

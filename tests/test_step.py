@@ -186,3 +186,47 @@ def test_cross_entropy_sums_over_targets() -> None:
     torch.testing.assert_close(cross_entropy(logits, targets), torch.as_tensor(by_hand))
     assert cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
     assert count_targets(targets) == 4
+
+
+class Scaled(nn.Module):
+    """Whose weight's gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input * self.weight
+
+
+def _reduced(zero: int, reduce: torch.dtype, inputs: list[float]) -> float:
+    """The gradient of rank 0's ``inputs`` one after another, and of the other's, which are twice so."""
+    parallel = Parallel(dp_shard=1 if zero == 0 else 2, dp_replicate=2 if zero == 0 else 1, zero=zero)  # type: ignore[arg-type]
+    mesh = make_mesh(parallel)
+    model = Scaled()
+    apply(model, Plan(), mesh, zero=zero, param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    share = torch.tensor(inputs)[:, None].expand(-1, 4) * (1 + dist.get_rank())
+    batch = {"input": share, "targets": torch.zeros(len(inputs)).long()}
+    forward_backward(
+        model,
+        batch,
+        mesh,
+        micro_batch=1,
+        loss_function=lambda out, targets: 2 * len(inputs) * out.sum(),
+    )
+    assert model.weight.grad is not None
+    return float(model.weight.grad.full_tensor()[0])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_are_added_up_in_the_type_of_reduce(pool: Pool, zero: int) -> None:
+    """Of micro-batches and of ranks, where forward and backward are in bfloat16, which keeps 8 bits."""
+    exact = 3 + 3 * 2.0**-7  # of two neighbours in bfloat16 it is in the middle
+    assert pool.run(_reduced, 2, zero, torch.float32, [exact / 3]) == [exact] * 2
+    for found in pool.run(_reduced, 2, zero, torch.bfloat16, [exact / 3]):
+        assert abs(found - exact) == 2.0**-7
+    small = 2.0**-9
+    assert pool.run(_reduced, 2, zero, torch.float32, [1.0, small]) == [3 + 3 * small] * 2
+    # From stage 2 on, what was reduced is added up in float32.
+    expected = 3.0 if zero < 2 else 3 + 3 * small
+    assert pool.run(_reduced, 2, zero, torch.bfloat16, [1.0, small]) == [expected] * 2

@@ -23,6 +23,7 @@ import train
 from compose import cli
 from compose import trainer as trainer_module
 from compose.build import build
+from compose.optimizer import learning_rate
 from compose.runtime import TrainingError
 from compose.toml import tomllib
 from compose.trainer import Trainer
@@ -138,6 +139,67 @@ def test_non_finite_stops_the_run(
         * 2
     )
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def _trainer(keys: dict[str, object]) -> Trainer:
+    config = make_config(dist.get_world_size(), **keys)
+    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
+    return Trainer(config, mesh, build(config, mesh, cpu), cpu)
+
+
+def _rates(keys: dict[str, object]) -> list[tuple[set[float], float]]:
+    """At each of the optimizer's steps: the rates of its groups, and the one that it should have."""
+    trainer, found = _trainer(keys), []
+    optimizer, train = trainer.optimizer, trainer.config.train
+    real = optimizer.step
+
+    def step() -> None:
+        rate = learning_rate(len(found), train.steps, trainer.config.optimizer)
+        found.append(({group["lr"] for group in optimizer.param_groups}, rate))
+        real()
+
+    with mock.patch.object(optimizer, "step", step):
+        trainer.run()
+    return found
+
+
+def test_each_step_is_taken_at_its_own_rate(pool: Pool, tmp_path: Path) -> None:
+    """The optimizer's rate, not only the one that metrics.jsonl tells."""
+    keys = keys_for(tmp_path, train__steps=5, optimizer__warmup=2, model__n_layers=1)
+    found = pool.run(_rates, 1, keys | {"optimizer__lr_scale": '["output=0.5"]'})[0]
+    assert len({rate for _, rate in found}) == 5
+    assert [rates for rates, _ in found] == [{rate, rate / 2} for _, rate in found]
+    assert [line["lr"] for line in lines(tmp_path)] == [rate for _, rate in found]
+
+
+def _compared(keys: dict[str, object]) -> tuple[list[tuple[int, bool]], str]:
+    """After how many of the optimizer's steps copies were compared, and whether all gradients were
+    there; how the run ended, which the second comparison was told to fail."""
+    trainer, found, said = _trainer(keys), [], ""
+    steps = mock.patch.object(trainer.optimizer, "step", side_effect=trainer.optimizer.step)
+
+    def fake(model: Any, optimizer: Any, mesh: Any) -> list[str]:
+        there = all(p.grad is not None for p in model.parameters())
+        found.append((step.call_count, there and optimizer is trainer.optimizer))
+        return ["rank 1 differs in norm.weight"] if len(found) == 2 else []
+
+    with steps as step, mock.patch.object(trainer_module, "differences", fake):
+        try:
+            trainer.run()
+        except TrainingError as error:
+            said = str(error)
+    return found, said
+
+
+def test_copies_are_compared_every_so_often(pool: Pool, tmp_path: Path) -> None:
+    """Before the step that would spread what differs; and not at all with 0."""
+    keys = {"train__steps": 5, "model__n_layers": 1, "comm__check_every": 2}
+    found, said = pool.run(_compared, 1, keys_for(tmp_path / "a", **keys))[0]
+    assert found == [(1, True), (3, True)]
+    assert said.startswith("step 4: rank 1 differs in norm.weight: silent corruption; ")
+    assert [line["step"] for line in lines(tmp_path / "a")] == [1, 2, 3]
+    keys = keys_for(tmp_path / "b", **keys | {"comm__check_every": 0})
+    assert pool.run(_compared, 1, keys)[0] == ([], "")
 
 
 def _gc_during_steps(keys: dict[str, object]) -> tuple[list[bool], bool]:

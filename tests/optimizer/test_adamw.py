@@ -11,6 +11,7 @@ from compose.config import Parallel
 from compose.data_parallel import apply_data_parallel
 from compose.optimizer import AdamW
 from compose.optimizer.boxes import local
+from compose.optimizer.offload import MEANS
 from compose.tensor_parallel import apply_tensor_parallel
 from compose.weights import local_part
 from tests.pool import Pool, make_mesh
@@ -67,6 +68,46 @@ def test_a_mean_of_squares_goes_down_again() -> None:
     assert state["exp_avg_sq"].dtype == state["exp_avg"].dtype == torch.bfloat16
     assert abs(float(state["exp_avg_sq"].float().mean()) / (1e-3 * 0.999**200) - 1) < 3e-3
     assert abs(float(state["exp_avg"].float().mean()) / (0.1 * 0.9**200) - 1) < 3e-2
+
+
+def _turned(kept: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Of each element, whether it was rounded up, less how likely that was."""
+    bits = exact.view(torch.int32)
+    likely = (bits & 0xFFFF).float() / 2**16
+    return (kept.float() != (bits & ~0xFFFF).view(torch.float32)).float() - likely
+
+
+def test_the_two_means_are_rounded_independently() -> None:
+    """By one set of bits both would go up together, and their ratio would be off."""
+    torch.manual_seed(0)
+    gradient = torch.randn(300, 300)
+    weight, optimizer = _adamw(torch.ones(300, 300), state_dtype=torch.bfloat16, betas=(0.9, 0.99))
+    weight.grad = gradient
+    optimizer.step()
+    state = optimizer.state[weight]
+    zero = torch.zeros(300, 300)
+    mean = zero.lerp(gradient, 1 - 0.9)
+    square = (zero * 0.99).addcmul_(gradient, gradient, value=1 - 0.99)
+    one, two = _turned(state["exp_avg"], mean), _turned(state["exp_avg_sq"], square)
+    for each in (one, two):
+        assert abs(float(each.mean())) < 5 * 0.41 / 300
+    # Of independent ones the correlation is a 300th, give or take; of the same bits it is a half.
+    assert abs(float((one * two).mean() / (one.square().mean() * two.square().mean()).sqrt())) < 5 / 300
+
+
+def test_bits_are_those_of_the_seed_and_the_name() -> None:
+    def after(seed: int, name: str = "w") -> torch.Tensor:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.ones(50, 50, dtype=torch.bfloat16))
+        optimizer = AdamW([{"params": [(name, weight)]}], state_dtype=torch.bfloat16, seed=seed)
+        weight.grad = torch.randn(50, 50).bfloat16()
+        optimizer.step()
+        return torch.stack([weight.detach(), *(optimizer.state[weight][key] for key in MEANS)])
+
+    first = after(0)
+    assert torch.equal(after(0), first)
+    for other in (after(1), after(0, "v")):
+        assert all(not torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 class Two(nn.Module):

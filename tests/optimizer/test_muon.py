@@ -83,6 +83,20 @@ def test_the_reference_is_the_same_without_its_tricks() -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-6)
 
 
+def test_bits_are_those_of_the_seed() -> None:
+    def after(seed: int) -> Tensor:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.ones(20, 30, dtype=torch.bfloat16))
+        optimizer = Muon([("w", weight)], state_dtype=torch.bfloat16, seed=seed)
+        for _ in range(2):
+            weight.grad = torch.randn(20, 30).bfloat16()
+            optimizer.step()
+        return torch.stack([weight.detach(), optimizer.state[weight]["momentum_buffer"]])
+
+    assert torch.equal(after(3), after(3))
+    assert all(not torch.equal(a, b) for a, b in zip(after(3), after(4), strict=True))
+
+
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w is no matrix or stack of matrices: \(3,\)"):
         Muon([("w", nn.Parameter(torch.ones(3)))])

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compose.build import build
-from compose.optimizer import build_optimizer, make_state
+from compose.optimizer import AdamW, Muon, build_optimizer, make_state
+from compose.optimizer.build import Together
 from tests.helpers import make_config
 from tests.pool import Pool, make_mesh
 
@@ -68,3 +69,17 @@ def test_as_by_a_step(pool: Pool, tmp_path: Path, name: str) -> None:
     assert pool.run(_state, 4, keys, tmp_path / "made", False) == pool.run(
         _state, 4, keys, tmp_path / "stepped", True
     )
+
+
+def _seeds(keys: Keys) -> list[int]:
+    config = make_config(1, **keys)
+    mesh = make_mesh(config.parallel)
+    optimizer = build_optimizer(build(config, mesh, torch.device("cpu")), config, mesh)
+    parts = optimizer.parts if isinstance(optimizer, Together) else [optimizer]
+    return [part.seed for part in parts if isinstance(part, (AdamW, Muon))]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_roundings_seed_is_the_runs(pool: Pool, name: str) -> None:
+    keys = HALF | {"optimizer__name": name, "train__seed": 5, "model__n_layers": 1}
+    assert pool.run(_seeds, 1, keys)[0] == [5] * (1 if name == "adamw" else 2)
