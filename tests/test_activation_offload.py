@@ -95,6 +95,35 @@ def test_what_was_changed_in_place_is_saved_anew() -> None:
     assert torch.equal(unit.b.grad, x + 1)
 
 
+class Views(nn.Module):
+    """Saves views of one memory, and then tensors that have the same memory one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(6, 6) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        output = torch.zeros(6, 6)
+        for view, weight in zip((x[:, :6], x[:, 6:], x[:, 6:].T), self.weights, strict=False):
+            output = output + view * weight
+        for i in range(3, 6):
+            output = output + (x[:, :6] + i) * self.weights[i]
+        return output
+
+
+def test_views_and_what_follows_in_one_memory_are_not_taken_for_each_other() -> None:
+    unit, x = Views(), torch.randn(6, 12)
+    ActivationOffload(unit).wrap(unit)
+    with however_small():
+        unit(x).sum().backward()
+    left, right = x[:, :6], x[:, 6:]
+    expected = [left, right, right.T, left + 3, left + 4, left + 5]
+    for weight, value in zip(unit.weights, expected, strict=True):
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, value)
+
+
 def test_small_tensors_stay() -> None:
     unit = Unit()
     moved = ActivationOffload(unit)

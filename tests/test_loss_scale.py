@@ -10,7 +10,7 @@ from compose.config import Precision
 from compose.loss_scale import LossScale, first_scale
 from tests.helpers import prove_case
 from tests.pool import Pool
-from tests.test_trainer import _train, keys_for, lines
+from tests.test_trainer import _train, _train_until_error, keys_for, lines
 
 HALF: dict[str, object] = {"precision__param": "float16"}
 CASES: dict[str, dict[str, object]] = {
@@ -52,6 +52,14 @@ def test_halves_after_an_overflow_and_grows_after_many_steps() -> None:
     assert not LossScale(2.0**-14).may_overflow(loss=1.0)
     assert not LossScale(1.0).may_overflow(loss=float("inf"))
     assert first_scale(Precision()) is None
+    assert first_scale(Precision("float16")) == LossScale(2.0**16)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(pool: Pool, tmp_path: Path) -> None:
+    """No scale of gradients is to blame for it."""
+    keys = keys_for(tmp_path, **HALF, model__n_layers=1)
+    said = pool.run(_train_until_error, 1, keys, float("inf"), "forward_backward")[0]
+    assert said.startswith("step 3: the loss is inf; ")
 
 
 def _train_from(keys: dict[str, object], first: float) -> None:

@@ -1,6 +1,7 @@
 """What is written of a step."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,32 @@ def test_console_line() -> None:
         "step    7/1000  loss 0.3333  grad_norm 0.250  lr 3.00e-03  12,346 tokens/s  1.50 GiB"
         "  sample 70  left 1:02:03"
     )
+    assert STEP.console(steps=1000, seconds_left=59.6).endswith("left 0:01:00")
+
+
+def test_float16_has_bfloat16s_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert device_peak(torch.device("cuda"), Precision("float16")) == 989e12
+    assert device_peak(torch.device("cuda"), Precision()) is None
+
+
+def test_events_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Each number under its own name; steps that are run again take the place of those before."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    more = {"router": {"load": 2.0}}
+    for number, steps in enumerate((0, 1)):
+        writer = MetricsWriter(tmp_path, tensorboard=True, steps=steps)
+        for step in range(steps + 1, 4):
+            metrics = replace(STEP, step=step, lr=number + 0.5, routing=more, checkpoint={"stall": 1.0})
+            writer.write(replace(metrics, offload={"a": 1.0}, epochs={"b": 1.0}))
+        writer.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    names = set(events.Tags()["scalars"])
+    assert {"checkpoint/stall", "offload/a", "epochs/b", "load/router"} <= names
+    assert [(event.step, event.value) for event in events.Scalars("lr")] == [
+        (1, 0.5),
+        (2, 1.5),
+        (3, 1.5),
+    ]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

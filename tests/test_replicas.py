@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from compose import replicas
+from compose import Parallel, replicas
 from compose.build import build
 from compose.checkpoint import store
 from compose.data import random_batch
@@ -44,6 +44,35 @@ def test_checksum_sees_every_bit(monkeypatch: pytest.MonkeyPatch, piece: int) ->
             assert int(checksum(changed)) != before
     assert int(checksum(tensor.flip(0))) != before
     assert int(checksum(tensor[0, 0])) == int(checksum(tensor[0, 0].clone()))
+
+
+def test_checksum_sees_what_changes_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_PIECE", 4)
+    assert int(checksum(torch.tensor([1.0, 2.0]))) != int(checksum(torch.tensor([2.0, 1.0])))
+
+
+def _of_plain_tensors(kind: str) -> list[str]:
+    """Of a model that nothing was applied to; rank 1 has another ``kind`` of tensor."""
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    model.register_buffer("table", torch.ones(3))
+    model.register_buffer("scratch", torch.ones(3), persistent=False)
+    model.bias.grad = torch.ones(2)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), "grad": model.bias.grad}
+    if dist.get_rank() == 1 and kind:
+        tensors[kind].data[0] = 2.0
+    return differences(model, None, make_mesh(Parallel(dp_replicate=2)))
+
+
+def test_buffers_that_are_saved_are_compared(pool: Pool) -> None:
+    found = {kind: pool.run(_of_plain_tensors, 2, kind)[0] for kind in ("", "table", "scratch", "grad")}
+    assert found == {
+        "": [],
+        "table": ["ranks 0, 1 differ in buffer table"],
+        "scratch": [],
+        "grad": ["ranks 0, 1 differ in gradient of bias"],
+    }
 
 
 def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]:

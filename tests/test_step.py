@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from compose import (
     Parallel,
@@ -22,6 +23,7 @@ from compose import (
     forward_backward,
 )
 from compose.loss import IGNORE, count_targets
+from compose.step import samples_at_once
 from tests.pool import Pool, make_mesh
 
 # FSDP's collectives, under their names before and since torch 2.13.
@@ -160,6 +162,40 @@ def test_clip_grad_norm(pool: Pool) -> None:
         assert after == pytest.approx(0.5, rel=1e-5)
     for before, after, expected in pool.run(_clip, 4, 1e6):
         assert before == after == pytest.approx(expected, rel=1e-6)
+
+
+def _scaled() -> tuple[float, list[float]]:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([12.0, 16.0])
+    norm = clip_grad_norm_([parameter], 0.0, make_mesh(Parallel()), loss_scale=4.0)
+    return float(norm), parameter.grad.tolist()
+
+
+def test_a_loss_scale_is_taken_away_without_clipping_too(pool: Pool) -> None:
+    assert pool.run(_scaled, 1) == [(5.0, [3.0, 4.0])]
+
+
+def test_a_micro_batch_has_samples() -> None:
+    batch = {"input": torch.ones(3, 2)}
+    assert (samples_at_once(batch, None), samples_at_once(batch, 1)) == (3, 1)
+    with pytest.raises(ValueError, match="micro_batch: 0 should be at least 1"):
+        samples_at_once(batch, 0)
+
+
+def _clip_a_part() -> str:
+    mesh = make_mesh(Parallel(dp_shard=2))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh["dp_shard"], [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.ones(4), mesh["dp_shard"], [Partial()])
+    try:
+        clip_grad_norm_([parameter], 1.0, mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_is_still_to_be_summed_has_no_norm(pool: Pool) -> None:
+    for said in pool.run(_clip_a_part, 2):
+        assert said.startswith("a gradient is still to be summed: ")
 
 
 def _no_targets() -> tuple[float, float]:

@@ -25,6 +25,7 @@ from compose import trainer as trainer_module
 from compose.build import build
 from compose.optimizer import learning_rate
 from compose.runtime import TrainingError
+from compose.signals import Signals
 from compose.toml import tomllib
 from compose.trainer import Trainer
 from tests.helpers import ROOT, SMALL, make_config
@@ -160,6 +161,7 @@ def _rates(keys: dict[str, object]) -> list[tuple[set[float], float]]:
 
     with mock.patch.object(optimizer, "step", step):
         trainer.run()
+    assert all(p.grad is None for p in trainer.model.parameters()), "gradients are of one step"
     return found
 
 
@@ -170,6 +172,32 @@ def test_each_step_is_taken_at_its_own_rate(pool: Pool, tmp_path: Path) -> None:
     assert len({rate for _, rate in found}) == 5
     assert [rates for rates, _ in found] == [{rate, rate / 2} for _, rate in found]
     assert [line["lr"] for line in lines(tmp_path)] == [rate for _, rate in found]
+
+
+def _train_at_peak(keys: dict[str, object]) -> float:
+    with mock.patch.object(trainer_module, "device_peak", return_value=1e12):
+        trainer = _trainer(keys)
+        trainer.run()
+    return trainer.config.model.config.flops_per_token(trainer.config.train.seq_len)
+
+
+def test_mfu(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_for(tmp_path, train__steps=1, model__n_layers=1, parallel__dp_shard=2)
+    flops = pool.run(_train_at_peak, 2, keys)[0]
+    line = lines(tmp_path)[0]
+    assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 2e12)
+
+
+def _asked(rank: int) -> signal.Signals | None:
+    signals = Signals(torch.device("cpu"))
+    if dist.get_rank() == rank:
+        signals._note(signal.SIGTERM, None)
+    return signals.asked()
+
+
+def test_a_signal_to_one_rank_is_all_ranks(pool: Pool) -> None:
+    for rank, expected in ((0, signal.SIGTERM), (1, signal.SIGTERM), (-1, None)):
+        assert pool.run(_asked, 2, rank) == [expected] * 2
 
 
 def _compared(keys: dict[str, object]) -> tuple[list[tuple[int, bool]], str]:

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -9,9 +10,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose.config import Parallel
 from compose.data_parallel import apply_data_parallel
-from compose.optimizer import AdamW
+from compose.optimizer import AdamW, adamw
 from compose.optimizer.boxes import local
 from compose.optimizer.offload import MEANS
+from compose.optimizer.rounding import random_bits
 from compose.tensor_parallel import apply_tensor_parallel
 from compose.weights import local_part
 from tests.pool import Pool, make_mesh
@@ -93,6 +95,22 @@ def test_the_two_means_are_rounded_independently() -> None:
         assert abs(float(each.mean())) < 5 * 0.41 / 300
     # Of independent ones the correlation is a 300th, give or take; of the same bits it is a half.
     assert abs(float((one * two).mean() / (one.square().mean() * two.square().mean()).sqrt())) < 5 / 300
+
+
+def test_no_bits_are_drawn_twice() -> None:
+    """Of each step, and of weight and state, there are others, or what is lost once is lost again."""
+    drawn: list[str] = []
+
+    def spy(seed: int, purpose: str, *rest: Any) -> torch.Tensor:
+        drawn.append(purpose)
+        return random_bits(seed, purpose, *rest)
+
+    weight, optimizer = _adamw(torch.ones(3, 3), state_dtype=torch.bfloat16)
+    with mock.patch.object(adamw, "random_bits", spy):
+        for _ in range(3):
+            weight.grad = torch.ones(3, 3)
+            optimizer.step()
+    assert len(drawn) == len(set(drawn)) == 6
 
 
 def test_bits_are_those_of_the_seed_and_the_name() -> None:

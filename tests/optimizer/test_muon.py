@@ -97,6 +97,28 @@ def test_bits_are_those_of_the_seed() -> None:
     assert all(not torch.equal(a, b) for a, b in zip(after(3), after(4), strict=True))
 
 
+def test_on_a_gpu_matrices_are_in_bfloat16() -> None:
+    """Which is meta here, where no unit is slow at it either."""
+    for device, kind in (("cpu", torch.float32), ("meta", torch.bfloat16)):
+        assert Muon([("w", nn.Parameter(torch.empty(2, 3, device=device)))]).dtype == kind
+
+
+def test_no_bits_are_drawn_twice() -> None:
+    drawn: list[str] = []
+
+    def spy(seed: int, purpose: str, *rest: Any) -> Tensor:
+        drawn.append(purpose)
+        return random_bits(seed, purpose, *rest)
+
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = Muon([("w", weight)], state_dtype=torch.bfloat16)
+    with mock.patch.object(muon, "random_bits", spy):
+        for _ in range(3):
+            weight.grad = torch.ones(3, 3)
+            optimizer.step()
+    assert len(drawn) == len(set(drawn)) == 6
+
+
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w is no matrix or stack of matrices: \(3,\)"):
         Muon([("w", nn.Parameter(torch.ones(3)))])

@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,23 @@ def test_bitwise_the_fused_step(tmp_path: Path, where: str) -> None:
     assert isinstance(first, OffloadedAdamW)
     moved = sum(p.numel() for p in ours) - ours[1].numel()
     assert first.moved.bytes == (16 * moved if where == "nvme" else 0)
+
+
+def test_slow_files_are_waited_for(tmp_path: Path) -> None:
+    """Memory of a piece is not filled anew before it is written, nor is a step over before."""
+    theirs, second = _steps(lambda groups, **o: torch.optim.AdamW(groups, fused=True, **o))
+    real = TensorFile.write
+
+    def slow(self: TensorFile, start: int, values: torch.Tensor) -> None:
+        time.sleep(0.002)
+        real(self, start, values)
+
+    with small_pieces(), mock.patch.object(TensorFile, "write", slow):
+        ours, first = _steps(lambda groups, **o: OffloadedAdamW(groups, folder=tmp_path / "a", **o))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+        for key, value in second.state[b].items():
+            assert torch.equal(first.state[a][key], value), key
 
 
 def _offloaded(folder: Path) -> OffloadedAdamW:

@@ -83,3 +83,24 @@ def _seeds(keys: Keys) -> list[int]:
 def test_roundings_seed_is_the_runs(pool: Pool, name: str) -> None:
     keys = HALF | {"optimizer__name": name, "train__seed": 5, "model__n_layers": 1}
     assert pool.run(_seeds, 1, keys)[0] == [5] * (1 if name == "adamw" else 2)
+
+
+def _options(keys: Keys) -> list[dict[str, object]]:
+    config = make_config(1, **keys)
+    mesh = make_mesh(config.parallel)
+    optimizer = build_optimizer(build(config, mesh, torch.device("cpu")), config, mesh)
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("name", ["fused", "bfloat16", "muon", "offload to memory"])
+def test_options_are_the_configs(pool: Pool, name: str) -> None:
+    keys = OPTIMIZERS[name] | {"model__n_layers": 1, "optimizer__beta1": 0.7, "optimizer__beta2": 0.8}
+    keys |= {"optimizer__eps": 0.01, "optimizer__momentum": 0.6, "optimizer__lr": 0.25}
+    groups = pool.run(_options, 1, keys | {"optimizer__weight_decay": 0.5})[0]
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.5}
+    for group in groups:
+        assert group["lr"] == 0.25
+        if "momentum" in group:
+            assert group["momentum"] == 0.6
+        else:
+            assert (group["betas"], group["eps"]) == ((0.7, 0.8), 0.01)
