@@ -26,6 +26,12 @@ def test_bits_of_a_box_are_those_of_the_whole() -> None:
         assert torch.equal(bits("a", box), whole[tuple(box)])
     with mock.patch.object(boxes, "CHUNK", 130):
         parts = list(chunks(WHOLE))
+        elsewhere = list(chunks([slice(3, 7), slice(5, 30), slice(20, 50)]))
+    seen = torch.zeros(SHAPE)
+    for part in elsewhere:
+        seen[part] += 1
+    assert bool((seen[3:7, 5:30, 20:50] == 1).all())
+    assert float(seen.sum()) == 4 * 25 * 30
     assert max(math.prod(lengths(part)) for part in parts) <= 130
     together = torch.zeros(SHAPE, dtype=torch.int32)
     count = torch.zeros(SHAPE)

@@ -48,6 +48,8 @@ CASES: dict[str, tuple[int, dict[int, Layout]]] = {
     "more shards than rows": (3, {i: cut((1, 3, 20), 8) for i in range(6)}),
     "experts": (8, {i: cut((12, 10, 6), 2, replicas=2, ep=2) for i in range(3)}),
     "uneven experts": (3, {0: cut((5, 4, 4), 4, dim=0)}),
+    # Which costs as much as the eight before it.
+    "a large one last": (2, {i: cut((1, *((16, 16) if i == 8 else (8, 8))), 2) for i in range(9)}),
     "nothing": (0, {0: cut((0, 4, 4), 2, dim=0)}),
 }
 

@@ -71,6 +71,18 @@ def test_as_by_a_step(pool: Pool, tmp_path: Path, name: str) -> None:
     )
 
 
+def test_state_that_there_is_stays() -> None:
+    for kind in (torch.optim.AdamW, AdamW):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = kind([("w", parameter)])
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+        make_state(optimizer)
+        for key, value in before.items():
+            assert torch.equal(optimizer.state[parameter][key], value), key
+
+
 def _seeds(keys: Keys) -> list[int]:
     config = make_config(1, **keys)
     mesh = make_mesh(config.parallel)
@@ -96,10 +108,12 @@ def _options(keys: Keys) -> list[dict[str, object]]:
 def test_options_are_the_configs(pool: Pool, name: str) -> None:
     keys = OPTIMIZERS[name] | {"model__n_layers": 1, "optimizer__beta1": 0.7, "optimizer__beta2": 0.8}
     keys |= {"optimizer__eps": 0.01, "optimizer__momentum": 0.6, "optimizer__lr": 0.25}
-    groups = pool.run(_options, 1, keys | {"optimizer__weight_decay": 0.5})[0]
+    keys |= {"optimizer__lr_scale": '["output=0.5"]', "optimizer__weight_decay": 0.5}
+    groups = pool.run(_options, 1, keys)[0]
+    assert {group["lr"] for group in groups} == {0.25, 0.125}
     assert {group["weight_decay"] for group in groups} == {0.0, 0.5}
     for group in groups:
-        assert group["lr"] == 0.25
+        assert group["lr"] == 0.25 * float(str(group["lr_scale"]))
         if "momentum" in group:
             assert group["momentum"] == 0.6
         else:
