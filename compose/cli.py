@@ -118,6 +118,10 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
             continue
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         if name in known and not flags.get(name):
+            if equals:
+                raise ConfigError(
+                    f"{COMMAND_LINE}: {name}: takes no value, got {value or 'an empty one'}"
+                )
             found.flags[name] = ""
             continue
         if name not in known and not (keys and "." in name):

@@ -6,6 +6,7 @@ toml.py; what holds between keys is in legality/
 
 import ast
 import dataclasses
+import datetime
 import functools
 import inspect
 import itertools
@@ -15,13 +16,21 @@ import types
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+
+
+def _not_0_in_float32(value: float) -> float:
+    if 0 < value < 2.0**-126:
+        raise ValueError("is 0 in float32, which has nothing below 1.2e-38")
+    return value
+
 
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(gt=0)]
+Epsilon = Annotated[float, Field(ge=0), AfterValidator(_not_0_in_float32)]
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Optimizer:
     """AdamW: decay of the gradient's running mean."""
     beta2: Decay = 0.95
     """AdamW: decay of the squared gradient's running mean."""
-    eps: Annotated[float, Field(ge=0)] = 1e-8
+    eps: Epsilon = 1e-8
     """AdamW: added to the root of the squared gradient's mean."""
     momentum: Decay = 0.95
     """Muon: decay of the sum of gradients."""
@@ -317,4 +326,10 @@ def toml_value(value: Any) -> str:
         return f'"{escaped}"'
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, int) and value.bit_length() > 4096:  # Python writes no such number in decimal
+        return hex(value)
     return repr(value)

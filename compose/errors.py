@@ -7,12 +7,20 @@ from collections.abc import Iterable
 class ConfigError(Exception):
     """Input that cannot work. ``problems``: one line each, naming the key, the reason and a cure.
 
-    The command lines print the problems once, whatever the number of ranks, and exit with 2.
+    The command lines print the problems once, whatever the number of ranks, and exit with 2. What a
+    terminal would not print but obey, in a name or a value, is written as an escape.
     """
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
+        self.problems = [printable(problem) for problem in problems]
+        super().__init__("\n".join(self.problems))
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, with escapes for what is no visible character."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:

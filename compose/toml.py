@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -22,7 +22,23 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 COMMAND_LINE = "command line"
+_MOST_FILES = 100  # that extend one another
+_SHOWN = 200  # characters of a value in a message
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Vanished(float):
+    """A number of a file that is not 0, and so near it that a float is."""
+
+    text = ""
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if value == 0 and set(text.lower().partition("e")[0]) & set("123456789"):
+        value = _Vanished(value)
+        value.text = text
+    return value
 
 
 @dataclass
@@ -75,21 +91,29 @@ def _config(keys: Keys, overrides: Sequence[tuple[str, str]], source: str) -> Co
     return Config(**tables, source=source)
 
 
-def _read(file: str, keys: Keys, above: tuple[Path, ...]) -> None:
-    path = Path(file)
+def _read(file: str, keys: Keys, above: tuple[str, ...]) -> None:
+    if len(above) > _MOST_FILES:
+        raise ConfigError(
+            f"{file}: is the last of more than {_MOST_FILES} files that extend one another"
+        )
+    text = ""
     try:
-        if path.resolve() in above:
+        # Not Path.resolve, to which a loop of links is an error.
+        place = os.path.realpath(file)
+        if place in above:
             raise ConfigError(f"{file}: extends itself")
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark, which says nothing.
+        text = Path(file).read_text(encoding="utf-8-sig")
+        content = tomllib.loads(text, parse_float=_float)
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: {_syntax_error(path, error)}") from None
+        raise ConfigError(f"{file}: {_syntax_error(text, error)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot read it: {error}") from None
     base = content.pop("extends", None)
-    if isinstance(base, str):
-        _read(os.path.join(os.path.dirname(file), base), keys, (*above, path.resolve()))
+    if isinstance(base, str) and base:
+        _read(os.path.join(os.path.dirname(file), base), keys, (*above, place))
     elif base is not None:
         keys.problems.append(f'{file}: extends: expected a file name in quotes, as "base.toml"')
     for table, values in content.items():
@@ -102,28 +126,35 @@ def _read(file: str, keys: Keys, above: tuple[Path, ...]) -> None:
             keys.set(table, key, value, file)
 
 
-def _syntax_error(path: Path, error: ValueError) -> str:
+def _syntax_error(text: str, error: ValueError) -> str:
     """The parser's words, with the text of the line they speak of."""
     words = str(error)
     place = words.partition("(at line ")[2].partition(",")[0]
     if not place.isdigit():
         return f"TOML syntax: {words}"
-    line = path.read_text(encoding="utf-8").split("\n")[int(place) - 1].strip()
+    line = text.split("\n")[int(place) - 1].strip()[:_SHOWN]
     return f"line {place}: TOML syntax: {words.partition(' (at line')[0]}: {line}"
 
 
 def _parse_value(text: str) -> Any:
     """``text`` as a TOML value; what is none is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        found = tomllib.loads(f"value = {text}", parse_float=_float)
     except (ValueError, RecursionError):
         return text
+    return found["value"] if len(found) == 1 else text  # more lines are no value
 
 
 def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
-    """A hint for an unknown key: the same key of another table, or a like one of ``table`` or any."""
+    """A hint for an unknown key: a table of that name, the same key of another table, or a like one of
+    ``table`` or of any."""
     key = key.lstrip("-")
-    everywhere = {name: f"{other}.{name}" for other, kind in TABLES.items() for name in docs(kind)}
+    if key in TABLES:
+        return f"; it is a table: --{key}.key=value, or [{key}] in a file"
+    everywhere: dict[str, str] = {}
+    for other, kind in TABLES.items():
+        for name in docs(kind):
+            everywhere.setdefault(name, f"{other}.{name}")
     if key in everywhere:
         return f"; did you mean {everywhere[key]}?"
     near = did_you_mean(f"{table}.{key}", [f"{table}.{name}" for name in known])
@@ -143,19 +174,30 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
         if key not in known:
             keys.problem(table, key, f"unknown key{nearest_key(key, table, known)}")
             continue
+        vanished = [one for one in (value if isinstance(value, list) else [value]) if _vanishes(one)]
+        if vanished:
+            keys.problem(table, key, f"{vanished[0].text} is too near 0 for a float, which would be 0")
+            continue
         # A frozen dataclass holds a tuple where TOML has an array.
         given = tuple(value) if isinstance(value, list) else value
         try:
             good[key] = TypeAdapter(types[attribute(key)], config=_STRICT).validate_python(given)
         except ValidationError as error:
             kind_name, got = type_name(types[attribute(key)]), toml_value(value)
+            got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
             detail = error.errors()[0]
             if detail["type"].endswith(("_type", "literal_error")):
                 keys.problem(table, key, f"expected {kind_name}, got {got}")
+            elif detail["type"] == "value_error":
+                keys.problem(table, key, f"{got} {detail['msg'].removeprefix('Value error, ')}")
             else:
                 reason = detail["msg"].removeprefix("Input should be ")
                 keys.problem(table, key, f"{got} should be {reason}")
     return good
+
+
+def _vanishes(value: Any) -> TypeGuard[_Vanished]:
+    return isinstance(value, _Vanished)
 
 
 def _table(table: str, kind: type, keys: Keys) -> Any:

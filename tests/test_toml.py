@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from compose import legality
+from compose.cli import parse
 from compose.config import TABLES, Config, attribute, docs, toml_value
 from compose.errors import ConfigError
 from compose.toml import dump, load
@@ -77,6 +78,33 @@ def problems(*arguments: object) -> list[str]:
         ("[oops]", "oops: unknown table"),
         ("extends = 3", 'extends: expected a file name in quotes, as "base.toml"'),
         ('extends = "train.toml"', "extends itself"),
+        ('extends = ""', 'extends: expected a file name in quotes, as "base.toml"'),
+        ("train = 5", "train: unknown key; it is a table: --train.key=value, or [train] in a file"),
+        ("[[train]]", "train: unknown key; it is a table: --train.key=value, or [train] in a file"),
+        ("steps = 5", "steps: unknown key; did you mean train.steps?"),
+        (
+            "[optimizer]\neps = 1e-400",
+            "optimizer.eps: 1e-400 is too near 0 for a float, which would be 0",
+        ),
+        (
+            "[data]\nweights = [1.0, 1e-999]",
+            "data.weights: 1e-999 is too near 0 for a float, which would be 0",
+        ),
+        (
+            "[optimizer]\neps = 1e-50",
+            "optimizer.eps: 1e-50 is 0 in float32, which has nothing below 1.2e-38",
+        ),
+        (
+            "[model]\nnorm_eps = 1e-50",
+            "model.norm_eps: 1e-50 is 0 in float32, which has nothing below 1.2e-38",
+        ),
+        ("[train]\nsteps = 2020-01-01", "train.steps: expected int, got 2020-01-01"),
+        ("[train]\nsteps = {a = 1}", "train.steps: expected int, got {a = 1}"),
+        ('[train]\n"xyzzy\\u001b[2J" = 3', "train.xyzzy\\x1b[2J: unknown key"),
+        (
+            "[train]\nsteps = 3\u2028",
+            "line 2: TOML syntax: Expected newline or end of document after a statement: steps = 3",
+        ),
     ],
 )
 def test_message(write: Write, text: str, message: str) -> None:
@@ -99,10 +127,75 @@ def test_model_folder_that_lacks_parts(write: Write, monkeypatch: pytest.MonkeyP
 
 
 def test_unreadable_files(write: Write) -> None:
-    assert problems(write('extends = "a\\u0000b"')) == ["a\x00b: cannot read it: embedded null byte"]
+    assert problems(write('extends = "a\\u0000b"')) == ["a\\x00b: cannot read it: embedded null byte"]
+    assert problems("a\0b") == ["a\\x00b: cannot read it: embedded null byte"]
     Path("latin.toml").write_bytes(b"# \xff")
     assert problems("latin.toml")[0].startswith("latin.toml: cannot read it: 'utf-8' codec")
     assert problems(write("a = " + "[" * 5000))[0].startswith("train.toml: ")
+
+
+def test_a_number_of_any_length_is_one_short_line(write: Write) -> None:
+    for number in ("0x" + "f" * 5000, "9" * 5000, "1" * 400):
+        (line,) = problems(write(f"[train]\nsteps = {number}"))
+        assert line.startswith("train.toml: ")
+        assert len(line) < 300
+
+
+def test_loops_and_chains_of_files(write: Write) -> None:
+    Path("one.toml").symlink_to("two.toml")
+    Path("two.toml").symlink_to("one.toml")
+    for found in (problems("one.toml"), problems(write('extends = "one.toml"'))):
+        assert [line.partition(": [Errno")[0] for line in found] == ["one.toml: cannot read it"]
+    Path("self.toml").symlink_to("train.toml")
+    assert problems(write('extends = "self.toml"')) == ["self.toml: extends itself"]
+    for i in range(1100):
+        Path(f"{i}.toml").write_text(f'extends = "{i + 1}.toml"')
+    assert problems("0.toml") == [
+        "101.toml: is the last of more than 100 files that extend one another"
+    ]
+
+
+def test_a_byte_order_mark_says_nothing(write: Write) -> None:
+    assert load(write("\ufeff[train]\nsteps = 3")).train.steps == 3
+    assert problems(write("\ufeff[train]\nsteps = = 3")) == [
+        "train.toml: line 2: TOML syntax: Invalid value: steps = = 3"
+    ]
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    """In one place, for whoever raises it."""
+    error = ConfigError("a\x1b[2J\x07\rb\nc", "d\u202e\ud800\x7f", "é 漢")
+    assert error.problems == ["a\\x1b[2J\\x07\\rb\\nc", "d\\u202e\\ud800\\x7f", "é 漢"]
+    assert str(error) == "\n".join(error.problems)
+
+
+def test_a_value_of_several_lines_is_none(write: Write) -> None:
+    """What stood on the others was passed over."""
+    assert problems(write(""), [("train.steps", "1\ntrain.seed=2")]) == [
+        'command line: train.steps: expected int, got "1\\u000atrain.seed=2"'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dry-run=1"], "--dry-run: takes no value, got 1"),
+        (["--dry-run="], "--dry-run: takes no value, got an empty one"),
+        (["--help=false"], "--help: takes no value, got false"),
+        (
+            ["--train=5"],
+            "--train: unknown option; it is a table: --train.key=value, or [train] in a file",
+        ),
+        (["--steps=5"], "--steps: unknown option; did you mean train.steps?"),
+        (["--\x1b[31m"], "--\\x1b[31m: unknown option"),
+        (["--train.seed=\ud800"], 'train.seed: expected int, got "\\ud800"'),
+    ],
+)
+def test_odd_options(write: Write, words: list[str], message: str) -> None:
+    file = write("")
+    with pytest.raises(ConfigError) as caught:
+        parse([file, "--dry-run", *words], "train.py", trains=True)
+    assert caught.value.problems == [f"command line: {message}"]
 
 
 def test_model_error_names_where_the_field_was_set(write: Write) -> None:
