@@ -107,9 +107,12 @@ class Views(nn.Module):
         output = torch.zeros(6, 6)
         for view, weight in zip((x[:, :6], x[:, 6:], x[:, 6:].T), self.weights, strict=False):
             output = output + view * weight
+        products = []
         for i in range(3, 6):
-            output = output + (x[:, :6] + i) * self.weights[i]
-        return output
+            sum_ = x[:, :6] + i
+            products.append(sum_ * self.weights[i])
+            del sum_  # so that the next one may be where it was
+        return output + sum(products)
 
 
 def test_views_and_what_follows_in_one_memory_are_not_taken_for_each_other() -> None:

@@ -99,6 +99,12 @@ def test_stop_after_leaves_the_schedule_unchanged(pool: Pool, tmp_path: Path) ->
         ]
 
 
+def test_no_steps_follow_the_schedules_last(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_for(tmp_path, train__steps=2, train__stop_after=4, model__n_layers=1)
+    pool.run(_train, 1, keys)
+    assert len(lines(tmp_path)) == 2
+
+
 def test_config_snapshot_runs_again(pool: Pool, tmp_path: Path) -> None:
     pool.run(_train, 2, keys_for(tmp_path / "run", train__steps=2, parallel__tp=2))
     snapshot = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
