@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compose import activation_offload
 from compose.activation_offload import ActivationOffload
@@ -111,7 +112,9 @@ class Views(nn.Module):
         for i in range(3, 6):
             sum_ = x[:, :6] + i
             products.append(sum_ * self.weights[i])
-            del sum_  # so that the next one may be where it was
+            self.seen = StorageWeakRef(sum_.untyped_storage())
+            del sum_
+            self.held = not self.seen.expired()  # or the next one could be where it was
         return output + sum(products)
 
 
@@ -119,7 +122,10 @@ def test_views_and_what_follows_in_one_memory_are_not_taken_for_each_other() -> 
     unit, x = Views(), torch.randn(6, 12)
     ActivationOffload(unit).wrap(unit)
     with however_small():
-        unit(x).sum().backward()
+        output = unit(x)
+    assert unit.held
+    assert unit.seen.expired()
+    output.sum().backward()
     left, right = x[:, :6], x[:, 6:]
     expected = [left, right, right.T, left + 3, left + 4, left + 5]
     for weight, value in zip(unit.weights, expected, strict=True):
