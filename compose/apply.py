@@ -15,7 +15,7 @@ from compose.activation_checkpointing import (
 )
 from compose.activation_offload import ActivationOffload
 from compose.applied import Applied, remember
-from compose.compilation import NOTHING, Compile, apply_compile
+from compose.compilation import NOTHING, Compile, apply_compile, check_whole
 from compose.context_parallel import Balance, ContextParallel
 from compose.data_parallel import apply_data_parallel
 from compose.errors import ConfigError
@@ -79,6 +79,7 @@ def apply(
     if master_dtype not in (torch.float32, param_dtype):
         raise ConfigError(f"master_dtype: {master_dtype} is neither float32 nor param_dtype")
     pp, cp, tp = (axis_size(mesh, axis) for axis in ("pp", "cp", "tp"))
+    check_whole(compile.mode, tp)
     resolved = resolve(plan, model)
     if plan.heads:
         check_heads(*plan.heads, tp)

@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 
+from compose.errors import ConfigError
 from compose.local import arrived
 
 
@@ -29,6 +30,15 @@ class Compile:
 
 
 NOTHING = Compile()
+
+
+def check_whole(mode: str, tp: int) -> None:
+    """Raise ConfigError unless ``tp`` is 1 where the whole model is compiled."""
+    if mode == "model" and tp > 1:
+        raise ConfigError(
+            f'compile.mode: "model" with parallel.tp = {tp}: Dynamo cannot trace the hooks by which'
+            ' styles change tensors between modules; use compile.mode = "block"'
+        )
 
 
 def parts(model: nn.Module, units: Sequence[str], opaque: Collection[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ is: so whatever has weights in that module must have a style of this file, each 
 that sum.
 """
 
+import inspect
 import re
 from collections.abc import Iterable
 from functools import partial
@@ -57,7 +58,18 @@ class LocalInput(PrepareModuleInput):
         there, back = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")
         if device_mesh.size() > 1:
             send = partial(_send, there, back, device_mesh.get_group().group_name)
-            module.register_forward_pre_hook(lambda _, inputs: (send(inputs[0]), *inputs[1:]))
+            name = next(iter(inspect.signature(module.forward).parameters), "")
+
+            def sent(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+                if args:
+                    return (send(args[0]), *args[1:]), kwargs
+                if name not in kwargs:
+                    raise ConfigError(
+                        f"LocalInput: {type(module).__name__} was called without its input {name}"
+                    )
+                return args, {**kwargs, name: send(kwargs[name])}
+
+            module.register_forward_pre_hook(sent, with_kwargs=True)
         return module
 
     def by_dtensors(self) -> ParallelStyle:

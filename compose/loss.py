@@ -1,11 +1,14 @@
 """The loss: cross-entropy summed over target tokens, of whole or vocabulary-sharded logits."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from compose.errors import ConfigError
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Of a model's output and its targets: a sum over targets, a scalar."""
@@ -13,12 +16,24 @@ IGNORE = -100
 """The target of a position that is not trained on."""
 
 
+def logits_of(output: Any) -> Any:
+    """``output`` of a model, or what it calls its logits, as models of transformers do."""
+    return output if isinstance(output, Tensor) else getattr(output, "logits", output)
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum over targets other than IGNORE of -log softmax(logits)[target], in nats; a scalar.
 
     logits: (B, L, V), of any float type, local or a DTensor sharded over V (then call it, and its
     backward, under ``torch.distributed.tensor.parallel.loss_parallel``). targets: (B, L), int64.
+    An object that holds them as ``.logits`` will do. Raises ConfigError for anything else.
     """
+    logits = logits_of(logits)
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            f"loss_function: cross_entropy takes logits, and the model returned a"
+            f" {type(logits).__name__}; give a loss_function that takes that"
+        )
     loss = F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
     )

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
@@ -26,11 +25,11 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compose.data_parallel import finish_backward, gather, prepare_micro_batch
+from compose.data_parallel import finish_backward
 from compose.errors import ConfigError
-from compose.local import arrived
 from compose.output import StepLoss
 from compose.pipeline_split import Stage, Tied, balanced, check_layers, layer_names, split
+from compose.pipeline_stage import PlainStage, RuntimeStage, plain_stream
 from compose.plan import Pipeline
 from compose.schedules import build_table, forwards, placement
 
@@ -172,13 +171,14 @@ class PipelineRunner:
                 if after is None:
                     before(parts[number])
                 stream_in = inbox.pop((stage, number)).wait() if stage else firsts[number]
-                output = arrived(modules[stage](stream_in, **inputs[number]))
+                output = modules[stage](stream_in, **inputs[number])
                 if after is None:
                     each(output, parts[number])
                 elif after == rank:
-                    inbox[stage + 1, number] = _Message(output)
+                    inbox[stage + 1, number] = _Message(plain_stream(output))
                 else:
-                    sent.append(self._message(dist.isend, output.contiguous(), after))
+                    stream_out = plain_stream(output).contiguous()
+                    sent.append(self._message(dist.isend, stream_out, after))
             elif after == self.rank:
                 buffer = torch.empty_like(stream, device=firsts[0].device)
                 inbox[stage + 1, number] = self._message(dist.irecv, buffer, rank)
@@ -197,8 +197,8 @@ class PipelineRunner:
         stream = self._stream(first[:micro_batch], {k: v[:micro_batch] for k, v in inputs.items()})
         last = len(self.placement) - 1
         stages: list[Any] = [
-            _Stage(
-                _Plain(stage.module, self._expect),
+            RuntimeStage(
+                PlainStage(stage.module, self._step_loss, last=stage.index == last),
                 stage.index,
                 last + 1,
                 first.device,
@@ -211,7 +211,11 @@ class PipelineRunner:
         for stage in stages:
             stage.zero = self.zero
         runtime = _PipelineScheduleRuntime(
-            stages, count, loss_fn=self._loss_of_micro_batch, scale_grads=False
+            # The last stage has found it.
+            stages,
+            count,
+            loss_fn=lambda loss, targets: loss,
+            scale_grads=False,
         )
         runtime._prepare_schedule_with_comms(
             {
@@ -221,13 +225,9 @@ class PipelineRunner:
         )
         return runtime
 
-    def _expect(self, targets: Tensor) -> None:
+    def _step_loss(self) -> StepLoss:
         assert self.loss is not None
-        self.loss.expect(targets)
-
-    def _loss_of_micro_batch(self, output: Tensor, targets: Tensor) -> Tensor:
-        assert self.loss is not None
-        return self.loss(output, targets)
+        return self.loss
 
     def _stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """What goes from stage to stage for one micro-batch, on meta: the first stage tries it once."""
@@ -240,15 +240,17 @@ class PipelineRunner:
         found: list[Any] = [None]
         source = self.placement[0]
         if source == self.rank:
-            with torch.no_grad():
-                output = arrived(self.stages[0].module(first, **inputs))
-            if type(output) is Tensor:
+            try:
+                with torch.no_grad():
+                    output = plain_stream(self.stages[0].module(first, **inputs))
                 found = [(output.shape, output.dtype)]
+            except ConfigError as error:
+                found = [error.problems]
         dist.broadcast_object_list(
             found, src=dist.get_global_rank(self.group, source), group=self.group
         )
-        if found[0] is None:
-            raise ConfigError("plan.pipeline: layers hand on something other than one plain tensor")
+        if isinstance(found[0], list):
+            raise ConfigError(*found[0])
         shape, dtype = found[0]
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
@@ -343,49 +345,3 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-class _Plain(nn.Module):
-    """Keeps a stage's FSDP from the runtime, which would gather it for a whole step.
-
-    expect: is told a micro-batch's targets before its forward."""
-
-    def __init__(self, stage: nn.Module, expect: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self.stage, self.expect = stage, expect
-
-    def forward(self, *args: Any, targets: Tensor, **kwargs: Any) -> Any:
-        self.expect(targets)
-        return arrived(self.stage(*args, **kwargs))
-
-
-class _Stage(PipelineStage):
-    """A stage that reduces gradients, and gathers and frees parameters, as its ZeRO stage says."""
-
-    zero: int = 3
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        module = cast(_Plain, self.submod).stage
-        if backward_type == "full":
-            prepare_micro_batch(module, self.zero, last=last_backward)
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        # The two halves look for the parameters themselves, and set gradients past FSDP's hooks.
-        gather(module)
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        finish_backward(module, self.zero, last=last_backward)
-        return result
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        # There was no inference, and it would drop gradients accumulated before this step.
-        pass
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # Torch 2.11 greets a neighbour on the same rank too, which gloo cannot.
-        greetings = super()._get_init_p2p_neighbors_ops()
-        return [op for op in greetings if op.group_peer != self.group_rank]
-
-    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        # Torch 2.11 compares the last stage's output too, whose shape nobody had to tell it.
-        pass

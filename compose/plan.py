@@ -14,10 +14,12 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
+    RowwiseParallel,
 )
 
 from compose import local_parallel
@@ -180,6 +182,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     if plan.tensor:
         placing = [n for n, s in tensor if not isinstance(s, _ACTIVATION_STYLES)] + replicate
         problems += _uncovered("tensor", _CURE, placing + [n for n, _ in expert], model)
+        problems += _unfit_styles(tensor, model)
         problems += local_parallel.unfit(model, tensor)
     if plan.shard:
         problems += _uncovered("shard", "", [n for unit in shard for n in unit], model)
@@ -226,6 +229,20 @@ def _as_patterns(names: Iterable[str], pattern: str) -> list[str]:
         if name.count(".") + 1 == len(stars)
     }
     return sorted(starred | set(names))
+
+
+def _unfit_styles(styles: Iterable[tuple[str, ParallelStyle]], model: nn.Module) -> list[str]:
+    """One line per module that PyTorch's column and row styles cannot cut."""
+    cut = (ColwiseParallel._apply, RowwiseParallel._apply)
+    problems = []
+    for name, style in styles:
+        module = model.get_submodule(name)
+        if type(style)._apply in cut and not isinstance(module, (nn.Linear, nn.Embedding)):
+            problems.append(
+                f"plan.tensor: {name} is {type(module).__name__}, and {type(style).__name__} cuts"
+                " nn.Linear and nn.Embedding alone; list it in replicate, or give it another style"
+            )
+    return problems
 
 
 def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:

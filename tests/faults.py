@@ -24,7 +24,8 @@ from compose.attention_blocks import Block
 from compose.context_parallel import Exchange
 from compose.data_parallel import prepare_micro_batch
 from compose.mesh import sum_over
-from compose.pipeline_parallel import PipelineRunner, _Stage
+from compose.pipeline_parallel import PipelineRunner
+from compose.pipeline_stage import RuntimeStage
 from models.llama import Model
 
 Fault = Callable[[], AbstractContextManager[None]]
@@ -230,11 +231,11 @@ def positions_are_counted_anew_on_each_rank() -> Iterator[None]:
 def a_stage_averages_over_micro_batches() -> Iterator[None]:
     """The last stage divides its gradients by the number of micro-batches: PyTorch's default."""
 
-    def fake(self: _Stage, grad_scale_factor: int) -> None:
+    def fake(self: RuntimeStage, grad_scale_factor: int) -> None:
         if self.is_last:
             self.scale_grads(8)
 
-    with mock.patch.object(_Stage, "perform_reduce_grad", fake):
+    with mock.patch.object(RuntimeStage, "perform_reduce_grad", fake):
         yield
 
 

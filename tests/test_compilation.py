@@ -130,6 +130,11 @@ def test_graphs_compiled_late_are_told() -> None:
             {"compile__async_tp": True, "compile__mode": "block", "parallel__tp": 2},
         ),
         (
+            'compile.mode: "model" with parallel.tp = 2: Dynamo cannot trace the hooks by which'
+            ' styles change tensors between modules; use compile.mode = "block"',
+            {"compile__mode": "model", "parallel__tp": 2},
+        ),
+        (
             'activation_checkpoint.mode: "budget" does not see into the parts of a layer that are'
             " compiled alone, as with parallel.cp; use activation_checkpoint.mode ="
             ' "full" or "every_k", or compile.mode = "off"',

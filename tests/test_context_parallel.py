@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -18,7 +19,9 @@ from compose.attention_blocks import Merged, blocks, document_starts
 from compose.context_parallel import (
     Balance,
     ContextParallel,
+    Exchange,
     Method,
+    _Ring,
     check_ulysses,
     chunk_count,
     chunks_of,
@@ -191,3 +194,40 @@ def test_check_ulysses() -> None:
 def test_repr_names_method_and_balance() -> None:
     style: Any = ContextParallel("allgather", "none")
     assert repr(style) == "ContextParallel(method='allgather', balance='none')"
+
+
+class _OneOfMany(Exchange):
+    """The last of ``cp`` ranks, whose neighbours send what they would have: (2, B, L, G, K) each."""
+
+    def __init__(self, everyone: list[Tensor]) -> None:
+        self.cp, self.rank, self.balance, self.method = len(everyone), len(everyone) - 1, "none", "ring"
+        self.chunks = [chunks_of(rank, self.cp, self.balance) for rank in range(self.cp)]
+        self.everyone, self.hop = everyone, 0
+
+    def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
+        if tag == 1:  # gradients of keys, on their way home
+            return tensor, []
+        self.hop = self.hop % (self.cp - 1) + 1
+        return self.everyone[self.rank - self.hop], []
+
+
+def test_a_ring_sums_the_gradient_of_queries_in_float32() -> None:
+    """Over 32 hops in bfloat16: within 3 roundings of the whole sequence's; summed in bfloat16, 5."""
+    torch.manual_seed(0)
+    cp, length = 32, 4
+    keys, values = torch.randn(2, 1, cp * length, 2, 8).bfloat16()
+    q, grad = torch.randn(2, 1, length, 2, 8).bfloat16()
+    parts = zip(keys.chunk(cp, 1), values.chunk(cp, 1), strict=True)
+    exchange = _OneOfMany([torch.stack(part) for part in parts])
+    mine = q.clone().requires_grad_()
+    _Ring.apply(mine, *exchange.everyone[-1], exchange, [[0]]).backward(grad)  # type: ignore[union-attr]
+
+    whole = q.double().requires_grad_()
+    heads_first = [x.double().transpose(1, 2) for x in (whole, keys, values)]
+    mask = torch.ones(length, cp * length).tril((cp - 1) * length).bool()
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask)
+    out.transpose(1, 2).backward(grad.double())
+    assert whole.grad is not None
+    assert mine.grad is not None
+    rounding = (whole.grad.bfloat16() - whole.grad).norm()
+    assert (mine.grad - whole.grad).norm() < 3 * rounding

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compose import Parallel, Plan, verify
+from compose import Parallel, Plan, init_mesh, verify
 from compose.errors import ConfigError
 from compose.expert_parallel import ExpertParallel, expert_mesh
 from compose.legality import meshes
@@ -168,6 +170,16 @@ def test_which_ranks_hold_the_same_experts(pool: Pool) -> None:
         "half the replicas": ((2, 1, 2), [[[0, 1]], [[2, 3]]]),
         "alone": ((1, 4, 1), [[[0], [1], [2], [3]]]),
     }
+
+
+def test_ep_takes_replicas_where_shards_do_not_divide_it() -> None:
+    """Of 2 replicas of 3 shards, ep 2 goes over the replicas: each expert is then cut in three."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
+    try:
+        mesh = expert_mesh(init_mesh(Parallel(dp_replicate=2, dp_shard=3)), 2)
+    finally:
+        dist.destroy_process_group()
+    assert (mesh.shape, mesh.mesh.tolist()) == ((1, 1, 3, 2), [[[[0, 1], [2, 3], [4, 5]]]])
 
 
 def _style_alone(counts_of: list[list[int]]) -> float:

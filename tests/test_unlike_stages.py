@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose.build import build
+from compose.build import build, cut
+from compose.local import local_tensor
 from compose.trainer import Trainer
 from tests.helpers import make_config, prove_case
 from tests.pool import Pool, make_mesh
@@ -50,6 +51,40 @@ def test_equals_one_process(pool: Pool, mesh: str, content: str) -> None:
     ranks, keys = keys_of(CONTENTS[content], mesh)
     report = agreed(pool.run(prove_case, ranks, keys))
     assert report.ok, str(report)
+
+
+def _resumed(folder: str) -> list[bool]:
+    """Of a rank with two stages that share a weight, whether both have what was saved, exactly."""
+    keys = keys_for(
+        Path(folder),
+        parallel__pp=2,
+        parallel__pp_schedule="ZBVZeroBubble",
+        parallel__pp_layers="[0,1,1,0]",
+        model__tie_embeddings=True,
+        train__seq_len=8,
+        train__global_batch=4,
+        train__micro_batch=1,
+        train__stop_after=1,
+        checkpoint__interval=1,
+    )
+    config = make_config(dist.get_world_size(), **keys)
+    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
+    trained = build(config, mesh, cpu)
+    Trainer(config, mesh, trained, cpu).run()
+    model = cut(config, mesh, cpu)
+    with torch.no_grad():
+        for parameter in model.parameters():  # nothing of it may stay
+            parameter.fill_(torch.nan)
+    Trainer(config, mesh, model, cpu).held.release()
+    pairs = zip(model.parameters(), trained.parameters(), strict=True)
+    return [torch.equal(local_tensor(p), local_tensor(q)) for p, q in pairs]
+
+
+def test_loading_fills_every_copy_of_a_shared_weight(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(_resumed, 2, str(tmp_path))
+    assert first == [True] * 3  # the embedding, what it is as an output, and the last norm
+    assert second
+    assert all(second)
 
 
 def _train(keys: dict[str, object], steps: int) -> list[int]:

@@ -7,6 +7,7 @@ from torch.torch_version import TorchVersion
 
 from compose.activation_checkpointing import operators
 from compose.build import float8_choice
+from compose.compilation import check_whole
 from compose.config import ActivationCheckpoint, toml_value
 from compose.errors import ConfigError
 from compose.float8 import EXCEPTED
@@ -76,6 +77,10 @@ def _recompute_compiled(case: Case) -> None:
             f" compiled alone, as with {found[0]}; use activation_checkpoint.mode ="
             ' "full" or "every_k", or compile.mode = "off"'
         )
+
+
+def _compiled_whole(case: Case) -> None:
+    check_whole(case.config.compile.mode, case.degrees.tp)
 
 
 def _offload_compiled(case: Case) -> None:
@@ -233,6 +238,13 @@ STEP = [
         " no flash attention on CUDA",
         "what a part compiled alone computes is not seen operator by operator",
         _recompute_compiled,
+    ),
+    Rule(
+        'compile.mode "model" goes without tp',
+        "Dynamo cannot trace the hooks by which styles change tensors between modules; block compiles"
+        " what is between them",
+        _compiled_whole,
+        upstream="torch/_dynamo, of hooks that torch.distributed.tensor.distribute_module adds",
     ),
     Rule(
         "compile.async_tp has CUDA, tp and torch.compile",
