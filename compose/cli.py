@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import tempfile
 import time
 import traceback
 import typing
@@ -19,6 +20,7 @@ from compose.checkpoint.store import newest_first
 from compose.config import TABLES, Config, Model, attribute, docs, toml_value, type_name
 from compose.data import data_problems
 from compose.errors import ConfigError, did_you_mean
+from compose.folder import strangers
 from compose.hugging_face import source_problems
 from compose.registry import find_model, model_names
 from compose.toml import COMMAND_LINE, load, nearest_key
@@ -189,10 +191,13 @@ def _run_dir(config: Config) -> list[str]:
             if (folder / name).exists():
                 why = ", and no checkpoint" if keep.resume == "auto" else ""
                 return [f"run.dir: {folder} already holds {name} of a run{why}; choose another folder"]
+        if keep.resume == "none" and config.run.dir and newest_first(folder / "checkpoints"):
+            return [f"run.dir: {folder} already holds checkpoints of a run; choose another folder"]
+        if config.run.dir and (problems := strangers(folder)):
+            return problems
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # of a name that nothing has
+            pass
     except OSError as error:
         return [f"run.dir: cannot write to {folder}: {error.strerror}"]
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import stat
 import time
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,29 @@ from typing import IO
 
 import torch.distributed as dist
 
+from compose.checkpoint.store import MARK
 from compose.errors import ConfigError
+from compose.own_files import open_own
+
+_FILES = (".lock", "config.toml", "metrics.jsonl", MARK)
+_FOLDERS = ("checkpoints", "traces", "tokenizer")
+
+
+def strangers(folder: Path) -> list[str]:
+    """One line for each of a run's files or folders in ``folder`` that is a link, which could lead
+    anywhere, or another kind of thing."""
+    problems = []
+    for name in (*_FILES, *_FOLDERS):
+        try:
+            mode = (folder / name).lstat().st_mode
+        except OSError:
+            continue
+        wanted, right = ("file", stat.S_ISREG) if name in _FILES else ("folder", stat.S_ISDIR)
+        if stat.S_ISLNK(mode):
+            problems.append(f"run.dir: {folder / name} is a symbolic link; a run writes within run.dir")
+        elif not right(mode):
+            problems.append(f"run.dir: {folder / name} is not a {wanted}; move it away")
+    return problems
 
 
 class RunFolder:
@@ -25,16 +48,19 @@ class RunFolder:
         if dist.get_rank() == 0:
             folder = Path(name) if name else _new()
             folder.mkdir(parents=True, exist_ok=True)
-            found = [str(folder), self._take(folder)]
+            found = [str(folder), "\n".join(strangers(folder)) or self._take(folder)]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(found, src=0)
         if found[1]:
-            raise ConfigError(found[1])
+            raise ConfigError(*found[1].splitlines())
         self.path = Path(found[0])
 
     def _take(self, folder: Path) -> str:
         """Lock the folder; what is wrong if that cannot be."""
-        file = (folder / ".lock").open("a+", encoding="utf-8")
+        try:
+            file = open_own(folder / ".lock", "a+")
+        except OSError as error:
+            return f"run.dir: cannot write to {folder}: .lock: {error.strerror}"
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

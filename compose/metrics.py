@@ -1,6 +1,8 @@
 """What a run reports of each step: metrics.jsonl, the console, TensorBoard."""
 
+import contextlib
 import json
+import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -11,7 +13,8 @@ from typing import IO, Any
 import torch
 
 from compose.config import Precision
-from compose.own_files import write_whole
+from compose.errors import ConfigError
+from compose.own_files import open_own, write_whole
 
 # Dense peak FLOP/s by a part of torch.cuda.get_device_name(), first match wins; bfloat16 and float8
 # without sparsity, from the makers' data sheets (docs/metrics.md names them).
@@ -103,15 +106,28 @@ def _shown(value: float | None, digits: int) -> str:
 
 
 class MetricsWriter:
-    """Writes steps into ``folder``, after the first ``steps`` lines of what is there: a run that goes
-    on leaves one line a step. Made by one rank; the others have none."""
+    """Writes steps into ``folder``, after the lines that are there of the first ``steps``: a run that
+    goes on leaves one line a step. Made by one rank; the others have none.
+
+    Where nothing can be written, it says so once, keeps the lines, and writes them when it can. Raises
+    ConfigError where the file that is there cannot be read or replaced.
+    """
 
     def __init__(self, folder: Path, tensorboard: bool, steps: int = 0) -> None:
-        path = folder / "metrics.jsonl"
-        before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        # A new file in its place, so that a crash leaves the old one or the new one.
-        write_whole(path, "".join(before[:steps]))
-        self.file: IO[str] = path.open("a", encoding="utf-8")
+        self.path = folder / "metrics.jsonl"
+        try:
+            kept, strange = _lines_of(self.path, steps)
+            if strange:
+                names = (self.path.with_name(f"{self.path.name}.damaged-{i}") for i in range(1, 10**6))
+                aside = next(name for name in names if not os.path.lexists(name))
+                self.path.rename(aside)
+                _say(f"{self.path}: {strange} of its lines are no steps; it is kept as {aside}")
+            # A new file in its place, so that a crash leaves the old one or the new one.
+            write_whole(self.path, b"".join(kept))
+            self.file: IO[bytes] = open_own(self.path, "ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"run.dir: {self.path}: {error.strerror}") from None
+        self.size, self.waiting, self.problem = sum(map(len, kept)), b"", ""
         self.events: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # half a second to import
@@ -119,7 +135,7 @@ class MetricsWriter:
             self.events = SummaryWriter(str(folder), purge_step=steps + 1 if steps else None)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one line, on disk when this returns, and one event per number."""
+        """Append one line, on disk when this returns if it can be, and one event per number."""
         values = asdict(metrics)
         optional = (
             "z_loss",
@@ -136,20 +152,85 @@ class MetricsWriter:
                 del values[name]
         if not values["skipped"]:
             del values["skipped"]
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        self._append(json.dumps(values).encode() + b"\n")
         if self.events:
             values |= {f"checkpoint/{k}": v for k, v in values.pop("checkpoint", {}).items()}
             values |= {f"offload/{k}": v for k, v in values.pop("offload", {}).items()}
             values |= {f"epochs/{k}": v for k, v in values.pop("epochs", {}).items()}
             for router, report in values.pop("routing", {}).items():
                 values |= {f"{key}/{router}": value for key, value in report.items()}
-            for name, value in values.items():
-                if name != "step" and value is not None:
-                    self.events.add_scalar(name, value, metrics.step)
+            try:
+                for name, value in values.items():
+                    if name != "step" and value is not None:
+                        self.events.add_scalar(name, value, metrics.step)
+            except OSError as error:  # of its own thread, which then writes no more
+                self.events = None
+                _say(f"TensorBoard's events cannot be written: {error.strerror}; training goes on")
+
+    def _append(self, line: bytes) -> None:
+        """Write what waits and ``line``, all or nothing."""
+        self.waiting += line
+        try:
+            left = memoryview(self.waiting)
+            while left:
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.file.fileno(), self.size)  # half a line would spoil the next one
+            if not self.problem:
+                self.problem = error.strerror or str(error)
+                _say(f"{self.path} cannot be written: {self.problem}; training goes on")
+            return
+        self.size += len(self.waiting)
+        self.waiting = b""
+        if self.problem:
+            self.problem = ""
+            _say(f"{self.path} is written again, no line of it is lost")
 
     def close(self) -> None:
         """Close the files."""
+        if self.waiting:
+            self._append(b"")
+        if self.waiting:
+            count = self.waiting.count(b"\n")
+            _say(f"{self.path}: the last {count} steps are not in it: {self.problem}")
         self.file.close()
         if self.events:
-            self.events.close()
+            try:
+                self.events.close()
+            except OSError as error:
+                _say(f"TensorBoard's events cannot be written: {error.strerror}")
+
+
+def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
+    """The lines of the first ``steps`` steps, once each, and how many there are that no run leaves, not
+    even one that is killed: no steps, in front of the last line."""
+    try:
+        with open_own(path) as file:
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return [], 0
+    kept: dict[int, bytes] = {}
+    strange = 0
+    for place, line in enumerate(lines):
+        step = _step_of(line)
+        if step is None:
+            strange += place + 1 < len(lines)  # the last was cut short
+        elif step <= steps:
+            strange += step in kept
+            kept.setdefault(step, line)
+    return list(kept.values()), strange
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step that a whole line is of."""
+    try:
+        values = json.loads(line.decode("utf-8")) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    step = values.get("step") if isinstance(values, dict) else None
+    return step if type(step) is int and step > 0 else None
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -19,6 +19,7 @@ from compose.compilation import GraphCount
 from compose.config import Config
 from compose.data import training_batches
 from compose.data.opening import described, keep_tokenizer
+from compose.errors import ConfigError
 from compose.folder import RunFolder
 from compose.loss_scale import first_scale
 from compose.mesh import batch_share
@@ -74,9 +75,20 @@ class Trainer:
         self.graphs = GraphCount(config.compile.mode)
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
-            write_whole(self.folder / "config.toml", dump(config))
+            try:
+                write_whole(self.folder / "config.toml", dump(config))
+            except OSError as error:
+                reason = f"config.toml: {error.strerror}"
+                raise ConfigError(f"run.dir: cannot write to {self.folder}: {reason}") from None
             keep_tokenizer(config, self.batches, self.folder / TOKENIZER)
             self.writer = MetricsWriter(self.folder, config.metrics.tensorboard, self.progress.step)
+            if self.resumed and self.progress.step >= self.last_step:
+                key = "stop_after" if self.last_step == train.stop_after else "steps"
+                print(
+                    f"{self.folder}: {self.progress.step} steps are done, and train.{key} ="
+                    f" {self.last_step}: nothing is left to train",
+                    flush=True,
+                )
             whole, _ = build_model(config)  # of which this rank may hold a part
             count = sum(p.numel() for p in whole.parameters())
             print(f"{self.folder}: {count:,} parameters", flush=True)
@@ -114,8 +126,12 @@ class Trainer:
                     self._save(done)
                     if done % _COLLECT_EVERY == 0:
                         gc.collect()
+                # What asks a run to end that is at its end waits for the last save too.
+                self.checkpointer.wait()
+                self.checkpointer.finished()
+        except TrainingError:  # on every rank: what was saved before is whole, so let it be published
             self.checkpointer.wait()
-            self.checkpointer.finished()
+            raise
         finally:
             gc.enable()
             self.profiler.close()

@@ -5,6 +5,7 @@ its own, so that its messages and those of training never meet. Nothing is read 
 before it is whole (store.py).
 """
 
+import contextlib
 import json
 import platform
 import shutil
@@ -26,13 +27,27 @@ from compose.checkpoint.loading import cause_of, damage, load, model_fields
 from compose.checkpoint.parts import Part, SaveParts
 from compose.checkpoint.state import named_tensors, parts, staged
 from compose.checkpoint.storage import PartsWriter
-from compose.config import Config
+from compose.config import Config, toml_value
 from compose.errors import ConfigError
 from compose.loss_scale import LossScale
 from compose.optimizer import OffloadedAdamW
-from compose.own_files import write_whole
+from compose.own_files import open_own, write_whole
 from compose.runtime import start_timeout
-from compose.toml import dump
+from compose.toml import dump, tomllib
+
+# Keys that change nothing of what is trained, or that the data's own line tells.
+_SAME_TRAINING = {
+    "model.preset",
+    "train.stop_after",
+    "train.seq_len",
+    "train.seed",
+    "train.micro_batch",
+    "train.validate_every",
+    "train.loss_chunk",
+    "optimizer.implementation",
+    "optimizer.offload",
+    "optimizer.offload_dir",
+}
 
 
 @dataclass(frozen=True)
@@ -103,22 +118,32 @@ class Checkpointer:
             optimizer.register_step_pre_hook(lambda *_: self._let_go())
 
     def resume(self) -> Progress | None:
-        """Load the newest checkpoint that is whole; None, and nothing is changed, if there is none.
+        """Load the newest checkpoint that is whole; None, and nothing is changed, if there was none.
 
-        Says which, and names the damaged ones it passed over. Raises ConfigError where it is of another
-        model.
+        Says which, what of the config is not as it was, and names the damaged ones it passed over.
+        Raises ConfigError where it is of another model, or where none is whole of those there were.
         """
         if self.rank == 0:
             store.clean(self.root)
-        for folder in self._agreed(store.newest_first(self.root) if self.rank == 0 else []):
+        folders = self._agreed(store.newest_first(self.root) if self.rank == 0 else [])
+        for folder in folders:
             problems = damage(folder, self.group)
             if not problems:
                 known = load(folder, self.config, self.model, self.group, self.optimizer)
                 self._compare_data(folder, known.data.model_dump(exclude_unset=True))
                 progress = _progress(known)
                 self._say(f"{folder}: resumed after step {progress.step}")
+                if self.rank == 0 and progress.step and (changed := changes(folder, self.config)):
+                    self._say(f"{folder}: goes on with {', '.join(changed)}")
                 return progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
+        run = self.root.parent
+        if folders or self._agreed([run] if self.rank == 0 and store.has_saved(run) else []):
+            lost = "none of its checkpoints is whole" if folders else "its checkpoints are gone"
+            raise ConfigError(
+                f"run.dir: {run}: {lost}, and a run that begins at step 1 would write over the rest:"
+                f" put one back into {self.root}, or begin anew in another run.dir"
+            )
         return None
 
     def save(self, progress: Progress, wait: bool = False) -> None:
@@ -213,6 +238,8 @@ class Checkpointer:
             store.publish(target, everything)
         except OSError as error:
             return [cause_of(error), 0]
+        with contextlib.suppress(OSError):  # what is published is published
+            store.mark(self.root.parent)
         return ["", sum(entry["size"] for entry in everything.values())]
 
     def _prune(self, newest: Path) -> None:
@@ -264,6 +291,25 @@ class Checkpointer:
     def _say(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
+
+
+def changes(folder: Path, config: Config) -> list[str]:
+    """What decides how a run trains on, and was something else in the checkpoint in ``folder``; of the
+    data another list tells, and the mesh decides nothing."""
+    try:
+        with open_own(folder / "config.toml") as file:
+            was = tomllib.load(file)
+    except (OSError, ValueError, RecursionError):
+        return []  # which a checkpoint need not have
+    now, found = tomllib.loads(dump(config)), []
+    for table in ("model", "train", "optimizer", "precision"):
+        before = was.get(table)
+        for key, value in now[table].items() if isinstance(before, dict) else ():
+            same = key not in before or before[key] == value
+            if not same and f"{table}.{key}" not in _SAME_TRAINING:
+                shown = toml_value(value), toml_value(before[key])
+                found.append(f"{table}.{key} = {shown[0]} (was {shown[1]})")
+    return found
 
 
 def _progress(known: store.State) -> Progress:

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import json
+import os
 import platform
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,6 +93,10 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         "hugging_face": str(source.resolve()),
     }
     try:
+        target.mkdir(parents=True)  # here alone, so that what is removed on a failure is ours
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+    try:
         folder = store.begin(root, 0)
         writer = PartsWriter(folder)
         with _alone():
@@ -104,6 +110,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         write_whole(folder / "config.toml", dump(config))
         others = store.described(p for p in folder.iterdir() if p.name not in writer.entries)
         written = store.publish(folder, others | writer.entries)
+        store.mark(target)
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
         if not isinstance(error, (OSError, CheckpointException)):
@@ -173,10 +180,14 @@ def export(
         there = read_config(original)
         values |= {key: there[key] for key in _KEPT if key in there}
     _absent(target)
-    aside = target.with_name(f".writing-{target.name}")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Of a name that nothing has: what else is there is not ours.
+        aside = Path(tempfile.mkdtemp(prefix=f".writing-{target.name}-", dir=target.parent))
+        aside.chmod(0o777 & ~_umask())
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+    try:
         flat = [one for part in plan for one in part]
         written = write_files(aside, flat, tensors(), shard_bytes)
         (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
@@ -262,6 +273,13 @@ def _original(source: Path, known: store.State) -> Path | None:
     return kept if kept.is_dir() else None
 
 
+def _umask() -> int:
+    """The process's own, which can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
 def _absent(target: Path) -> None:
-    if target.exists():
+    if os.path.lexists(target):
         raise ConfigError(f"{target}: exists already; choose another target")

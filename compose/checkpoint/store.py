@@ -26,6 +26,7 @@ from compose.own_files import open_own, write_whole
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 STATE = "state.json"
+MARK = ".saved"  # in run.dir, which has had a checkpoint
 _NAME = re.compile(r"step-(\d{8,})")
 _BLOCK = 2**20  # bytes read at once: they stay in the core's cache until they are summed
 _READERS = 4  # files read at once; reading and summing hold no lock of Python's
@@ -146,16 +147,34 @@ def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
     for path in (*folder.iterdir(), folder):
         _flush(path)
     final = folder.with_name(folder.name.removeprefix(".writing-"))
-    if final.exists():  # one of this step that was found damaged: kept, under another name
+    if os.path.lexists(final):  # one of this step that was found damaged: kept, under another name
         aside = next(
             p
             for i in range(1, 10**6)
-            if not (p := final.with_name(f"{final.name}.damaged-{i}")).exists()
+            if not os.path.lexists(p := final.with_name(f"{final.name}.damaged-{i}"))
         )
         final.rename(aside)
     folder.rename(final)
     _flush(final.parent)
     return final
+
+
+def mark(run: Path) -> None:
+    """Note in a run's folder that it has had a checkpoint, which a run that finds none is to know."""
+    if not os.path.lexists(run / MARK):
+        write_whole(run / MARK, "A checkpoint was saved in this folder.\n")
+
+
+def has_saved(run: Path) -> bool:
+    """Whether a run's folder has had a checkpoint: by its mark, or by the metrics of a run that was
+    before there were marks."""
+    if os.path.lexists(run / MARK):
+        return True
+    try:
+        with open_own(run / "metrics.jsonl") as file:
+            return any(b'"checkpoint": {' in line and b'"failed": 0.0' in line for line in file)
+    except OSError:
+        return False
 
 
 def newest_first(root: Path) -> list[Path]:
@@ -242,7 +261,8 @@ def prune(root: Path, keep_last: int, keep_every: int, newest: Path) -> None:
     """
     for place, folder in enumerate(newest_first(root)):
         kept = place < keep_last or (keep_every and step_of(folder) % keep_every == 0)
-        if kept or folder == newest or not (folder / MANIFEST).exists():
+        others = folder.is_symlink() or not (folder / MANIFEST).exists()
+        if kept or folder == newest or others:
             continue
         # Renamed first: a deletion that is cut short must not leave half a checkpoint.
         gone = folder.with_name(f".deleting-{folder.name}")
@@ -251,10 +271,11 @@ def prune(root: Path, keep_last: int, keep_every: int, newest: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Remove what broken attempts to write or delete have left."""
-    for pattern in (".writing-*", ".deleting-*"):
-        for folder in root.glob(pattern):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove what broken attempts to write or delete have left, by the names that these have."""
+    for start in (".writing-", ".deleting-"):
+        for folder in root.glob(f"{start}*"):
+            if _NAME.fullmatch(folder.name.removeprefix(start)) and not folder.is_symlink():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

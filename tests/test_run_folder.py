@@ -1,0 +1,337 @@
+"""What a run leaves in its folder, and finds there: nothing lost, nothing outside, nothing silent."""
+
+import dataclasses
+import errno
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose.build import build, fill
+from compose.checkpoint import store
+from compose.checkpoint.checkpointer import Checkpointer, Progress, changes
+from compose.checkpoint.exchange import export
+from compose.checkpoint.parts import Part
+from compose.checkpoint.state import named_tensors, staged
+from compose.cli import _run_dir
+from compose.config import Config
+from compose.errors import ConfigError
+from compose.folder import RunFolder
+from compose.metrics import MetricsWriter
+from compose.optimizer import build_optimizer
+from compose.toml import dump
+from compose.trainer import Trainer
+from tests.helpers import make_config
+from tests.pool import make_mesh
+from tests.test_metrics import STEP
+
+CPU = torch.device("cpu")
+SMALL = {"model__n_layers": 1, "model__dim": 16, "model__hidden_dim": 16, "model__n_heads": 2}
+SMALL |= {"model__n_kv_heads": 1, "train__seq_len": 16, "train__global_batch": 2}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as the one rank of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _config(folder: Path, **keys: object) -> Config:
+    given = {"run__dir": folder, "metrics__tensorboard": False, "checkpoint__interval": 2, **keys}
+    return make_config(1, **(SMALL | given))
+
+
+def _trainer(folder: Path, **keys: object) -> Trainer:
+    config = _config(folder, **keys)
+    mesh = make_mesh(config.parallel)
+    model = build(config, mesh, CPU)
+    trainer = Trainer(config, mesh, model, CPU)
+    if not trainer.resumed:
+        fill(model, config, CPU)
+    return trainer
+
+
+def _steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_whose_checkpoints_are_lost(alone: None, tmp_path: Path) -> None:
+    """Does not begin at step 1 over what is left of it; one that never had any does."""
+    run, root = tmp_path / "run", tmp_path / "run/checkpoints"
+    (run / ".writing").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')  # killed before its first save
+    _trainer(run, train__stop_after=2).run()
+    assert _steps(run) == [1, 2]
+    kept = shutil.copytree(root, tmp_path / "kept")
+    (root / store.name_of(2) / store.MANIFEST).unlink()
+
+    def refusal() -> str:
+        with pytest.raises(ConfigError) as caught:
+            _trainer(run, train__stop_after=3)
+        assert _steps(run) == [1, 2]
+        words = str(caught.value)
+        del caught  # which holds the lock, as the process would that ends here
+        gc.collect()
+        return words
+
+    cure = (
+        "and a run that begins at step 1 would write over the rest: put one back into"
+        f" {root}, or begin anew in another run.dir"
+    )
+    assert refusal() == f"run.dir: {run}: none of its checkpoints is whole, {cure}"
+    shutil.rmtree(root)
+    assert refusal() == f"run.dir: {run}: its checkpoints are gone, {cure}"
+    # Of a run that was before there were marks the metrics tell.
+    (run / store.MARK).unlink()
+    report = {"step": 1, "checkpoint": {"step": 1, "failed": 0.0}}
+    (run / "metrics.jsonl").write_text(f'{json.dumps(report)}\n{{"step": 2}}\n')
+    assert refusal() == f"run.dir: {run}: its checkpoints are gone, {cure}"
+    shutil.copytree(kept, root)
+    assert _trainer(run, train__stop_after=3).progress.step == 2
+    config = _config(run, checkpoint__resume="none")
+    (run / "metrics.jsonl").unlink()
+    (run / "config.toml").unlink()
+    assert _run_dir(config) == [
+        f"run.dir: {run} already holds checkpoints of a run; choose another folder"
+    ]
+
+
+def test_what_a_run_goes_on_with_is_said(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another batch, rate or precision, in one line; and that no step is left to train."""
+    _trainer(tmp_path, train__stop_after=2).run()
+    capsys.readouterr()
+    _trainer(tmp_path, train__stop_after=1).run()
+    said = capsys.readouterr().out
+    assert f"{tmp_path}: 2 steps are done, and train.stop_after = 1: nothing is left to train" in said
+    assert _steps(tmp_path) == [1, 2]
+    folder = tmp_path / "checkpoints" / store.name_of(2)
+    assert "goes on with" not in said
+    more = {"train__global_batch": 4, "optimizer__lr": 0.01, "precision__param": "bfloat16"}
+    _trainer(tmp_path, train__stop_after=2, train__micro_batch=1, **more)
+    assert (
+        f"{folder}: goes on with train.global_batch = 4 (was 2), optimizer.lr = 0.01 (was 0.003),"
+        ' precision.param = "bfloat16" (was "float32")\n'
+    ) in capsys.readouterr().out
+
+
+def test_changes_of_what_cannot_be_read(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    assert changes(tmp_path, config) == []
+    for text in ("train = 5", "\x00", "[train]\nlr = [[", dump(config)):
+        (tmp_path / "config.toml").write_text(text)
+        assert changes(tmp_path, config) == []
+
+
+def _write(folder: Path, *steps: int, after: int = 0) -> MetricsWriter:
+    writer = MetricsWriter(folder, tensorboard=False, steps=after)
+    for step in steps:
+        writer.write(_step(step))
+    return writer
+
+
+def _step(step: int) -> Any:
+    return dataclasses.replace(STEP, step=step)
+
+
+def test_a_line_that_was_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path, 1, 2).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 3, "lo')
+    _write(tmp_path, 3, after=2).close()
+    assert _steps(tmp_path) == [1, 2, 3]
+    path.write_bytes(path.read_bytes()[:-9])
+    _write(tmp_path, 4, after=3).close()
+    assert _steps(tmp_path) == [1, 2, 4], "what is lost is not made up"
+    assert capsys.readouterr().out == ""
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "strange", [b"\xff\xfe\n", b"[1]\n", b'{"step": "2"}\n', b"\n", b"[" * 9999 + b"\n"]
+)
+def test_a_line_that_no_run_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strange: bytes
+) -> None:
+    """Is left out, said, and kept beside."""
+    _write(tmp_path, 1, 2).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(strange + path.read_bytes())
+    before = path.read_bytes()
+    _write(tmp_path, 3, after=2).close()
+    assert _steps(tmp_path) == [1, 2, 3]
+    aside = tmp_path / "metrics.jsonl.damaged-1"
+    assert aside.read_bytes() == before
+    assert capsys.readouterr().out == (f"{path}: 1 of its lines are no steps; it is kept as {aside}\n")
+
+
+def test_metrics_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said once; what could not be written is, as soon as there is room."""
+    writer, path = _write(tmp_path, 1, 2), tmp_path / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+    try:
+        writer.write(_step(3))
+        writer.write(_step(4))
+        assert _steps(tmp_path) == [1, 2], "nor is half a line there"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().out
+    assert said == f"{path} cannot be written: {os.strerror(errno.EFBIG)}; training goes on\n"
+    writer.write(_step(5))
+    writer.close()
+    assert _steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().out == f"{path} is written again, no line of it is lost\n"
+
+
+LINKS = [".lock", "config.toml", "metrics.jsonl", ".saved", "checkpoints", "traces", "tokenizer"]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_in_a_runs_folder(alone: None, tmp_path: Path, name: str) -> None:
+    """Could lead anywhere: refused, and nothing is written there."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.write_text("mine")
+    (run / name).symlink_to(outside)
+    words = [f"run.dir: {run / name} is a symbolic link; a run writes within run.dir"]
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(str(run))
+    assert caught.value.problems == words
+    assert _run_dir(_config(run)) == words
+    assert outside.read_text() == "mine"
+    (run / name).unlink()
+    wrong = run / name
+    wrong.write_text("") if name in LINKS[-3:] else wrong.mkdir()
+    kind = "folder" if name in LINKS[-3:] else "file"
+    assert _run_dir(_config(run)) == [f"run.dir: {wrong} is not a {kind}; move it away"]
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
+def test_a_link_where_a_file_is_made_first(alone: None, tmp_path: Path, name: str) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.write_text("mine")
+    (run / f".{name}.new").symlink_to(outside)
+    _trainer(run, train__stop_after=1, checkpoint__interval=0).run()
+    assert outside.read_text() == "mine"
+    assert not (run / name).is_symlink()
+
+
+def test_what_is_not_ours_stays(alone: None, tmp_path: Path) -> None:
+    """Of folders with a name like one of ours; convert has no such name at all."""
+    root = tmp_path / "run/checkpoints"
+    for name in (".writing-mine", ".deleting-step-1", ".writing-step-00000002"):
+        (root / name).mkdir(parents=True)
+    store.clean(root)
+    assert sorted(path.name for path in root.iterdir()) == [".deleting-step-1", ".writing-mine"]
+    _trainer(tmp_path / "run", train__stop_after=2).run()
+    (tmp_path / ".writing-out").mkdir()
+    (tmp_path / ".writing-out/mine").write_text("mine")
+    export(root / store.name_of(2), tmp_path / "out")
+    assert (tmp_path / "out/config.json").exists()
+    assert (tmp_path / ".writing-out/mine").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-out", "out", "run"]
+
+
+def test_the_newest_whole_checkpoint_is_spared(tmp_path: Path) -> None:
+    """Though those that were found damaged are newer, and as many as are kept."""
+    for step in (2, 4, 6, 8):
+        folder = tmp_path / store.name_of(step)
+        folder.mkdir()
+        (folder / store.MANIFEST).write_text("")
+    store.prune(tmp_path, keep_last=2, keep_every=0, newest=tmp_path / store.name_of(4))
+    assert [store.step_of(each) for each in store.newest_first(tmp_path)] == [8, 6, 4]
+
+
+def test_what_is_published_is_on_the_device_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file, the manifest and the folder before it has its name, and then the folder's own."""
+    done: list[str] = []
+    flush, rename = os.fsync, Path.rename
+
+    def flushed(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flush(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append("renamed")
+        return rename(path, target)
+
+    folder = store.begin(tmp_path, 2)
+    (folder / "a").write_text("a")
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", renamed)
+    store.publish(folder, store.described(folder.iterdir()))
+    before, after = done[: done.index("renamed")], done[done.index("renamed") + 1 :]
+    assert {str(folder / "a"), str(folder / store.MANIFEST), str(folder)} <= set(before)
+    assert before[0] == str(folder / f".{store.MANIFEST}.new"), "before it is a manifest"
+    assert after == [str(tmp_path)]
+
+
+def test_what_is_staged_is_a_copy(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is the state of the step that was saved, whatever training does meanwhile."""
+    one = {"a": Part(torch.Size((2,)), torch.Size((0,)), torch.ones(2))}
+    copy = staged(one)
+    again = staged({"a": Part(torch.Size((2,)), torch.Size((0,)), torch.full((2,), 3.0))}, copy)
+    one["a"].local.fill_(2)
+    assert again["a"].local.tolist() == [3, 3]
+    config = _config(tmp_path)
+    mesh = make_mesh(config.parallel)
+    model = build(config, mesh, CPU)
+    fill(model, config, CPU)
+    optimizer = build_optimizer(model, config, mesh)
+    checkpointer = Checkpointer(config, model, optimizer, tmp_path)
+    trained, write = threading.Event(), Checkpointer._write
+
+    def later(self: Checkpointer, *arguments: Any) -> None:
+        trained.wait(60)
+        write(self, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_write", later)
+    before = {n: copies[0].clone() for n, copies in named_tensors(model, optimizer).items()}
+    checkpointer.save(Progress(2, 4, 64))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    trained.set()
+    checkpointer.wait()
+    assert checkpointer.resume() == Progress(2, 4, 64)
+    for name, copies in named_tensors(model, None).items():
+        assert torch.equal(copies[0], before[name]), name
+
+
+def test_a_warning_in_the_last_save(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Does not end the run before it is published."""
+    publish = Checkpointer._publish
+
+    def warned(self: Checkpointer, *arguments: Any) -> list[Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return publish(self, *arguments)
+
+    def died(*unused: object) -> None:
+        raise AssertionError("SIGTERM would have ended the process")
+
+    monkeypatch.setattr(Checkpointer, "_publish", warned)
+    before = signal.signal(signal.SIGTERM, died)
+    try:
+        _trainer(tmp_path, train__stop_after=2).run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert store.problems(tmp_path / "checkpoints" / store.name_of(2)) == []
