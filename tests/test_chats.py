@@ -108,7 +108,7 @@ def test_chats_that_cannot_be_used(tmp_path: Path) -> None:
     )
     assert refused({"messages": [{"role": "user"}]}) == "message 1 has no content"
     assert refused({"messages": CHAT}, "{{ raise_exception('no system') }}") == (
-        "the chat template refuses it: no system"
+        "the chat template, line 1: no system"
     )
     upside_down = "{% for m in messages|reverse %}{{ m.content }}{% endfor %}"
     assert refused({"messages": CHAT}, upside_down) == (
@@ -119,7 +119,7 @@ def test_chats_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no chat template, in chat_template\.jinja or "):
         ChatTemplate(open_tokenizer(tmp_path))
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigError, match="the chat template: Expected an expression"):
+    with pytest.raises(ConfigError, match="the chat template, line 1: Expected an expression"):
         ChatTemplate(open_tokenizer(tmp_path))
 
 

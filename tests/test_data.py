@@ -2,17 +2,21 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from compose.checkpoint.checkpointer import Checkpointer
 from compose.config import Config, Data
-from compose.data import Batches, data_problems, pack, random_batch
+from compose.data import Batches, data_problems, pack, random_batch, rows, sources, training_batches
 from compose.data.batches import in_order
+from compose.data.opening import described
 from compose.data.order import Interleaving, shuffled
 from compose.data.rows import Row, Stored
 from compose.data.sources import Samples, Windows, open_samples
@@ -69,6 +73,90 @@ def test_an_epoch_sees_every_window_once() -> None:
     )
 
 
+@pytest.mark.parametrize(("tokens", "windows"), [(8, 1), (14, 1), (15, 2), (21, 2), (22, 3), (28, 3)])
+def test_each_token_of_a_window_has_a_successor(tokens: int, windows: int) -> None:
+    """Of a row of n L tokens the last window would lack its last target."""
+    source = row(tokens)
+    assert len(source) == windows
+    last = source.read(windows - 1)
+    assert {name: len(value) for name, value in last.items()} == dict.fromkeys(last, 7)
+    assert last["targets"][-1] == 7 * windows
+
+
+@pytest.mark.parametrize("global_batch", [1, 2, 6])
+def test_samples_are_counted_from_the_first_of_the_run(global_batch: int) -> None:
+    """Sample n is the same in every batch and share; and an older checkpoint goes on where it was."""
+    source, count = row(7 * 30 + 1), 2 if global_batch > 1 else 1
+    wanted = [source.read(shuffled(n, 30, 3 * 1_000_003))["tokens"].tolist() for n in range(24)]
+    found = [
+        sample.tolist()
+        for first in range(0, 24, global_batch)
+        for index in range(count)
+        for sample in batches(source, global_batch=global_batch, share=(index, count)).batch(first)[
+            "tokens"
+        ]
+    ]
+    assert found == wanted
+
+
+def test_each_set_of_a_mixture_has_an_order_of_its_own() -> None:
+    mixed = batches(row(7 * 40 + 1, "a"), row(7 * 40 + 1, "b"), global_batch=80)
+    order: list[list[int]] = [[], []]
+    for number, first in enumerate(mixed.batch(0)["tokens"][:, 0].tolist()):
+        order[mixed.interleaving.place(number)[0]].append(first)
+    assert sorted(order[0]) == sorted(order[1]) == [7 * i for i in range(40)]
+    assert sum(a == b for a, b in zip(*order, strict=True)) < 10
+
+
+def test_a_file_of_other_tokens_is_told_from_the_one_before(tmp_path: Path) -> None:
+    """Of the same length; on a resume, the run says so."""
+    tokens = np.arange(100, dtype=np.uint16)
+    kinds: dict[str, Callable[[Path], object]] = {
+        "a.txt": lambda path: path.write_bytes(bytes(tokens.tolist())),
+        "a.bin": tokens.tofile,
+        "a.npy": lambda path: np.save(path, tokens),
+    }
+    for name, write in kinds.items():
+        tokens[60] = 60
+        config = sets_of(path=str(tmp_path / name))
+        seen = []
+        for value in (60, 61, 60):
+            tokens[60] = value
+            write(tmp_path / name)
+            sources._text.cache_clear()  # a run that resumes is another process
+            seen.append(described(training_batches(config), config))
+        assert seen[0] == seen[2]
+        assert {key for key in seen[0] if seen[0][key] != seen[1][key]} == {"content"}
+        words: list[str] = []
+        here = cast(Checkpointer, SimpleNamespace(data=seen[1], _say=words.append))
+        Checkpointer._compare_data(here, Path("step"), seen[0])
+        assert words == [
+            f"step: the data are not what they were (content {seen[0]['content']}, now"
+            f" {seen[1]['content']}); samples are counted on"
+        ]
+
+
+def test_of_a_long_file_a_digest_is_of_blocks_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, count = np.zeros(300_000, np.uint16), 300_000
+
+    def digest(tokens: np.ndarray) -> str:
+        tokens.tofile(tmp_path / "a.bin")
+        return Row([Stored(tmp_path / "a.bin", tokens.dtype, count)]).digest
+
+    whole = digest(tokens)
+    assert whole == Row([tokens]).digest
+    monkeypatch.setattr(rows, "_WHOLE", count - 1)
+    monkeypatch.setattr(rows, "_SPREAD", 8)
+    part = digest(tokens)
+    assert part != whole
+    for place in (0, count - 1, 130_000):
+        changed = tokens.copy()
+        changed[place] = 1
+        assert digest(changed) != part
+
+
 def test_pack() -> None:
     windows = torch.tensor([[5, 6, 9, 7, 8, 1, 9, 9, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
     packed = pack(windows, separator=9)
@@ -90,7 +178,7 @@ def test_without_a_separator_a_window_is_one_document() -> None:
 
 def test_stdlib_text() -> None:
     tokens = tokens_of(opened(Data()))
-    assert len(tokens) > 5_000_000
+    assert len(tokens) > 300_000
     assert tokens.max() == SEPARATOR
     first = bytes(tokens[: int(np.argmax(tokens == SEPARATOR))].tolist())
     assert first.decode().isprintable() is False

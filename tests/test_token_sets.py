@@ -242,6 +242,85 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"text": "a \\ud800 b"}', "holds half a character, \\ud800"),
+        (b'{"text": "a", "\\uDFFF": 1}', "holds half a character, \\udfff"),
+        (b'{"a": ' * 60_000, "is nested too deeply"),
+        (b'{"text": ["a"]}', "has no text in 'text' (it has 'text'); see --field"),
+        (b"1" * 5000, "is not JSON: Exceeds the limit"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: bytes, words: str) -> None:
+    tokenizer, file = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "\\ud83d\\ude00 a pair"}\n\n' + line)
+    with pytest.raises(ConfigError) as caught:
+        make(tokenizer, tmp_path / "out", file)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{file}:3: {words}")
+
+
+def test_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    tokenizer, path = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "a.parquet"
+    bad = pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
+    with pytest.raises(ConfigError) as caught:
+        make(tokenizer, tmp_path / "out", path)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{path}: row 1: cannot be read as Parquet: ")
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """Whatever stands in the folder of a job that was begun: it is replaced, or done again."""
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(8)
+    file, out, mine = json_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", tmp_path / "mine"
+    make(tokenizer, out, file)
+    size = (out / "tokens-00000.bin").stat().st_size
+    mine.write_bytes(b"m" * size)
+    names = [path.name for path in out.iterdir() if path.name != writing.JOB]
+    for name in [*names, *(f".{name}" for name in names), *(f".{name}.new" for name in names)]:
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(mine)
+    make(tokenizer, out, file)
+    assert mine.read_bytes() == b"m" * size
+    assert row_of(out) == expected(tokenizer, texts)
+    assert not [name for name in names if (out / name).is_symlink()]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON: Expecting property name"),
+        (b"[]", "is a list, not an object"),
+        (b'{"tokenizer": 5}', "tokenizer: expected a string, got 5"),
+        (None, "is a link that leads out of its folder"),
+    ],
+)
+def test_a_job_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
+    tokenizer, out = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "out"
+    file = json_lines(tmp_path / "a.jsonl", ["a"])
+    out.mkdir()
+    if content is None:
+        (out / writing.JOB).symlink_to(tmp_path / "none")
+    else:
+        (out / writing.JOB).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        make(tokenizer, out, file)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{out}/{writing.JOB}: {words}")
+
+
+def test_a_shard_that_is_not_whole_is_done_again(tmp_path: Path) -> None:
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(8)
+    file, out = json_lines(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    make(tokenizer, out, file)
+    for damage in ("[]", '{"tokens": -1}', '{"tokens": 7, "documents": 8, "empty": 0}'):
+        (out / ".00000.json").write_text(damage)
+        make(tokenizer, out, file)
+        assert row_of(out) == expected(tokenizer, texts)
+
+
 def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     make(tokenizer, tmp_path / "out", json_lines(tmp_path / "a.jsonl", ["some", "text"]))

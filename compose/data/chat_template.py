@@ -4,10 +4,17 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+from compose.data.limits import TooLong, limited
 from compose.errors import ConfigError
-from compose.tokenizer import JsonTokenizer
+from compose.tokenizer import CONFIG, JsonTokenizer
+
+# What writing a chat may take, far beyond what one is: templates are code, and come with a download.
+_SECONDS = 10.0
+_MEMORY = 1 << 30  # bytes
+_CHARACTERS = 1 << 26
 
 Message = Mapping[str, Any]
 
@@ -27,7 +34,6 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: JsonTokenizer) -> None:
-        from jinja2 import TemplateError
         from jinja2.ext import Extension, loopcontrols
         from jinja2.nodes import Node
         from jinja2.parser import Parser
@@ -42,7 +48,7 @@ class ChatTemplate:
                 next(parser.stream)
                 return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-        source = _source(tokenizer)
+        self.path, source = _source(tokenizer)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
@@ -52,16 +58,30 @@ class ChatTemplate:
         )
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self.error = TemplateError
         try:
-            self.template = environment.from_string(source)
-        except TemplateError as error:
-            raise ConfigError(f"{tokenizer.path.parent}: the chat template: {error}") from None
+            with limited(_SECONDS, _MEMORY):
+                self.template = environment.from_string(source)
+        except (Exception, TooLong) as error:  # it is compiled to Python, whose own limits it may meet
+            raise ConfigError(f"{self.path}: the chat template{_reason(error)}") from None
         self.special = tokenizer.special
 
     def _text(self, messages: Sequence[Message], more: Mapping[str, Any], prompt: bool = False) -> str:
-        given = {**self.special, **more}
-        return self.template.render(messages=messages, add_generation_prompt=prompt, **given)
+        """Raises ValueError, with the template's line, for whatever goes wrong in it."""
+        given = {**self.special, **more, "messages": messages, "add_generation_prompt": prompt}
+        try:
+            with limited(_SECONDS, _MEMORY):
+                pieces, size = [], 0
+                # Not its render(), which would have all of the text before its size is known.
+                for piece in self.template.root_render_func(self.template.new_context(given)):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > _CHARACTERS:
+                        raise ValueError(f"writes more than {_CHARACTERS:,} characters")
+                text = "".join(pieces)
+                text.encode()  # which half a character, a lone surrogate, has no bytes for
+        except (Exception, TooLong) as error:
+            raise ValueError(f"the chat template{_reason(error)}") from None
+        return text
 
     def render(self, messages: Sequence[Message], **more: Any) -> list[Rendered]:
         """The texts that teach the replies in ``messages``, those of role "assistant".
@@ -71,12 +91,6 @@ class ChatTemplate:
         learnt of a reply reaches from where the model would begin to write to the end of the turn.
         ``more``: for the template, as ``tools``. Raises ValueError for a chat it refuses.
         """
-        try:
-            return self._render(messages, more)
-        except self.error as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
-
-    def _render(self, messages: Sequence[Message], more: Mapping[str, Any]) -> list[Rendered]:
         whole = self._text(messages, more)
         replies: list[tuple[int, int]] = []
         texts: list[Rendered] = []
@@ -104,19 +118,49 @@ def _refuse(words: str) -> NoReturn:
     raise TemplateError(words)
 
 
-def _source(tokenizer: JsonTokenizer) -> str:
+def _reason(error: BaseException) -> str:
+    """What went wrong in a template, and in which line of it."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    line = error.lineno if isinstance(error, TemplateSyntaxError) else 0
+    trace = error.__traceback__
+    while trace:
+        # The frames of a template are Python's, which it knows the lines of.
+        template = trace.tb_frame.f_globals.get("__jinja_template__")
+        line = template.get_corresponding_lineno(trace.tb_lineno) if template else line
+        trace = trace.tb_next
+    words = " ".join(str(error).split())[:200]
+    if isinstance(error, TooLong):
+        words = f"takes longer than {_SECONDS:g} seconds"
+    elif isinstance(error, MemoryError):
+        words = f"takes more than {_MEMORY >> 20:,} MiB of memory"
+    elif not isinstance(error, (TemplateError, ValueError)) or not words:
+        words = f"{type(error).__name__}: {words}"
+    return f", line {line}: {words}" if line else f": {words}"
+
+
+def _source(tokenizer: JsonTokenizer) -> tuple[Path, str]:
+    """The template, and the file that it is in. Raises ConfigError where there is none."""
     folder = tokenizer.path.parent
-    file = folder / "chat_template.jinja"
+    file, config = folder / "chat_template.jinja", folder / CONFIG
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file, file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}: is not UTF-8: byte {error.start}: {error.reason}") from None
     found = tokenizer.config.get("chat_template")
     if isinstance(found, list):  # several, by name
-        found = next((each["template"] for each in found if each.get("name") == "default"), None)
-    if not isinstance(found, str):
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(f"{config}: chat_template: is neither a template nor a list of them by name")
+    if found is None:
         raise ConfigError(
             f"{folder}: has no chat template, in chat_template.jinja or tokenizer_config.json"
         )
-    return found
+    return config, found
 
 
 def read_messages(row: Mapping[str, Any], field: str) -> tuple[list[Message], dict[str, Any]]:

@@ -40,6 +40,10 @@ class Conversations:
                 f"{name} has no conversation with something to learn within train.seq_len {seq_len}"
             )
 
+    @property
+    def content(self) -> str:
+        return f"{self.tokens.digest}/{self.trained.digest}"
+
     def __len__(self) -> int:
         return len(self.bins)
 

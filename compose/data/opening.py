@@ -87,6 +87,7 @@ def described(batches: Batches, config: Config) -> dict[str, Any]:
             (each.tokenizer for each in batches.sets if each.tokenizer is not None), None
         ),
         "samples": [len(each) for each in batches.sets],
+        "content": [each.content for each in batches.sets],
         "weights": list(config.data.weights),
         "seq_len": config.train.seq_len,
         "seed": config.train.seed,

@@ -1,5 +1,6 @@
 """Rows of token ids: arrays in memory and in files, read as if they were joined."""
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,8 +11,9 @@ import numpy as np
 from compose.errors import ConfigError
 
 _BLOCK = 1 << 22  # elements that are held at once while many are looked at
+_WHOLE = 1 << 26  # elements of files up to which all are read for a digest
 _SPREAD = 1024  # blocks of a long row that a digest is of
-_SPREAD_BLOCK = 1 << 14  # elements of each of them
+_SPREAD_BLOCK = 1 << 13  # elements of each of them
 
 
 class Stored:
@@ -81,11 +83,12 @@ class Row:
                 yield part[start : min(start + _BLOCK, stop)]
             count -= stop
 
-    def digest(self, limit: int) -> str:
-        """What tells a row from another: a hash of its length and its elements. Of a row in files with
-        more than ``limit`` of them, blocks alone are read, evenly spread from first to last."""
+    @functools.cached_property
+    def digest(self) -> str:
+        """What tells a row from another: a hash of its length and its elements. Of a long row in files
+        blocks alone are read, evenly spread from first to last."""
         found = hashlib.sha256(str(len(self)).encode())
-        if len(self) <= limit or all(isinstance(part, np.ndarray) for part in self.parts):
+        if len(self) <= _WHOLE or all(isinstance(part, np.ndarray) for part in self.parts):
             blocks = self.blocks(len(self))
         else:
             last = max(0, len(self) - _SPREAD_BLOCK)

@@ -33,11 +33,14 @@ _CHECKED = 1 << 27  # tokens of a file whose ids are checked at the start; the r
 
 class Samples(Protocol):
     """name: as the user gave it. token_set: that they are of, if they are of one. tokenizer: SHA-256 of
-    its file, empty for bytes, None where nobody knows."""
+    its file, empty for bytes, None where nobody knows. content: what tells them from other tokens."""
 
     name: str
     token_set: TokenSet | None
     tokenizer: str | None
+
+    @property
+    def content(self) -> str: ...
 
     def __len__(self) -> int:
         """Samples of an epoch, at least 1."""
@@ -77,6 +80,10 @@ class Windows:
             )
         for block in row.blocks(_CHECKED) if token_set is None else ():  # else its tokenizer is known
             check_ids(block, name, vocab_size)
+
+    @property
+    def content(self) -> str:
+        return self.row.digest
 
     def __len__(self) -> int:
         return (len(self.row) - 1) // self.seq_len

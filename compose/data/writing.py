@@ -7,25 +7,28 @@ and what is there already is passed over. The manifest is written last.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from compose.data.chat_template import ChatTemplate, encode, read_messages
 from compose.data.token_set import FORMAT, MANIFEST
 from compose.errors import ConfigError
-from compose.own_files import write_whole
+from compose.json_files import Count, read_json
+from compose.own_files import LEADS_OUT, leads_out, write_whole
 from compose.tokenizer import JsonTokenizer, carry
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLOCK = 1 << 20  # characters of a text that are encoded at once
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
@@ -59,9 +62,9 @@ class Unit:
 class Counts:
     """Of a shard, or all. empty: documents in which nothing is learnt, left out."""
 
-    tokens: int = 0
-    documents: int = 0
-    empty: int = 0
+    tokens: Count = 0
+    documents: Count = 0
+    empty: Count = 0
 
 
 class BadLine(Exception):
@@ -171,11 +174,13 @@ def _add(total: Counts, more: Counts) -> None:
 
 def _claim(job: Job, target: Path) -> None:
     """Make ``target`` the folder of ``job``, or see that it is. Raises ConfigError where it is not."""
-    there, wanted = target / JOB, json.loads(json.dumps(asdict(job)))
+    there = target / JOB
     try:
-        if there.exists():
-            found = json.loads(there.read_text(encoding="utf-8"))
-            if {**found, "tokenizer": ""} != {**wanted, "tokenizer": ""}:  # its hash is enough
+        if there.is_symlink() or there.exists():
+            if leads_out(there, target):
+                raise ConfigError(f"{there}: {LEADS_OUT}")
+            # The tokenizer may have moved: its hash is enough.
+            if replace(read_json(there, Job), tokenizer="") != replace(job, tokenizer=""):
                 raise ConfigError(
                     f"{target}: holds another job (files, tokenizer or options differ); choose another"
                     " --out, or delete it"
@@ -184,24 +189,36 @@ def _claim(job: Job, target: Path) -> None:
         if target.exists() and any(target.iterdir()):
             raise ConfigError(f"{target}: is not empty; choose another --out")
         target.mkdir(parents=True, exist_ok=True)
-        write_whole(there, json.dumps(wanted, indent=1))
+        _write_json(there, asdict(job))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{target}: cannot be used: {error}") from None
 
 
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(value, indent=1).encode())
+
+
 def _shard_there(job: Job, target: Path, unit: Unit) -> Counts | None:
     """The counts of a shard that is whole already: its counts are written last."""
+    path = target / f".{unit.name}.json"
     try:
-        return Counts(**json.loads((target / f".{unit.name}.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        counts = read_json(path, Counts)
+    except ConfigError:
         return None
+    sizes = {
+        "tokens": counts.tokens * np.dtype(_dtype(_tokenizer(job))).itemsize,
+        "ends": counts.documents * 8,
+        **({"trained": counts.tokens} if job.kind == "chat" else {}),
+    }
+    found = [(target / f"{name}-{unit.name}.bin", size) for name, size in sizes.items()]
+    if any(p.is_symlink() or not p.is_file() or p.stat().st_size != size for p, size in found):
+        return None
+    return counts
 
 
 def _publish(job: Job, target: Path, shards: list[tuple[str, Counts]], total: Counts) -> None:
-    tokenizer = _tokenizer(job.tokenizer)
-    carry(tokenizer.path.parent, target)
-    if tokenizer.path.name != "tokenizer.json":
-        (target / "tokenizer.json").write_bytes(tokenizer.path.read_bytes())
+    tokenizer = _tokenizer(job)
+    carry(tokenizer.path.parent, target, tokenizer.path)
     manifest = {
         "format": FORMAT,
         "kind": job.kind,
@@ -215,7 +232,7 @@ def _publish(job: Job, target: Path, shards: list[tuple[str, Counts]], total: Co
             for name, counts in shards
         ],
     }
-    write_whole(target / MANIFEST, json.dumps(manifest, indent=1))
+    _write_json(target / MANIFEST, manifest)
 
 
 def _dtype(tokenizer: JsonTokenizer) -> str:
@@ -238,17 +255,22 @@ def _blocks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
 
 
 @cache
-def _tokenizer(path: str) -> JsonTokenizer:
-    return JsonTokenizer(Path(path))
+def _tokenizer(job: Job) -> JsonTokenizer:
+    found = JsonTokenizer(Path(job.tokenizer))
+    if found.sha256 != job.sha256:
+        raise ConfigError(f"{job.tokenizer}: has changed since this was started")
+    return found
 
 
 def make_shard(job: Job, target: Path, unit: Unit) -> Counts:
     """Write the shard of one unit, whole or not at all. Raises BadLine, and OSError."""
-    tokenizer = _tokenizer(job.tokenizer)
+    tokenizer = _tokenizer(job)
     counts, chat = Counts(), job.kind == "chat"
     names = ["tokens", "ends", *(["trained"] if chat else [])]
     aside = [target / f".{name}-{unit.name}.bin" for name in names]
-    files = [path.open("wb") for path in aside]
+    for path in aside:  # of an attempt that was killed, or a link, which is not followed
+        path.unlink(missing_ok=True)
+    files = [path.open("xb") for path in aside]
     try:
         pieces = _chats(job, unit, tokenizer, counts) if chat else _texts(job, unit, tokenizer)
         for ids, learnt, ends in pieces:
@@ -267,7 +289,7 @@ def make_shard(job: Job, target: Path, unit: Unit) -> Counts:
             file.close()
     for path in aside:
         path.replace(path.with_name(path.name[1:]))
-    write_whole(target / f".{unit.name}.json", json.dumps(asdict(counts)))
+    _write_json(target / f".{unit.name}.json", asdict(counts))
     return counts
 
 
@@ -325,6 +347,13 @@ def _rows(unit: Unit) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
+            if _SURROGATE.search(line):  # which are half a character each, if they are no pair
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise BadLine(unit.path, place, f"holds half a character, {half[1:-1]}") from None
+        except RecursionError:
+            raise BadLine(unit.path, place, "is nested too deeply") from None
         except ValueError as error:
             raise BadLine(unit.path, place, f"is not JSON: {error}") from None
         if not isinstance(row, dict):
@@ -334,7 +363,7 @@ def _rows(unit: Unit) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _lines(unit: Unit) -> Iterator[tuple[int, str]]:
     """(place, text) of the lines that begin in the unit."""
-    with open(unit.path, "rb") as file:
+    with _opened(unit) as file:
         if unit.start:
             # A line that begins right here has its newline before.
             file.seek(unit.start - 1)
@@ -344,6 +373,13 @@ def _lines(unit: Unit) -> Iterator[tuple[int, str]]:
                 yield place, line.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise BadLine(unit.path, place, f"is not UTF-8: {error.reason}") from None
+
+
+def _opened(unit: Unit) -> IO[bytes]:
+    try:
+        return open(unit.path, "rb")
+    except OSError as error:
+        raise ConfigError(f"{unit.path}: can no longer be read: {error.strerror}") from None
 
 
 def _joined(lines: Iterable[tuple[int, str]]) -> Iterator[str]:
@@ -376,5 +412,5 @@ def _parquet(unit: Unit, field: str) -> Iterator[str]:
                     raise BadLine(unit.path, row, f"has no text in {field!r}")
                 row += 1
                 yield text or ""
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BadLine(unit.path, 0, f"cannot be read as Parquet: {error}") from None
