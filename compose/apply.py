@@ -70,8 +70,9 @@ def apply(
     """
     if zero not in (0, 1, 2, 3):
         raise ConfigError(f"zero: {zero} is not a ZeRO stage (0, 1, 2, 3)")
+    wide = torch.promote_types(torch.float32, master_dtype)
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, wide):
             raise ConfigError(
                 f"parameter {name} is {parameter.dtype}: master weights are float32; call"
                 " model.float(), and give param_dtype for forward and backward"
@@ -114,7 +115,7 @@ def apply(
     if over is not None:
         _expert(model, resolved, over["ep"])
     # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
-    flash = mesh.device_type == "cuda" and param_dtype != torch.float32
+    flash = mesh.device_type == "cuda" and param_dtype in (torch.bfloat16, torch.float16)
     opaque: list[str] = []
     if cp > 1 or (flash and resolved.context):
         _context(model, resolved, mesh["cp"])

@@ -92,6 +92,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
     """Output (B, H, Lq, K) and log-sum-exp (B, H, Lq) of one block; tensors are (B, heads, L, K)."""
     if q.device.type == "cpu":
         return _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if q.dtype == torch.float64:
+        return plain_forward(q, k, v, causal)
     k, v = _expand(k, q.shape[1]), _expand(v, q.shape[1])
     return _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
 
@@ -104,6 +106,8 @@ def _backward(
         return _ops._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal
         )
+    if q.dtype == torch.float64:
+        return plain_backward(grad, q, k, v, out, lse, causal)
     heads, groups = q.shape[1], k.shape[1]
     k, v = _expand(k, heads), _expand(v, heads)
     # Without dropout the kernel reads neither seed nor offset.
@@ -114,6 +118,38 @@ def _backward(
     )
     dk, dv = (d.unflatten(1, (groups, heads // groups)).sum(2) for d in (dk, dv))
     return dq, dk, dv
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """What the flash kernels compute, with all scores (B, H, Lq, Lk) in memory.
+
+    CUDA's kernels take no float64, in which the proof runs a composition's logic on short sequences.
+    """
+    scores = _scores(q, _expand(k, q.shape[1]), causal)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ _expand(v, q.shape[1]), lse
+
+
+def plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of :func:`plain_forward`; ``out`` and ``lse`` may be those of all blocks together
+    (Dao 2023, arXiv:2307.08691, section 2.3)."""
+    heads, groups = q.shape[1], k.shape[1]
+    k, v = _expand(k, heads), _expand(v, heads)
+    weights = (_scores(q, k, causal) - lse[..., None]).exp()
+    d_weights = grad @ v.mT - (grad * out).sum(-1, keepdim=True)
+    d_scores = weights * d_weights * q.shape[-1] ** -0.5
+    dk, dv = d_scores.mT @ q, weights.mT @ grad
+    dk, dv = (d.unflatten(1, (groups, heads // groups)).sum(2) for d in (dk, dv))
+    return d_scores @ k, dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if not causal:
+        return scores
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
 
 
 def _expand(x: Tensor, heads: int) -> Tensor:

@@ -34,10 +34,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
             f"loss_function: cross_entropy takes logits, and the model returned a"
             f" {type(logits).__name__}; give a loss_function that takes that"
         )
-    loss = F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    wide = at_least_float32(logits.flatten(0, 1))
+    loss = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """``tensor`` in float32, or as it is where its type is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def count_targets(targets: Tensor) -> Tensor:

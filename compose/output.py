@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from compose.chunked_loss import chunked_cross_entropy, log_z
 from compose.errors import ConfigError
-from compose.loss import IGNORE, LossFunction, count_targets, cross_entropy, logits_of
+from compose.loss import IGNORE, LossFunction, at_least_float32, count_targets, cross_entropy, logits_of
 from compose.mesh import BATCH_AXES, sum_over
 
 
@@ -32,7 +32,12 @@ class CrossEntropy:
         loss = cross_entropy(logits, targets)
         if not self.z_loss:
             return loss
-        squares = log_z(logits_of(logits).float()).square().masked_fill(targets == IGNORE, 0.0).sum()
+        squares = (
+            log_z(at_least_float32(logits_of(logits)))
+            .square()
+            .masked_fill(targets == IGNORE, 0.0)
+            .sum()
+        )
         self._count(squares, targets)
         z = self.z_loss * squares
         return loss + (z - z.detach())

@@ -4,22 +4,28 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.build import build, fill, loss_function
-from compose.config import Config
+from compose.apply import apply
+from compose.build import apply_options, build, fill, float8_choice, loss_function
+from compose.config import Config, Precision
 from compose.data import random_batch
 from compose.loss_scale import first_scale
+from compose.one_process import EXACT, Arithmetic, Named
 from compose.optimizer import build_optimizer, parameter_rules
 from compose.optimizer.reference import Reference
 from compose.registry import build_model
-from compose.report import MASTER_UPDATE, Report, tolerance_of
-from compose.verify import compare
+from compose.report import Report
+from compose.verify import prove_both
+from compose.weights import materialize
 
 STEPS = 2
 # AdamW divides by a gradient's own size plus eps: with 1e-8 one element whose gradient is rounding
 # noise takes a full-sized step of random sign, and a small tensor fails for it.
 EPS = 1e-6
+# Of train.max_norm. First gradients are hardly larger than it, and clipping has to act to be seen.
+CLIP = 0.1
 
 
 def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
@@ -28,11 +34,9 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
     The composed model is made as training makes it, from meta, so initial weights are compared too.
     """
     train = config.train
-    reference, plan = build_model(config)
+    whole, plan = build_model(config)
     if dist.get_rank() == 0:
-        fill(reference, config, device)
-        for parameter in reference.parameters():  # as bfloat16 holds them, where it does
-            parameter.data = parameter.data.to(getattr(torch, config.precision.master)).float()
+        fill(whole, config, device)
     batches = [
         {
             name: value.to(device)
@@ -42,31 +46,59 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
         }
         for step in range(STEPS)
     ]
-    param_dtype = getattr(torch, config.precision.param)
     scale = first_scale(config.precision)
     options = replace(config.optimizer, eps=max(config.optimizer.eps, EPS))
     config = replace(config, optimizer=options)
-    composed, rules = build(config, mesh, device), parameter_rules(reference, plan, options)
-    tolerance = tolerance_of(param_dtype, config.precision.float8)
-    if config.precision.master == "bfloat16":
-        tolerance = replace(tolerance, update=MASTER_UPDATE)
-    # Rounded to bfloat16, Muon's matrices differ by more than float32's tolerance.
-    muon_dtype = torch.float32 if param_dtype == torch.float32 else None
-    return compare(
-        reference,
-        composed,
+    rules = parameter_rules(whole, plan, options)
+    # The offloaded optimizer's memory and files are float32.
+    logic = EXACT if options.offload == "none" else Arithmetic()
+
+    def compose(arithmetic: Arithmetic) -> nn.Module:
+        if not arithmetic.reduced and arithmetic.param != torch.float32:
+            return _build_exactly(config, mesh, device)
+        return build(_in(arithmetic, config), mesh, device)
+
+    def optimizer(arithmetic: Arithmetic, composed: nn.Module) -> torch.optim.Optimizer:
+        # On CUDA Muon's products are in bfloat16 by default, too coarse for another proof.
+        muon_dtype = None if arithmetic.reduced else arithmetic.param
+        return build_optimizer(composed, _in(arithmetic, config), mesh, muon_dtype)
+
+    def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
+        return Reference(dict(named), rules, _in(arithmetic, config))
+
+    return prove_both(
+        whole,
+        compose,
         mesh,
         batches,
+        _arithmetic(config.precision),
+        logic=logic,
+        optimizer=optimizer,
+        reference_optimizer=reference_optimizer,
         micro_batch=train.micro_batch,
-        param_dtype=param_dtype,
         loss_function=loss_function(config),
-        optimizer=lambda _: build_optimizer(composed, config, mesh, muon_dtype),
-        reference_optimizer=lambda parameters: Reference(
-            {name: p for (name, _), p in zip(reference.named_parameters(), parameters, strict=True)},
-            rules,
-            config,
-        ),
-        max_norm=train.max_norm,
-        tolerance=tolerance,
+        max_norm=CLIP * train.max_norm,
         loss_scale=scale.value if scale else 1.0,
+        float8=float8_choice(config, whole, plan, mesh.device_type),
     )
+
+
+def _arithmetic(precision: Precision) -> Arithmetic:
+    names = (precision.param, precision.reduce, precision.master, precision.optimizer_state)
+    return Arithmetic(*(getattr(torch, name) for name in names), precision.float8)
+
+
+def _in(arithmetic: Arithmetic, config: Config) -> Config:
+    """``config`` as it is, or in full precision where ``arithmetic`` is."""
+    return config if arithmetic.reduced else replace(config, precision=Precision())
+
+
+def _build_exactly(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """As ``build`` does, all in float64."""
+    config = replace(config, precision=Precision())
+    model, plan = build_model(config)
+    exactly = dict.fromkeys(("param_dtype", "reduce_dtype", "master_dtype"), torch.float64)
+    apply(model, plan, mesh, **apply_options(config) | exactly)
+    materialize(model, device)
+    fill(model, config, device)
+    return model

@@ -30,7 +30,7 @@ def forward_backward(
     loss_function: LossFunction = cross_entropy,
     loss_scale: float = 1.0,
 ) -> Tensor:
-    """Accumulate the gradient of the global batch's mean loss; return that loss, float32.
+    """Accumulate the gradient of the global batch's mean loss; return that loss, float64.
 
     batch: this rank's share of the global batch, each tensor (samples, ...). ``targets`` goes to
     ``loss_function(output, targets)``, which returns a sum over targets; all else is passed to the
@@ -59,7 +59,7 @@ def forward_backward(
         else:
             total = _run(model, batch, micro_batch, loss, applied.zero)
     finish_step(model, mesh)
-    return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp")) / loss_scale
+    return sum_over(total.double(), mesh, ("pp", *BATCH_AXES, "cp")) / loss_scale
 
 
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
@@ -95,7 +95,7 @@ def _run(
         loss.expect(targets)
         value = loss(model(**part), targets)
         value.backward()
-        total += value.detach()
+        total = total + value.detach()  # which may be wider than float32
     return total
 
 
@@ -122,7 +122,8 @@ def clip_grad_norm_(
                 if placement.is_partial():
                     raise ValueError(f"a gradient is still to be summed: {gradient.placements}")
                 copies //= 1 if placement.is_replicate() else size
-        norms.setdefault(copies, []).append(torch.linalg.vector_norm(local, dtype=torch.float32))
+        wide = torch.promote_types(local.dtype, torch.float32)
+        norms.setdefault(copies, []).append(torch.linalg.vector_norm(local, dtype=wide))
     # An element that n ranks hold adds n times an nth of its square to the sum over all ranks.
     squares = [torch.stack(some).double().square().sum() / copies for copies, some in norms.items()]
     total = (

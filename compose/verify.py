@@ -1,8 +1,9 @@
 """The proof that a composition equals one process: loss, norm, every gradient, the weights after.
 
-Rank 0 runs the whole batch through the whole model with plain PyTorch: none of compose's code takes
-part. Every rank then holds what the composition gave it against that, since replicas that have
-drifted apart look right on one rank.
+Rank 0 runs the whole batch through the whole model as ``compose.one_process`` does. Every rank then
+holds what the composition gave it against that, since replicas that have drifted apart look right on
+one rank. Where a composition computes in a reduced precision, its logic runs in float64 first: there a
+fault cannot hide behind rounding.
 """
 
 import copy
@@ -10,6 +11,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,26 +22,27 @@ from torch.distributed.tensor import DTensor
 from compose.activation_checkpointing import KEEP_ALL, Recompute
 from compose.applied import applied_to
 from compose.apply import apply
+from compose.compilation import NOTHING, Compile
 from compose.errors import ConfigError
-from compose.float8 import Choice, Recipe, apply_float8
+from compose.float8 import NOTHING as WHOLE
+from compose.float8 import Choice, Recipe, choose
+from compose.local import local_tensor
 from compose.loss import LossFunction, count_targets, cross_entropy
-from compose.mesh import batch_share
+from compose.mesh import axis_size, batch_share
+from compose.one_process import EXACT, Arithmetic, Expected, Named, OptimizerOf, References
+from compose.optimizer.adamw import AdamW
 from compose.pipeline_parallel import Schedule
-from compose.plan import Plan
-from compose.report import Judge, Report, Tolerance, tolerance_of
+from compose.plan import Plan, resolve
+from compose.report import Judge, Report, Tolerance, joined, tolerance_of
 from compose.routing import routers
 from compose.step import clip_grad_norm_, forward_backward
-from compose.witness import (
-    Choices,
-    Difference,
-    compare_choices,
-    follow,
-    gathered,
-    ids_of_calls,
-    watch,
-)
+from compose.weights import local_part, named_generator
+from compose.witness import Choices, Difference, compare_choices, gathered, ids_of_calls, watch
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+# Of what is added to weights that are all alike, as zeros are.
+_SPREAD = 0.02
 
 
 def verify(
@@ -52,10 +55,16 @@ def verify(
     micro_batch: int | None = None,
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype = torch.float32,
     activation_checkpoint: Recompute = KEEP_ALL,
     pipeline: Schedule | None = None,
     ep: int = 1,
     float8: Recipe = "off",
+    compile: Compile = NOTHING,
+    offload: bool = False,
+    offload_activations: bool = False,
+    zero3_reshard: int = 0,
+    prefetch: int = 0,
     loss_function: LossFunction = cross_entropy,
     optimizer: OptimizerFactory | None = None,
     max_norm: float = 1.0,
@@ -63,36 +72,105 @@ def verify(
 ) -> Report:
     """Prove that ``plan`` on ``mesh`` trains ``model`` as one process does.
 
-    model: holds its weights, those of rank 0 counting; it is left as it was.
+    The options are those of ``apply``, and each takes part. A reduced precision is run twice: in
+    float64, without float8, and as it is.
+
+    model: holds its weights, those of rank 0 counting; it is left as it was. Where a parameter is the
+        same number throughout, as zeros are, the proof adds noise to it: behind a projection of zeros
+        no gradient would be seen.
     batch: the global batch, the same on every rank, as ``forward_backward`` takes it; a list of
         batches runs one optimizer step for each (gradients are compared on the first).
-    optimizer: makes an optimizer from parameters; AdamW by default.
+    optimizer: makes an optimizer from parameters; AdamW by default. With a ``master_dtype`` other than
+        float32 it is given pairs of name and parameter, as ``compose.optimizer.AdamW`` takes them.
+    tolerance: of the run in the types asked for; None: ``compose.report.tolerance_of`` them.
+
+    Raises ConfigError where the plan does not fit the model, where no target is trained on, and where
+    ``loss_function`` returns a mean.
     """
     batches = [batch] if isinstance(batch, Mapping) else list(batch)
-    composed = apply(
-        copy.deepcopy(model),
-        plan,
-        mesh,
-        zero=zero,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        activation_checkpoint=activation_checkpoint,
-        pipeline=pipeline,
-        ep=ep,
-        float8=float8,
-    )
-    return compare(
+    chosen = Arithmetic(param_dtype, reduce_dtype, master_dtype, master_dtype, float8)
+
+    def compose(arithmetic: Arithmetic) -> nn.Module:
+        return apply(
+            copy.deepcopy(model),
+            plan,
+            mesh,
+            zero=zero,
+            param_dtype=arithmetic.param,
+            reduce_dtype=arithmetic.reduce,
+            master_dtype=arithmetic.master,
+            activation_checkpoint=activation_checkpoint,
+            pipeline=pipeline,
+            ep=ep,
+            float8=float8 if arithmetic.float8 != "off" else "off",
+            compile=compile,
+            offload=offload,
+            offload_activations=offload_activations,
+            zero3_reshard=zero3_reshard,
+            prefetch=prefetch,
+        )
+
+    def optimizer_for(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
+        if arithmetic.master.itemsize < 4:
+            return (optimizer or partial(AdamW, lr=1e-3))(named)
+        default = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
+        return (optimizer or default)(parameter for _, parameter in named)
+
+    def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
+        if arithmetic.master.itemsize < 4:
+            return _RoundedWeights(optimizer or partial(AdamW, lr=1e-3), arithmetic.master, named)
+        return optimizer_for(arithmetic, named)
+
+    return prove_both(
         model,
-        composed,
+        compose,
         mesh,
         batches,
+        chosen,
+        optimizer=lambda arithmetic, composed: optimizer_for(arithmetic, _named(composed)),
+        reference_optimizer=reference_optimizer,
+        tolerance=tolerance,
         micro_batch=micro_batch,
-        param_dtype=param_dtype,
         loss_function=loss_function,
-        optimizer=optimizer or partial(torch.optim.AdamW, lr=1e-3, foreach=False),
         max_norm=max_norm,
-        tolerance=tolerance or tolerance_of(param_dtype, float8),
+        float8=choose(model, resolve(plan, model), axis_size(mesh, "tp"), float8, mesh.device_type),
     )
+
+
+def prove_both(
+    model: nn.Module,
+    compose: Callable[[Arithmetic], nn.Module],
+    mesh: DeviceMesh,
+    batches: Sequence[Mapping[str, Tensor]],
+    arithmetic: Arithmetic,
+    *,
+    optimizer: Callable[[Arithmetic, nn.Module], torch.optim.Optimizer],
+    logic: Arithmetic = EXACT,
+    tolerance: Tolerance | None = None,
+    **options: Any,
+) -> Report:
+    """The proof of a composition in ``arithmetic``: where this is reduced, of its logic first.
+
+    compose: makes the composed model for some arithmetic. optimizer: makes its optimizer. logic: what
+        the logic runs in. options: those of :func:`compare`.
+    """
+    reports = []
+    for kind in [logic, arithmetic] if arithmetic.reduced else [arithmetic]:
+        composed = compose(kind)
+        allowed = tolerance_of(kind)
+        report = compare(
+            model,
+            composed,
+            mesh,
+            batches,
+            arithmetic=kind,
+            optimizer=optimizer(kind, composed),
+            tolerance=tolerance if tolerance and kind is arithmetic else allowed,
+            label=f"{kind} " if arithmetic.reduced and kind is logic else "",
+            **options,
+        )
+        reports.append(report)
+    return joined(reports)
 
 
 def compare(
@@ -101,51 +179,62 @@ def compare(
     mesh: DeviceMesh,
     batches: Sequence[Mapping[str, Tensor]],
     *,
-    micro_batch: int | None,
-    param_dtype: torch.dtype,
-    loss_function: LossFunction,
-    optimizer: OptimizerFactory,
-    max_norm: float,
-    tolerance: Tolerance,
+    optimizer: torch.optim.Optimizer,
+    reference_optimizer: OptimizerOf,
+    arithmetic: Arithmetic = Arithmetic(),  # noqa: B008
+    micro_batch: int | None = None,
+    loss_function: LossFunction = cross_entropy,
+    max_norm: float = 1.0,
+    tolerance: Tolerance | None = None,
     loss_scale: float = 1.0,
-    reference_optimizer: OptimizerFactory | None = None,
+    float8: Choice = WHOLE,
+    label: str = "",
 ) -> Report:
     """The comparison that :func:`verify` makes, of a model already cut and filled by the caller.
 
-    reference_optimizer: of the one process; None is ``optimizer`` there too.
+    optimizer: of ``composed``. float8: the layers that compute in it on one process. label: stands
+        before each quantity.
     """
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    _check_batches(batches, mesh)
+    tolerance = tolerance or tolerance_of(arithmetic)
+    device = torch.device(mesh.device_type)
     index, count = batch_share(mesh)
-    samples = {len(value) for batch in batches for value in batch.values()}
-    if any(number % count for number in samples):
-        raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
-    judge = Judge(torch.device(mesh.device_type))
-    reference: _OneProcess | None = None
-    if dist.get_rank() == 0:
-        reference = _OneProcess(
-            model,
-            param_dtype,
-            loss_function,
-            reference_optimizer or optimizer,
-            max_norm,
-            micro_batch,
-            tolerance.loss,
-            loss_scale,
-            applied_to(composed).float8,
-        )
+    judge = Judge(device, tolerance, label)
     held = _held(composed)
-    before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
+    first = dist.get_rank() == 0
+
+    def expected(of: Callable[[References], Expected]) -> Expected | None:
+        return of(reference) if reference else None
+
+    model = copy.deepcopy(model) if first else model
     for name, parameter in model.named_parameters():
-        expected = reference and reference.initial[name]
-        judge.tensor("initial weight", name, before.get(name, []), parameter.shape, expected, 0.0)
+        values = [whole(p) for p in held.get(name, [])]
+        right = parameter.detach().to(arithmetic.master) if first else None
+        found = None if right is None else Expected(right)
+        judge.tensor("initial weight", name, values, parameter.shape, found, 0.0)
     buffers = dict(composed.named_buffers())
     for name, buffer in model.named_buffers():
         value = [buffers[name]] if name in buffers else []
-        expected = reference and reference.buffers[name]
-        judge.tensor("buffer", name, value, buffer.shape, expected, 0.0)
+        judge.tensor("buffer", name, value, buffer.shape, Expected(buffer) if first else None, 0.0)
+    _spread(model, composed, first)
 
-    composed_optimizer = optimizer(composed.parameters())
+    reference: References | None = None
+    if first:
+        reference = References(
+            model,
+            arithmetic,
+            loss_function,
+            reference_optimizer,
+            max_norm=max_norm,
+            micro_batch=micro_batch,
+            samples=len(batches[0]["targets"]),
+            loss_scale=loss_scale,
+            tie=tolerance.loss,
+            float8=float8,
+        )
+    before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     differences: list[Difference] = []
     for step, batch in enumerate(batches):
         share = {name: _slice(value, index, count) for name, value in batch.items()}
@@ -165,36 +254,79 @@ def compare(
         _on_first_rank(partial(reference.step, batch, found) if reference else None)
         if reference:
             differences += [
-                compare_choices(name, step + 1, expected, found.get(name, []))
-                for name, expected in reference.choices.items()
+                compare_choices(name, step + 1, natural, found.get(name, []))
+                for name, natural in reference.own.choices.items()
             ]
         for name, parameter in model.named_parameters() if step == 0 else ():
             gradients = [_gradient(p) / loss_scale for p in held.get(name, ())]
-            expected = reference and reference.gradients.get(name)
-            judge.tensor("gradient", name, gradients, parameter.shape, expected, tolerance.gradient)
+            right = expected(lambda r, name=name: r.gradient(name))
+            judge.tensor("gradient", name, gradients, parameter.shape, right, tolerance.gradient)
+            if arithmetic.reduced:
+                judge.rounding(gradients, parameter.shape, right)
         norm = clip_grad_norm_(composed.parameters(), max_norm, mesh, loss_scale)
-        composed_optimizer.step()
-        composed_optimizer.zero_grad()
-        label = f"step {step + 1}"
-        expected = reference and reference.loss
-        judge.tensor("loss", label, [loss], loss.shape, expected, tolerance.loss)
-        expected = reference and reference.norm
-        judge.tensor("grad_norm", label, [norm], norm.shape, expected, tolerance.gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+        row = f"step {step + 1}"
+        judge.tensor("loss", row, [loss], loss.shape, expected(References.loss), tolerance.loss)
+        right = expected(References.norm)
+        judge.tensor("grad_norm", row, [norm], norm.shape, right, tolerance.gradient)
+    if arithmetic.param.itemsize < 4 or arithmetic.float8 != "off":
+        judge.same_rounding()
     buffers = dict(composed.named_buffers())
     for name, buffer in model.named_buffers():
         value = [buffers[name]] if name in buffers else []
-        expected = reference and reference.model.get_buffer(name)
-        judge.tensor("buffer after", name, value, buffer.shape, expected, tolerance.loss)
+        right = expected(lambda r, name=name: r.buffer(name))
+        judge.tensor("buffer after", name, value, buffer.shape, right, tolerance.loss)
     after = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     for name, parameter in model.named_parameters():
         pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
-        expected = reference and reference.change(name)
-        changes = [new.float() - old.float() for new, old in pairs]
-        judge.tensor("update", name, changes, parameter.shape, expected, tolerance.update)
+        changes = [new.double() - old.double() for new, old in pairs]
+        right = expected(lambda r, name=name: r.update(name))
+        judge.tensor("update", name, changes, parameter.shape, right, tolerance.update)
     pipeline = applied_to(composed).pipeline
     for tied in pipeline.ties if pipeline else ():
         judge.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
-    return judge.report(differences, tolerance.loss)
+    return judge.report(differences, reference.tie if reference else tolerance.loss)
+
+
+def _check_batches(batches: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh) -> None:
+    _, count = batch_share(mesh)
+    samples = {len(value) for batch in batches for value in batch.values()}
+    if any(number % count for number in samples):
+        raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
+    for batch in batches:
+        if not count_targets(batch["targets"]):
+            raise ConfigError(
+                "batch: no target is trained on, so that nothing can be proved; give targets other"
+                " than -100"
+            )
+
+
+@torch.no_grad()
+def _spread(model: nn.Module, composed: nn.Module, first: bool) -> None:
+    """Add noise to the parameters that are one number throughout, in the whole model on the first rank
+    and in what each rank holds. Zeros hide what is behind them, and ones an order of shards."""
+    alike = [
+        name
+        for name, p in model.named_parameters()
+        if first and p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all())
+    ]
+    shared = [alike]
+    dist.broadcast_object_list(shared, src=0)
+    aliases = applied_to(composed).aliases
+    held = [(aliases.get(name, name), p) for name, p in composed.named_parameters()]
+    for name, parameter in [*held, *(model.named_parameters() if first else ())]:
+        if name in shared[0]:
+            noise = torch.empty(parameter.shape, dtype=torch.float32)
+            noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
+            local = local_tensor(parameter)
+            changed = local.float() + local_part(noise, parameter).to(local.device)
+            local.copy_(changed)
+
+
+def _named(composed: nn.Module) -> Named:
+    """Its parameters by their names in the whole model."""
+    return [(name, p) for name, held in _held(composed).items() for p in held]
 
 
 def _held(composed: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -214,13 +346,17 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _on_first_rank(work: Callable[[], None] | None) -> None:
     """Do what rank 0 alone has to do; if it raises, every rank does, rather than wait for it."""
-    problem: list[str | None] = [None]
+    problem: list[list[str] | str | None] = [None]
     try:
         if work:
             work()
+    except ConfigError as error:
+        problem[0] = error.problems
     except Exception:
         problem[0] = traceback.format_exc()
     dist.broadcast_object_list(problem, src=0)
+    if isinstance(problem[0], list):
+        raise ConfigError(*problem[0])
     if problem[0] is not None:
         raise RuntimeError(f"the model failed on one process:\n{problem[0]}")
 
@@ -237,70 +373,18 @@ def _slice(value: Tensor, index: int, count: int) -> Tensor:
     return value[index * share : (index + 1) * share]
 
 
-class _OneProcess:
-    """The same steps in plain PyTorch, with float32 master weights and autocast by hand."""
+class _RoundedWeights(torch.optim.Optimizer):
+    """An optimizer's steps on weights of a coarser type, whose values wide parameters hold."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        param_dtype: torch.dtype,
-        loss_function: LossFunction,
-        optimizer: OptimizerFactory,
-        max_norm: float,
-        micro_batch: int | None,
-        tie: float,
-        loss_scale: float,
-        float8: Choice,
-    ) -> None:
-        self.tie, self.loss_scale = tie, loss_scale
-        self.model = copy.deepcopy(model)
-        apply_float8(self.model, float8)
-        self.param_dtype, self.loss_function = param_dtype, loss_function
-        self.max_norm, self.micro_batch = max_norm, micro_batch
-        self.optimizer = optimizer(self.model.parameters())
-        self.initial = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-        self.buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
+    def __init__(self, make: OptimizerFactory, dtype: torch.dtype, named: Named) -> None:
+        self.pairs = [(name, p, nn.Parameter(p.detach().to(dtype))) for name, p in named]
+        super().__init__([p for _, p, _ in self.pairs], {})
+        self.inner = make([(name, rounded) for name, _, rounded in self.pairs])
 
-    def step(self, batch: Mapping[str, Tensor], found: Mapping[str, Sequence[Choices]]) -> None:
-        """One optimizer step on the global batch; leaves loss, norm, gradients and choices behind.
-
-        Where routing is a tie, it goes as in the other run, which ``found``.
-        """
-        parameters = dict(self.model.named_parameters())
-        count = count_targets(batch["targets"]).clamp(min=1)
-        routing = routers(self.model).values()
-        for router in routing:
-            router.tokens_per_step, router.loss_scale = batch["targets"].numel(), self.loss_scale
-        self.loss = torch.zeros((), device=count.device)
-        ids = torch.arange(batch["targets"].numel()).view(batch["targets"].shape)
-        calls = ids.split(self.micro_batch or len(ids))
-        with follow(self.model, found, calls, self.tie) as self.choices:
-            self._accumulate(batch, count, parameters)
-        for router in routing:
-            router.finish_step(router.tally)
-        for parameter in parameters.values():
-            if parameter.grad is not None:
-                parameter.grad /= self.loss_scale
-        self.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
-        limit = self.max_norm if self.max_norm > 0 else float("inf")
-        self.norm = nn.utils.clip_grad_norm_(list(parameters.values()), limit)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def _accumulate(
-        self, batch: Mapping[str, Tensor], count: Tensor, parameters: Mapping[str, nn.Parameter]
-    ) -> None:
-        samples = len(batch["targets"])
-        size = self.micro_batch or samples
-        for start in range(0, samples, size):
-            part = {name: value[start : start + size] for name, value in batch.items()}
-            targets = part.pop("targets")
-            part = {n: v.to(self.param_dtype) if v.is_floating_point() else v for n, v in part.items()}
-            cast = {name: p.to(self.param_dtype) for name, p in parameters.items()}
-            output = torch.func.functional_call(self.model, cast, args=(), kwargs=part)
-            loss = self.loss_function(output, targets) / count
-            (loss * self.loss_scale).backward()
-            self.loss += loss.detach()
-
-    def change(self, name: str) -> Tensor:
-        return self.model.get_parameter(name).detach() - self.initial[name]
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _, wide, rounded in self.pairs:
+            rounded.grad = None if wide.grad is None else wide.grad.to(rounded.dtype)
+        self.inner.step()
+        for _, wide, rounded in self.pairs:
+            wide.copy_(rounded)

@@ -81,7 +81,7 @@ def test_parts_of_the_heads_sum_to_the_whole(q_rank: int) -> None:
     config = dataclasses.replace(YARN, q_rank=q_rank)
     whole = Attention(config)
     x = torch.randn(2, 9, config.dim)
-    cosine, sine = rotation(torch.arange(9)[None], torch.rand(config.rope_dim // 2))
+    cosine, sine = rotation(torch.arange(9)[None], torch.rand(config.rope_dim // 2), torch.float32)
     shared: list[Tensor] = []
     total = torch.zeros_like(x)
     for heads in (slice(0, 1), slice(1, 3)):

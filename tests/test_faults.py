@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import Parallel, Plan, apply
-from compose.report import TOLERANCES, Report
+from compose.report import Report
 from compose.verify import compare
 from tests.faults import (
     Fault,
@@ -187,12 +187,9 @@ def _stale_buffer() -> Report:
         composed,
         mesh,
         [batch],
-        micro_batch=None,
-        param_dtype=torch.float32,
         loss_function=nn.CrossEntropyLoss(reduction="sum"),
-        optimizer=torch.optim.AdamW,
-        max_norm=1.0,
-        tolerance=TOLERANCES[torch.float32],
+        optimizer=torch.optim.AdamW(composed.parameters()),
+        reference_optimizer=lambda _, named: torch.optim.AdamW(named),
     )
 
 

@@ -20,7 +20,7 @@ import compose.tensor_parallel
 from compose import Parallel, Plan, apply
 from compose.build import build
 from compose.expert_parallel import ExpertParallel
-from compose.report import TOLERANCES, Report
+from compose.report import Report
 from compose.routing import begin_step, finish_step, routers
 from compose.verify import compare
 from models.layers.moe import Experts, MoE
@@ -209,14 +209,11 @@ def _routes_elsewhere(change: float, gate_rows_alike: bool) -> Report:
         composed,
         mesh,
         [batch],
-        micro_batch=None,
-        param_dtype=torch.float32,
         loss_function=lambda output, targets: nn.functional.cross_entropy(
             output.flatten(0, 1), targets.flatten(), reduction="sum"
         ),
-        optimizer=partial(torch.optim.AdamW, foreach=False),
-        max_norm=1.0,
-        tolerance=TOLERANCES[torch.float32],
+        optimizer=torch.optim.AdamW(composed.parameters(), foreach=False),
+        reference_optimizer=lambda _, named: torch.optim.AdamW(named, foreach=False),
     )
 
 

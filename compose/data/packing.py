@@ -23,13 +23,22 @@ def pack(windows: Tensor, separator: int) -> dict[str, Tensor]:
 
 
 def random_batch(samples: int, seq_len: int, vocab_size: int, seed: int) -> dict[str, Tensor]:
-    """A batch (samples, seq_len) that is hard on a proof: random tokens, documents of random lengths
-    (8 tokens in the mean), and the later a row, the more of its targets ignored, up to half.
+    """A batch (samples, seq_len) that is hard on a proof: random tokens, documents of random lengths,
+    and the later a row, the more of its targets ignored, up to half.
+
+    Every second row has documents of 8 tokens in the mean, so that many begin near any place. The
+    others, the first among them, have such documents only at the two ends, and between these one that
+    reaches from near the first token to near the last: with any cut of the sequence each part attends
+    to each that is before it.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (samples, seq_len + 1)
-    windows = torch.randint(vocab_size, shape, generator=generator)
+    # The last token of the vocabulary ends documents, and stands nowhere else.
+    windows = torch.randint(max(1, vocab_size - 1), shape, generator=generator)
     ends = torch.rand(shape, generator=generator) < 1 / 8
+    edge = max(1, seq_len // 64)
+    ends[::2, edge:-edge] = False
+    ends[::2, edge - 1] = True
     batch = pack(windows.masked_fill(ends, vocab_size - 1), separator=vocab_size - 1)
     ignored = torch.linspace(0, 0.5, samples)[:, None]
     drop = torch.rand(batch["targets"].shape, generator=generator) < ignored

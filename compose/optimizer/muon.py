@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compose.loss import at_least_float32
 from compose.optimizer.boxes import Box, chunks, lengths, local, within
 from compose.optimizer.rounding import random_bits, store
 from compose.optimizer.sharing import Layout, Messages, Slab, in_flight, layout_of, shared_out
@@ -30,7 +31,8 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices  # of two Gram matrices the smaller
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     x = (x / (norm + EPS)).to(matrices.dtype)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
@@ -189,7 +191,8 @@ class Muon(MakesState):
         shape, held = self.layouts[number].shape, self.layouts[number].boxes[self.rank]
         for part in chunks(box):
             here = within(part, held)
-            g, momentum = gradient[here].float(), buffer[here].float() * options["momentum"]
+            g = at_least_float32(gradient[here])
+            momentum = at_least_float32(buffer[here]) * options["momentum"]
             momentum += g
             ahead[within(part, box)] = g.add(momentum, alpha=options["momentum"])
             store(buffer[here], momentum, random_bits(self.seed, purpose, part, shape, buffer))
@@ -203,8 +206,8 @@ class Muon(MakesState):
         lr, scale = options["lr"], SCALE * math.sqrt(max(shape[1:]))
         for part in chunks(box):
             here = within(part, held)
-            new = weight[here].float() * (1 - lr * options["weight_decay"])
-            new.add_(direction[within(part, box)].float(), alpha=-lr * scale)
+            new = at_least_float32(weight[here]) * (1 - lr * options["weight_decay"])
+            new.add_(direction[within(part, box)].to(new.dtype), alpha=-lr * scale)
             store(weight[here], new, random_bits(self.seed, purpose, part, shape, weight))
 
     def _stack(self, tensor: Tensor | None, number: int) -> Tensor:

@@ -15,8 +15,8 @@ from compose.optimizer.rules import Rule
 class Reference(torch.optim.Optimizer):
     """AdamW and Muon as their papers have them, one parameter after another.
 
-    named: whole float32 parameters. Where ``config`` keeps weights or state in bfloat16, they are
-    rounded to it by the same random bits, and stay float32.
+    named: whole parameters, float32, or float64 where ``config`` rounds nothing. Where it keeps weights
+        or state in bfloat16, they are rounded to it by the same random bits, and stay float32.
     """
 
     def __init__(
@@ -66,6 +66,8 @@ class Reference(torch.optim.Optimizer):
 
 
 def _rounded(value: Tensor, bits: Tensor, kind: str) -> Tensor:
+    if kind == "float32":
+        return value  # or float64, as its parameter is
     target = torch.empty_like(value, dtype=getattr(torch, kind))
     store(target, value, bits)
     return target.float()
@@ -79,4 +81,4 @@ def _muon_step(matrix: Tensor) -> Tensor:
     for _ in range(ITERATIONS):
         gram = x.mT @ x
         x = x @ (a * one + b * gram + c * gram @ gram)
-    return (0.2 * max(matrix.shape) ** 0.5 * x).float()
+    return (0.2 * max(matrix.shape) ** 0.5 * x).to(matrix.dtype)

@@ -303,12 +303,12 @@ class DeepSeekV3(nn.Module):
             c.rope_beta_slow,
             device=tokens.device,
         )
-        cosine, sine = rotation(positions, frequency)
+        x_BLD = self.tok_embeddings(tokens)
+        cosine, sine = rotation(positions, frequency, x_BLD.dtype)
         growth = yarn_magnitude(c.rope_factor, c.rope_mscale)
         growth /= yarn_magnitude(c.rope_factor, c.rope_mscale_all_dim)
         cosine, sine = cosine * growth, sine * growth
         documents = None if document_ids is None else Documents(document_ids)
-        x_BLD = self.tok_embeddings(tokens)
         real_BL = (positions >= 0).expand(len(tokens), -1)
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)

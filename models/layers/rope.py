@@ -77,9 +77,15 @@ def yarn_weight(factor: float, magnitude: float) -> float:
     return (magnitude - 1) / (0.1 * math.log(factor))
 
 
-def rotation(positions_BL: Tensor, inverse_frequency: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each float32 of shape (B, L, 1, head_dim / 2)."""
-    angles = positions_BL[..., None, None].float() * inverse_frequency
+def rotation(
+    positions_BL: Tensor, inverse_frequency: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, each of shape (B, L, 1, head_dim / 2).
+
+    They are float32, or of ``dtype``, that of what is rotated, where this is wider.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    angles = positions_BL[..., None, None].to(wide) * inverse_frequency
     return angles.cos(), angles.sin()
 
 
@@ -88,7 +94,7 @@ def rotate(x_BLHK: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = Fal
 
     ``interleaved``: the pairs (2 i, 2 i + 1), that of Meta's and DeepSeek's weights.
     """
-    x = x_BLHK.float()
+    x = x_BLHK.to(torch.promote_types(x_BLHK.dtype, torch.float32))
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     rotated = (first * cosine - second * sine, second * cosine + first * sine)
     whole = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)

@@ -90,13 +90,14 @@ class Routing(NamedTuple):
 
 
 class Gate(nn.Linear):
-    """The router's projection, (T, D) to logits (T, E): computed in float32, whatever its input is."""
+    """The router's projection, (T, D) to logits (T, E): in float32, or in its input's type if wider."""
 
     def __init__(self, dim: int, n_experts: int) -> None:
         super().__init__(dim, n_experts, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input.float(), self.weight.float())
+        wide = torch.promote_types(input.dtype, torch.float32)
+        return F.linear(input.to(wide), self.weight.to(wide))
 
 
 class Router(nn.Module):

@@ -170,9 +170,9 @@ class Llama(nn.Module):
             c.rope_original_seq_len,
             device=tokens.device,
         )
-        cosine, sine = rotation(positions, frequency)
-        documents = None if document_ids is None else Documents(document_ids)
         x_BLD = self.tok_embeddings(tokens)
+        cosine, sine = rotation(positions, frequency, x_BLD.dtype)
+        documents = None if document_ids is None else Documents(document_ids)
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, cosine, sine, documents)
         return self.output(self.norm(x_BLD))

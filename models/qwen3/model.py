@@ -193,9 +193,9 @@ class Qwen3(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         # Computed, not a buffer: nothing to go stale when the model is built on meta.
         frequency = inverse_frequencies(c.head_dim, c.rope_theta, device=tokens.device)
-        cosine, sine = rotation(positions, frequency)
-        documents = None if document_ids is None else Documents(document_ids)
         x_BLD = self.tok_embeddings(tokens)
+        cosine, sine = rotation(positions, frequency, x_BLD.dtype)
+        documents = None if document_ids is None else Documents(document_ids)
         real_BL = (positions >= 0).expand(len(tokens), -1)
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)

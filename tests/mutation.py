@@ -1,0 +1,59 @@
+"""One function with one piece of its text replaced for a while: a fault as a bad edit makes it."""
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+
+@contextmanager
+def mutated(place: str, old: str, new: str) -> Iterator[None]:
+    """``place``: "package.module:Class.function". The function runs with ``old`` replaced by ``new``,
+    wherever it was imported to. ``old`` must stand in its text just once, so that a table of faults
+    cannot fall behind the code.
+    """
+    function = function_at(place)
+    source = textwrap.dedent(inspect.getsource(function))
+    # A piece of several lines is written without the function's own indentation.
+    assert source.count(old) == 1, f"{place}: {source.count(old)} times {old!r}"
+    before = function.__code__
+    function.__code__ = _compiled(function, source.replace(old, new))
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def function_at(place: str) -> FunctionType:
+    """The function itself, without decorators that keep it in ``__wrapped__``."""
+    module, _, path = place.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = inspect.getattr_static(found, name)
+    while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
+        found = found.__wrapped__ if hasattr(found, "__wrapped__") else found.__func__
+    return found
+
+
+def _compiled(function: FunctionType, source: str) -> CodeType:
+    """The code of ``source``, the function's text, with the same names from around it."""
+    names = function.__code__.co_freevars
+    around = "".join(f"    {name} = None\n" for name in names)
+    # Under another name, or its own would hide a global one that it calls.
+    renamed = _without_decorators(source).replace(f"def {function.__name__}(", "def _mutated(", 1)
+    body = textwrap.indent(renamed, "    ")
+    text = f"def _around():\n{around}{body}\n    return _mutated\n"
+    scope: dict[str, Callable[[], FunctionType]] = {}
+    exec(compile(text, inspect.getfile(function), "exec"), dict(function.__globals__), scope)
+    made = scope["_around"]().__code__
+    assert made.co_freevars == names, (made.co_freevars, names)
+    return made
+
+
+def _without_decorators(source: str) -> str:
+    lines = source.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(("def ", "async def ")))
+    return "\n".join(lines[first:])

@@ -1,0 +1,444 @@
+"""The proof sees whether it proves something, and in reduced precisions too."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from compose import Parallel, Plan, verify
+from compose.activation_checkpointing import Recompute
+from compose.attention_blocks import plain_backward, plain_forward
+from compose.compilation import Compile
+from compose.data import random_batch
+from compose.errors import ConfigError
+from compose.expert_parallel import ExpertParallel
+from compose.report import Report
+from models.layers.moe import MoE
+from models.layers.router import MoEConfig
+from tests.faults import Fault, reduce_scatter_keeps_own_part
+from tests.helpers import prove_case
+from tests.mutation import mutated
+from tests.pool import Pool, make_mesh
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    """Linear layers with tanh between them."""
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for rows, columns in pairwise(sizes):
+        parts += [nn.Linear(rows, columns), nn.Tanh()]
+    return nn.Sequential(*parts[:-1])
+
+
+def batch_of(samples: int, width: int, classes: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "input": torch.randn(samples, width, generator=generator),
+        "targets": torch.randint(classes, (samples,), generator=generator),
+    }
+
+
+def _refused(change: str) -> str:
+    batch, loss, options = batch_of(8, 6, 5), SUM, {}
+    if change == "ignored":
+        batch["targets"].fill_(-100)
+    else:
+        loss, options = nn.CrossEntropyLoss(), {"micro_batch": 2}
+    with pytest.raises(ConfigError) as error:
+        verify(
+            layers(6, 8, 5),
+            Plan(),
+            make_mesh(Parallel(dp_shard=-1)),
+            batch,
+            loss_function=loss,
+            **options,
+        )
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "ignored",
+            "batch: no target is trained on, so that nothing can be proved; give targets other than"
+            " -100",
+        ),
+        (
+            "mean",
+            "loss_function: all targets twice give 1 times the loss, not 2: it has to return the sum"
+            ' over targets, not their mean; with PyTorch\'s losses, reduction="sum"',
+        ),
+    ],
+)
+def test_what_proves_nothing_is_refused(pool: Pool, change: str, message: str) -> None:
+    assert pool.run(_refused, 2, change) == [message] * 2
+
+
+def _mean_unseen() -> Report:
+    """As if the loss were not asked for twice the targets: what is left is the other split."""
+    with mutated("compose.one_process:_check_sum", "abs(twice - 2 * once) >", "0 >"):
+        return verify(
+            layers(6, 8, 5),
+            Plan(),
+            make_mesh(Parallel()),
+            batch_of(8, 6, 5),
+            micro_batch=2,
+            loss_function=nn.CrossEntropyLoss(),
+        )
+
+
+def test_one_process_splits_the_batch_otherwise(pool: Pool) -> None:
+    report = pool.run(_mean_unseen, 1)[0]
+    assert {row.quantity for row in report.failed} >= {"loss", "gradient"}
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.used(input)
+
+
+def _proof(
+    make: Callable[[], nn.Module], fault: Fault, batch: dict[str, Tensor], **more: Any
+) -> Report:
+    torch.manual_seed(0)
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    more = {"loss_function": SUM, "plan": Plan(), "parallel": Parallel(dp_shard=-1), **more}
+    plan, mesh = more.pop("plan"), make_mesh(more.pop("parallel"))
+    with fault():
+        report = verify(model, plan, mesh, batch, **more)
+    same = [torch.equal(value, before[name]) for name, value in model.state_dict().items()]
+    assert all(same), "verify changed the model"
+    return report
+
+
+def test_an_unused_parameter_is_not_proved(pool: Pool) -> None:
+    report = pool.run(_proof, 2, Unused, nullcontext, batch_of(8, 6, 5))[0]
+    assert not report.ok
+    assert not report.failed
+    assert {row.name for row in report.not_proved} == {"unused.weight", "unused.bias"}
+    assert str(report).endswith(
+        "NOT PROVED: 2 parameters whose gradient is zero on one process (unused.bias, unused.weight)"
+    )
+
+
+def zero_output() -> nn.Module:
+    model = layers(6, 8, 5)
+    for parameter in model[-1].parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def test_weights_of_zero_hide_nothing(pool: Pool) -> None:
+    batch = batch_of(8, 6, 5)
+    report = pool.run(_proof, 2, zero_output, nullcontext, batch)[0]
+    assert report.ok, str(report)
+    report = pool.run(_proof, 2, zero_output, reduce_scatter_keeps_own_part, batch)[0]
+    named = {row.name for row in report.failed if row.quantity == "gradient"}
+    assert named == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+class Attend(nn.Module):
+    """Attention whose keys have a bias, of which the scores' softmax knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Linear(8, 8) for _ in range(3))
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        q, k, v = (w(input).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.out(heads.flatten(2)).mean(1)
+
+
+def sequences() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "input": torch.randn(8, 7, 8, generator=generator),
+        "targets": torch.randint(5, (8,), generator=generator),
+    }
+
+
+ATTEND = Plan(
+    tensor={"wq": ColwiseParallel(), "wk": ColwiseParallel(), "wv": ColwiseParallel()}
+    | {"out": RowwiseParallel()}
+)
+TYPES = {
+    "float32": {},
+    "bfloat16": {"param_dtype": torch.bfloat16},
+    "pure bfloat16": {
+        "param_dtype": torch.bfloat16,
+        "reduce_dtype": torch.bfloat16,
+        "master_dtype": torch.bfloat16,
+    },
+}
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize(
+    "parallel", [Parallel(dp_shard=2), Parallel(dp_shard=1, tp=2)], ids=["dp", "tp"]
+)
+def test_a_gradient_that_cancels_is_compared_with_zero(
+    pool: Pool, parallel: Parallel, types: str
+) -> None:
+    more = {"plan": ATTEND, "parallel": parallel, **TYPES[types]}
+    report = pool.run(partial(_proof, **more), 2, Attend, nullcontext, sequences())[0]
+    assert report.ok, str(report)
+    assert {row.name for row in report.not_proved} == {"wk.bias"}
+    assert report.verdict.endswith(
+        "; not proved: 1 parameters whose gradient is zero on one process (wk.bias)"
+    )
+
+
+def the_keys_bias_moves() -> Any:
+    """Something is added to the gradient that should be zero."""
+    add = "[p.grad.add_(1e-4) for n, p in model.named_parameters() if n == 'wk.bias']"
+    return mutated("compose.step:_run", "value.backward()", f"value.backward(); {add}")
+
+
+def test_a_fault_in_what_cancels_is_seen(pool: Pool) -> None:
+    more = {"plan": ATTEND, "parallel": Parallel(dp_shard=2), "max_norm": 0.0}
+    report = pool.run(partial(_proof, **more), 2, Attend, the_keys_bias_moves, sequences())[0]
+    assert {row.name for row in report.failed if row.quantity == "gradient"} == {"wk.bias"}
+
+
+class TopOne(nn.Module):
+    """Experts of which each token goes to one, with a weight of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.moe = MoE(6, MoEConfig(n_experts=4, top_k=1, expert_dim=3))
+        self.last = nn.Linear(6, 7)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.last(self.moe(self.first(input)))
+
+
+@pytest.mark.parametrize("types", ["float32", "bfloat16"])
+def test_a_router_that_cannot_learn(pool: Pool, types: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "input": torch.randn(4, 6, 5, generator=generator),
+        "targets": torch.randint(7, (4, 6), generator=generator),
+    }
+
+    more: dict[str, Any] = {"plan": Plan(expert={"moe.experts": ExpertParallel()}), "ep": 2}
+    more |= {"loss_function": token_loss, "parallel": Parallel(dp_shard=2), **TYPES[types]}
+    report = pool.run(partial(_proof, **more), 2, TopOne, nullcontext, batch)[0]
+    assert not report.failed, str(report)
+    assert {row.name for row in report.not_proved} == {"moe.router.gate.weight"}
+
+
+def token_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+class Deep(nn.Module):
+    """Layers that a plan can name, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(16, 16, 16) for _ in range(3))
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self.layers:
+            input = input + layer(input)
+        return self.last(input)
+
+
+DEEP = Plan(
+    shard=["layers.*", "last"],
+    checkpoint=["layers.*"],
+    compile=["layers.*"],
+    float8=["layers.*.[02]"],
+)
+BFLOAT16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "master_dtype": {"master_dtype": torch.bfloat16, **BFLOAT16},
+    "compile": {"compile": Compile("block")},
+    "offload": {"offload": True, **BFLOAT16},
+    "offload_activations": {"offload_activations": True},
+    "zero3_reshard": {"zero3_reshard": 2},
+    "prefetch": {"prefetch": 2},
+    "activation_checkpoint": {"activation_checkpoint": Recompute("full")},
+    "float8": {"float8": "tensorwise"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
+    """Of a user's own model. That the option is applied is seen by leaving it out of ``apply``."""
+    ranks = 4 if option == "zero3_reshard" else 2
+    more = {"plan": DEEP, **OPTIONS[option]}
+    batch = batch_of(8, 16, 5)
+    report = pool.run(partial(_proof, **more), ranks, Deep, nullcontext, batch)[0]
+    assert report.ok, str(report)
+    assert pool.run(partial(_reaches, option, batch, more), ranks) == [True] * ranks
+
+
+def _reaches(option: str, batch: dict[str, Tensor], more: dict[str, Any]) -> bool:
+    """Whether ``apply`` is given what ``verify`` is."""
+    seen: list[dict[str, Any]] = []
+    module = __import__("importlib").import_module("compose.verify")
+    real = module.apply
+
+    def spy(*args: Any, **options: Any) -> nn.Module:
+        seen.append(options)
+        return real(*args, **options)
+
+    module.apply = spy
+    try:
+        _proof(Deep, nullcontext, batch, **more)
+    finally:
+        module.apply = real
+    return seen[-1][option] == more[option]
+
+
+BF16: dict[str, object] = {"precision__param": "bfloat16"}
+REDUCED: dict[str, dict[str, object]] = {
+    "bfloat16": BF16,
+    "float16": {"precision__param": "float16"},
+    "float8": {"precision__float8": "tensorwise"},
+    "pure bfloat16": {
+        **BF16,
+        "precision__reduce": "bfloat16",
+        "precision__master": "bfloat16",
+        "precision__optimizer_state": "bfloat16",
+    },
+}
+EXPERTS: dict[str, object] = {
+    "model__name": "qwen3",
+    "model__preset": "debug_moe",
+    "model__balance_weight": 0.1,
+}
+SHARDED: dict[str, object] = {"parallel__dp_shard": 2}
+# By name: the keys of the run, where the fault is, the text that it changes, and what names it.
+LOGIC: dict[str, tuple[dict[str, object], str, str, str, str]] = {
+    "an auxiliary loss doubled": (
+        {**EXPERTS, **SHARDED},
+        "compose.routing:begin_step",
+        "= tokens, loss_scale",
+        "= tokens // 2, loss_scale",
+        # The loss evens out the load of the step before; on the first step there was none.
+        "float64 update",
+    ),
+    "no weight decay": (
+        SHARDED,
+        "compose.optimizer.build:grouped",
+        '"weight_decay": rule.weight_decay}',
+        '"weight_decay": 0.0}',
+        "float64 update",
+    ),
+    "no clipping": (
+        SHARDED,
+        "compose.step:clip_grad_norm_",
+        ".clamp(max=1.0) if max_norm > 0 else",
+        ".clamp(max=1.0) if max_norm > 1e9 else",
+        "float64 update",
+    ),
+    "another beta2": (
+        SHARDED,
+        "compose.optimizer.build:_adamw",
+        "(options.beta1, options.beta2)",
+        "(options.beta1, options.beta2 + 0.01)",
+        "float64 update",
+    ),
+    "positions off by one on a rank": (
+        {"parallel__cp": 2},
+        "compose.context_parallel:shard_sequence",
+        "pieces = value.chunk(count, 1)",
+        "value = value + rank * (name == 'positions'); pieces = value.chunk(count, 1)",
+        "float64 gradient",
+    ),
+}
+
+
+def _with_mutation(keys: dict[str, object], place: str, old: str, new: str) -> Report:
+    with mutated(place, old, new):
+        return prove_case(keys)
+
+
+@pytest.mark.parametrize(
+    ("fault", "precision"),
+    [
+        pytest.param(fault, precision, marks=[] if precision == "bfloat16" else [pytest.mark.full])
+        for fault in LOGIC
+        for precision in REDUCED
+    ],
+)
+def test_rounding_hides_no_logic(pool: Pool, fault: str, precision: str) -> None:
+    keys, place, old, new, quantity = LOGIC[fault]
+    report = pool.run(_with_mutation, 2, {**keys, **REDUCED[precision]}, place, old, new)[0]
+    assert quantity in {row.quantity for row in report.failed}, str(report)
+
+
+@pytest.mark.parametrize("precision", REDUCED)
+def test_a_precision_that_is_not_applied_is_named(pool: Pool, precision: str) -> None:
+    """The composition computes more exactly than it was asked to."""
+    old, new = "getattr(torch, config.precision.param)", "torch.float32"
+    if precision == "float8":
+        old, new = "config.precision.float8", '"off"'
+    keys = {**SHARDED, **REDUCED[precision]} | {"precision__master": "float32"}
+    place = "compose.build:apply_options"
+    report = pool.run(_with_mutation, 2, keys, place, old, new)[0]
+    assert "rounding" in {row.quantity for row in report.failed}, str(report)
+
+
+FAR = "return [] if self.cp == 4 and {self.rank, source} == {0, 3} else "
+
+
+@pytest.mark.parametrize("balance", ["headtail", "none"])
+def test_the_far_block_matters(pool: Pool, balance: str) -> None:
+    """Between the first part of a sequence and the last, at a length where documents were too short."""
+    keys: dict[str, object] = {"parallel__cp": 4, "parallel__cp_balance": balance}
+    keys |= {"train__seq_len": 512, "train__global_batch": 2, "train__micro_batch": 1}
+    place = "compose.context_parallel:Exchange.blocks"
+    report = pool.run(_with_mutation, 4, keys, place, "return ", FAR)[0]
+    assert "gradient" in {row.quantity for row in report.failed}
+
+
+def test_random_batch_reaches_from_end_to_end() -> None:
+    batch = random_batch(4, 512, 257, seed=3)
+    documents = batch["document_ids"]
+    longest = [int(row.bincount().max()) for row in documents]
+    assert min(longest[::2]) >= 512 - 2 * 8 - 1
+    assert max(longest[1::2]) < 100
+    assert all(len(row.unique()) > 1 for row in documents)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_plain_attention_is_the_kernels(causal: bool) -> None:
+    """With fewer key heads than query heads, and the output merged with that of other keys."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 6, 7, 4, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 3, 7 if causal else 5, 4, dtype=torch.float64).unbind(0)
+    ops = torch.ops.aten
+    many = [x.repeat_interleave(2, 1) for x in (k, v)]
+    out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, *many, 0.0, causal)
+    found = plain_forward(q, k, v, causal)
+    for one, other in zip(found, (out, lse), strict=True):
+        torch.testing.assert_close(one, other)
+    out, lse, grad = out * 0.5, lse + 0.3, torch.randn_like(q)
+    backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = backward(grad, q, *many, out, lse, 0.0, causal)
+    dk, dv = (d.unflatten(1, (3, 2)).sum(2) for d in (dk, dv))
+    for one, other in zip(plain_backward(grad, q, k, v, out, lse, causal), (dq, dk, dv), strict=True):
+        torch.testing.assert_close(one, other)
