@@ -1,6 +1,7 @@
 """What a proof found: rows of errors against tolerances, gathered from every rank."""
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -179,6 +180,7 @@ class Judge:
         self.compared: list[Row] = []
         self.errors: list[float] = []
         self.own: list[float] = []  # one process's error of each row, relative
+        self.sums: dict[str, list[int]] = {}  # checksums of this rank's copies, by name
         # Of gradients: this rank's distance from float64, and one process's.
         self.from_exact: list[float] = []
         self.own_from_exact: list[float] = []
@@ -236,6 +238,12 @@ class Judge:
         self.own.append(0.0)
         self.errors.append(ratio if dist.get_rank() == 0 else _NOT_HELD)
 
+    def same_everywhere(self, name: str, values: Sequence[Tensor]) -> None:
+        """That ranks which hold a parameter hold the same of it, bit for bit; no collective."""
+        self.sums[name] = [
+            zlib.crc32(v.cpu().contiguous().flatten().view(torch.uint8).numpy()) for v in values
+        ]
+
     def copies(self, name: str, values: Sequence[Tensor], shape: torch.Size) -> None:
         """That all ranks' copies of one parameter are the same, bit for bit."""
         holds: list[bool] = [False] * dist.get_world_size()
@@ -243,6 +251,18 @@ class Judge:
         source = holds.index(True)
         expected = Expected(values[0]) if dist.get_rank() == source else None
         self.tensor("tied copies", name, values, shape, expected, 0.0, source)
+
+    def _copies(self) -> list[Row]:
+        """Of all ranks' checksums: 0 where they are the same; else how many are not the first's."""
+        everyone: list[dict[str, list[int]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, self.sums)
+        rows = []
+        for name in self.sums:
+            held = [(rank, value) for rank, sums in enumerate(everyone) for value in sums[name]]
+            others = [rank for rank, value in held if value != held[0][1]]
+            error = math.inf if others else 0.0
+            rows.append(Row(f"{self.prefix}copies", name, error, 0.0, min(others, default=0)))
+        return rows
 
     def _means(self) -> dict[str, float]:
         """One process's error by quantity: the root of the mean square over what is not zero."""
@@ -266,6 +286,7 @@ class Judge:
             Row(f"{self.prefix}routing", f"{d.router}, step {d.step}", d.margin, tie, 0)
             for d in routing
         ]
+        rows += self._copies()
         notes = [f"{d}{': a tie' if d.margin <= tie else ''}" for d in routing if d.tokens]
         shared = [rows, notes]
         dist.broadcast_object_list(shared, src=0)

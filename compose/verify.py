@@ -283,6 +283,7 @@ def compare(
         changes = [new.double() - old.double() for new, old in pairs]
         right = expected(lambda r, name=name: r.update(name))
         judge.tensor("update", name, changes, parameter.shape, right, tolerance.update)
+        judge.same_everywhere(name, after.get(name, ()))
     pipeline = applied_to(composed).pipeline
     for tied in pipeline.ties if pipeline else ():
         judge.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from compose.registry import build_model, find_model
 from compose.report import Report
 from tests.faults import gradients_are_averaged_over_ranks, partial_gradients_are_taken_as_whole
 from tests.helpers import make_config, prove_case
+from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 from tests.test_checkpoint import shards, train
 from tests.test_faults import assert_named, with_fault
@@ -227,12 +229,19 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-def proved(pool: Pool, name: str) -> Report:
+def _without_noise(keys: dict[str, object]) -> Report:
+    """Norms stay ones. Other weights turn the last bit of what the largest element is, and with it of
+    a scale, by which all values then round anew."""
+    with mutated("compose.verify:_spread", "normal_(0.0, _SPREAD,", "normal_(0.0, 0.0,"):
+        return prove_case(keys)
+
+
+def proved(pool: Pool, name: str, prove: Callable[..., Report] = prove_case) -> Report:
     ranks, keys = CASES[name]
     given = SHAPE | {"train__global_batch": 8, "train__micro_batch": 2} | keys
     if given.get("model__name"):
         given = {key: v for key, v in given.items() if key not in ("model__dim", "model__hidden_dim")}
-    return pool.run(prove_case, ranks, given)[0]
+    return pool.run(prove, ranks, given)[0]
 
 
 IN_THE_SUITE = ("uneven shards", "tp, rowwise", "ring", "ZBVZeroBubble", "experts with a shared one")
@@ -252,7 +261,7 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
 def test_scales_are_those_of_the_whole(pool: Pool) -> None:
     """Where all scales are those of one process and nothing else is rounded, hardly a rounding falls
     apart; each tp rank's own scales of its part would make errors of 0.1."""
-    report = proved(pool, "fsdp x tp, selective")
+    report = proved(pool, "fsdp x tp, selective", _without_noise)
     assert max(row.error for row in report.rows if row.quantity == "gradient") < 2e-2
 
 

@@ -49,7 +49,8 @@ def batch_of(samples: int, width: int, classes: int) -> dict[str, Tensor]:
 
 
 def _refused(change: str) -> str:
-    batch, loss, options = batch_of(8, 6, 5), SUM, {}
+    batch, loss = batch_of(8, 6, 5), SUM
+    options: dict[str, Any] = {}
     if change == "ignored":
         batch["targets"].fill_(-100)
     else:

@@ -72,7 +72,7 @@ def test_equals_one_process(
     report = agreed(pool.run(prove_case, ranks(mesh), keys))
     assert report.ok, str(report)
     quantities = {row.quantity for row in report.rows}
-    assert quantities == {"initial weight", "gradient", "loss", "grad_norm", "update"}
+    assert quantities == {"initial weight", "gradient", "loss", "grad_norm", "update", "copies"}
     parameters = 2 + 2 * 9 + (not tied)
     assert sum(row.quantity == "gradient" for row in report.rows) == parameters
 

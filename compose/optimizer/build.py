@@ -95,7 +95,10 @@ def _muon(
         momentum=config.optimizer.momentum,
         group=group,
         dtype=dtype,
-        state_dtype=getattr(torch, config.precision.optimizer_state),
+        # Of float64 weights, which the proof has, the sum of gradients is float64 too.
+        state_dtype=dtype
+        if dtype == torch.float64
+        else getattr(torch, config.precision.optimizer_state),
         seed=config.train.seed,
     )
 

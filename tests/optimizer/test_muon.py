@@ -334,8 +334,8 @@ def test_copies_rounded_otherwise_are_named(pool: Pool) -> None:
 
 
 def test_other_bits_are_seen(pool: Pool) -> None:
-    """In norms, whose weights are near 1: half of a step is rounding."""
+    """Each rank is as near to one process as rounding allows, and yet they have drifted apart."""
     keys = {**MUON, **HALF, "parallel__dp_replicate": 2}
     report = pool.run(with_fault, 2, one_rank_rounds_otherwise, keys)[0]
-    assert {row.rank for row in report.failed} == {1}
+    assert {(row.quantity, row.rank) for row in report.failed} == {("copies", 1)}
     assert {row.name for row in report.failed} >= {"norm.weight", "layers.0.ffn_norm.weight"}
