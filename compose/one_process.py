@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compose.errors import ConfigError
-from compose.float8 import NOTHING, Choice, apply_float8
+from compose.float8 import NOTHING, Choice, Recipe, apply_float8
 from compose.loss import LossFunction, count_targets
 from compose.routing import routers
 from compose.witness import Choices, follow
@@ -39,7 +39,7 @@ class Arithmetic:
     reduce: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
     state: torch.dtype = torch.float32
-    float8: str = "off"
+    float8: Recipe = "off"
 
     @property
     def reduced(self) -> bool:
@@ -55,9 +55,10 @@ class Arithmetic:
         return ", ".join([*parts, *([f"float8 {self.float8}"] if self.float8 != "off" else [])])
 
 
-EXACT = Arithmetic(*[torch.float64] * 4)
+EXACT = Arithmetic(torch.float64, torch.float64, torch.float64, torch.float64)
 """That of a proof's logic: rounding is too small to hide a fault."""
 
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 OptimizerOf = Callable[[Arithmetic, Named], torch.optim.Optimizer]
 """Makes one process's optimizer for some arithmetic, from named whole parameters."""
 
@@ -310,3 +311,21 @@ def _other_split(micro_batch: int | None, samples: int) -> int | None:
     if micro_batch is not None and micro_batch < samples:
         return None
     return (samples + 1) // 2
+
+
+class RoundedWeights(torch.optim.Optimizer):
+    """An optimizer's steps on weights of a coarser type, whose values wide parameters hold."""
+
+    def __init__(self, make: OptimizerFactory, dtype: torch.dtype, named: Named) -> None:
+        self.pairs = [(name, p, nn.Parameter(p.detach().to(dtype))) for name, p in named]
+        super().__init__([p for _, p, _ in self.pairs], {})
+        self.inner = make([(name, rounded) for name, _, rounded in self.pairs])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take the inner optimizer's step, and hold what it left."""
+        for _, wide, rounded in self.pairs:
+            rounded.grad = None if wide.grad is None else wide.grad.to(rounded.dtype)
+        self.inner.step()
+        for _, wide, rounded in self.pairs:
+            wide.copy_(rounded)

@@ -84,8 +84,13 @@ def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
 
 
 def _arithmetic(precision: Precision) -> Arithmetic:
-    names = (precision.param, precision.reduce, precision.master, precision.optimizer_state)
-    return Arithmetic(*(getattr(torch, name) for name in names), precision.float8)
+    return Arithmetic(
+        param=getattr(torch, precision.param),
+        reduce=getattr(torch, precision.reduce),
+        master=getattr(torch, precision.master),
+        state=getattr(torch, precision.optimizer_state),
+        float8=precision.float8,
+    )
 
 
 def _in(arithmetic: Arithmetic, config: Config) -> Config:
@@ -97,8 +102,9 @@ def _build_exactly(config: Config, mesh: DeviceMesh, device: torch.device) -> nn
     """As ``build`` does, all in float64."""
     config = replace(config, precision=Precision())
     model, plan = build_model(config)
-    exactly = dict.fromkeys(("param_dtype", "reduce_dtype", "master_dtype"), torch.float64)
-    apply(model, plan, mesh, **apply_options(config) | exactly)
+    options = apply_options(config)
+    options.update(dict.fromkeys(("param_dtype", "reduce_dtype", "master_dtype"), torch.float64))
+    apply(model, plan, mesh, **options)
     materialize(model, device)
     fill(model, config, device)
     return model

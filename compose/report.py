@@ -240,9 +240,8 @@ class Judge:
 
     def same_everywhere(self, name: str, values: Sequence[Tensor]) -> None:
         """That ranks which hold a parameter hold the same of it, bit for bit; no collective."""
-        self.sums[name] = [
-            zlib.crc32(v.cpu().contiguous().flatten().view(torch.uint8).numpy()) for v in values
-        ]
+        flat = [v.cpu().contiguous().flatten().view(torch.uint8) for v in values]
+        self.sums[name] = [zlib.crc32(each.numpy().tobytes()) for each in flat]
 
     def copies(self, name: str, values: Sequence[Tensor], shape: torch.Size) -> None:
         """That all ranks' copies of one parameter are the same, bit for bit."""

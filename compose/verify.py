@@ -9,7 +9,7 @@ fault cannot hide behind rounding.
 import copy
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,16 @@ from compose.float8 import Choice, Recipe, choose
 from compose.local import local_tensor
 from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import axis_size, batch_share
-from compose.one_process import EXACT, Arithmetic, Expected, Named, OptimizerOf, References
+from compose.one_process import (
+    EXACT,
+    Arithmetic,
+    Expected,
+    Named,
+    OptimizerFactory,
+    OptimizerOf,
+    References,
+    RoundedWeights,
+)
 from compose.optimizer.adamw import AdamW
 from compose.pipeline_parallel import Schedule
 from compose.plan import Plan, resolve
@@ -38,8 +47,6 @@ from compose.routing import routers
 from compose.step import clip_grad_norm_, forward_backward
 from compose.weights import local_part, named_generator
 from compose.witness import Choices, Difference, compare_choices, gathered, ids_of_calls, watch
-
-OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 # Of what is added to weights that are all alike, as zeros are.
 _SPREAD = 0.02
@@ -118,7 +125,7 @@ def verify(
 
     def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
         if arithmetic.master.itemsize < 4:
-            return _RoundedWeights(optimizer or partial(AdamW, lr=1e-3), arithmetic.master, named)
+            return RoundedWeights(optimizer or partial(AdamW, lr=1e-3), arithmetic.master, named)
         return optimizer_for(arithmetic, named)
 
     return prove_both(
@@ -199,25 +206,13 @@ def compare(
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     _check_batches(batches, mesh)
     tolerance = tolerance or tolerance_of(arithmetic)
-    device = torch.device(mesh.device_type)
     index, count = batch_share(mesh)
-    judge = Judge(device, tolerance, label)
+    judge = Judge(torch.device(mesh.device_type), tolerance, label)
     held = _held(composed)
     first = dist.get_rank() == 0
 
-    def expected(of: Callable[[References], Expected]) -> Expected | None:
-        return of(reference) if reference else None
-
     model = copy.deepcopy(model) if first else model
-    for name, parameter in model.named_parameters():
-        values = [whole(p) for p in held.get(name, [])]
-        right = parameter.detach().to(arithmetic.master) if first else None
-        found = None if right is None else Expected(right)
-        judge.tensor("initial weight", name, values, parameter.shape, found, 0.0)
-    buffers = dict(composed.named_buffers())
-    for name, buffer in model.named_buffers():
-        value = [buffers[name]] if name in buffers else []
-        judge.tensor("buffer", name, value, buffer.shape, Expected(buffer) if first else None, 0.0)
+    _judge_beginning(judge, model, composed, arithmetic.master if first else None)
     _spread(model, composed, first)
 
     reference: References | None = None
@@ -234,6 +229,10 @@ def compare(
             tie=tolerance.loss,
             float8=float8,
         )
+
+    def expected(of: Callable[[References], Expected]) -> Expected | None:
+        return of(reference) if reference else None
+
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     differences: list[Difference] = []
     for step, batch in enumerate(batches):
@@ -247,14 +246,14 @@ def compare(
                 loss_function=loss_function,
                 loss_scale=loss_scale,
             )
-        found: dict[str, list[Choices]] = {}
+        seen: dict[str, list[Choices]] = {}
         if routers(model):
             calls = ids_of_calls(composed, batch["targets"].shape, mesh, micro_batch)
-            found = gathered(witness.choices(calls))
-        _on_first_rank(partial(reference.step, batch, found) if reference else None)
+            seen = gathered(witness.choices(calls))
+        _on_first_rank(partial(reference.step, batch, seen) if reference else None)
         if reference:
             differences += [
-                compare_choices(name, step + 1, natural, found.get(name, []))
+                compare_choices(name, step + 1, natural, seen.get(name, []))
                 for name, natural in reference.own.choices.items()
             ]
         for name, parameter in model.named_parameters() if step == 0 else ():
@@ -272,11 +271,9 @@ def compare(
         judge.tensor("grad_norm", row, [norm], norm.shape, right, tolerance.gradient)
     if arithmetic.param.itemsize < 4 or arithmetic.float8 != "off":
         judge.same_rounding()
-    buffers = dict(composed.named_buffers())
-    for name, buffer in model.named_buffers():
-        value = [buffers[name]] if name in buffers else []
+    for name, shape, values in _buffers(model, composed):
         right = expected(lambda r, name=name: r.buffer(name))
-        judge.tensor("buffer after", name, value, buffer.shape, right, tolerance.loss)
+        judge.tensor("buffer after", name, values, shape, right, tolerance.loss)
     after = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     for name, parameter in model.named_parameters():
         pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
@@ -288,6 +285,28 @@ def compare(
     for tied in pipeline.ties if pipeline else ():
         judge.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
     return judge.report(differences, reference.tie if reference else tolerance.loss)
+
+
+def _judge_beginning(
+    judge: Judge, model: nn.Module, composed: nn.Module, master: torch.dtype | None
+) -> None:
+    """Compare weights and buffers before the first step; ``master`` is None but on the first rank."""
+    held = _held(composed)
+    for name, parameter in model.named_parameters():
+        values = [whole(p) for p in held.get(name, [])]
+        right = None if master is None else Expected(parameter.detach().to(master))
+        judge.tensor("initial weight", name, values, parameter.shape, right, 0.0)
+    whole_buffers = dict(model.named_buffers())
+    for name, shape, values in _buffers(model, composed):
+        right = None if master is None else Expected(whole_buffers[name])
+        judge.tensor("buffer", name, values, shape, right, 0.0)
+
+
+def _buffers(model: nn.Module, composed: nn.Module) -> Iterator[tuple[str, torch.Size, list[Tensor]]]:
+    """Name and shape of each buffer of the whole model, and what this rank has of it."""
+    here = dict(composed.named_buffers())
+    for name, buffer in model.named_buffers():
+        yield name, buffer.shape, [here[name]] if name in here else []
 
 
 def _check_batches(batches: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh) -> None:
@@ -372,20 +391,3 @@ def whole(tensor: Tensor) -> Tensor:
 def _slice(value: Tensor, index: int, count: int) -> Tensor:
     share = len(value) // count
     return value[index * share : (index + 1) * share]
-
-
-class _RoundedWeights(torch.optim.Optimizer):
-    """An optimizer's steps on weights of a coarser type, whose values wide parameters hold."""
-
-    def __init__(self, make: OptimizerFactory, dtype: torch.dtype, named: Named) -> None:
-        self.pairs = [(name, p, nn.Parameter(p.detach().to(dtype))) for name, p in named]
-        super().__init__([p for _, p, _ in self.pairs], {})
-        self.inner = make([(name, rounded) for name, _, rounded in self.pairs])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for _, wide, rounded in self.pairs:
-            rounded.grad = None if wide.grad is None else wide.grad.to(rounded.dtype)
-        self.inner.step()
-        for _, wide, rounded in self.pairs:
-            wide.copy_(rounded)

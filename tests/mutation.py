@@ -34,7 +34,8 @@ def function_at(place: str) -> FunctionType:
     for name in path.split("."):
         found = inspect.getattr_static(found, name)
     while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
-        found = found.__wrapped__ if hasattr(found, "__wrapped__") else found.__func__
+        inner = "__wrapped__" if hasattr(found, "__wrapped__") else "__func__"
+        found = getattr(found, inner)
     return found
 
 

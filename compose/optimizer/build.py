@@ -89,16 +89,16 @@ def _muon(
     group: dist.ProcessGroup | None,
     dtype: torch.dtype | None,
 ) -> Muon:
+    state: torch.dtype = getattr(torch, config.precision.optimizer_state)
+    if dtype is not None and dtype == torch.float64:  # as in the proof, where nothing is to be rounded
+        state = dtype
     return Muon(
         groups,
         lr=config.optimizer.lr,
         momentum=config.optimizer.momentum,
         group=group,
         dtype=dtype,
-        # Of float64 weights, which the proof has, the sum of gradients is float64 too.
-        state_dtype=dtype
-        if dtype == torch.float64
-        else getattr(torch, config.precision.optimizer_state),
+        state_dtype=state,
         seed=config.train.seed,
     )
 
