@@ -272,8 +272,10 @@ class References:
         return self.expected(lambda run: run.gradients.get(name, torch.zeros_like(like)))
 
     def update(self, name: str) -> Expected:
-        """Of a parameter, over all steps."""
-        return self.expected(lambda run: run.change(name))
+        """Of a parameter, over all steps. That a learning rate of 0 leaves it as it was is a result
+        like others: what has no gradient is named by its gradient."""
+        found = self.expected(lambda run: run.change(name))
+        return replace(found, state="") if found.state == "unused" else found
 
     def buffer(self, name: str) -> Expected:
         """After all steps."""

@@ -138,6 +138,13 @@ def test_an_unused_parameter_is_not_proved(pool: Pool) -> None:
     )
 
 
+def test_a_learning_rate_of_0_is_no_lack(pool: Pool) -> None:
+    """What stays as it is on both sides was exercised: its gradient says so."""
+    proof = partial(_proof, optimizer=partial(torch.optim.SGD, lr=0.0))
+    report = pool.run(proof, 1, partial(layers, 6, 8, 5), nullcontext, batch_of(8, 6, 5))[0]
+    assert report.ok, str(report)
+
+
 def zero_output() -> nn.Module:
     model = layers(6, 8, 5)
     for parameter in model[-1].parameters():
