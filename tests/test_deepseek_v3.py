@@ -53,7 +53,7 @@ def test_debug_is_the_default() -> None:
 def test_documents_do_not_see_each_other() -> None:
     torch.manual_seed(0)
     model = Model(YARN).eval()
-    batch = random_batch(1, 40, YARN.vocab_size, seed=0)
+    batch = {n: v[1:] for n, v in random_batch(2, 40, YARN.vocab_size, seed=0).items()}
     packed = model(batch["tokens"], batch["positions"], batch["document_ids"])
     ids = batch["document_ids"][0]
     assert ids.max() >= 3

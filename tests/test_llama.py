@@ -73,7 +73,7 @@ def test_logits_equal_transformers(config: Config) -> None:
 def test_documents_do_not_see_each_other() -> None:
     torch.manual_seed(0)
     model = Model(ODD)
-    batch = random_batch(1, 40, ODD.vocab_size, seed=0)
+    batch = {n: v[1:] for n, v in random_batch(2, 40, ODD.vocab_size, seed=0).items()}
     packed = model(batch["tokens"], batch["positions"], batch["document_ids"])
     ids = batch["document_ids"][0]
     assert ids.max() >= 3

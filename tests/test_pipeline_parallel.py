@@ -56,7 +56,7 @@ def test_every_schedule(pool: Pool, schedule: str, pp: int, tied: bool) -> None:
     report = agreed(pool.run(prove_case, pp, keys))
     assert report.ok, str(report)
     quantities = {row.quantity for row in report.rows}
-    usual = {"initial weight", "gradient", "loss", "grad_norm", "update"}
+    usual = {"initial weight", "gradient", "loss", "grad_norm", "update", "copies"}
     assert quantities == (usual | {"tied copies"} if tied else usual)
     parameters = 2 + 6 * 9 + (not tied)
     assert sum(row.quantity == "gradient" for row in report.rows) == parameters
