@@ -1,12 +1,13 @@
 """python -m compose convert: Hugging Face's folder to a run's first checkpoint, and back."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from compose.checkpoint.exchange import export, import_
 from compose.cli import read_flags
 from compose.config import Config
-from compose.errors import ConfigError
+from compose.errors import ConfigError, printable
 from compose.safetensors_files import DTYPES
 from compose.sources import checkpoints, is_hugging_face, model_in
 from compose.toml import COMMAND_LINE, load
@@ -51,6 +52,12 @@ def convert(arguments: Sequence[str]) -> int:
         original = Path(flags["--original"]) if "--original" in flags else None
         done = export(checkpoints(source)[0], target, config, original, kinds[name])
         then = "transformers opens it"
+    if done.original:
+        print(
+            f"{source}: was made from {printable(done.original)}, of which its run kept nothing;"
+            " to export the tokenizer too, give that folder as --original",
+            file=sys.stderr,
+        )
     files = f"{done.files} file{'s' * (done.files > 1)}"
     print(f"{done.path}: {done.tensors} tensors, {done.bytes:,} bytes, in {files}; {then}", flush=True)
     return 0

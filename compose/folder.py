@@ -10,9 +10,9 @@ from typing import IO
 
 import torch.distributed as dist
 
-from compose.checkpoint.store import MARK
+from compose.checkpoint.store import MARK, newest_first
 from compose.errors import ConfigError
-from compose.own_files import open_own
+from compose.own_files import LEADS_OUT, leads_out, open_own
 
 _FILES = (".lock", "config.toml", "metrics.jsonl", MARK)
 _FOLDERS = ("checkpoints", "traces", "tokenizer")
@@ -20,7 +20,7 @@ _FOLDERS = ("checkpoints", "traces", "tokenizer")
 
 def strangers(folder: Path) -> list[str]:
     """One line for each of a run's files or folders in ``folder`` that is a link, which could lead
-    anywhere, or another kind of thing."""
+    anywhere, or another kind of thing; and for each checkpoint that a link names elsewhere."""
     problems = []
     for name in (*_FILES, *_FOLDERS):
         try:
@@ -32,7 +32,8 @@ def strangers(folder: Path) -> list[str]:
             problems.append(f"run.dir: {folder / name} is a symbolic link; a run writes within run.dir")
         elif not right(mode):
             problems.append(f"run.dir: {folder / name} is not a {wanted}; move it away")
-    return problems
+    outside = [] if problems else newest_first(folder / "checkpoints")
+    return problems + [f"run.dir: {p}: {LEADS_OUT}" for p in outside if leads_out(p, folder)]
 
 
 class RunFolder:

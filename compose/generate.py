@@ -1,6 +1,7 @@
 """python -m compose generate: what a model continues a text with, on the mesh of the launch."""
 
 import itertools
+import os
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +25,8 @@ from compose.errors import ConfigError
 from compose.evaluate import forward
 from compose.mesh import axis_size, init_mesh
 from compose.runtime import process_group
-from compose.sources import checkpoints, is_hugging_face, model_in
-from compose.tokenizer import FILE, TOKENIZER, Bytes, Tokenizer, open_tokenizer
+from compose.sources import checkpoints, is_hugging_face, kept_tokenizer, model_in
+from compose.tokenizer import FILE, Bytes, Tokenizer, open_tokenizer
 from compose.toml import COMMAND_LINE, override
 from compose.toml import load as load_toml
 from compose.weights import named_generator
@@ -110,7 +111,7 @@ def _config(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str
     """What the model was trained with, or is said to be in Hugging Face's folder; on this mesh."""
     if folders:
         files = [folder / "config.toml" for folder in folders]
-        config = load_toml(str(next(filter(Path.exists, files), files[0])))
+        config = load_toml(str(next(filter(os.path.lexists, files), files[0])), alone=True)
     else:
         config = Config(
             model=model_in(source),
@@ -134,8 +135,7 @@ def _config(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str
 def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config) -> Tokenizer:
     """Raises ConfigError where there is none, or one with ids that the model does not have."""
     size = config.model.config.vocab_size
-    # A checkpoint is in checkpoints/ of its run.
-    beside = folders[0].resolve().parent.parent / TOKENIZER if folders else source
+    beside = kept_tokenizer(folders[0]) if folders else source
     there = (beside / FILE).exists()
     if given == Bytes.name or (not given and not there and size == Bytes.vocab_size):
         tokenizer: Tokenizer = Bytes()
@@ -226,10 +226,20 @@ def _next_logits(model: nn.Module, tokens: Sequence[int], mesh: DeviceMesh) -> T
 
 
 def choose(logits: Tensor, position: int, sampling: Sampling) -> int:
-    """A token by its logits (V,): the likeliest, or one drawn by ``seed`` and ``position``."""
+    """A token by its logits (V,): the likeliest, or one drawn by ``seed`` and ``position``.
+
+    Raises ConfigError where they are no numbers.
+    """
+    if not bool(logits.isfinite().all()):
+        raise ConfigError(
+            f"token {position}: the model's logits are not finite: its weights are damaged, or too"
+            " large for precision.param"
+        )
     if sampling.temperature == 0:
         return int(logits.argmax())
-    probabilities = nucleus((logits.double() / sampling.temperature).softmax(-1), sampling.top_p)
+    # From the greatest: a temperature near 0 would make infinities of others.
+    below = logits.double() - logits.max()
+    probabilities = nucleus((below / sampling.temperature).softmax(-1), sampling.top_p)
     generator = named_generator(sampling.seed, str(position))
     return int(torch.multinomial(probabilities, 1, generator=generator))
 

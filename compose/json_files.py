@@ -2,7 +2,6 @@
 
 import json
 import math
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from compose.errors import ConfigError
+from compose.own_files import read_file
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -38,10 +38,7 @@ def read_json(path: Path, kind: type[T]) -> T:
     Raises ConfigError: one line, with the file, and the field where it is one.
     """
     try:
-        # Neither a device nor a pipe, which might never end.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError(f"{path}: is no file")
-        content = path.read_bytes()
+        content = read_file(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:

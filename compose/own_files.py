@@ -48,6 +48,21 @@ def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
     return file
 
 
+def state_of(path: Path) -> os.stat_result:
+    """What the system knows of a regular file, be it by way of a link. Raises OSError where it is none:
+    a pipe, say, for which one would wait."""
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode):
+        raise OSError(errno.EINVAL, "is no file", str(path))
+    return state
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file, be it by way of a link. Raises OSError where it is none."""
+    state_of(path)
+    return path.read_bytes()
+
+
 def write_whole(path: Path, content: bytes | str) -> None:
     """Write a small file so that a reader finds the old one or the new one, never a part.
 

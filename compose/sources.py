@@ -8,14 +8,26 @@ from compose.checkpoint.metadata import METADATA, PICKLED
 from compose.config import Model
 from compose.errors import ConfigError
 from compose.hugging_face import find_hf, read_config
+from compose.own_files import LEADS_OUT, leads_out
 from compose.registry import model_names
 from compose.safetensors_files import INDEX, WHOLE
+from compose.tokenizer import TOKENIZER
 from compose.toml import COMMAND_LINE
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether ``folder`` is a checkpoint of ours, be it damaged."""
     return any((folder / name).exists() for name in (store.MANIFEST, METADATA, PICKLED))
+
+
+def kept_tokenizer(checkpoint: Path) -> Path:
+    """Where the run of a checkpoint keeps its tokenizer. Raises ConfigError where that is a link out of
+    the run's folder."""
+    run = checkpoint.resolve().parent.parent  # a checkpoint is in checkpoints/
+    kept = run / TOKENIZER
+    if leads_out(kept, run):
+        raise ConfigError(f"{kept}: {LEADS_OUT}")
+    return kept
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -27,11 +39,16 @@ def is_hugging_face(folder: Path) -> bool:
 def checkpoints(folder: Path) -> list[Path]:
     """``folder``, or all checkpoints of the run whose folder it is, newest first, be they damaged.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError where there is none, or one that a link names outside of the run's folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{COMMAND_LINE}: {folder}: no such folder")
-    found = [folder] if is_checkpoint(folder) else store.newest_first(folder / "checkpoints")
+    if is_checkpoint(folder):
+        return [folder]
+    found, root = store.newest_first(folder / "checkpoints"), folder / "checkpoints"
+    outside = [path for path in (root, *found) if leads_out(path, folder)]
+    if outside:
+        raise ConfigError(*(f"{path}: {LEADS_OUT}" for path in outside))
     if not found:
         raise ConfigError(
             f"{COMMAND_LINE}: {folder}: is neither a checkpoint ({store.MANIFEST}) nor Hugging Face's"

@@ -7,12 +7,14 @@ from typing import Any, Protocol
 
 from compose.errors import ConfigError
 from compose.json_files import read_json
-from compose.own_files import LEADS_OUT, leads_out, write_whole
+from compose.own_files import LEADS_OUT, leads_out, read_file, write_whole
 
 SEPARATOR = 256
 """The byte tokenizer's one special token: it ends each document. Its vocabulary is 257."""
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+MODEL = "config.json"
+"""Of Hugging Face's model, which has the ids of special tokens too."""
 TOKENIZER = "tokenizer"
 """The folder of it in ``run.dir``."""
 CARRIED = (
@@ -70,7 +72,7 @@ class JsonTokenizer:
 
         carried(path.parent, path)  # which names what leads out of it
         try:
-            content = path.read_bytes()
+            content = read_file(path)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         try:
@@ -161,3 +163,13 @@ def carry(source: Path, target: Path, named: Path | None = None) -> None:
         write_whole(target / path.name, path.read_bytes())
     if named and named.name != FILE:
         write_whole(target / FILE, named.read_bytes())
+
+
+def keep(source: Path, folder: Path) -> None:
+    """Copy into ``folder``, which is made, what Hugging Face's folder ``source`` says of tokens: an
+    export reads of no other place. Raises ConfigError and OSError, as :func:`carry` does."""
+    config = source / MODEL
+    if leads_out(config, source):
+        raise ConfigError(f"{config}: {LEADS_OUT}")
+    carry(source, folder)
+    write_whole(folder / MODEL, read_file(config))

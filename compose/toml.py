@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from compose.config import TABLES, Config, Model, attribute, docs, toml_value, type_name
 from compose.errors import ConfigError, did_you_mean
+from compose.own_files import open_own
 from compose.registry import ModelConfig, ModelFolder, find_model
 
 if sys.version_info >= (3, 11):
@@ -57,14 +58,15 @@ class Keys:
         self.problems.append(f"{self.origins[table, key]}: {table}.{key}: {text}")
 
 
-def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = False) -> Config:
     """Read ``file``, apply ``overrides`` (("train.steps", "20"), ...) and check each key by itself.
 
+    alone: it is of a folder that anyone may have made, so that no other file is read on its account.
     What holds between keys is checked by ``compose.legality.check``. Raises ConfigError with every
     problem found.
     """
     keys = Keys()
-    _read(file, keys, ())
+    _read(file, keys, (), alone)
     return _config(keys, overrides, file)
 
 
@@ -91,7 +93,7 @@ def _config(keys: Keys, overrides: Sequence[tuple[str, str]], source: str) -> Co
     return Config(**tables, source=source)
 
 
-def _read(file: str, keys: Keys, above: tuple[str, ...]) -> None:
+def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) -> None:
     if len(above) > _MOST_FILES:
         raise ConfigError(
             f"{file}: is the last of more than {_MOST_FILES} files that extend one another"
@@ -102,8 +104,7 @@ def _read(file: str, keys: Keys, above: tuple[str, ...]) -> None:
         place = os.path.realpath(file)
         if place in above:
             raise ConfigError(f"{file}: extends itself")
-        # Some editors begin a file with a byte order mark, which says nothing.
-        text = Path(file).read_text(encoding="utf-8-sig")
+        text = _text(file, alone)
         content = tomllib.loads(text, parse_float=_float)
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file") from None
@@ -112,6 +113,8 @@ def _read(file: str, keys: Keys, above: tuple[str, ...]) -> None:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot read it: {error}") from None
     base = content.pop("extends", None)
+    if base is not None and alone:
+        raise ConfigError(f"{file}: extends: is of a checkpoint, whose files stand alone")
     if isinstance(base, str) and base:
         _read(os.path.join(os.path.dirname(file), base), keys, (*above, place))
     elif base is not None:
@@ -124,6 +127,14 @@ def _read(file: str, keys: Keys, above: tuple[str, ...]) -> None:
             keys.problems.append(f"{file}: {table}: unknown table{did_you_mean(table, TABLES)}")
         for key, value in values.items():
             keys.set(table, key, value, file)
+
+
+def _text(file: str, alone: bool) -> str:
+    # Some editors begin a file with a byte order mark, which says nothing.
+    if not alone:
+        return Path(file).read_text(encoding="utf-8-sig")
+    with open_own(Path(file), "r") as opened:
+        return opened.read().removeprefix("\ufeff")
 
 
 def _syntax_error(text: str, error: ValueError) -> str:

@@ -15,6 +15,15 @@ def pool() -> Iterator[Pool]:
     ranks.close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, default=300, help="odd inputs that tests/test_fuzz.py draws")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case_number" in metafunc.fixturenames:
+        metafunc.parametrize("case_number", range(int(metafunc.config.getoption("--cases") or 0)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -98,9 +98,9 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert refused(tmp_path / "none") == f"{tmp_path}/none: no such file"
-    assert refused(tmp_path) == f"{tmp_path}: is no file"
+    assert refused(tmp_path) == f"{tmp_path}: cannot be read: is no file"
     os.mkfifo(tmp_path / "pipe")
-    assert refused(tmp_path / "pipe") == f"{tmp_path}/pipe: is no file"
+    assert refused(tmp_path / "pipe") == f"{tmp_path}/pipe: cannot be read: is no file"
     (tmp_path / "loop").symlink_to("loop")
     assert refused(tmp_path / "loop").startswith(f"{tmp_path}/loop: cannot be read: Too many levels")
     assert refused(tmp_path / "a\0b").endswith("embedded null byte")

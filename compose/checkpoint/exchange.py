@@ -40,7 +40,8 @@ from compose.json_files import parse_json
 from compose.own_files import write_whole
 from compose.registry import find_model, model_names
 from compose.safetensors_files import Planned, TensorFiles, write_files
-from compose.tokenizer import TOKENIZER, carry
+from compose.sources import kept_tokenizer
+from compose.tokenizer import MODEL, TOKENIZER, carry, keep
 from compose.toml import dump
 
 SHARD_BYTES = 5 * 10**9
@@ -50,12 +51,14 @@ _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embedding
 
 @dataclass(frozen=True)
 class Converted:
-    """path: what was written. bytes: of tensors. files: that hold them."""
+    """path: what was written. bytes: of tensors. files: that hold them. original: the folder that the
+    model was made from, where that is not known here, so that nothing of it was taken."""
 
     path: Path
     tensors: int
     bytes: int
     files: int
+    original: str = ""
 
 
 def import_(source: Path, target: Path, config: Config) -> Converted:
@@ -111,6 +114,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         others = store.described(p for p in folder.iterdir() if p.name not in writer.entries)
         written = store.publish(folder, others | writer.entries)
         store.mark(target)
+        keep(source, target / TOKENIZER)
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
         if not isinstance(error, (OSError, CheckpointException)):
@@ -131,10 +135,9 @@ def export(
     """Make of a checkpoint a folder that transformers opens.
 
     config: whose model it is; None: what the checkpoint says. original: Hugging Face's folder with the
-    tokenizer, which is copied; None: the one that the checkpoint or its run was made from, else what
-    its run has kept of a tokenizer. dtype: of parameters; buffers stay in float32. shard_bytes: of
-    tensors in a file. Raises ConfigError where the checkpoint is damaged or of another model, or
-    ``target`` exists.
+    tokenizer, which is copied; None: what its run has kept of a tokenizer. dtype: of parameters;
+    buffers stay in float32. shard_bytes: of tensors in a file. Raises ConfigError where the checkpoint
+    is damaged or of another model, or ``target`` exists.
     """
     damage = store.problems(source)
     if damage:
@@ -169,14 +172,16 @@ def export(
             for part in value if "{}" in theirs else [value]:
                 yield part.to(planned[0].dtype)
 
-    original = original or _original(source, known)
+    kept = kept_tokenizer(source)
+    unknown = "" if original or (kept / MODEL).exists() else known.hugging_face or ""
+    original = original or (kept if kept.is_dir() else None)
     values |= {
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if original and not original.is_dir():
         raise ConfigError(f"{original}: no such folder")
-    if original and (original / "config.json").exists():
+    if original and (original / MODEL).exists():
         there = read_config(original)
         values |= {key: there[key] for key in _KEPT if key in there}
     _absent(target)
@@ -199,7 +204,7 @@ def export(
         if not isinstance(error, (OSError, CheckpointException)):
             raise
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
-    return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written))
+    return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
 
 
 class _Streamed(SaveParts):
@@ -262,15 +267,6 @@ def _model_of(folder: Path, known: store.State) -> Model:
         return Model(name=name, config=parse_json(json.dumps(fields).encode(), kind))
     except ValueError as error:
         raise ConfigError(f"{there}: {error}") from None
-
-
-def _original(source: Path, known: store.State) -> Path | None:
-    """Hugging Face's folder that a checkpoint was made from, if it is still there; else what its run
-    has kept of a tokenizer."""
-    there, kept = known.hugging_face, source.parent.parent / TOKENIZER
-    if there and (Path(there) / "config.json").exists():
-        return Path(there)
-    return kept if kept.is_dir() else None
 
 
 def _umask() -> int:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from compose.data.limits import TooLong, limited
 from compose.errors import ConfigError
+from compose.own_files import read_file
 from compose.tokenizer import CONFIG, JsonTokenizer
 
 # What writing a chat may take, far beyond what one is: templates are code, and come with a download.
@@ -145,7 +146,7 @@ def _source(tokenizer: JsonTokenizer) -> tuple[Path, str]:
     file, config = folder / "chat_template.jinja", folder / CONFIG
     if file.exists():
         try:
-            return file, file.read_text(encoding="utf-8")
+            return file, read_file(file).decode("utf-8")
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:

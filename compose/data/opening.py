@@ -8,7 +8,7 @@ from compose.config import Config
 from compose.data.batches import Batches
 from compose.data.sources import Samples, open_samples
 from compose.errors import ConfigError
-from compose.tokenizer import FILE, carry, open_tokenizer
+from compose.tokenizer import FILE, MODEL, carry, keep, open_tokenizer
 
 
 def training_sets(config: Config) -> tuple[list[Samples], list[Fraction] | None]:
@@ -95,18 +95,19 @@ def described(batches: Batches, config: Config) -> dict[str, Any]:
 
 
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
-    """Copy the tokenizer of the data, or of ``checkpoint.load_hf``, into ``folder``.
+    """Copy what ``checkpoint.load_hf`` says of tokens, and the tokenizer of the data, into ``folder``.
 
     Raises ConfigError where ``folder`` is a link, which may lead anywhere, or cannot be written."""
-    sources = [each.token_set.path for each in batches.sets if each.token_set]
-    sources += [Path(config.checkpoint.load_hf)] if config.checkpoint.load_hf else []
-    for source in sources:
-        if not (source / FILE).exists():
-            continue
-        if folder.is_symlink():
-            raise ConfigError(f"run.dir: {folder}: is a link; remove it, as a run writes there")
-        try:
-            carry(source, folder)
-        except OSError as error:
-            raise ConfigError(f"run.dir: {folder}: cannot be written: {error.strerror}") from None
-        return
+    original, sets = Path(config.checkpoint.load_hf), [each.token_set for each in batches.sets]
+    sources = [each.path for each in sets if each and (each.path / FILE).exists()]
+    # A run that goes on may have outlived the folder that it began with.
+    begun = bool(config.checkpoint.load_hf) and (original / MODEL).exists()
+    if (begun or sources) and folder.is_symlink():
+        raise ConfigError(f"run.dir: {folder}: is a link; remove it, as a run writes there")
+    try:
+        if begun:
+            keep(original, folder)
+        if sources:  # with the template that the run learns
+            carry(sources[0], folder)
+    except OSError as error:
+        raise ConfigError(f"run.dir: {folder}: cannot be written: {error.strerror}") from None

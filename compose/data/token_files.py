@@ -1,7 +1,5 @@
 """Token files: one row of integers in a .bin file, or in numpy's .npy file."""
 
-import errno
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +8,13 @@ import numpy as np
 
 from compose.data.rows import Stored
 from compose.errors import ConfigError
+from compose.own_files import state_of
 
 
 def open_bin(path: Path, name: str, dtype: str) -> Stored:
     """The numbers of a file of nothing else. name: for messages. Raises ConfigError where they do not
     fill it, and OSError."""
-    kind, size = np.dtype(dtype), _size(path)
+    kind, size = np.dtype(dtype), state_of(path).st_size
     if not size or size % kind.itemsize:
         raise ConfigError(
             f"cannot read {name}: {size:,} bytes are no row of {dtype} (data.token_dtype)"
@@ -29,7 +28,7 @@ def open_npy(path: Path, name: str) -> Stored:
     name: for messages. Raises ConfigError where it is no row of integers, or the file ends before it
     does, and OSError.
     """
-    size = _size(path)
+    size = state_of(path).st_size
     with path.open("rb") as file:
         if file.read(4) == b"PK\x03\x04":
             raise ConfigError(f"{name} is an archive of arrays; a token file is one array")
@@ -54,10 +53,3 @@ def open_npy(path: Path, name: str) -> Stored:
             f"cannot read {name}: it has {size:,} bytes, which are not {count} of {dtype}"
         )
     return Stored(path, dtype, count, offset)
-
-
-def _size(path: Path) -> int:
-    state = path.stat()
-    if not stat.S_ISREG(state.st_mode):
-        raise OSError(errno.EINVAL, "is no file")
-    return state.st_size

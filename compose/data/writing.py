@@ -23,7 +23,7 @@ from compose.data.chat_template import ChatTemplate, encode, read_messages
 from compose.data.token_set import FORMAT, MANIFEST
 from compose.errors import ConfigError
 from compose.json_files import Count, read_json
-from compose.own_files import LEADS_OUT, leads_out, write_whole
+from compose.own_files import LEADS_OUT, leads_out, state_of, write_whole
 from compose.tokenizer import JsonTokenizer, carry
 
 JOB = ".job.json"
@@ -88,8 +88,9 @@ def describe_job(
             problems.append(f"{path}: is not JSONL, of which chats are read")
             continue
         try:
+            state = state_of(path)
             with path.open("rb"):
-                state = path.stat()
+                pass
         except OSError as error:
             problems.append(f"{path}: cannot be read: {error.strerror}")
             continue

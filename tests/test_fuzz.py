@@ -1,0 +1,452 @@
+"""Odd files and command lines, drawn by the case's number: each works, or is refused in clear lines.
+
+``--cases N`` draws N of them. A case that failed is drawn again by its own number, as
+``pytest 'tests/test_fuzz.py::test_odd_input[217]' --cases 218``.
+"""
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from compose.__main__ import main
+from compose.checkpoint import store
+from compose.checkpoint.exchange import export
+from compose.cli import parse
+from compose.config import TABLES, docs
+from compose.data import training_batches
+from compose.errors import ConfigError
+from compose.generate import Sampling, choose
+from compose.runtime import TrainingError
+from tests.fuzzing import TooSlow, Watch, limits, odd_file, odd_toml, odd_words
+from tests.helpers import ROOT
+from tests.tokenizers_made import save_tokenizer
+
+SECONDS, MEMORY = 20.0, 8 << 30  # that one case may take
+TINY = {
+    "preset": '"debug"\nn_layers = 1\ndim = 16\nhidden_dim = 16\nn_heads = 2\nn_kv_heads = 1\n'
+    "vocab_size = 300",
+    "path": '"in/text.txt"',
+    "steps": "9",
+    "stop_after": "2",
+    "seq_len": "8",
+    "global_batch": "2",
+    "micro_batch": "1",
+    "interval": "2",
+    "tensorboard": "false",
+    "start_timeout": "60",
+    "device": '"cpu"',
+}
+# Keys that a command line gets, but for what is written where, and what is slow.
+KEYS = [
+    f"{table}.{key}"
+    for table, kind in TABLES.items()
+    for key in docs(kind)
+    if key not in ("dir", "offload_dir") and table != "compile"
+]
+NUMBERS = ["optimizer.lr", "optimizer.eps", "optimizer.beta1", "train.max_norm", "train.z_loss"]
+NUMBERS += ["train.seed", "optimizer.weight_decay", "train.loss_chunk", "optimizer.min_lr"]
+VALUES = ["0", "1", "-1", "1e-38", "1e30", "1e300", "2", "0.5", "9223372036854775807", "3"]
+STEP = "run/checkpoints/step-00000002"
+GIVEN = ["in/train.toml", "--run.dir=run", "--train.stop_after=3", "--data.path=in/set"]
+
+
+Command = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Valid:
+    """What is right, to be changed. files: by kind. outside: what nobody may touch."""
+
+    files: Path
+    outside: Path
+    watch: Watch
+
+
+class _Exited(BaseException):
+    """In place of a process's end."""
+
+
+def _tiny() -> str:
+    """train.toml of a small run, without its comments."""
+    lines = (line.partition("  #")[0].rstrip() for line in (ROOT / "train.toml").open())
+    found = []
+    for line in lines:
+        key, equals, _ = line.partition(" = ")
+        tiny = equals and key in TINY and line != "steps = []"
+        found.append(f"{key} = {TINY[key]}" if tiny else line)
+    return "\n".join(line for line in found if line and not line.startswith("#"))
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Valid:
+    """A run with a checkpoint, Hugging Face's folders, a tokenizer, token sets and files of tokens."""
+    folder = tmp_path_factory.mktemp("valid")
+    there, outside = folder / "in", folder / "outside"
+    there.mkdir()
+    (there / "train.toml").write_text(_tiny())
+    (there / "text.txt").write_text("words and more words\n" * 40)
+    save_tokenizer(there / "tokenizer")
+    roles = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "a + b"}]
+    (there / "chats.jsonl").write_text(f"{json.dumps({'messages': roles})}\n" * 8)
+    words = ["tokenize", "--workers=1", "--tokenizer", "in/tokenizer", "--out"]
+    with _inside(folder), contextlib.redirect_stdout(io.StringIO()):
+        assert main([*words, "in/set", "in/text.txt"]) == 0
+        assert main([*words, "in/chats", "--chat", "in/chats.jsonl"]) == 0
+        train.main(["in/train.toml", "--run.dir=run", '--data.path="in/set"'])
+        step = folder / "run/checkpoints/step-00000002"
+        export(step, there / "whole", original=there / "tokenizer")
+        export(step, there / "parts", original=there / "tokenizer", shard_bytes=4000)
+    (there / "ids.bin").write_bytes(bytes(range(256)) * 2)
+    header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (64,), }"
+    header = header.ljust(117) + b"\n"
+    (there / "ids.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header + bytes(128))
+    outside.mkdir()
+    (outside / "secret.txt").write_text("secret")
+    for one in (there / "whole", there / "set", step):
+        for path in one.iterdir():
+            shutil.copy(path, outside / path.name)
+    return Valid(folder, outside, Watch(outside))
+
+
+class Case:
+    """One case, of the files of ``valid`` in a folder of its own, in which it runs."""
+
+    def __init__(self, valid: Valid, number: int, folder: Path) -> None:
+        self.random, self.folder, self.outside = Random(number), folder, valid.outside
+        for name in ("in", "run"):
+            shutil.copytree(valid.files / name, folder / name)
+        (folder / "out").mkdir()
+        self.writes = [folder / "out", folder / "runs"]
+        self.kind = self.random.choices(list(KINDS), [share for share, _ in KINDS.values()])[0]
+        self.command = KINDS[self.kind][1](self)
+
+    def odd_toml(self) -> Command:
+        """A run's own file."""
+        self.writes.append(self.folder / "run")
+        path = self.folder / "in/train.toml"
+        if self.random.random() < 0.1:
+            odd_file(self.random, path)
+            if path.is_fifo():  # as a shell makes of <(...), and whoever names one waits for it
+                path.unlink()
+        else:
+            path.write_bytes(odd_toml(self.random, path.read_bytes()))
+        file, out = "in/train.toml", "--out=out/x.svg"
+        ways: list[Command] = [
+            lambda: train.main([file, "--dry-run", "--world-size=4"]),
+            lambda: main(["legal", file, "--world-size", "4"]),
+            lambda: main(["schedule", file, "--parallel.pp=2", out]),
+            lambda: parse([file], "train.py", trains=True),
+        ]
+        return self.random.choices(ways, [1, 1, 1, 5])[0]
+
+    def odd_words(self) -> Command:
+        self.writes.append(self.folder / "run")
+        commands = [
+            ["train", *GIVEN, "--dry-run"],
+            ["generate", "run", "--prompt=a", "--max-tokens=1", "--seed=0"],
+            ["convert", "run", "out/model", "--dtype=float32"],
+            ["tokenize", "--tokenizer=in/tokenizer", "--out=out/set", "in/text.txt"],
+            ["legal", "in/train.toml", "--world-size=2"],
+            ["schedule", "in/train.toml", "--parallel.pp=2", "--out=out/x.svg"],
+        ]
+        command, *words = self.random.choice(commands)
+        words = odd_words(self.random, words, KEYS)
+        return lambda: train.main(words) if command == "train" else main([command, *words])
+
+    def odd_numbers(self) -> Command:
+        self.writes.append(self.folder / "run")
+        shutil.rmtree(self.folder / "run")
+        keys = {self.random.choice(NUMBERS): self.random.choice(VALUES) for _ in range(2)}
+        return lambda: train.main([*GIVEN, *(f"--{key}={value}" for key, value in keys.items())])
+
+    def odd_run(self) -> Command:
+        self.writes.append(self.folder / "run")
+        self._odd_checkpoint()
+        return lambda: train.main(GIVEN)
+
+    def odd_to_generate(self) -> Command:
+        source = self._odd_checkpoint()
+        return lambda: main(["generate", source, "--prompt=a", "--max-tokens=1"])
+
+    def odd_to_export(self) -> Command:
+        source = self._odd_checkpoint()
+        return lambda: main(["convert", source, "out/model"])
+
+    def _odd_checkpoint(self) -> str:
+        """What may be named of a run with odd files."""
+        run, name = self.folder / "run", self.random.choice(["run", STEP])
+        step = self.folder / STEP
+        for _ in range(self.random.choice([1, 1, 2])):
+            within = step if self.random.random() < 0.8 else run
+            found = sorted(within.rglob("*"))
+            if found:
+                odd_file(self.random, self.random.choice(found), self.outside)
+        manifest = step / store.MANIFEST
+        if self.random.random() < 0.6 and manifest.is_file() and not manifest.is_symlink():
+            # So that what is odd is not only what was not written.
+            whole = (p for p in step.iterdir() if p != manifest and p.is_file() and not p.is_symlink())
+            manifest.write_text(json.dumps({"files": store.described(whole)}))
+        return name
+
+    def odd_model(self) -> Command:
+        name = self.random.choice(["in/whole", "in/parts"])
+        for _ in range(self.random.choice([1, 1, 2])):
+            found = self.random.choice(sorted((self.folder / name).iterdir()))
+            odd_file(self.random, found, self.outside)
+        way = self.random.randrange(4)
+        if way == 0:
+            return lambda: main(["generate", name, "--prompt=a", "--max-tokens=1"])
+        if way == 1:
+            shutil.rmtree(self.folder / "run")
+            self.writes.append(self.folder / "run")
+            words = [f"--checkpoint.load_hf={name}", "--train.stop_after=1"]
+            return lambda: train.main([*GIVEN, *words])
+        return lambda: main(["convert", name, "out/run"])
+
+    def odd_tokens(self) -> Command:
+        self.writes.append(self.folder / "run")
+        name = self.random.choice(["in/set", "in/chats", "in/ids.bin", "in/ids.npy"])
+        path = self.folder / name
+        if path.is_dir():
+            odd_file(self.random, self.random.choice(sorted(path.iterdir())), self.outside)
+        else:
+            odd_file(self.random, path)
+
+        def read() -> None:
+            words = ["in/train.toml", f"--data.path={name}"]
+            batches = training_batches(parse(words, "train.py", trains=True).config)
+            for step in range(3):
+                batches.batch(2 * step)
+
+        return read
+
+    def odd_tokenizer(self) -> Command:
+        folder = self.folder / "in/tokenizer"
+        odd_file(self.random, self.random.choice(sorted(folder.iterdir())), self.outside)
+        if self.random.random() < 0.3:
+            odd_file(self.random, self.folder / "in/chats.jsonl")
+        words = ["--workers=1", "--tokenizer=in/tokenizer", "--out=out/set"]
+        more = ["--chat", "in/chats.jsonl"] if self.random.random() < 0.7 else ["in/text.txt"]
+        return lambda: main(["tokenize", *words, *more])
+
+
+# The share of each kind among the cases.
+KINDS: dict[str, tuple[int, Callable[[Case], Command]]] = {
+    "toml": (10, Case.odd_toml),
+    "words": (8, Case.odd_words),
+    "numbers": (1, Case.odd_numbers),
+    "run": (4, Case.odd_run),
+    "generate": (6, Case.odd_to_generate),
+    "export": (6, Case.odd_to_export),
+    "model": (8, Case.odd_model),
+    "tokens": (7, Case.odd_tokens),
+    "tokenizer": (5, Case.odd_tokenizer),
+}
+
+
+def _exits(code: int) -> None:
+    raise _Exited(code)
+
+
+def _refused(case: Case) -> list[str]:
+    """Run a case; the lines that it was refused in, if it was."""
+    try:
+        case.command()
+    except (ConfigError, TrainingError) as error:
+        return str(error).split("\n")
+    except SystemExit as request:
+        if request.code != 0:  # which --help alone may say
+            raise
+    except _Exited as end:  # of a process group, which has said why
+        why = end.__context__
+        if not isinstance(why, (ConfigError, TrainingError)):
+            raise (why or end) from None
+        return str(why).split("\n")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return []
+
+
+def test_odd_input(valid: Valid, case_number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No traceback, no hang, nothing outside of what the command writes is touched."""
+    folder = tmp_path_factory.mktemp("case")
+    case = Case(valid, case_number, folder)
+    said = io.StringIO()
+    # What no signal ends, as a wait within a library, ends all, with the place where it was.
+    faulthandler.dump_traceback_later(3 * SECONDS, exit=True, file=2)
+    try:
+        with (
+            _inside(folder),
+            mock.patch("os._exit", _exits),
+            mock.patch("os.cpu_count", return_value=1),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(said),
+            valid.watch.over(*case.writes) as touched,
+            limits(SECONDS, MEMORY),
+        ):
+            lines = _refused(case)
+    except TooSlow:
+        pytest.fail(f"case {case_number}, {case.kind}: takes more than {SECONDS:.0f} s")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    for line in lines + said.getvalue().splitlines():
+        assert line.strip(), f"case {case_number}, {case.kind}: an empty line of {lines}"
+        assert line.isprintable(), f"case {case_number}, {case.kind}: {line!a}"
+        assert len(line) < 1000, f"case {case_number}, {case.kind}: {len(line)} characters: {line}"
+        assert "Traceback" not in line, f"case {case_number}, {case.kind}: {said.getvalue()}"
+    assert len(lines) < 100, f"case {case_number}, {case.kind}: {len(lines)} lines"
+    assert not touched, f"case {case_number}, {case.kind}: touched {touched}"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def work(valid: Valid, tmp_path: Path) -> Iterator[Path]:
+    """The valid files, to be changed, in a folder that is the working one; and ``elsewhere`` beside."""
+    for name in ("in", "run"):
+        shutil.copytree(valid.files / name, tmp_path / "work" / name)
+    shutil.copytree(valid.outside, tmp_path / "elsewhere")
+    with _inside(tmp_path / "work"):
+        yield tmp_path / "work"
+
+
+def _sum(step: Path) -> None:
+    files = (path for path in step.iterdir() if path.name != store.MANIFEST)
+    (step / store.MANIFEST).write_text(json.dumps({"files": store.described(files)}))
+
+
+def _problem(command: Command) -> str:
+    with (
+        limits(SECONDS, MEMORY),
+        mock.patch("os._exit", _exits),
+        pytest.raises((ConfigError, _Exited)) as caught,
+    ):
+        command()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    error = caught.value.__context__ if isinstance(caught.value, _Exited) else caught.value
+    assert isinstance(error, ConfigError)
+    return str(error)
+
+
+def test_the_original_that_a_checkpoint_names_is_not_read(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run has kept what an export needs; where it has not, a line says what to do."""
+    named = tmp_path / "elsewhere"
+    assert (named / "tokenizer_config.json").exists()
+    state = json.loads((work / STEP / store.STATE).read_text())
+    (work / STEP / store.STATE).write_text(json.dumps({**state, "hugging_face": str(named)}))
+    _sum(work / STEP)
+    shutil.rmtree(work / "run/tokenizer")
+    assert main(["convert", "run", "out"]) == 0
+    assert sorted(path.name for path in Path("out").iterdir()) == ["config.json", "model.safetensors"]
+    assert capsys.readouterr().err == (
+        f"run: was made from {named}, of which its run kept nothing; to export the tokenizer too, give"
+        " that folder as --original\n"
+    )
+    assert main(["convert", "run", "given", "--original", str(named)]) == 0
+    assert (work / "given/tokenizer.json").exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_keeps_what_an_export_needs(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the folder whose weights it begins with, by either way; that may be gone then."""
+    config = json.loads((work / "in/whole/config.json").read_text())
+    (work / "in/whole/config.json").write_text(json.dumps({**config, "bos_token_id": 259}))
+    assert main(["convert", "in/whole", "imported"]) == 0
+    train.main([*GIVEN[:1], "--run.dir=begun", "--checkpoint.load_hf=in/whole", "--data.path=in/set"])
+    shutil.rmtree(work / "in/whole")
+    for run in ("imported", "begun"):
+        capsys.readouterr()
+        assert main(["convert", run, f"{run}-out"]) == 0
+        assert capsys.readouterr().err == ""
+        assert (work / f"{run}-out/tokenizer.json").exists()
+        assert json.loads((work / f"{run}-out/config.json").read_text())["bos_token_id"] == 259
+
+
+def test_a_checkpoints_config_extends_nothing(work: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere/base.toml").write_text("[train]\nsteps = 3\n")
+    config = work / STEP / "config.toml"
+    config.write_text(f'extends = "{tmp_path}/elsewhere/base.toml"\n{config.read_text()}')
+    _sum(work / STEP)
+    words = ["generate", "run", "--prompt=a", "--max-tokens=1"]
+    line = f"{STEP}/config.toml: extends: is of a checkpoint, whose files stand alone"
+    assert _problem(lambda: main(words)) == line
+    config.unlink()
+    config.symlink_to(tmp_path / "elsewhere/base.toml")
+    assert "is a symbolic link" in _problem(lambda: main(words))
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-00000002"])
+def test_checkpoints_elsewhere_are_not_read(work: Path, tmp_path: Path, name: str) -> None:
+    """By way of a link in a run's folder, which a person named, or is to go on."""
+    shutil.move(work / "run" / name, tmp_path / "elsewhere/moved")
+    (work / "run" / name).symlink_to(tmp_path / "elsewhere/moved")
+    line = f"run/{name}: is a link that leads out of its folder; put the file itself there"
+    assert _problem(lambda: main(["convert", "run", "out"])) == line
+    assert _problem(lambda: main(["generate", "run", "--prompt=a"])) == line
+    if name != "checkpoints":
+        assert _problem(lambda: train.main(GIVEN)) == f"in/train.toml: run.dir: {line}"
+
+
+def test_a_tokenizer_elsewhere_is_not_copied(work: Path, tmp_path: Path) -> None:
+    shutil.move(work / "run/tokenizer", tmp_path / "elsewhere/moved")
+    (work / "run/tokenizer").symlink_to(tmp_path / "elsewhere/moved")
+    line = f"{work}/run/tokenizer: is a link that leads out of its folder; put the file itself there"
+    assert _problem(lambda: main(["convert", "run", "out"])) == line
+    assert _problem(lambda: main(["generate", "run", "--prompt=a"])) == line
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "chats.jsonl"])
+def test_nobody_waits_for_a_pipe(work: Path, name: str) -> None:
+    path = work / "in/tokenizer" / name if name != "chats.jsonl" else work / "in" / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    words = ["--workers=1", "--tokenizer=in/tokenizer", "--out=out", "--chat", "in/chats.jsonl"]
+    found = _problem(lambda: main(["tokenize", *words]))
+    assert found == f"{path.relative_to(work)}: cannot be read: is no file"
+
+
+def test_weights_that_are_no_numbers_say_nothing(work: Path) -> None:
+    """Not even where the likeliest token would be taken."""
+    shard = next((work / STEP).glob("__*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start:] = b"\xff" * (len(content) - start)
+    shard.write_bytes(content)
+    _sum(work / STEP)
+    for temperature in ("0", "1"):
+        words = ["generate", "run", "--prompt=a", "--max-tokens=1", f"--temperature={temperature}"]
+        assert _problem(lambda words=words: main(words)) == (
+            "token 1: the model's logits are not finite: its weights are damaged, or too large for"
+            " precision.param"
+        )
+
+
+def test_a_temperature_near_0_takes_the_likeliest() -> None:
+    sampling = Sampling(temperature=1e-320)
+    assert choose(torch.tensor([1.0, 3.0, 2.0]), 0, sampling) == 1
