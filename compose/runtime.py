@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from compose.config import Comm, Config
 from compose.errors import ConfigError
+from compose.watch import Watch, launcher, store_in_first_rank
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
 _SAID = "compose/said"
@@ -49,14 +50,26 @@ class Notes:
         if not seen:
             return ""
         _, _, when, rank, doing = min(seen)
-        return f"rank {rank} is behind: last heard of {time.time() - when:.0f} s ago, before {doing}"
+        return _behind(rank, time.time() - when, doing)
+
+    def silent(self, rank: int, seconds: float) -> str:
+        """That ``rank``, of which nothing was heard for so long, is behind."""
+        key = f"compose/seen/{rank}"
+        known = self.store.get(key).decode().split(" ", 2) if self.store.check([key]) else []
+        return _behind(rank, seconds, known[2] if known else "")
 
     def _waiting(self) -> set[int]:
         """Ranks that have not given up."""
         return {r for r in range(self.world_size) if not self.store.check([f"compose/gave_up/{r}"])}
 
 
+def _behind(rank: int, seconds: float, doing: str) -> str:
+    before = f", before {doing}" if doing else ""
+    return f"rank {rank} is behind: last heard of {seconds:.0f} s ago{before}"
+
+
 _notes: Notes | None = None
+_watch: Watch | None = None
 
 
 def note(doing: str) -> None:
@@ -71,7 +84,8 @@ def start_timeout(comm: Comm) -> timedelta:
 
 
 def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
-    """How long collectives wait from now on, in all groups of this process ``but`` one.
+    """How long collectives wait from now on, in all groups of this process ``but`` one, and how long a
+    rank may be silent.
 
     Meshes make their groups with PyTorch's own limit, whatever the default group has. On gloo sends and
     receives between two ranks, as of a pipeline, keep what their group was made with.
@@ -80,6 +94,8 @@ def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but:
             group.set_timeout(timeout)
+    if _watch:
+        _watch.limit = timeout.total_seconds()
 
 
 class TrainingError(Exception):
@@ -106,8 +122,18 @@ def process_group(config: Config) -> Iterator[torch.device]:
     # FSDP warns of a view that nothing here changes in place.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     store, rank, world_size = _rendezvous()
-    global _notes
+    global _notes, _watch
     notes = Notes(store, rank, world_size)
+    _watch = Watch(
+        store,
+        rank,
+        world_size,
+        start_timeout(config.comm).total_seconds(),
+        _report_silent,
+        failed=_SAID,
+        kept_by_first=store_in_first_rank(),
+        parent=launcher(),
+    )
     try:
         device = pick_device(config.run.device)
         dist.init_process_group(
@@ -119,23 +145,48 @@ def process_group(config: Config) -> Iterator[torch.device]:
             device_id=device if device.type == "cuda" else None,
         )
         _notes = notes if world_size > 1 else None
+        _watch.start()
         yield device
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         # No orderly shutdown: other ranks may be waiting in a collective until torchrun ends them.
-        notes.give_up()
-        if store.add("compose/failed", 1) == 1:
+        try:
+            _conclude(error, notes)
+        except RuntimeError:  # the store is gone, and with it torchrun or rank 0: nobody else tells
             _report(error, rank)
-            if _from_others(error) and (behind := notes.laggard(wait=_SKEW)):
-                print(behind, file=sys.stderr)
-            store.set(_SAID, "")
-        else:  # torchrun ends all ranks when one exits
-            with contextlib.suppress(RuntimeError):
-                store.wait([_SAID], timedelta(seconds=2 * _SKEW))
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ConfigError) else 1)
+    _watch.stop()
     dist.destroy_process_group()
+
+
+def _conclude(error: Exception, notes: Notes) -> None:
+    """Tell of ``error`` if this rank is the first to fail; else let the first have told."""
+    notes.give_up()
+    if notes.store.add("compose/failed", 1) == 1:
+        _report(error, notes.rank)
+        if _from_others(error) and (behind := notes.laggard(wait=_SKEW)):
+            print(behind, file=sys.stderr)
+        notes.store.set(_SAID, "")
+    else:
+        _wait_for_first(notes.store)
+
+
+def _wait_for_first(store: dist.Store) -> None:
+    with contextlib.suppress(RuntimeError):
+        store.wait([_SAID], timedelta(seconds=2 * _SKEW))
+
+
+def _report_silent(store: dist.Store | None, rank: int, seconds: float) -> None:
+    """Tell which rank is silent, if nobody has told of anything. store: None where that rank has it."""
+    if store is None:
+        print(_behind(rank, seconds, ""), file=sys.stderr, flush=True)
+    elif store.add("compose/failed", 1) == 1:
+        print(Notes(store, 0, 0).silent(rank, seconds), file=sys.stderr, flush=True)
+        store.set(_SAID, "")
+    else:
+        _wait_for_first(store)
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:

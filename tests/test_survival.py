@@ -6,19 +6,23 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from compose.checkpoint import store
 from compose.runtime import Notes
+from compose.watch import Silence, Watch
 from tests.helpers import ROOT
 from tests.test_checkpoint import shards
 from tests.test_trainer import QUICK, command, execute, lines
@@ -257,6 +261,209 @@ def test_who_is_behind() -> None:
     assert ranks[0].laggard().startswith("rank 3 is behind")
     ranks[3].give_up()
     assert ranks[0].laggard().startswith("rank 0 is behind")
+
+
+def test_who_is_silent() -> None:
+    """Whoever says nothing new for longer than the limit, longest; not who is done."""
+    silence = Silence(limit=4)
+    assert silence.longest([b"1", b"1", b"1"], now=0) is None
+    assert silence.longest([b"2", b"1", b"done"], now=3) is None
+    assert silence.longest([b"2", b"1", b"done"], now=5) == (1, 5)
+    assert silence.longest([b"2", b"2", b"done"], now=8) == (0, 5)
+    silence.forget()  # as if it had itself been stopped
+    assert silence.longest([b"2", b"2", b"done"], now=99) is None
+
+
+class Stopped(dist.HashStore):
+    """The store of a process that is stopped: it does not answer."""
+
+    def clone(self) -> "Stopped":
+        return self
+
+    def set(self, *unused: object) -> None:  # type: ignore[override]
+        time.sleep(60)
+
+
+def watched(store: dist.Store, rank: int = 0, limit: float = 0.8, **options: Any) -> tuple[Any, ...]:
+    """A watch that runs; what is set when it would end the process; and what it tells."""
+    ended, told = threading.Event(), []
+    watch = Watch(
+        store,
+        rank,
+        2,
+        limit,
+        lambda store, rank, seconds: told.append((store is None, rank, seconds)),
+        failed="failed",
+        kept_by_first=True,
+        end=ended.set,
+        **options,
+    )
+    watch.start()
+    return watch, ended, told
+
+
+@pytest.mark.parametrize(("store", "found"), [(dist.HashStore, 1), (Stopped, 0)])
+def test_a_stopped_rank_is_told_within_the_limit(store: type[dist.Store], found: int) -> None:
+    """Rank 1 by rank 0; and rank 0 by rank 1, where the store is in it."""
+    shared = store()
+    if found:
+        shared.set("compose/runs/1", "1")
+    watch, ended, told = watched(shared, rank=1 - found)
+    assert ended.wait(20)
+    watch.stopped.set()
+    without_store, who, seconds = told[0]
+    assert (without_store, who) == (found == 0, found)
+    assert 0.75 * watch.limit < seconds < 3
+    assert 0.75 * watch.limit + watch.every < watch.limit
+
+
+def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
+    """As after Ctrl-Z and fg: nobody has said anything for long, but the watcher did not run either."""
+    store = dist.HashStore()
+    store.set("compose/runs/1", "1")
+    clock, real = [0.0], time.monotonic
+
+    def now() -> float:
+        return real() + clock[0]
+
+    with mock.patch("compose.watch.time.monotonic", now):
+        watch, ended, told = watched(store, limit=3.0)
+        try:
+            # So that both were heard once.
+            wait_for(lambda: store.check(["compose/runs/0"]) and store.get("compose/runs/0") == b"2")
+            clock[0] = 99.0
+            assert not ended.wait(0.9)
+        finally:
+            watch.stopped.set()
+    assert not told
+
+
+def test_a_failure_told_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within seconds, whatever they wait for; not before they had time to end by themselves."""
+    monkeypatch.setattr("compose.watch._ECHO", 0.3)
+    store = dist.HashStore()
+    watch, ended, told = watched(store)
+    assert not ended.wait(0.3)
+    store.set("failed", "")
+    begun = time.monotonic()
+    assert ended.wait(20)
+    assert time.monotonic() - begun >= 0.3
+    watch.stopped.set()
+    assert not told
+
+
+def test_who_is_done_is_not_silent() -> None:
+    """The last word stays the last."""
+    store = dist.HashStore()
+    watch, ended, _ = watched(store)
+    wait_for(lambda: store.check(["compose/runs/0"]))
+    watch.stop()
+    assert store.get("compose/runs/0") == b"done"
+    assert not watch.talking.is_alive()
+    assert not ended.is_set()
+
+
+def wait_for(condition: Any) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_rank_ends_with_its_launcher() -> None:
+    """A process whose parent is killed is asked to end, and if it does not, ends."""
+    ended, asked = threading.Event(), []
+    watch = Watch(
+        dist.HashStore(), 0, 1, 1.0, lambda *unused: None, "", parent=os.getppid() + 1, end=ended.set
+    )
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    try:
+        with mock.patch("compose.watch._GRACE", 0.0):
+            watch.start()
+            assert ended.wait(5)
+    finally:
+        watch.stopped.set()
+        signal.signal(signal.SIGTERM, before)
+    assert signal.SIGTERM in asked
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("launcher", [True, False])
+def test_a_stopped_rank_of_a_pipeline_is_named(tmp_path: Path, stopped: int, launcher: bool) -> None:
+    """By SIGSTOP, within comm.timeout, with torchrun and without."""
+    words = [*SAVING, "--train.steps=5000", f"--run.dir={tmp_path}", "--parallel.pp=2"]
+    words += ["--comm.timeout=8", "--comm.start_timeout=90", "--checkpoint.interval=0"]
+    if launcher:
+        processes = [start_at(words, ranks=2)]
+    else:
+        port = free_port()
+        processes = [start_at(words, rank, port) for rank in range(2)]
+    errors, ranks, seconds = "", list[int](), 0.0
+    try:
+        while len(lines(tmp_path) if (tmp_path / "metrics.jsonl").exists() else []) < 3:
+            assert all(process.poll() is None for process in processes), processes[0].communicate()
+            time.sleep(0.1)
+        ranks = ranks_of(processes[0].pid) if launcher else [process.pid for process in processes]
+        os.kill(ranks[stopped], signal.SIGSTOP)
+        begun = time.monotonic()
+        for errors in processes[0 if launcher else 1 - stopped].stderr or ():
+            seconds = time.monotonic() - begun
+            if "is behind" in errors:
+                break
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert re.match(rf"rank {stopped} is behind: last heard of \d+ s ago", errors)
+    assert seconds < 10  # and on a quiet machine less than 8
+
+
+@pytest.mark.full
+def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
+    """Killed with one of its ranks: the other ends too, and the folder's lock is free."""
+    words = [*SAVING, "--train.steps=5000", f"--run.dir={tmp_path}", "--checkpoint.interval=0"]
+    process = start_at(words, ranks=2)
+    while len(lines(tmp_path) if (tmp_path / "metrics.jsonl").exists() else []) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    first, second = ranks_of(process.pid)
+    for pid in (process.pid, second):
+        os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + 30
+    while Path(f"/proc/{first}").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{first}").exists()
+
+
+def start_at(words: Sequence[str], rank: int = 0, port: int = 0, ranks: int = 0) -> Any:
+    """torchrun with so many ``ranks``; or ``rank`` of two without it. In a session of its own."""
+    alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        command("train.py", *words, ranks=ranks),
+        cwd=ROOT,
+        env={**os.environ, **({} if ranks else alone)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ranks_of(torchrun: int) -> list[int]:
+    """The processes that torchrun started, in order."""
+    path = Path(f"/proc/{torchrun}/task/{torchrun}/children")
+    return sorted(int(pid) for pid in path.read_text().split())
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 @pytest.mark.full

@@ -1,0 +1,160 @@
+"""Seen from beside the run, whatever that waits for: a rank that is silent or has failed, a launcher
+that is gone.
+
+What waits for a rank does not always end within ``comm.timeout``: a pipeline's messages on gloo keep
+the limit that their group was made with, and with no launcher the store is in rank 0, which may be the
+one that is stopped. So every rank has a thread that says in the store that the process runs, and two
+ranks read what all have said. A slow rank is not silent: what computes, waits, compiles, reads or
+writes for long gives Python's lock to that thread meanwhile.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+
+_EVERY = 2.0  # seconds between two looks, or less where the limit is short
+_GRACE = 30.0  # seconds from SIGTERM to the end, as torchrun gives
+_ECHO = 5.0  # seconds in which a rank ends by itself once another has told of its failure
+_DONE = b"done"
+
+
+class Silence:
+    """How long each rank has said nothing new. limit: seconds after which it is as good as gone."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.heard: dict[int, tuple[bytes, float]] = {}
+
+    def longest(self, said: Sequence[bytes], now: float) -> tuple[int, float] | None:
+        """The rank that has been silent longest, and for how many seconds, if that is too long.
+
+        said: by each rank, something else each time; the last time ``done``."""
+        for rank, word in enumerate(said):
+            if rank not in self.heard or self.heard[rank][0] != word:
+                self.heard[rank] = (word, now)
+        silent = {rank: now - when for rank, (word, when) in self.heard.items() if word != _DONE}
+        rank = max(silent, key=silent.__getitem__, default=None)
+        return (rank, silent[rank]) if rank is not None and silent[rank] > self.limit else None
+
+    def forget(self) -> None:
+        """Begin anew: this process itself did not run for a while."""
+        self.heard.clear()
+
+
+class Watch:
+    """Threads of this rank, from :meth:`start` to :meth:`stop`.
+
+    store: of all ranks, of which a connection of its own is made. limit: seconds. A rank that says
+    nothing for three quarters of them is told to ``report(store, rank, seconds)`` by rank 0 and rank 1;
+    so is rank 0, with None as the store, where that does not answer and is ``kept_by_first``. Then this
+    process ends. It ends too, if it has not by itself, where the key ``failed`` is in the store.
+    parent: of this process, which ends with it; 0 is nobody.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        limit: float,
+        report: Callable[[dist.Store | None, int, float], None],
+        failed: str,
+        kept_by_first: bool = False,
+        parent: int = 0,
+        end: Callable[[], None] = lambda: os._exit(1),
+    ) -> None:
+        self.rank, self.world_size, self.limit, self.failed = rank, world_size, limit, failed
+        self.report, self.kept_by_first, self.parent, self.end = report, kept_by_first, parent, end
+        # A store's connection serves one call at a time, and training may wait in one.
+        self.store: dist.Store | None = cast(Any, store).clone() if world_size > 1 else None
+        self.answered = time.monotonic()
+        self.stopped = threading.Event()
+        self.looking = threading.Thread(target=self._look, daemon=True)
+        self.talking = threading.Thread(target=self._talk, daemon=True)
+
+    @property
+    def every(self) -> float:
+        """Seconds between two looks."""
+        return min(_EVERY, self.limit / 8)
+
+    def start(self) -> None:
+        """Begin."""
+        self.answered = time.monotonic()
+        if self.store or self.parent:
+            self.looking.start()
+        if self.store:
+            self.talking.start()
+
+    def stop(self) -> None:
+        """This rank has done its work; others may go on."""
+        self.stopped.set()
+        if self.store:
+            self.talking.join(_ECHO)  # or its next word would come after the last
+            with contextlib.suppress(RuntimeError):  # the store may be gone before
+                self.store.set(self._key(self.rank), _DONE.decode())
+
+    def _talk(self) -> None:
+        assert self.store is not None
+        silence, count, before = Silence(self.limit), 0, time.monotonic()
+        # Two are enough: one of them may be the silent one.
+        keys = [self._key(rank) for rank in range(self.world_size if self.rank < 2 else 0)]
+        try:
+            while not self.stopped.wait(self.every):
+                count += 1
+                self.store.set(self._key(self.rank), str(count))
+                failed = self.store.check([self.failed])
+                self.answered = now = time.monotonic()
+                if failed:
+                    time.sleep(_ECHO)
+                    self.end()
+                    return
+                if now - before > self.limit / 2:  # this process was stopped, or the store was
+                    silence.forget()
+                before = now
+                silence.limit = 0.75 * self.limit
+                if keys and self.store.check(keys):
+                    found = silence.longest(self.store.multi_get(keys), time.monotonic())
+                    if found:
+                        self.report(self.store, *found)
+                        self.end()
+                        return
+        except RuntimeError:  # the store has ended: what waits for its ranks will hear of it
+            self.answered = float("inf")
+
+    def _look(self) -> None:
+        before = time.monotonic()
+        while not self.stopped.wait(min(1.0, self.every)):
+            now = time.monotonic()
+            if now - before > self.limit / 2:  # this process was stopped, so nothing could answer
+                self.answered = max(now, self.answered)
+            before = now
+            if self.parent and os.getppid() != self.parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(_GRACE)
+                self.end()
+                return
+            silent = now - self.answered
+            if self.kept_by_first and self.store and silent > 0.75 * self.limit:
+                if self.rank == 1:
+                    self.report(None, 0, silent)
+                self.end()
+                return
+
+    def _key(self, rank: int) -> str:
+        return f"compose/runs/{rank}"
+
+
+def launcher() -> int:
+    """The process of torchrun, which this one does not outlive; 0 without it."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def store_in_first_rank() -> bool:
+    """Whether the store is in rank 0 and not in torchrun."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
