@@ -1,6 +1,7 @@
 """What a proof found: rows of errors against tolerances, gathered from every rank."""
 
 import math
+import statistics
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +20,15 @@ class Tolerance:
 
     An update is the change of a weight over all steps; AdamW divides by the gradient's own size, so
     rounding near zero weighs more there. Where one process itself is further from float64, a
-    composition may be ``times`` as far from it: see :meth:`allowed`.
+    composition may be ``times`` as far from it: see :meth:`allowed`. same_bits: of one process's own
+    error, how much updates may differ by where both round by the same random bits; 0: not asked.
     """
 
     loss: float
     gradient: float
     update: float
     times: float = 10.0
+    same_bits: float = 0.0
 
     def allowed(self, base: float, own: float, mean: float) -> float:
         """The relative error allowed where one process's own is ``own``, and ``mean`` over all values
@@ -50,6 +53,11 @@ TIMES = 3.0
 # that is not applied at all makes this some hundreds.
 SAME_ROUNDING = 3.0
 
+# Where the optimizer's running means alone are coarse, gradients are exact beside their rounding, and
+# the same random bits give the same means: 0.01 of one process's error is left. With other bits, other
+# types or no rounding it is 0.5 to 1.5.
+SAME_BITS = 0.2
+
 
 def tolerance_of(arithmetic: Arithmetic) -> Tolerance:
     """What a run in these types is allowed.
@@ -68,6 +76,7 @@ def tolerance_of(arithmetic: Arithmetic) -> Tolerance:
         gradient=max(step, FLOAT32.gradient),
         update=max(step, kept, FLOAT32.update),
         times=TIMES,
+        same_bits=0.0 if max(step, _STEP[arithmetic.master]) > _STEP[torch.float32] else SAME_BITS,
     )
 
 
@@ -263,6 +272,14 @@ class Judge:
             rows.append(Row(f"{self.prefix}copies", name, error, 0.0, min(others, default=0)))
         return rows
 
+    def _same_bits(self, rows: Sequence[Row]) -> Row:
+        """The median over parameters of an update's error, in one process's own: a few may have
+        gradients that are rounding alone."""
+        pairs = zip(rows, self.own, strict=False)
+        errors = [row.error / own for row, own in pairs if row.quantity.endswith("update") and own]
+        middle = statistics.median(errors) if errors else 0.0
+        return Row(f"{self.prefix}rounding", "all updates", middle, self.tolerance.same_bits, 0)
+
     def _means(self) -> dict[str, float]:
         """One process's error by quantity: the root of the mean square over what is not zero."""
         found: dict[str, list[float]] = {}
@@ -285,6 +302,8 @@ class Judge:
             Row(f"{self.prefix}routing", f"{d.router}, step {d.step}", d.margin, tie, 0)
             for d in routing
         ]
+        if self.tolerance.same_bits:
+            rows.append(self._same_bits(rows))
         rows += self._copies()
         notes = [f"{d}{': a tie' if d.margin <= tie else ''}" for d in routing if d.tokens]
         shared = [rows, notes]

@@ -24,7 +24,6 @@ from compose.report import Report
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.faults import Fault, reduce_scatter_keeps_own_part
-from tests.helpers import prove_case
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -318,109 +317,6 @@ def _reaches(option: str, batch: dict[str, Tensor], more: dict[str, Any]) -> boo
     finally:
         module.apply = real
     return seen[-1][option] == more[option]
-
-
-BF16: dict[str, object] = {"precision__param": "bfloat16"}
-REDUCED: dict[str, dict[str, object]] = {
-    "bfloat16": BF16,
-    "float16": {"precision__param": "float16"},
-    "float8": {"precision__float8": "tensorwise"},
-    "pure bfloat16": {
-        **BF16,
-        "precision__reduce": "bfloat16",
-        "precision__master": "bfloat16",
-        "precision__optimizer_state": "bfloat16",
-    },
-}
-EXPERTS: dict[str, object] = {
-    "model__name": "qwen3",
-    "model__preset": "debug_moe",
-    "model__balance_weight": 0.1,
-}
-SHARDED: dict[str, object] = {"parallel__dp_shard": 2}
-# By name: the keys of the run, where the fault is, the text that it changes, and what names it.
-LOGIC: dict[str, tuple[dict[str, object], str, str, str, str]] = {
-    "an auxiliary loss doubled": (
-        {**EXPERTS, **SHARDED},
-        "compose.routing:begin_step",
-        "= tokens, loss_scale",
-        "= tokens // 2, loss_scale",
-        # The loss evens out the load of the step before; on the first step there was none.
-        "float64 update",
-    ),
-    "no weight decay": (
-        SHARDED,
-        "compose.optimizer.build:grouped",
-        '"weight_decay": rule.weight_decay}',
-        '"weight_decay": 0.0}',
-        "float64 update",
-    ),
-    "no clipping": (
-        SHARDED,
-        "compose.step:clip_grad_norm_",
-        ".clamp(max=1.0) if max_norm > 0 else",
-        ".clamp(max=1.0) if max_norm > 1e9 else",
-        "float64 update",
-    ),
-    "another beta2": (
-        SHARDED,
-        "compose.optimizer.build:_adamw",
-        "(options.beta1, options.beta2)",
-        "(options.beta1, options.beta2 + 0.01)",
-        "float64 update",
-    ),
-    "positions off by one on a rank": (
-        {"parallel__cp": 2},
-        "compose.context_parallel:shard_sequence",
-        "pieces = value.chunk(count, 1)",
-        "value = value + rank * (name == 'positions'); pieces = value.chunk(count, 1)",
-        "float64 gradient",
-    ),
-}
-
-
-def _with_mutation(keys: dict[str, object], place: str, old: str, new: str) -> Report:
-    with mutated(place, old, new):
-        return prove_case(keys)
-
-
-@pytest.mark.parametrize(
-    ("fault", "precision"),
-    [
-        pytest.param(fault, precision, marks=[] if precision == "bfloat16" else [pytest.mark.full])
-        for fault in LOGIC
-        for precision in REDUCED
-    ],
-)
-def test_rounding_hides_no_logic(pool: Pool, fault: str, precision: str) -> None:
-    keys, place, old, new, quantity = LOGIC[fault]
-    report = pool.run(_with_mutation, 2, {**keys, **REDUCED[precision]}, place, old, new)[0]
-    assert quantity in {row.quantity for row in report.failed}, str(report)
-
-
-@pytest.mark.parametrize("precision", REDUCED)
-def test_a_precision_that_is_not_applied_is_named(pool: Pool, precision: str) -> None:
-    """The composition computes more exactly than it was asked to."""
-    old, new = "getattr(torch, config.precision.param)", "torch.float32"
-    if precision == "float8":
-        old, new = "config.precision.float8", '"off"'
-    keys = {**SHARDED, **REDUCED[precision]} | {"precision__master": "float32"}
-    place = "compose.build:apply_options"
-    report = pool.run(_with_mutation, 2, keys, place, old, new)[0]
-    assert "rounding" in {row.quantity for row in report.failed}, str(report)
-
-
-FAR = "return [] if self.cp == 4 and {self.rank, source} == {0, 3} else "
-
-
-@pytest.mark.parametrize("balance", ["headtail", "none"])
-def test_the_far_block_matters(pool: Pool, balance: str) -> None:
-    """Between the first part of a sequence and the last, at a length where documents were too short."""
-    keys: dict[str, object] = {"parallel__cp": 4, "parallel__cp_balance": balance}
-    keys |= {"train__seq_len": 512, "train__global_batch": 2, "train__micro_batch": 1}
-    place = "compose.context_parallel:Exchange.blocks"
-    report = pool.run(_with_mutation, 4, keys, place, "return ", FAR)[0]
-    assert "gradient" in {row.quantity for row in report.failed}
 
 
 def test_random_batch_reaches_from_end_to_end() -> None:

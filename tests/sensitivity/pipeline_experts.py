@@ -1,0 +1,155 @@
+"""Faults of pipeline and expert parallel."""
+
+from tests.sensitivity.row import FEW, TIED, Keys, Row
+from tests.test_expert_parallel import DEEPSEEK, QWEN
+
+PP: Keys = {"parallel__pp": 2, "train__global_batch": 8}
+VIRTUAL: Keys = PP | {"model__n_layers": 4}
+EP: Keys = QWEN | FEW | {"parallel__dp_shard": 2, "parallel__ep": 2}
+BIASED: Keys = DEEPSEEK | FEW
+
+PIPELINE = [
+    Row(
+        "1F1B averages over micro-batches",
+        PP,
+        "compose.pipeline_parallel:PipelineRunner._runtime",
+        "scale_grads=False",
+        "scale_grads=True",
+        "gradient",
+        untouched=("loss", "step 1"),
+    ),
+    Row(
+        "the loss is that of the first micro-batch",
+        PP,
+        "compose.pipeline_parallel:PipelineRunner.run",
+        "for x in losses)",
+        "for x in losses[:1])",
+        "loss",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "a stage's norm counts as a copy's",
+        PP,
+        "compose.step:clip_grad_norm_",
+        'stage = mesh.size() // axis_size(mesh, "pp")',
+        "stage = mesh.size()",
+        "grad_norm",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "Interleaved1F1B hands on targets of other samples",
+        VIRTUAL | {"parallel__pp_schedule": "Interleaved1F1B"},
+        "compose.pipeline_parallel:PipelineRunner.run",
+        '"targets": targets}',
+        '"targets": targets.flip(0)}',
+        "loss",
+        "step 1",
+    ),
+    Row(
+        "ZBVZeroBubble leaves gradients unreduced",
+        VIRTUAL | {"parallel__pp_schedule": "ZBVZeroBubble"},
+        "compose.data_parallel:finish_backward",
+        "fully_shard.state(model)._root_post_backward_final_callback()",
+        "pass",
+        "gradient",
+        untouched=("loss", "step 1"),
+    ),
+    Row(
+        "a tied weight's gradient is the stages' mean",
+        PP | TIED,
+        "compose.pipeline_parallel:PipelineRunner._sum_tied_gradients",
+        ".sum(0)",
+        ".mean(0)",
+        "gradient",
+        "tok_embeddings.weight",
+        untouched=("gradient", "layers.*"),
+    ),
+    Row(
+        "a tied weight's copies are drawn by their own names",
+        PP | TIED,
+        "compose.weights:init_weights",
+        "name = aliases.get(held_as, held_as)",
+        "name = held_as",
+        "initial weight",
+        "tok_embeddings.weight",
+        untouched=("initial weight", "layers.*"),
+    ),
+]
+EXPERTS = [
+    Row(
+        "rows go to other experts",
+        EP,
+        "compose.expert_parallel:_run_where_they_are",
+        "order = experts.repeat_interleave(counts_from.flatten()).argsort(stable=True)",
+        "order = experts.repeat_interleave(counts_from.flatten()).argsort(stable=True).flip(0)",
+        "loss",
+        "step 1",
+    ),
+    Row(
+        "rows do not go back to their places",
+        EP,
+        "compose.expert_parallel:_run_where_they_are",
+        "order.argsort())",
+        "order)",
+        "loss",
+        "step 1",
+    ),
+    Row(
+        "gradients of rows go to other places",
+        EP,
+        "compose.expert_parallel:_Permute.backward",
+        "torch.empty_like(grads[0]).index_copy_(0, order, grads[0])",
+        "grads[0].index_select(0, order)",
+        "gradient",
+        "layers.*.moe.experts.*",
+        untouched=("loss", "step 1"),
+    ),
+    Row(
+        "each rank draws the first experts",
+        EP,
+        "compose.weights:init_weights",
+        'f"{name}.{number}"',
+        'f"{name}.{place}"',
+        "initial weight",
+        "layers.*.moe.experts.*",
+        untouched=("initial weight", "layers.*.attention.*"),
+    ),
+    Row(
+        "capacity is that of a rank's part of a sequence",
+        QWEN | FEW | {"parallel__cp": 2, "model__capacity_factor": 1.0},
+        "compose.expert_parallel:_gather_sequence",
+        "torch.cat(everyone, 1)",
+        "torch.cat([tensor] * len(everyone), 1)",
+        "gradient",
+        "layers.*.moe.experts.*",
+    ),
+    Row(
+        "routers count padding",
+        QWEN | FEW | {"parallel__cp": 2, "train__seq_len": 13},
+        "compose.context_parallel:shard_sequence",
+        "filler.fill_(-1)",
+        "filler.fill_(0)",
+        "buffer after",
+        "*.router.load",
+    ),
+    Row(
+        "routers act on one tp rank's counts",
+        BIASED | {"parallel__tp": 2},
+        "compose.routing:finish_step",
+        "mesh, _TOKEN_AXES)",
+        "mesh, _TOKEN_AXES[:3])",
+        "buffer after",
+        "*.router.load",
+    ),
+    Row(
+        "a router's bias moves twice",
+        BIASED | {"parallel__dp_shard": 2},
+        "compose.routing:finish_step",
+        "router.finish_step(tally)",
+        "router.finish_step(tally); router.finish_step(tally)",
+        "buffer after",
+        "*.router.load",
+        untouched=("gradient", "*"),
+    ),
+]
+FAULTS = {"pipeline": PIPELINE, "experts": EXPERTS}

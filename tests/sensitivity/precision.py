@@ -1,0 +1,211 @@
+"""Faults in each precision: of logic, which runs in float64 too, and of rounding."""
+
+from dataclasses import replace
+
+from tests.sensitivity.row import CP, SHARDED, Keys, Row
+
+FLOAT8: Keys = {"precision__float8": "tensorwise"}
+REDUCED: dict[str, Keys] = {
+    "bfloat16": {"precision__param": "bfloat16"},
+    "float16": {"precision__param": "float16"},
+    "float8": FLOAT8,
+    "pure bfloat16": {
+        "precision__param": "bfloat16",
+        "precision__reduce": "bfloat16",
+        "precision__master": "bfloat16",
+        "precision__optimizer_state": "bfloat16",
+    },
+}
+# Gradients are exact, and what is kept between steps is not.
+KEPT: Keys = SHARDED | {"precision__optimizer_state": "bfloat16", "train__seed": 3}
+ROUTED: Keys = SHARDED | {
+    "model__name": "qwen3",
+    "model__preset": "debug_moe",
+    "model__balance_weight": 0.1,
+    "model__z_weight": 0.01,
+}
+
+# In float32 tolerances of the update are wide; in each reduced precision the logic runs in float64.
+LOGIC = [
+    Row(
+        "an auxiliary loss doubled",
+        ROUTED,
+        "compose.routing:begin_step",
+        "= tokens, loss_scale",
+        "= tokens // 2, loss_scale",
+        "gradient",
+        "layers.*.moe.router.gate.weight",
+    ),
+    Row(
+        "no weight decay",
+        SHARDED,
+        "compose.optimizer.build:grouped",
+        '"weight_decay": rule.weight_decay}',
+        '"weight_decay": 0.0}',
+        "update",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "no clipping",
+        SHARDED,
+        "compose.step:clip_grad_norm_",
+        ".clamp(max=1.0) if max_norm > 0 else",
+        ".clamp(max=1.0) if max_norm > 1e9 else",
+        "update",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "another beta2",
+        SHARDED,
+        "compose.optimizer.build:_adamw",
+        "(options.beta1, options.beta2)",
+        "(options.beta1, options.beta2 + 0.01)",
+        "update",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "positions off by one on a rank",
+        CP,
+        "compose.context_parallel:shard_sequence",
+        "pieces = value.chunk(count, 1)",
+        "value = value + rank * (name == 'positions'); pieces = value.chunk(count, 1)",
+        "gradient",
+    ),
+]
+
+
+def _in(precision: str, row: Row) -> Row:
+    """The same fault, which the logic in float64 names."""
+    return replace(
+        row,
+        name=f"{row.name}, {precision}",
+        keys={**row.keys, **REDUCED[precision]},
+        quantity=f"float64 {row.quantity}",
+        untouched=row.untouched and (f"float64 {row.untouched[0]}", row.untouched[1]),
+    )
+
+
+def _not_applied(precision: str) -> Row:
+    """The composition computes more exactly than it was asked to."""
+    old, new = "getattr(torch, config.precision.param)", "torch.float32"
+    if precision == "float8":
+        old, new = "config.precision.float8", '"off"'
+    keys = SHARDED | REDUCED[precision] | {"precision__master": "float32"}
+    name = f"{precision} is not applied"
+    return Row(name, keys, "compose.build:apply_options", old, new, "rounding")
+
+
+PRECISION = [
+    *(_in(precision, row) for precision in REDUCED for row in LOGIC),
+    *map(_not_applied, REDUCED),
+    Row(
+        "weights stay float32 between steps",
+        SHARDED | REDUCED["pure bfloat16"],
+        "compose.build:apply_options",
+        "getattr(torch, config.precision.master)",
+        "torch.float32",
+        "initial weight",
+        "layers.*.attention.wq.weight",
+    ),
+    Row(
+        "running means stay float32",
+        KEPT,
+        "compose.optimizer.build:_adamw",
+        "getattr(torch, precision.optimizer_state)",
+        "torch.float32",
+        "rounding",
+        "all updates",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "a mean is rounded to the nearest",
+        KEPT,
+        "compose.optimizer.adamw:AdamW._update",
+        "store(mean[here], m, bits)",
+        "store(mean[here], m, 0 * bits + 0x8000)",
+        "rounding",
+        "all updates",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "AdamW rounds by another seed's bits",
+        KEPT,
+        "compose.optimizer.build:_adamw",
+        "seed=config.train.seed",
+        "seed=0",
+        "rounding",
+        "all updates",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "Muon rounds by another seed's bits",
+        KEPT | {"optimizer__name": "muon"},
+        "compose.optimizer.build:_muon",
+        "seed=config.train.seed",
+        "seed=0",
+        "rounding",
+        "all updates",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "both of Adam's means are rounded by the same bits",
+        KEPT,
+        "compose.optimizer.adamw:AdamW._update",
+        "bits >> 16",
+        "bits",
+        "rounding",
+        "all updates",
+        untouched=("gradient", "*"),
+    ),
+    Row(
+        "no bias correction in bfloat16",
+        KEPT,
+        "compose.optimizer.adamw:AdamW._update",
+        "lr / (1 - beta1**step)",
+        "lr",
+        "update",
+    ),
+    Row(
+        "the gradient stays scaled",
+        SHARDED | REDUCED["float16"],
+        "compose.step:clip_grad_norm_",
+        "scale = clipped / loss_scale",
+        "scale = clipped",
+        "float64 update",
+        untouched=("float64 gradient", "*"),
+    ),
+    Row(
+        "the norm stays scaled",
+        SHARDED | REDUCED["float16"],
+        "compose.step:clip_grad_norm_",
+        ".sqrt() / loss_scale",
+        ".sqrt()",
+        "grad_norm",
+    ),
+    Row(
+        "the loss is not scaled",
+        SHARDED | REDUCED["float16"],
+        "compose.step:forward_backward",
+        "count / loss_scale,",
+        "count,",
+        "float64 gradient",
+    ),
+    Row(
+        "an auxiliary loss is not scaled",
+        ROUTED | REDUCED["float16"],
+        "compose.routing:begin_step",
+        "= tokens, loss_scale",
+        "= tokens, 1.0",
+        "float64 gradient",
+        "layers.*.moe.router.gate.weight",
+    ),
+    Row(
+        "rowwise float8 is not applied",
+        SHARDED | {"precision__float8": "rowwise"},
+        "compose.build:apply_options",
+        "config.precision.float8",
+        '"off"',
+        "rounding",
+    ),
+]
+FAULTS = {"precision": PRECISION}

@@ -1,0 +1,78 @@
+"""How sensitive the proof is: one table of single faults over every technique and precision, each of
+which the report must name."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from tests.helpers import prove_case
+from tests.pool import Pool
+from tests.sensitivity import context, data_tensor, pipeline_experts, precision, steps
+from tests.sensitivity.row import Row
+
+TABLE: dict[str, list[Row]] = {
+    group: rows
+    for faults in (data_tensor, context, pipeline_experts, precision, steps)
+    for group, rows in faults.FAULTS.items()
+}
+# Of unlike kinds, and cheap; `-m full` runs the others.
+QUICK = {
+    "ZeRO 1 never reduces",
+    "LocalNorm: its gradient stays a part",
+    "ring: the last block's dk counts",
+    "gradients of rows go to other places",
+    "another beta2, bfloat16",
+    "the gradient stays scaled",
+}
+TECHNIQUES = (
+    *("step", "data_parallel", "weights", "loss", "chunked_loss"),
+    *("local_parallel", "tensor_parallel", "context_parallel", "attention_blocks"),
+    *("pipeline_parallel", "expert_parallel", "routing"),
+    *("activation_checkpointing", "activation_offload"),
+    *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "build", "rates")),
+)
+ROWS = [
+    pytest.param(row, id=f"{group}-{row.name}", marks=[] if row.name in QUICK else [pytest.mark.full])
+    for group, rows in TABLE.items()
+    for row in rows
+]
+
+
+def _proved(row: Row) -> tuple[str, list[tuple[str, str, bool]], str]:
+    """What the proof ended with, if it did; (quantity, name, whether it is right) of its rows; all."""
+    try:
+        with row.fault():
+            report = prove_case(dict(row.keys))
+    except RuntimeError as error:
+        if not row.raises:
+            raise
+        return str(error), [], ""
+    return "", [(found.quantity, found.name, found.ok) for found in report.rows], str(report)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_fault_is_named(pool: Pool, row: Row) -> None:
+    raised, found, report = pool.run(_proved, row.ranks, row)[0]
+    if row.raises:
+        assert row.raises in raised
+        return
+    assert False in _like(found, row.quantity, row.names), report
+    if row.untouched:
+        right = _like(found, *row.untouched)
+        assert right
+        assert all(right), report
+
+
+def _like(found: list[tuple[str, str, bool]], quantity: str, names: str) -> list[bool]:
+    return [ok for what, name, ok in found if what == quantity and fnmatchcase(name, names)]
+
+
+def test_the_table_is_whole() -> None:
+    names = [row.name for rows in TABLE.values() for row in rows]
+    assert len(names) == len(set(names)) >= 60
+    assert set(names) >= QUICK
+    reduced = [row for row in TABLE["precision"] if any("precision__" in key for key in row.keys)]
+    assert len(reduced) >= 12
+    # The files of which each has a technique.
+    places = {row.place.partition(":")[0] for rows in TABLE.values() for row in rows}
+    assert places >= {f"compose.{name}" for name in TECHNIQUES}
