@@ -36,6 +36,14 @@ class Tolerance:
         above; 0 stays 0."""
         return base and max(base, self.times * max(own, mean))
 
+    def update_of(self, elements: int) -> float:
+        """The same as ``update`` for a parameter of so many elements, where gradients are rounded.
+
+        AdamW's elements take steps of like size. One whose gradient is nothing but rounding may take it
+        in the other direction, which is 2 / elements^0.5 of the whole; one process may have none such.
+        """
+        return max(self.update, 2 / max(elements, 1) ** 0.5)
+
 
 # In float64 rounding is 1e-16 of a value; what is left after a step's sums is far below 1e-10.
 EXACTLY = Tolerance(loss=1e-10, gradient=1e-10, update=1e-10)

@@ -279,7 +279,8 @@ def compare(
         pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
         changes = [new.double() - old.double() for new, old in pairs]
         right = expected(lambda r, name=name: r.update(name))
-        judge.tensor("update", name, changes, parameter.shape, right, tolerance.update)
+        allowed = tolerance.update_of(parameter.numel()) if arithmetic.reduced else tolerance.update
+        judge.tensor("update", name, changes, parameter.shape, right, allowed)
         judge.same_everywhere(name, after.get(name, ()))
     pipeline = applied_to(composed).pipeline
     for tied in pipeline.ties if pipeline else ():
