@@ -25,9 +25,9 @@ QUICK = {
     "the gradient stays scaled",
 }
 TECHNIQUES = (
-    *("step", "data_parallel", "weights", "loss", "chunked_loss"),
+    *("step", "data_parallel", "near_shards", "weights", "loss", "chunked_loss", "float8"),
     *("local_parallel", "tensor_parallel", "context_parallel", "attention_blocks"),
-    *("pipeline_parallel", "expert_parallel", "routing"),
+    *("pipeline_parallel", "pipeline_stage", "expert_parallel", "routing", "compilation"),
     *("activation_checkpointing", "activation_offload"),
     *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "build", "rates")),
 )

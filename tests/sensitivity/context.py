@@ -116,6 +116,16 @@ CONTEXT = [
         untouched=("gradient", "layers.1.attention.w[qvo].weight"),
     ),
     Row(
+        "ring: the last block's dv counts",
+        CP,
+        "compose.attention_blocks:Gradients.add",
+        "kv[1][k] += dv",
+        "kv[1][k] = dv",
+        "gradient",
+        "layers.*.attention.wv.weight",
+        untouched=("gradient", "layers.1.attention.w[qko].weight"),
+    ),
+    Row(
         "ulysses: heads' sequences come together in another order",
         CP | {"parallel__cp_method": "ulysses"},
         "compose.context_parallel:_to_heads",
@@ -123,6 +133,16 @@ CONTEXT = [
         "_all_to_all(exchange, parts).flip(0)",
         "loss",
         "step 1",
+    ),
+    Row(
+        "ulysses: shared heads go to other ranks",
+        CP | {"parallel__cp": 4, "parallel__cp_method": "ulysses", "model__n_kv_heads": 2},
+        "compose.context_parallel:_ulysses",
+        "k.repeat_interleave(copies, 2)",
+        "k.repeat(1, 1, copies, 1)",
+        "loss",
+        "step 1",
+        ranks=4,
     ),
 ]
 # Between the first part of a sequence and the last, at a length where documents were once too short.

@@ -46,11 +46,36 @@ PIPELINE = [
         "step 1",
     ),
     Row(
+        "Interleaved1F1B reduces no micro-batch as the last",
+        VIRTUAL
+        | {
+            "parallel__dp_shard": 2,
+            "parallel__zero": 1,
+            "parallel__pp_schedule": "Interleaved1F1B",
+            "train__global_batch": 16,
+        },
+        "compose.pipeline_stage:RuntimeStage.backward_maybe_with_nosync",
+        "prepare_micro_batch(module, self.zero, last=last_backward)",
+        "prepare_micro_batch(module, self.zero, last=False)",
+        "gradient",
+        untouched=("loss", "step 1"),
+        ranks=4,
+    ),
+    Row(
         "ZBVZeroBubble leaves gradients unreduced",
         VIRTUAL | {"parallel__pp_schedule": "ZBVZeroBubble"},
         "compose.data_parallel:finish_backward",
         "fully_shard.state(model)._root_post_backward_final_callback()",
         "pass",
+        "gradient",
+        untouched=("loss", "step 1"),
+    ),
+    Row(
+        "DualPipeV reduces no halved backward as the last",
+        VIRTUAL | {"parallel__pp_schedule": "DualPipeV", "parallel__zero": 1},
+        "compose.pipeline_stage:RuntimeStage.backward_maybe_with_nosync",
+        "finish_backward(module, self.zero, last=last_backward)",
+        "finish_backward(module, self.zero, last=False)",
         "gradient",
         untouched=("loss", "step 1"),
     ),
@@ -150,6 +175,16 @@ EXPERTS = [
         "buffer after",
         "*.router.load",
         untouched=("gradient", "*"),
+    ),
+    Row(
+        "expert_mesh takes the smaller for what divides both",
+        EP | {"parallel__dp_replicate": 2, "parallel__dp_shard": 3, "train__global_batch": 12},
+        "compose.expert_parallel:expert_mesh",
+        "math.gcd(inner, ep)",
+        "min(inner, ep)",
+        "",
+        ranks=6,
+        raises="shape '[1, 2, 1, 2]' is invalid",
     ),
 ]
 FAULTS = {"pipeline": PIPELINE, "experts": EXPERTS}

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from tests.sensitivity.row import CP, SHARDED, Keys, Row
+from tests.sensitivity.row import CP, SHARDED, TP, Keys, Row
+from tests.test_float8 import SHAPE
 
 FLOAT8: Keys = {"precision__float8": "tensorwise"}
 REDUCED: dict[str, Keys] = {
@@ -99,6 +100,22 @@ PRECISION = [
     *(_in(precision, row) for precision in REDUCED for row in LOGIC),
     *map(_not_applied, REDUCED),
     Row(
+        "the sum of gradients in bfloat16, float32",
+        SHARDED,
+        "compose.build:apply_options",
+        "getattr(torch, config.precision.reduce)",
+        "torch.bfloat16",
+        "gradient",
+    ),
+    Row(
+        "bfloat16 for the sum of gradients is not applied",
+        SHARDED | {"precision__reduce": "bfloat16"},
+        "compose.build:apply_options",
+        "getattr(torch, config.precision.reduce)",
+        "torch.float32",
+        "rounding",
+    ),
+    Row(
         "weights stay float32 between steps",
         SHARDED | REDUCED["pure bfloat16"],
         "compose.build:apply_options",
@@ -166,6 +183,15 @@ PRECISION = [
         "update",
     ),
     Row(
+        "ring sums dq in bfloat16",
+        CP | REDUCED["bfloat16"],
+        "compose.attention_blocks:Gradients.__init__",
+        "dtype=lse.dtype",
+        "dtype=__import__('torch').bfloat16",
+        "float64 gradient",
+        "layers.*.attention.wq.weight",
+    ),
+    Row(
         "the gradient stays scaled",
         SHARDED | REDUCED["float16"],
         "compose.step:clip_grad_norm_",
@@ -206,6 +232,14 @@ PRECISION = [
         "config.precision.float8",
         '"off"',
         "rounding",
+    ),
+    Row(
+        "what is gathered in 8 bits has another scale",
+        TP | SHAPE,
+        "compose.float8:send_as_bytes",
+        "given._scale,",
+        "given._scale * 2,",
+        "gradient",
     ),
 ]
 FAULTS = {"precision": PRECISION}

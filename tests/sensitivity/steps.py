@@ -1,6 +1,6 @@
 """Faults of optimizers, of the loss, and of what saves memory."""
 
-from tests.sensitivity.row import Keys, Row
+from tests.sensitivity.row import TP, Keys, Row
 
 ONE: Keys = {"train__global_batch": 8}
 MUON: Keys = ONE | {"optimizer__name": "muon"}
@@ -200,6 +200,16 @@ MEMORY = [
         "layers.*",
         untouched=("loss", "step 1"),
         ranks=1,
+    ),
+    Row(
+        "a compiled layer gets no documents",
+        TP | {"compile__mode": "block", "model__n_layers": 1},
+        "compose.compilation:apply_compile",
+        "_settled(torch.compile(module.forward, fullgraph=True, **how))",
+        "(lambda f: lambda *a, **k: f(a[0], a[1], a[2], None))"
+        "(_settled(torch.compile(module.forward, fullgraph=True, dynamic=False, backend='aot_eager')))",
+        "loss",
+        "step 1",
     ),
 ]
 FAULTS = {"optimizer": OPTIMIZER, "loss": LOSS, "memory": MEMORY}
