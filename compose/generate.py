@@ -230,7 +230,7 @@ def choose(logits: Tensor, position: int, sampling: Sampling) -> int:
 
     Raises ConfigError where they are no numbers.
     """
-    if not bool(logits.isfinite().all()):
+    if not bool(logits.max().isfinite()):  # NaN is the greatest; -inf forbids a token
         raise ConfigError(
             f"token {position}: the model's logits are not finite: its weights are damaged, or too"
             " large for precision.param"

@@ -269,9 +269,18 @@ def test_a_failed_step_ends_the_profile(pool: Pool, tmp_path: Path, steps: list[
     assert files(tmp_path / "again")[0] == f"step{steps[0]}-3_rank0.json.gz"
 
 
+def _printed_without_a_folder(keys: dict[str, Any], folder: Path) -> str:
+    """The same, where something comes into the place of the traces once the run has begun."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = _trainer(keys)
+        (folder / "traces").touch()
+        trainer.run()
+    return printed.getvalue()
+
+
 def test_what_cannot_be_written_ends_no_run(pool: Pool, tmp_path: Path) -> None:
-    (tmp_path / "traces").touch()
-    printed = pool.run(_printed, 1, keys_for(tmp_path, train__steps=3, profile__steps=[2, 2]))[0]
+    keys = keys_for(tmp_path, train__steps=3, profile__steps=[2, 2])
+    printed = pool.run(_printed_without_a_folder, 1, keys, tmp_path)[0]
     assert f"rank 0: not written: [Errno 17] File exists: '{tmp_path}/traces'\n" in printed
     assert len(lines(tmp_path)) == 3
 
