@@ -99,5 +99,5 @@ def test_a_file_that_cannot_be_read(folder: Path) -> None:
     assert words(folder, "a") == f"{file}: is not UTF-8: byte 1: invalid start byte"
     file.unlink()
     file.mkdir()
-    assert words(folder, "a") == f"{file}: cannot be read: Is a directory"
+    assert words(folder, "a") == f"{file}: cannot be read: is no file"
     file.rmdir()
