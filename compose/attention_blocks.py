@@ -121,7 +121,7 @@ def _backward(
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """What the flash kernels compute, with all scores (B, H, Lq, Lk) in memory.
+    """Compute what the flash kernels do, with all scores (B, H, Lq, Lk) in memory.
 
     CUDA's kernels take no float64, in which the proof runs a composition's logic on short sequences.
     """
