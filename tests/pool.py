@@ -46,7 +46,11 @@ class Pool:
             if not connection.poll(TIMEOUT.total_seconds() + 60):
                 self.close()
                 raise TimeoutError(f"rank {rank} did not answer")
-            good, value = connection.recv()
+            try:
+                good, value = connection.recv()
+            except EOFError:  # its process has died; the next run starts new ones
+                self.close()
+                raise AssertionError(f"rank {rank} ended without a word") from None
             if not good:
                 self.close()  # the others may be waiting for it
                 raise AssertionError(f"rank {rank} failed:\n{value}")
