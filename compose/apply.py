@@ -98,8 +98,8 @@ def apply(
         style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
     ]
     balance: Balance = balances[0] if balances else "headtail"
-    # So too: its groups are made by all ranks, and a stage may have no experts. With tp experts are not
-    # split as other weights are, but lie on other axes even where ep is 1.
+    # All ranks make its groups, also those whose stage has no experts. With tp experts are not split as
+    # other weights are, but lie on other axes even where ep is 1.
     over = expert_mesh(mesh, ep) if ep > 1 or (tp > 1 and resolved.expert) else None
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]

@@ -294,8 +294,10 @@ class Checkpointer:
 
 
 def changes(folder: Path, config: Config) -> list[str]:
-    """What decides how a run trains on, and was something else in the checkpoint in ``folder``; of the
-    data another list tells, and the mesh decides nothing."""
+    """List the keys that decide how a run trains on and that ``folder``'s checkpoint had otherwise.
+
+    Data are compared elsewhere. The mesh is left out, since it changes nothing.
+    """
     try:
         with open_own(folder / "config.toml") as file:
             was = tomllib.load(file)

@@ -187,7 +187,7 @@ def export(
     _absent(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Of a name that nothing has: what else is there is not ours.
+        # The name is new, so that nothing of anybody else's is removed.
         aside = Path(tempfile.mkdtemp(prefix=f".writing-{target.name}-", dir=target.parent))
         aside.chmod(0o777 & ~_umask())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What tensors a checkpoint holds, and where in its files they lie: ``metadata.json``.
+"""The description of a checkpoint, ``metadata.json``: its tensors, and where in its files they lie.
 
 torch.distributed.checkpoint (DCP) describes a checkpoint by a pickle, ``.metadata``, and whoever opens
 a pickle runs what its writer put there. Ours is JSON. An older checkpoint's pickle is still read, but
@@ -36,7 +36,7 @@ PICKLED = ".metadata"  # what was there before it
 SUFFIX = ".safetensors"
 _SHARD = re.compile(r"__\d+_\d+(\.safetensors|\.distcp)")
 _TYPES = {name: dtype for dtype, name in NAMES.items()}
-# What DCP's own descriptions name.
+# The names of classes that DCP's own descriptions hold.
 _KNOWN = {
     "ChunkStorageMetadata",
     "Metadata",
@@ -78,7 +78,7 @@ class _Described:
 
 
 def description(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> str:
-    """What ``metadata.json`` says of a checkpoint, whose boxes lie at ``places``."""
+    """Return the text of ``metadata.json`` for a checkpoint whose boxes lie at ``places``."""
     return json.dumps({"tensors": _plain(metadata.state_dict_metadata, places)})
 
 
