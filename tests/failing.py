@@ -1,5 +1,5 @@
-"""A pipeline of which rank $FAILS raises in the $KIND ("forward" or "backward") of a stage: train.py, or
-with the word "own" a loop of one's own. When it did is written to the file $WHEN."""
+"""A pipeline of which rank $FAILS raises in the $KIND ("forward" or "backward") of a stage: train.py,
+or with the word "own" a loop of one's own. When it did is written to the file $WHEN."""
 
 import os
 import runpy

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 from unittest import mock
 
@@ -26,9 +27,12 @@ from compose.data_parallel import prepare_micro_batch
 from compose.mesh import sum_over
 from compose.pipeline_parallel import PipelineRunner
 from compose.pipeline_stage import RuntimeStage
+from compose.report import Report
 from models.llama import Model
+from tests.helpers import prove_case
 
 Fault = Callable[[], AbstractContextManager[None]]
+EVERYTHING = {"*"}
 
 
 @contextmanager
@@ -329,3 +333,19 @@ def a_gradient_is_not_a_number_on_the_last_rank() -> Iterator[None]:
 
     with mock.patch.object(compose.step, "finish_step", fake):
         yield
+
+
+def with_fault(fault: Fault, keys: dict[str, object]) -> Report:
+    """On every rank of a pool: the proof while the fault lasts."""
+    with fault():
+        return prove_case(keys)
+
+
+def assert_named(report: Report, quantity: str, names: set[str]) -> None:
+    """Of the rows of ``quantity`` exactly those fail whose names match one of ``names``."""
+    assert not report.ok
+    rows = [row for row in report.rows if row.quantity == quantity]
+    failed = {row.name for row in rows if not row.ok}
+    expected = {row.name for row in rows if any(fnmatchcase(row.name, p) for p in names)}
+    assert expected
+    assert failed == expected, str(report)

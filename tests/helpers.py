@@ -17,11 +17,18 @@ from compose.toml import load
 from tests.pool import make_mesh
 
 ROOT = Path(__file__).parent.parent
+Keys = dict[str, object]
 SMALL = {
     "model.n_layers": 2,
     "model.dim": 64,
     "model.hidden_dim": 96,
     "train.seq_len": 32,
+}
+# All sides of a tp rank's parts are multiples of 16.
+FLOAT8_SHAPE: Keys = {
+    "model__dim": 128,
+    "model__hidden_dim": 192,
+    "precision__float8": "tensorwise",
 }
 
 
@@ -51,3 +58,14 @@ def prove_case(keys: dict[str, object]) -> Report:
     """On every rank of a pool: the proof for train.toml with ``keys``."""
     config = make_config(dist.get_world_size(), **keys)
     return prove(config, make_mesh(config.parallel), torch.device("cpu"))
+
+
+def agreed(reports: list[Report]) -> Report:
+    """The one report that all ranks have made."""
+    assert all(report == reports[0] for report in reports), "ranks disagree on the report"
+    return reports[0]
+
+
+def parallel(**keys: object) -> Keys:
+    """Keys of ``[parallel]``: ``tp=2`` is ``parallel__tp=2``."""
+    return {f"parallel__{key}": value for key, value in keys.items()}

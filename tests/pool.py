@@ -2,7 +2,6 @@
 
 import faulthandler
 import gc
-import multiprocessing as mp
 import os
 import traceback
 import warnings
@@ -18,6 +17,7 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from compose import Parallel, init_mesh
+from tests.forks import forks
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -61,7 +61,7 @@ class Pool:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False
         )
-        context = mp.get_context("spawn")
+        context = forks()
         for _ in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker, args=(theirs, self.store.port), daemon=True)

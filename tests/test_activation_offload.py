@@ -16,10 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from compose import activation_offload
 from compose.activation_offload import ActivationOffload
 from compose.report import Report
-from tests.helpers import prove_case
+from tests.helpers import Keys, agreed, prove_case
 from tests.pool import Pool
-from tests.test_checkpoint import Keys
-from tests.test_verify import agreed
 
 
 class Unit(nn.Module):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.command_lines import execute
 from tests.helpers import ROOT
-from tests.test_trainer import execute
 
 
 def shown(*arguments: str, ranks: int = 0) -> list[dict[str, Any]]:

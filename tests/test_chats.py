@@ -1,6 +1,5 @@
 """Chats: replies alone are learnt, as the template writes them; conversations in a sample are apart."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from compose.data.sources import open_samples
 from compose.errors import ConfigError
 from compose.loss import IGNORE
 from compose.tokenizer import open_tokenizer
+from tests.data_made import chats
 from tests.tokenizers_made import CHATML, THINKING, save_tokenizer
 
 CHAT = [
@@ -121,23 +121,6 @@ def test_chats_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match="the chat template, line 1: Expected an expression"):
         ChatTemplate(open_tokenizer(tmp_path))
-
-
-def chats(path: Path, count: int, seed: int = 0) -> Path:
-    """Chats of random lengths, the text of each its own number again and again."""
-    chance = random.Random(seed)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{n} " * chance.randint(1, 9)},
-                {"role": "assistant", "content": f"{n}." * chance.randint(1, 9)},
-            ]
-        }
-        for n in range(count)
-    ]
-    rows += [{"messages": [{"role": "user", "content": "no reply"}]}]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
 
 
 def token_set(folder: Path, count: int = 40) -> Path:

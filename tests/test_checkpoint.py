@@ -14,86 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose.build import build, cut, fill
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
-from compose.checkpoint.state import named_tensors
 from compose.errors import ConfigError
-from compose.optimizer import build_optimizer
 from compose.trainer import Trainer
-from compose.verify import whole
-from tests.helpers import make_config
-from tests.pool import Pool, make_mesh
-from tests.test_expert_parallel import DEEPSEEK, QWEN
-from tests.test_trainer import keys_for, lines
-
-Keys = dict[str, object]
-SAVING: Keys = {"train__seq_len": 16, "train__global_batch": 8, "checkpoint__interval": 2}
-MESHES: dict[str, Keys] = {
-    "one": {},
-    "data": {"parallel__dp_shard": 2},
-    "tensor, uneven": {"parallel__dp_shard": 4, "parallel__tp": 2},
-    "replicas": {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "parallel__zero": 1},
-    "context": {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__zero": 2},
-    "pipeline": {"parallel__pp": 2, "parallel__dp_shard": 1, "train__micro_batch": 1},
-    "v-schedule": {
-        "parallel__pp": 2,
-        "parallel__pp_schedule": "ZBVZeroBubble",
-        "parallel__dp_shard": 2,
-        "parallel__zero": 1,
-    },
-    "experts": {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 4},
-    "experts and pipeline": {
-        "parallel__pp": 2,
-        "parallel__dp_shard": 2,
-        "parallel__tp": 2,
-        "parallel__ep": 2,
-    },
-}
-
-
-def shards(folder: Path) -> dict[str, int]:
-    """Checksums of a checkpoint's shards, which is whole: equal ones are bitwise the same state."""
-    assert store.problems(folder) == []
-    files = json.loads((folder / store.MANIFEST).read_text())["files"]
-    return {name: entry["crc32"] for name, entry in files.items() if name.startswith("__")}
-
-
-def ranks(mesh: Keys) -> int:
-    count = 1
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-        count *= int(str(mesh.get(f"parallel__{axis}", 1)))
-    return count
-
-
-def _train(keys: Keys) -> dict[str, torch.Tensor]:
-    """Train to ``stop_after``; on the first rank, the whole state that is left, by name."""
-    config = make_config(dist.get_world_size(), **keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    model = cut(config, mesh, cpu)
-    with torch.no_grad():
-        for parameter in model.parameters():  # whatever was in memory: nothing of it may stay
-            parameter.fill_(torch.nan)
-    trainer = Trainer(config, mesh, model, cpu)
-    if not trainer.resumed:
-        fill(model, config, cpu)
-    trainer.run()
-    named = named_tensors(trainer.model, trainer.optimizer)
-    mine = {name: whole(copies[0]) for name, copies in named.items()}
-    if mesh["pp"].size() == 1:
-        return mine if dist.get_rank() == 0 else {}
-    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return {name: value for part in everyone for name, value in part.items()}
-
-
-def train(pool: Pool, folder: Path, model: Keys, mesh: Keys, steps: int) -> dict[str, torch.Tensor]:
-    keys = keys_for(folder, **(SAVING | model | mesh | {"train__stop_after": steps}))
-    state = pool.run(_train, ranks(mesh), keys)[0]
-    # Or what is trained next would begin anew, and be equal for it.
-    assert store.problems(folder / "checkpoints" / store.name_of(steps)) == []
-    return state
-
+from tests.checkpoints import MESHES, SAVING, refusal, resume, train_on, trained_state
+from tests.experts import DEEPSEEK, QWEN
+from tests.helpers import Keys
+from tests.pool import Pool
+from tests.training import keys_for, lines
 
 TIED: Keys = {"model__tie_embeddings": True, "model__n_layers": 3}
 PAIRS: list[tuple[str, Keys, str, str]] = [
@@ -120,7 +49,7 @@ def uninterrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def get(name: str, model: Keys) -> Any:
         if name not in known:
             folder = tmp_path_factory.mktemp("one")
-            state = train(pool, folder, model, MESHES["one"], 7)
+            state = train_on(pool, folder, model, MESHES["one"], 7)
             known[name] = state, lines(folder)
         return known[name]
 
@@ -155,8 +84,8 @@ def test_resumes_on_another_mesh(
     after: str,
 ) -> None:
     """Two steps on one mesh and five on another are seven on one process, optimizer state included."""
-    train(pool, tmp_path, model, MESHES[before], 2)
-    found = train(pool, tmp_path, model, MESHES[after], 7)
+    train_on(pool, tmp_path, model, MESHES[before], 2)
+    found = train_on(pool, tmp_path, model, MESHES[after], 7)
     expected, steps = uninterrupted(name, model)
     there = lines(tmp_path)
     assert [line["step"] for line in there] == list(range(1, 8))
@@ -181,9 +110,9 @@ def test_resumes_on_another_mesh(
 )
 def test_goes_on_bitwise_on_the_same_mesh(pool: Pool, tmp_path: Path, mesh: str) -> None:
     model: Keys = {"model__n_layers": 3}
-    expected = train(pool, tmp_path / "whole", model, MESHES[mesh], 5)
-    train(pool, tmp_path / "parts", model, MESHES[mesh], 2)
-    found = train(pool, tmp_path / "parts", model, MESHES[mesh], 5)
+    expected = train_on(pool, tmp_path / "whole", model, MESHES[mesh], 5)
+    train_on(pool, tmp_path / "parts", model, MESHES[mesh], 2)
+    found = train_on(pool, tmp_path / "parts", model, MESHES[mesh], 5)
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
     for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "parts"), strict=True):
@@ -192,7 +121,7 @@ def test_goes_on_bitwise_on_the_same_mesh(pool: Pool, tmp_path: Path, mesh: str)
 
 def test_what_is_kept(pool: Pool, tmp_path: Path) -> None:
     keys = SAVING | {"checkpoint__interval": 1, "checkpoint__keep_every": 3}
-    train(pool, tmp_path, keys, MESHES["data"], 8)
+    train_on(pool, tmp_path, keys, MESHES["data"], 8)
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert names == [store.name_of(step) for step in (3, 6, 7, 8)]
     for folder in (tmp_path / "checkpoints").iterdir():
@@ -230,28 +159,16 @@ def _damage(folder: Path, how: str) -> str:
     )
 
 
-def _resume(keys: Keys) -> tuple[Progress | None, list[str]]:
-    """What resuming finds, and what it says on the first rank."""
-    config = make_config(dist.get_world_size(), **keys)
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, torch.device("cpu"))
-    optimizer = build_optimizer(model, config, mesh)
-    checkpointer = Checkpointer(config, model, optimizer, Path(config.run.dir))
-    with mock.patch("builtins.print") as said:
-        progress = checkpointer.resume()
-    return progress, [call.args[0] for call in said.call_args_list]
-
-
 DAMAGES = ["truncated", "one bit", "a shard is gone", "no manifest", "half a manifest"]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_damage_is_named_and_passed_over(pool: Pool, tmp_path: Path, how: str) -> None:
-    train(pool, tmp_path, {}, MESHES["data"], 4)
+    train_on(pool, tmp_path, {}, MESHES["data"], 4)
     root = tmp_path / "checkpoints"
     words = _damage(root / store.name_of(4), how)
     keys = keys_for(tmp_path, **SAVING)
-    progress, said = pool.run(_resume, 2, keys)[0]
+    progress, said = pool.run(resume, 2, keys)[0]
     assert progress == Progress(2, 16, 2 * 8 * 16)
     assert said == [
         f"{root}/step-00000004: damaged and passed over: {words}",
@@ -261,11 +178,11 @@ def test_damage_is_named_and_passed_over(pool: Pool, tmp_path: Path, how: str) -
 
 
 def test_what_is_damaged_stays_beside_what_takes_its_name(pool: Pool, tmp_path: Path) -> None:
-    train(pool, tmp_path, {}, MESHES["data"], 4)
+    train_on(pool, tmp_path, {}, MESHES["data"], 4)
     root = tmp_path / "checkpoints"
     _damage(root / store.name_of(4), "one bit")
     damaged = shards_of(root / store.name_of(4))
-    train(pool, tmp_path, {}, MESHES["data"], 4)
+    train_on(pool, tmp_path, {}, MESHES["data"], 4)
     assert sorted(p.name for p in root.iterdir()) == [
         store.name_of(2),
         store.name_of(4),
@@ -280,30 +197,22 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_broken_attempt_is_not_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    train(pool, tmp_path, {}, MESHES["data"], 2)
+    train_on(pool, tmp_path, {}, MESHES["data"], 2)
     root = tmp_path / "checkpoints"
     shutil.copytree(root / store.name_of(2), root / ".writing-step-00000004")
     (root / ".writing-step-00000004" / "manifest.json").unlink()
-    progress, said = pool.run(_resume, 2, keys_for(tmp_path, **SAVING))[0]
+    progress, said = pool.run(resume, 2, keys_for(tmp_path, **SAVING))[0]
     assert progress
     assert progress.step == 2
     assert said == [f"{root}/step-00000002: resumed after step 2"]
     assert [p.name for p in root.iterdir()] == ["step-00000002"]
 
 
-def _refusal(keys: Keys) -> list[str]:
-    try:
-        _resume(keys)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
 def test_another_models_checkpoint_is_refused(pool: Pool, tmp_path: Path) -> None:
-    train(pool, tmp_path, {"model__n_layers": 2}, MESHES["one"], 2)
+    train_on(pool, tmp_path, {"model__n_layers": 2}, MESHES["one"], 2)
     keys = keys_for(tmp_path, **SAVING, model__n_layers=3, model__tie_embeddings=True)
     folder = tmp_path / "checkpoints/step-00000002"
-    assert pool.run(_refusal, 1, keys)[0] == [
+    assert pool.run(refusal, 1, keys)[0] == [
         f"{folder}: was made with model.n_layers = 2, not 3",
         f"{folder}: was made with model.tie_embeddings = False, not True",
     ]
@@ -312,7 +221,7 @@ def test_another_models_checkpoint_is_refused(pool: Pool, tmp_path: Path) -> Non
 def _train_saying(keys: Keys) -> list[str]:
     with mock.patch("builtins.print") as said:
         try:
-            _train(keys)
+            trained_state(keys)
         except Exception as error:
             return [str(error)]
     return [str(call.args[0]) for call in said.call_args_list]
@@ -330,7 +239,7 @@ def _with_full_disk(keys: Keys) -> list[str]:
 
 def test_a_full_disk(pool: Pool, tmp_path: Path) -> None:
     """Training goes on, and says so once for each save; what was valid stays."""
-    train(pool, tmp_path, {}, MESHES["data"], 2)
+    train_on(pool, tmp_path, {}, MESHES["data"], 2)
     root = tmp_path / "checkpoints"
     keys = keys_for(tmp_path, **(SAVING | MESHES["data"] | {"train__stop_after": 6}))
     said = pool.run(_with_full_disk, 2, keys)[0]

@@ -23,12 +23,10 @@ from compose.loss import IGNORE, cross_entropy
 from compose.output import CrossEntropy, StepLoss
 from compose.report import Report
 from models.llama import plan as llama_plan
-from tests.faults import Fault
-from tests.helpers import make_config, prove_case
+from tests.faults import Fault, assert_named, with_fault
+from tests.helpers import agreed, make_config, prove_case
 from tests.pool import Pool, make_mesh
-from tests.test_faults import assert_named, with_fault
-from tests.test_trainer import _train, keys_for, lines
-from tests.test_verify import agreed
+from tests.training import keys_for, lines, train
 
 GRADIENT = 0.37  # of the loss: what divides it is not known to the projection
 
@@ -364,9 +362,9 @@ def test_logits_outside_of_a_step(pool: Pool) -> None:
 def test_run_reports_cross_entropy_and_log_z_apart(pool: Pool, tmp_path: Path) -> None:
     whole: dict[str, object] = {"train__steps": 2, "train__z_loss": 0.01, "train__global_batch": 4}
     cut = {**whole, "train__loss_chunk": 24, "parallel__pp": 2}
-    pool.run(_train, 1, keys_for(tmp_path / "whole", **whole))
-    pool.run(_train, 2, keys_for(tmp_path / "chunked", **cut))
-    pool.run(_train, 1, keys_for(tmp_path / "without", **{**whole, "train__z_loss": 0.0}))
+    pool.run(train, 1, keys_for(tmp_path / "whole", **whole))
+    pool.run(train, 2, keys_for(tmp_path / "chunked", **cut))
+    pool.run(train, 1, keys_for(tmp_path / "without", **{**whole, "train__z_loss": 0.0}))
     a, b, without = (lines(tmp_path / name) for name in ("whole", "chunked", "without"))
     for x, y in zip(a, b, strict=True):
         for key in ("loss", "z_loss", "grad_norm"):

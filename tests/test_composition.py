@@ -8,10 +8,9 @@ from compose import legality
 from compose.config import Config
 from compose.legality.__main__ import markdown
 from compose.toml import load
-from tests.helpers import ROOT, SMALL, prove_case
+from tests.command_lines import answered
+from tests.helpers import ROOT, SMALL, agreed, prove_case
 from tests.pool import Pool
-from tests.test_trainer import answered
-from tests.test_verify import agreed
 
 RANKS = 8
 KEYS: dict[str, object] = {

@@ -18,15 +18,12 @@ from compose.hugging_face import find_hf, load_hf, name_of, published
 from compose.registry import build_model
 from compose.safetensors_files import INDEX, Planned, write_files
 from models import llama
+from tests.checkpoints import MESHES, train_on
 from tests.helpers import ROOT, make_config
+from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool
-from tests.test_checkpoint import MESHES, train
-from tests.test_hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
-from tests.test_moe_transformers import QWEN3 as QWEN3_MOE
-from tests.test_moe_transformers import YARN, randomize
-from tests.test_qwen3 import ODD as QWEN3
-from tests.test_trainer import _train as train_steps
-from tests.test_trainer import keys_for, lines
+from tests.training import keys_for, lines, train
+from tests.transformers_models import QWEN3, QWEN3_MOE, YARN, randomize
 
 LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=71)
 DEEPSEEK_V2 = dataclasses.replace(
@@ -103,7 +100,7 @@ def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[s
 def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mesh: str) -> None:
     """The newest checkpoint of a run on eight ranks, as transformers would open it."""
     run, back = tmp_path / "run", tmp_path / "back"
-    state = train(pool, run, MODELS[name], MESHES[mesh], 2)
+    state = train_on(pool, run, MODELS[name], MESHES[mesh], 2)
     assert main(["convert", str(run), str(back), "--dtype", "bfloat16"]) == 0
     config, files = make_config(1, **MODELS[name]), read_tensors(back)
     model, _ = build_model(config)
@@ -122,8 +119,8 @@ def test_a_run_begins_with_what_was_imported(pool: Pool, tmp_path: Path) -> None
     save_model(folder, {})
     assert main(["convert", str(folder), str(tmp_path / "imported")]) == 0
     keys = {"train__stop_after": 2, "train__global_batch": 4, "parallel__tp": 2}
-    pool.run(train_steps, 2, keys_for(tmp_path / "loaded", **keys, checkpoint__load_hf=folder))
-    pool.run(train_steps, 2, keys_for(tmp_path / "imported", **keys))
+    pool.run(train, 2, keys_for(tmp_path / "loaded", **keys, checkpoint__load_hf=folder))
+    pool.run(train, 2, keys_for(tmp_path / "imported", **keys))
     loaded, imported = lines(tmp_path / "loaded"), lines(tmp_path / "imported")
     assert [line["step"] for line in imported] == [1, 2]
     for a, b in zip(loaded, imported, strict=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_trainer import execute
+from tests.command_lines import execute
 
 pytestmark = pytest.mark.gpu
 

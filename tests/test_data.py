@@ -1,6 +1,5 @@
 """Samples are a function of (seed, step); no mesh changes them."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from compose.checkpoint.checkpointer import Checkpointer
-from compose.config import Config, Data
+from compose.config import Data
 from compose.data import Batches, data_problems, pack, random_batch, rows, sources, training_batches
 from compose.data.batches import in_order
 from compose.data.opening import described
@@ -23,7 +22,7 @@ from compose.data.sources import Samples, Windows, open_samples
 from compose.errors import ConfigError
 from compose.loss import IGNORE
 from compose.tokenizer import SEPARATOR
-from tests.helpers import make_config
+from tests.data_made import sets_of
 
 
 def batches(*sets: Windows, share: tuple[int, int] = (0, 1), **keys: Any) -> Batches:
@@ -341,11 +340,6 @@ def test_validation_sees_each_sample_once(count: int) -> None:
     assert (targets[11] == IGNORE).all()
     assert (whole[2]["positions"][3] == -1).all()
     assert torch.equal(targets[:11].flatten(), torch.arange(1, 78))
-
-
-def sets_of(**keys: Any) -> Config:
-    data = Data(**keys)
-    return dataclasses.replace(make_config(1, train__seq_len=4), data=data)
 
 
 def test_bad_mixtures(tmp_path: Path) -> None:

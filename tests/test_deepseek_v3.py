@@ -17,8 +17,7 @@ from models.deepseek_v3.hf import hf_name
 from models.deepseek_v3.model import Attention
 from models.layers.attention import AttentionCore
 from models.layers.rope import rotation, yarn_frequencies
-from tests.test_llama import RowByRow
-from tests.test_moe_transformers import DEEPSEEK, YARN
+from tests.transformers_models import DEEPSEEK, YARN, RowByRow
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import pytest
 
 from compose.errors import ConfigError
 from compose.schedules import SCHEDULES
-from tests.helpers import SMALL, make_config, prove_case
+from tests.helpers import SMALL, agreed, make_config, prove_case
 from tests.pool import Pool
-from tests.test_verify import agreed
 
 # The suite runs the first, on at most 4 ranks; the others are in the full tier.
 IN_THE_SUITE, NUMBERS = 20, range(200)

@@ -16,9 +16,9 @@ from compose.build import build
 from compose.dry_run import Placed, placements
 from compose.legality import Case, check
 from compose.toml import load
+from tests.command_lines import answered
 from tests.helpers import ROOT, SMALL, make_config
 from tests.pool import Pool, make_mesh
-from tests.test_trainer import answered
 
 
 def _real(keys: dict[str, object]) -> list[Placed]:

@@ -26,9 +26,9 @@ from compose.schedules import SCHEDULES, Action, forwards, needs, placement
 from compose.step import clip_grad_norm_, forward_backward
 from compose.timeline import simulate
 from compose.validation import Validation
+from tests.collectives import counted_collectives
 from tests.helpers import ROOT, make_config
 from tests.pool import Pool, make_mesh
-from tests.test_step import _counted
 
 Keys = dict[str, object]
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def _second_step(config: Config, evaluating: bool) -> tuple[dict[str, Tensor], d
         other = share(batch_of(config, ROWS, 6, seed=7), *batch_share(mesh))
         evaluate(model, other, mesh, micro_batch=2)
         assert not _differences(before, _state(model)), _differences(before, _state(model))
-    with _counted() as counts:
+    with counted_collectives() as counts:
         gradients(2)
     return _state(model), dict(counts)
 

@@ -1,12 +1,10 @@
 """Expert parallel over every source axis and with every other technique, equal to one process."""
 
-import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -15,54 +13,12 @@ from compose import Parallel, Plan, init_mesh, verify
 from compose.errors import ConfigError
 from compose.expert_parallel import ExpertParallel, expert_mesh
 from compose.legality import meshes
-from models.layers.moe import Experts, MoE
-from models.layers.router import MoEConfig
-from tests.helpers import make_config, prove_case
+from models.layers.moe import Experts
+from tests.experts import AXES, DEEPSEEK, QWEN, Tiny, keys_of
+from tests.helpers import agreed, make_config, prove_case
 from tests.pool import Pool, make_mesh
-from tests.test_verify import agreed
 
-QWEN: dict[str, object] = {
-    "model__name": "qwen3",
-    "model__preset": "debug_moe",
-    "model__dim": 32,
-    "model__n_heads": 4,
-    "model__head_dim": 8,
-    "model__expert_dim": 24,
-    "model__z_weight": 1e-3,
-}
-DEEPSEEK: dict[str, object] = {
-    "model__name": "deepseek_v3",
-    "model__preset": "debug",
-    "model__dim": 32,
-    "model__n_heads": 4,
-    "model__hidden_dim": 48,
-    "model__expert_dim": 24,
-    "model__balance_loss": "sequence",
-    "model__balance_weight": 0.05,
-}
-AXES = {"dr": "dp_replicate", "ds": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
 MODELS = {"qwen3": QWEN, "deepseek_v3": DEEPSEEK}
-
-
-def keys_of(model: dict[str, object], case: str) -> tuple[int, dict[str, object]]:
-    """The number of ranks and the config's keys of, say, 'ds 2 tp 2 ep 4'. Other words are keys."""
-    words = case.split()
-    degrees = dict(zip(words[::2], words[1::2], strict=True))
-    keys: dict[str, object] = {
-        "train__seq_len": 16,
-        "model__n_layers": 2,
-        "parallel__dp_shard": 1,
-    } | model
-    ranks = 1
-    for word, value in degrees.items():
-        if word in AXES:
-            keys[f"parallel__{AXES[word]}"] = value
-            ranks *= int(value)
-        else:
-            keys[word if "__" in word else f"parallel__{word}"] = value
-    data = math.prod(int(degrees.get(axis, 1)) for axis in ("dr", "ds"))
-    micro_batches = 4 if "pp" in degrees else 2
-    return ranks, {"train__global_batch": 2 * data * micro_batches} | keys
 
 
 CASES = [
@@ -227,19 +183,6 @@ def _style_alone(counts_of: list[list[int]]) -> float:
 )
 def test_style_alone(pool: Pool, counts: list[list[int]]) -> None:
     assert max(pool.run(_style_alone, 2, counts)) < 1e-5
-
-
-class Tiny(nn.Module):
-    """A model of the user's own, whose experts are on another mesh than the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 6)
-        self.moe = MoE(6, MoEConfig(n_experts=4, top_k=2, expert_dim=3, balance_weight=0.1))
-        self.last = nn.Linear(6, 7)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.last(self.moe(self.first(input)))
 
 
 def _own_model() -> Any:

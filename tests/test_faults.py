@@ -1,7 +1,6 @@
 """The proof can fail: each fault is put in on purpose, and the report names what it harmed."""
 
 import copy
-from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from compose import Parallel, Plan, apply
 from compose.report import Report
 from compose.verify import compare
 from tests.faults import (
+    EVERYTHING,
     Fault,
     a_block_is_skipped,
     a_gradient_is_not_a_number_on_the_last_rank,
@@ -24,6 +24,7 @@ from tests.faults import (
     a_tied_weight_is_summed_once_too_often,
     all_reduce_of_gradients_is_skipped,
     an_edge_between_ranks_is_off_by_one,
+    assert_named,
     blocks_are_merged_without_rescaling,
     copies_of_a_tied_weight_are_rounded_differently,
     gradients_are_averaged_over_ranks,
@@ -37,12 +38,11 @@ from tests.faults import (
     positions_are_counted_anew_on_each_rank,
     reduce_scatter_keeps_own_part,
     shared_heads_are_taken_as_whole,
+    with_fault,
     wo_shards_are_in_reverse_order,
 )
-from tests.helpers import prove_case
 from tests.pool import Pool, make_mesh
 
-EVERYTHING = {"*"}
 TIED: dict[str, object] = {"parallel__pp": 2, "model__tie_embeddings": True}
 NORMS = {"layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight"}
 
@@ -126,11 +126,6 @@ FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
 ]
 
 
-def with_fault(fault: Fault, keys: dict[str, object]) -> Report:
-    with fault():
-        return prove_case(keys)
-
-
 @pytest.mark.parametrize(
     ("fault", "keys", "ranks", "quantity", "names"),
     FAULTS,
@@ -145,16 +140,6 @@ def test_fault_is_named(
     names: set[str],
 ) -> None:
     assert_named(pool.run(with_fault, ranks, fault, keys)[0], quantity, names)
-
-
-def assert_named(report: Report, quantity: str, names: set[str]) -> None:
-    """Of the rows of ``quantity`` exactly those fail whose names match one of ``names``."""
-    assert not report.ok
-    rows = [row for row in report.rows if row.quantity == quantity]
-    failed = {row.name for row in rows if not row.ok}
-    expected = {row.name for row in rows if any(fnmatchcase(row.name, p) for p in names)}
-    assert expected
-    assert failed == expected, str(report)
 
 
 class Table(nn.Module):

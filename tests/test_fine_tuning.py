@@ -11,9 +11,10 @@ from compose.__main__ import main
 from compose.config import Data
 from compose.data.sources import open_samples
 from compose.data.token_set import open_token_set
-from tests.test_chats import chats
-from tests.test_trainer import execute, lines
+from tests.command_lines import execute
+from tests.data_made import chats
 from tests.tokenizers_made import save_tokenizer
+from tests.training import lines
 
 RECIPE = "recipes/llama_tiny_sft_cpu.toml"
 

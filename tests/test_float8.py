@@ -24,20 +24,18 @@ from compose.legality import Case
 from compose.plan import resolve
 from compose.registry import build_model, find_model
 from compose.report import Report
-from tests.faults import gradients_are_averaged_over_ranks, partial_gradients_are_taken_as_whole
-from tests.helpers import make_config, prove_case
+from tests.checkpoints import shards, train_on
+from tests.faults import (
+    assert_named,
+    gradients_are_averaged_over_ranks,
+    partial_gradients_are_taken_as_whole,
+    with_fault,
+)
+from tests.helpers import FLOAT8_SHAPE, make_config, prove_case
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
-from tests.test_checkpoint import shards, train
-from tests.test_faults import assert_named, with_fault
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_gw_hp")
-# All sides of a tp rank's parts are multiples of 16.
-SHAPE: dict[str, object] = {
-    "model__dim": 128,
-    "model__hidden_dim": 192,
-    "precision__float8": "tensorwise",
-}
 
 
 def rounded(x: Tensor, dim: int | None, kind: torch.dtype, power_of_2: bool) -> Tensor:
@@ -238,7 +236,7 @@ def _without_noise(keys: dict[str, object]) -> Report:
 
 def proved(pool: Pool, name: str, prove: Callable[..., Report] = prove_case) -> Report:
     ranks, keys = CASES[name]
-    given = SHAPE | {"train__global_batch": 8, "train__micro_batch": 2} | keys
+    given = FLOAT8_SHAPE | {"train__global_batch": 8, "train__micro_batch": 2} | keys
     if given.get("model__name"):
         given = {key: v for key, v in given.items() if key not in ("model__dim", "model__hidden_dim")}
     return pool.run(prove, ranks, given)[0]
@@ -270,7 +268,7 @@ def test_scales_are_those_of_the_whole(pool: Pool) -> None:
 )
 def test_faults_are_above_its_tolerance(pool: Pool, fault: Any) -> None:
     tp = fault is partial_gradients_are_taken_as_whole
-    keys = SHAPE | {"parallel__tp" if tp else "parallel__dp_shard": 2}
+    keys = FLOAT8_SHAPE | {"parallel__tp" if tp else "parallel__dp_shard": 2}
     norms = {"layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight"}
     assert_named(pool.run(with_fault, 2, fault, keys)[0], "gradient", norms if tp else {"*"})
 
@@ -300,7 +298,7 @@ def _bytes_gathered(keys: dict[str, object]) -> int:
 def test_weights_are_gathered_in_8_bits(pool: Pool) -> None:
     """By FSDP: those of the layers, a fourth of their float32 bytes; embedding, head and norms as
     before."""
-    keys = SHAPE | {"parallel__dp_shard": 2, "train__micro_batch": 1, "train__global_batch": 2}
+    keys = FLOAT8_SHAPE | {"parallel__dp_shard": 2, "train__micro_batch": 1, "train__global_batch": 2}
     plain = pool.run(_bytes_gathered, 2, keys | {"precision__float8": "off"})[0]
     found = pool.run(_bytes_gathered, 2, keys)[0]
     config = make_config(2, **keys)
@@ -316,15 +314,15 @@ def test_weights_are_gathered_in_8_bits(pool: Pool) -> None:
 
 def test_checkpoints_hold_plain_weights_and_go_on_bitwise(pool: Pool, tmp_path: Path) -> None:
     mesh: dict[str, object] = {"parallel__dp_shard": 2, "parallel__tp": 2}
-    model = SHAPE | {"train__global_batch": 8, "train__micro_batch": 2}
-    whole = train(pool, tmp_path / "whole", model, mesh, 4)
-    train(pool, tmp_path / "parts", model, mesh, 2)
-    again = train(pool, tmp_path / "parts", model, mesh, 4)
+    model = FLOAT8_SHAPE | {"train__global_batch": 8, "train__micro_batch": 2}
+    whole = train_on(pool, tmp_path / "whole", model, mesh, 4)
+    train_on(pool, tmp_path / "parts", model, mesh, 2)
+    again = train_on(pool, tmp_path / "parts", model, mesh, 4)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
     saved = [tmp_path / run / "checkpoints" / "step-00000004" for run in ("whole", "parts")]
     assert shards(saved[0]) == shards(saved[1])
     # On one process, without the subclass, and without torchao.
-    plain = train(pool, tmp_path / "parts", {**model, "precision__float8": "off"}, {}, 6)
+    plain = train_on(pool, tmp_path / "parts", {**model, "precision__float8": "off"}, {}, 6)
     assert all(value.isfinite().all() for value in plain.values())
     said = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     assert len(said) == 4
@@ -372,7 +370,7 @@ def test_refused(message: str, keys: dict[str, Any], emulate: bool) -> None:
 
 
 def test_scales_of_offloaded_weights_are_refused_on_gpus() -> None:
-    keys = SHAPE | {"parallel__dp_shard": 2, "parallel__offload": "cpu"}
+    keys = FLOAT8_SHAPE | {"parallel__dp_shard": 2, "parallel__offload": "cpu"}
     with (
         mock.patch.object(Case, "on_cuda", new=True),
         mock.patch.object(float8, "emulated", return_value=True),
@@ -391,7 +389,7 @@ def test_backward_in_two_parts(monkeypatch: pytest.MonkeyPatch, version: str, re
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     problems: list[str] = []
     try:
-        make_config(2, **SHAPE | CASES["ZBVZeroBubble"][1])
+        make_config(2, **FLOAT8_SHAPE | CASES["ZBVZeroBubble"][1])
     except ConfigError as error:
         problems = error.problems
     message = (

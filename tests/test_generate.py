@@ -37,10 +37,10 @@ from compose.tokenizer import Bytes
 from compose.toml import dump
 from compose.weights import materialize
 from models import llama
+from tests.experts import QWEN
 from tests.helpers import ROOT, make_config
+from tests.hugging_face import save_model
 from tests.pool import Pool, make_mesh
-from tests.test_expert_parallel import QWEN
-from tests.test_hugging_face import save_model
 from tests.tokenizers_made import save_tokenizer
 
 Keys = dict[str, object]

@@ -4,14 +4,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 
 from compose.build import build, fill
@@ -23,12 +21,10 @@ from compose.hugging_face import find_hf, load_hf, name_of, published
 from compose.registry import build_model, model_names
 from compose.safetensors_files import INDEX, Planned, TensorFiles, write_files
 from compose.verify import whole
-from models import deepseek_v3, llama, qwen3
+from models import deepseek_v3, llama
 from tests.helpers import ROOT, make_config
+from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool, make_mesh
-from tests.test_expert_parallel import DEEPSEEK, QWEN
-
-FOLDERS: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3, "deepseek_v3": deepseek_v3}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -197,35 +193,6 @@ def test_every_model_has_the_names() -> None:
         assert find_hf(name).MODEL_TYPES
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-def save_model(folder: Path, keys: dict[str, object], dtype: torch.dtype = torch.float32) -> None:
-    """A Hugging Face folder of the model of ``keys``, every value another."""
-    config = make_config(1, **keys)
-    model, _ = build_model(config)
-    fill(model, config, torch.device("cpu"))
-    planned: list[Planned] = []
-    tensors: list[Tensor] = []
-    generator = torch.Generator().manual_seed(1)
-    for _, theirs, tensor in published(model, name_of(config.model.name, config.model.config)):
-        values = torch.randn(tensor.shape, generator=generator)
-        for i, part in enumerate(values if "{}" in theirs else [values]):
-            planned.append(Planned(theirs.format(i), tuple(part.shape), dtype))
-            tensors.append(part.to(dtype))
-    folder.mkdir()
-    write_files(folder, planned, tensors, 300_000)
-    values = find_hf(config.model.name).hf_config(config.model.config)
-    (folder / "config.json").write_text(json.dumps(values))
-
-
 def _loaded(keys: dict[str, object]) -> tuple[dict[str, Tensor], int, int]:
     """On every rank: (the whole model's state, bytes that were read, bytes that this rank holds)."""
     config = make_config(dist.get_world_size(), **keys)
@@ -251,12 +218,6 @@ def _loaded(keys: dict[str, object]) -> tuple[dict[str, Tensor], int, int]:
     return {name: value for part in everyone for name, value in part.items()}, count, share
 
 
-MODELS: dict[str, dict[str, object]] = {
-    "llama": {},
-    "tied": {"model__tie_embeddings": True, "model__n_layers": 3},
-    "qwen3": QWEN | {"model__n_layers": 2},
-    "deepseek_v3": DEEPSEEK | {"model__n_layers": 3},
-}
 CUT: list[tuple[str, dict[str, object]]] = [
     ("llama", {"parallel__dp_shard": 2, "parallel__tp": 2}),
     ("tied", {"parallel__dp_shard": 4, "parallel__tp": 2}),

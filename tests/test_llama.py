@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from compose.data import random_batch
@@ -13,6 +13,7 @@ from models.layers.attention import AttentionCore, Documents
 from models.layers.rope import inverse_frequencies
 from models.llama import PRESETS, Config, Model
 from models.llama.hf import hf_name
+from tests.transformers_models import RowByRow
 
 ODD = Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=70)
 
@@ -85,20 +86,6 @@ def test_documents_do_not_see_each_other() -> None:
 def test_document_mask() -> None:
     mask = Documents(torch.tensor([[0, 0, 1]])).mask
     assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
-
-
-class RowByRow(nn.Module):
-    """Causal attention that computes a query's own keys and no more."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-        rows = [
-            (q[:, :, i : i + 1] @ k[:, :, : i + 1].mT * q.shape[-1] ** -0.5).softmax(-1)
-            @ v[:, :, : i + 1]
-            for i in range(q.shape[2])
-        ]
-        return torch.cat(rows, 2).transpose(1, 2)
 
 
 @pytest.mark.parametrize("config", [ODD, dataclasses.replace(PRESETS["debug"], n_layers=2)])

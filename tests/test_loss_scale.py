@@ -10,7 +10,7 @@ from compose.config import Precision
 from compose.loss_scale import LossScale, first_scale
 from tests.helpers import prove_case
 from tests.pool import Pool
-from tests.test_trainer import _train, _train_until_error, keys_for, lines
+from tests.training import keys_for, lines, train, train_until_error
 
 HALF: dict[str, object] = {"precision__param": "float16"}
 CASES: dict[str, dict[str, object]] = {
@@ -58,13 +58,13 @@ def test_halves_after_an_overflow_and_grows_after_many_steps() -> None:
 def test_a_loss_that_is_not_finite_stops_the_run(pool: Pool, tmp_path: Path) -> None:
     """No scale of gradients is to blame for it."""
     keys = keys_for(tmp_path, **HALF, model__n_layers=1)
-    said = pool.run(_train_until_error, 1, keys, float("inf"), "forward_backward")[0]
+    said = pool.run(train_until_error, 1, keys, float("inf"), "forward_backward")[0]
     assert said.startswith("step 3: the loss is inf; ")
 
 
 def _train_from(keys: dict[str, object], first: float) -> None:
     with mock.patch.object(loss_scale, "_FIRST", first):
-        _train(keys)
+        train(keys)
 
 
 def test_overflow_is_seen_by_all_ranks_and_stages(pool: Pool, tmp_path: Path) -> None:

@@ -8,19 +8,8 @@ import pytest
 import torch
 
 from compose.config import Precision
-from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_flops, peak_memory
-
-STEP = StepMetrics(
-    step=7,
-    loss=1.0 / 3.0,
-    grad_norm=0.25,
-    lr=3e-3,
-    tokens=7000,
-    samples=70,
-    tokens_per_second=12_345.6,
-    mfu=None,
-    memory=3 * 2**29,
-)
+from compose.metrics import MetricsWriter, device_peak, peak_flops, peak_memory
+from tests.training import STEP
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from compose import Parallel, Plan, apply, forward_backward
 from compose.applied import applied_to
 from compose.errors import ConfigError
 from compose.near_shards import check_near, near_experts
-from tests.helpers import prove_case
+from tests.command_lines import answered
+from tests.helpers import agreed, prove_case
 from tests.pool import Pool, make_mesh
-from tests.test_trainer import answered
-from tests.test_verify import agreed
 
 NEAR: dict[str, object] = {"parallel__zero3_reshard": 2, "train__micro_batch": 1}
 MOE: dict[str, object] = {"model__name": "qwen3", "model__preset": "debug_moe", "parallel__dp_shard": 4}

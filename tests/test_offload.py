@@ -13,10 +13,8 @@ from compose.applied import Applied, remember
 from compose.errors import ConfigError
 from compose.report import Report
 from compose.weights import materialize
-from tests.helpers import make_config, prove_case
+from tests.helpers import Keys, agreed, make_config, prove_case
 from tests.pool import Pool
-from tests.test_checkpoint import Keys
-from tests.test_verify import agreed
 
 MESHES: dict[str, Keys] = {
     "one": {},

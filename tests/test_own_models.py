@@ -16,8 +16,8 @@ from compose.output import CrossEntropy
 from compose.plan import resolve
 from compose.report import Report
 from compose.schedules import SCHEDULES
+from tests.helpers import agreed
 from tests.pool import Pool, make_mesh
-from tests.test_verify import agreed
 
 
 def _transformers_llama(schedule: str, layers: list[int]) -> Report:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from compose.schedules import SCHEDULES
+from tests.command_lines import QUICK, command, free_port
 from tests.helpers import ROOT
-from tests.test_survival import free_port
-from tests.test_trainer import QUICK, command
 
 SECONDS = 25  # until all processes have ended; 5 of them are for a rank that ends by itself
 

@@ -25,13 +25,8 @@ from compose.verify import whole as full
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.helpers import in_turn, make_config, prove_case
+from tests.helpers import agreed, in_turn, make_config, parallel, prove_case
 from tests.pool import Pool, make_mesh
-from tests.test_verify import agreed
-
-
-def parallel(**keys: object) -> dict[str, object]:
-    return {f"parallel__{key}": value for key, value in keys.items()}
 
 
 def batches(micro_batches: int, data_ranks: int = 1) -> dict[str, object]:

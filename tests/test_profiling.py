@@ -31,7 +31,7 @@ from compose.runtime import TrainingError
 from compose.trainer import Trainer
 from tests.helpers import make_config
 from tests.pool import Pool, make_mesh
-from tests.test_trainer import keys_for, lines
+from tests.training import keys_for, lines
 
 
 def _trainer(keys: dict[str, Any]) -> Trainer:

@@ -15,8 +15,8 @@ from compose.hugging_face import config_problems, find_hf
 from models import deepseek_v3
 from models.deepseek_v3.hf import hf_name as deepseek_name
 from models.layers.published import Keys
-from tests.test_hugging_face import FOLDERS
-from tests.test_moe_transformers import YARN, compare, deepseek_json, published, randomize
+from tests.hugging_face import FOLDERS
+from tests.transformers_models import YARN, compare, deepseek_json, published, randomize
 
 KINDS = {
     "llama": "llama",

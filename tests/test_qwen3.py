@@ -23,13 +23,9 @@ from models.layers.attention import AttentionCore
 from models.qwen3 import PRESETS, Config, Model
 from models.qwen3.hf import hf_name
 from models.qwen3.model import Attention
-from tests.helpers import ROOT, make_config, prove_case
+from tests.helpers import ROOT, agreed, make_config, parallel, prove_case
 from tests.pool import Pool
-from tests.test_llama import RowByRow
-from tests.test_pipeline_parallel import parallel
-from tests.test_verify import agreed
-
-ODD = Config(vocab_size=91, dim=45, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=14, hidden_dim=71)
+from tests.transformers_models import QWEN3, RowByRow
 
 
 def reference(config: Config) -> nn.Module:
@@ -56,10 +52,10 @@ def reference(config: Config) -> nn.Module:
 @pytest.mark.parametrize(
     "config",
     [
-        ODD,
-        dataclasses.replace(ODD, tie_embeddings=True),
-        dataclasses.replace(ODD, n_kv_heads=6, n_layers=1),
-        dataclasses.replace(ODD, n_kv_heads=1, n_layers=1),
+        QWEN3,
+        dataclasses.replace(QWEN3, tie_embeddings=True),
+        dataclasses.replace(QWEN3, n_kv_heads=6, n_layers=1),
+        dataclasses.replace(QWEN3, n_kv_heads=1, n_layers=1),
     ],
     ids=["gqa", "tied", "mha", "mqa"],
 )
@@ -78,7 +74,7 @@ def test_logits_equal_transformers(config: Config) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [ODD, *(dataclasses.replace(PRESETS[name], n_layers=2) for name in ("debug", "debug_moe"))],
+    [QWEN3, *(dataclasses.replace(PRESETS[name], n_layers=2) for name in ("debug", "debug_moe"))],
     ids=["odd", "debug", "debug_moe"],
 )
 def test_flops_equal_what_torch_counts(config: Config) -> None:

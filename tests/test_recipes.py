@@ -17,7 +17,7 @@ from compose.toml import load
 from compose.trainer import Trainer
 from tests.helpers import ROOT
 from tests.pool import Pool, make_mesh
-from tests.test_trainer import lines
+from tests.training import lines
 
 SMALL = {
     "model.vocab_size": 257,

@@ -15,11 +15,11 @@ from compose.mesh import batch_share
 from compose.optimizer import build_optimizer
 from compose.replicas import checksum, differences
 from compose.step import clip_grad_norm_, forward_backward
+from tests.checkpoints import shards
+from tests.experts import DEEPSEEK
 from tests.helpers import make_config
 from tests.pool import Pool, make_mesh
-from tests.test_checkpoint import shards
-from tests.test_expert_parallel import DEEPSEEK
-from tests.test_trainer import _train_until_error, keys_for, lines
+from tests.training import keys_for, lines, train_until_error
 
 Keys = dict[str, object]
 REPLICAS: Keys = {"parallel__dp_replicate": 4, "train__global_batch": 8}
@@ -162,7 +162,7 @@ def test_a_thousand_clean_steps_give_no_alarm(pool: Pool, keys: Keys) -> None:
 def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, train__skip_nonfinite=True, train__stop_after=5)
     keys |= {"checkpoint__interval": 1, "checkpoint__keep_last": 5}
-    found = pool.run(_train_until_error, 2, keys, float("nan"), "clip_grad_norm_")
+    found = pool.run(train_until_error, 2, keys, float("nan"), "clip_grad_norm_")
     assert found == ["", ""]
     there = lines(tmp_path)
     assert [line["grad_norm"] is None for line in there] == [False, False, True, False, False]

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from compose.metrics import MetricsWriter
+from tests.experts import DEEPSEEK, QWEN
 from tests.pool import Pool
-from tests.test_expert_parallel import DEEPSEEK, QWEN
-from tests.test_metrics import STEP
-from tests.test_trainer import _train as train
-from tests.test_trainer import keys_for, lines
+from tests.training import STEP, keys_for, lines, train
 
 
 @pytest.mark.parametrize(

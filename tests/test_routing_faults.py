@@ -25,10 +25,15 @@ from compose.routing import begin_step, finish_step, routers
 from compose.verify import compare
 from models.layers.moe import Experts, MoE
 from models.layers.router import count_rows
-from tests.faults import Fault, partial_gradients_are_taken_as_whole
+from tests.experts import DEEPSEEK, QWEN, Tiny, keys_of
+from tests.faults import (
+    EVERYTHING,
+    Fault,
+    assert_named,
+    partial_gradients_are_taken_as_whole,
+    with_fault,
+)
 from tests.pool import Pool, make_mesh
-from tests.test_expert_parallel import DEEPSEEK, QWEN, Tiny, keys_of
-from tests.test_faults import EVERYTHING, assert_named, with_fault
 
 # What the router of the last layer (the second) has an influence on.
 BEFORE_ROUTERS = {

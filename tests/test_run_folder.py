@@ -33,7 +33,7 @@ from compose.toml import dump
 from compose.trainer import Trainer
 from tests.helpers import make_config
 from tests.pool import make_mesh
-from tests.test_metrics import STEP
+from tests.training import STEP
 
 CPU = torch.device("cpu")
 SMALL = {"model__n_layers": 1, "model__dim": 16, "model__hidden_dim": 16, "model__n_heads": 2}

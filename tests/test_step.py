@@ -1,11 +1,5 @@
 """Communication only where a ZeRO stage needs it; clipping that a mesh cannot change."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,37 +18,8 @@ from compose import (
 )
 from compose.loss import IGNORE, count_targets
 from compose.step import samples_at_once
+from tests.collectives import counted_collectives
 from tests.pool import Pool, make_mesh
-
-# FSDP's collectives, under their names before and since torch 2.13.
-NAMES = {
-    "all_gather_into_tensor": "gather",
-    "all_gather_single": "gather",
-    "reduce_scatter_tensor": "scatter",
-    "reduce_scatter_single": "scatter",
-    "all_reduce": "reduce",
-}
-
-
-def _count(real: Callable[..., Any], kind: str, counts: Counter[str]) -> Callable[..., Any]:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        # Scalars are counts of targets and losses, not gradients.
-        if kind != "reduce" or args[0].ndim:
-            counts[kind] += 1
-        return real(*args, **kwargs)
-
-    return counted
-
-
-@contextmanager
-def _counted() -> Iterator[Counter[str]]:
-    counts: Counter[str] = Counter()
-    with ExitStack() as stack:
-        for name, kind in NAMES.items():
-            if hasattr(dist, name):
-                counted = _count(getattr(dist, name), kind, counts)
-                stack.enter_context(mock.patch.object(dist, name, counted))
-        yield counts
 
 
 def _collectives(parallel: Parallel, micro_batches: int) -> dict[str, int]:
@@ -65,7 +30,7 @@ def _collectives(parallel: Parallel, micro_batches: int) -> dict[str, int]:
     apply(model, Plan(shard=["0", "2"]), mesh, zero=parallel.zero)
     batch = {"input": torch.randn(micro_batches, 4), "targets": torch.zeros(micro_batches).long()}
     loss = nn.CrossEntropyLoss(reduction="sum")
-    with _counted() as counts:
+    with counted_collectives() as counts:
         forward_backward(model, batch, mesh, micro_batch=1, loss_function=loss)
     return dict(counts)
 
@@ -113,7 +78,7 @@ def _collectives_of_stage(parallel: Parallel, schedule: str, micro_batches: int)
     batch = {"input": torch.randn(micro_batches, 4), "targets": torch.zeros(micro_batches).long()}
     loss = nn.CrossEntropyLoss(reduction="sum")
     forward_backward(model, batch, mesh, micro_batch=1, loss_function=loss)
-    with _counted() as counts:
+    with counted_collectives() as counts:
         forward_backward(model, batch, mesh, micro_batch=1, loss_function=loss)
     return dict(counts)
 

@@ -1,7 +1,6 @@
 """Data of a stranger's: whatever a token set or a token file holds, it is read as numbers within its
 folder, or one line names what is wrong."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,39 +13,7 @@ from compose.data.chats import Conversations
 from compose.data.sources import Samples, open_samples
 from compose.data.token_set import open_token_set
 from compose.errors import ConfigError
-
-TOKENS = np.arange(40, dtype=np.uint16)
-ENDS = [np.array([9, 20]), np.array([5, 20])]
-
-
-def token_set(folder: Path, kind: str = "text", **changes: Any) -> Path:
-    """A token set of two shards. changes: of its manifest; ``shards__0__name="x"`` reaches inside."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(2):
-        TOKENS[20 * number : 20 * number + 20].tofile(folder / f"tokens-0000{number}.bin")
-        ENDS[number].astype("<i8").tofile(folder / f"ends-0000{number}.bin")
-        np.ones(20, np.uint8).tofile(folder / f"trained-0000{number}.bin")
-    manifest: dict[str, Any] = {
-        "format": 1,
-        "kind": kind,
-        "dtype": "<u2",
-        "tokenizer": {"sha256": "0a" * 32, "vocab_size": 50, "end": 49},
-        "tokens": 40,
-        "documents": 4,
-        "sources": [],
-        "shards": [{"name": f"0000{n}", "tokens": 20, "documents": 2} for n in range(2)],
-    }
-    for place, value in changes.items():
-        *above, last = [int(word) if word.isdigit() else word for word in place.split("__")]
-        inner: Any = manifest
-        for word in above:
-            inner = inner[word]
-        if value is None:
-            del inner[last]
-        else:
-            inner[last] = value
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
+from tests.data_made import TOKENS, token_set
 
 
 def refused(path: Path, **keys: Any) -> list[str]:

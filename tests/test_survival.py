@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +22,10 @@ import torch.distributed as dist
 from compose.checkpoint import store
 from compose.runtime import Notes
 from compose.watch import Silence, Watch
+from tests.checkpoints import shards
+from tests.command_lines import QUICK, command, execute, free_port
 from tests.helpers import ROOT
-from tests.test_checkpoint import shards
-from tests.test_trainer import QUICK, command, execute, lines
+from tests.training import lines
 
 SAVING = [*QUICK, "--checkpoint.interval=1", "--metrics.console_every=1", "--metrics.tensorboard=false"]
 
@@ -458,12 +458,6 @@ def ranks_of(torchrun: int) -> list[int]:
     """The processes that torchrun started, in order."""
     path = Path(f"/proc/{torchrun}/task/{torchrun}/children")
     return sorted(int(pid) for pid in path.read_text().split())
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ from compose.data.writing import Counts, describe_job, make_shard, make_token_se
 from compose.errors import ConfigError
 from compose.loss import IGNORE
 from compose.tokenizer import open_tokenizer
-from tests.test_data import sets_of
+from tests.data_made import sets_of
 from tests.tokenizers_made import SPECIAL, TEXT, save_tokenizer
 
 END = SPECIAL.index("<|end|>")

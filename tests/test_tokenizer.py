@@ -13,8 +13,8 @@ from compose.data.opening import keep_tokenizer
 from compose.data.sources import open_samples
 from compose.errors import ConfigError
 from compose.tokenizer import JsonTokenizer, carry, open_tokenizer
+from tests.data_made import token_set
 from tests.helpers import make_config
-from tests.test_strange_data import token_set
 from tests.tokenizers_made import save_tokenizer
 
 OUT = "is a link that leads out of its folder; put the file itself there"

@@ -1,14 +1,9 @@
 """Runs: the same on every mesh, stopped by what should stop them, said once."""
 
-import contextlib
 import gc
-import io
-import json
 import math
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import compose.__main__
-import train
-from compose import cli
 from compose import trainer as trainer_module
 from compose.build import build
 from compose.optimizer import learning_rate
@@ -28,24 +20,12 @@ from compose.runtime import TrainingError
 from compose.signals import Signals
 from compose.toml import tomllib
 from compose.trainer import Trainer
+from tests.command_lines import QUICK, answered, command, execute
 from tests.helpers import ROOT, SMALL, make_config
 from tests.pool import Pool, make_mesh
+from tests.training import keys_for, lines, train, train_until_error
 
 DEFAULT = {"model.n_layers": 2, "model.dim": 128, "model.hidden_dim": 384, "train.seq_len": 256}
-
-
-def _train(keys: dict[str, object]) -> None:
-    config = make_config(dist.get_world_size(), **keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    Trainer(config, mesh, build(config, mesh, cpu), cpu).run()
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def keys_for(folder: Path, **keys: object) -> dict[str, object]:
-    return {"run__dir": folder, "metrics__tensorboard": False, **keys}
 
 
 def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> None:
@@ -69,7 +49,7 @@ def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> N
         keys = keys_for(tmp_path / name, train__stop_after=6, **data)
         keys |= {f"parallel__{axis}": degree for axis, degree in mesh.items()}
         keys |= {name.replace(".", "__"): value for name, value in DEFAULT.items()}
-        pool.run(_train, 8 if mesh else 1, keys | {"train__seq_len": 64, "train__global_batch": 8})
+        pool.run(train, 8 if mesh else 1, keys | {"train__seq_len": 64, "train__global_batch": 8})
     one = lines(tmp_path / "one")
     assert [line["step"] for line in one] == list(range(1, 7))
     for name in ("data", "pipeline"):
@@ -89,8 +69,8 @@ def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> N
 
 
 def test_stop_after_leaves_the_schedule_unchanged(pool: Pool, tmp_path: Path) -> None:
-    pool.run(_train, 1, keys_for(tmp_path / "short", train__steps=30, train__stop_after=4))
-    pool.run(_train, 1, keys_for(tmp_path / "long", train__steps=30))
+    pool.run(train, 1, keys_for(tmp_path / "short", train__steps=30, train__stop_after=4))
+    pool.run(train, 1, keys_for(tmp_path / "long", train__steps=30))
     short, long = lines(tmp_path / "short"), lines(tmp_path / "long")
     assert (len(short), len(long)) == (4, 30)
     for a, b in zip(short, long, strict=False):
@@ -101,32 +81,16 @@ def test_stop_after_leaves_the_schedule_unchanged(pool: Pool, tmp_path: Path) ->
 
 def test_no_steps_follow_the_schedules_last(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, train__steps=2, train__stop_after=4, model__n_layers=1)
-    pool.run(_train, 1, keys)
+    pool.run(train, 1, keys)
     assert len(lines(tmp_path)) == 2
 
 
 def test_config_snapshot_runs_again(pool: Pool, tmp_path: Path) -> None:
-    pool.run(_train, 2, keys_for(tmp_path / "run", train__steps=2, parallel__tp=2))
+    pool.run(train, 2, keys_for(tmp_path / "run", train__steps=2, parallel__tp=2))
     snapshot = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert snapshot["parallel"]["dp_shard"] == 1, "degrees are resolved"
     assert snapshot["model"]["dim"] == SMALL["model.dim"]
     assert snapshot["train"]["steps"] == 2
-
-
-def _train_until_error(keys: dict[str, object], value: float, where: str) -> str:
-    """Train, with a loss or gradient that turns into ``value`` in the third step."""
-    real, calls = getattr(trainer_module, where), []
-
-    def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(1)
-        return torch.tensor(value) if len(calls) == 3 else real(*args, **kwargs)
-
-    with mock.patch.object(trainer_module, where, fake):
-        try:
-            _train(keys)
-        except TrainingError as error:
-            return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -136,7 +100,7 @@ def _train_until_error(keys: dict[str, object], value: float, where: str) -> str
 def test_non_finite_stops_the_run(
     pool: Pool, tmp_path: Path, where: str, what: str, value: float
 ) -> None:
-    found = pool.run(_train_until_error, 2, keys_for(tmp_path), value, where)
+    found = pool.run(train_until_error, 2, keys_for(tmp_path), value, where)
     assert (
         found
         == [
@@ -245,46 +209,13 @@ def _gc_during_steps(keys: dict[str, object]) -> tuple[list[bool], bool]:
         return real(self)
 
     with mock.patch.object(Trainer, "step", spy):
-        _train(keys)
+        train(keys)
     return seen, gc.isenabled()
 
 
 def test_garbage_collector_rests_during_steps(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, train__steps=2)
     assert pool.run(_gc_during_steps, 1, keys) == [([False, False], True)]
-
-
-def command(*arguments: str, ranks: int = 0) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
-    return [sys.executable, *torchrun, *arguments]
-
-
-def execute(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments, ranks=ranks),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def answered(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As :func:`execute`, in this process: of train.py and ``-m compose``, what starts no ranks."""
-    script = arguments[0] == "train.py"
-    words = arguments[1:] if script else arguments[2:]
-    with (
-        mock.patch.object(sys, "argv", ["program", *words]),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        code = cli._outcome(train.main if script else compose.__main__.main)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
-
-
-QUICK = [f"--{key}={value}" for key, value in SMALL.items()]
 
 
 def test_torchrun_trains(tmp_path: Path) -> None:

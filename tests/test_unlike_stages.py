@@ -13,11 +13,10 @@ import torch.distributed as dist
 from compose.build import build, cut
 from compose.local import local_tensor
 from compose.trainer import Trainer
-from tests.helpers import make_config, prove_case
+from tests.experts import DEEPSEEK, QWEN, keys_of
+from tests.helpers import agreed, make_config, prove_case
 from tests.pool import Pool, make_mesh
-from tests.test_expert_parallel import DEEPSEEK, QWEN, keys_of
-from tests.test_trainer import keys_for, lines
-from tests.test_verify import agreed
+from tests.training import keys_for, lines
 
 CONTENTS: dict[str, dict[str, object]] = {
     "dense first": DEEPSEEK | {"model__n_dense_layers": 1},

@@ -13,35 +13,9 @@ from compose.report import Report, Row
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.helpers import prove_case
+from tests.helpers import agreed, prove_case
+from tests.meshes import MESHES, name_of, ranks_of
 from tests.pool import Pool, make_mesh
-
-MESHES: list[dict[str, int | bool]] = [
-    *({"dp_shard": n, "zero": zero} for n in (2, 4) for zero in range(4)),
-    *({"dp_replicate": 2, "dp_shard": 2, "zero": zero} for zero in range(4)),
-    *(
-        {"tp": tp, "sequence": sequence, "loss": loss}
-        for tp in (2, 4)
-        for sequence in (True, False)
-        for loss in (True, False)
-    ),
-    *({"dp_shard": 2, "tp": 2, "zero": zero} for zero in range(4)),
-    {"dp_shard": 2, "tp": 2, "sequence": False, "loss": False},
-    *({"dp_replicate": 2, "dp_shard": 2, "tp": 2, "zero": zero} for zero in range(4)),
-]
-
-
-def ranks(mesh: dict[str, int | bool]) -> int:
-    return mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1) * mesh.get("tp", 1)
-
-
-def name(mesh: dict[str, int | bool]) -> str:
-    return " ".join(f"{key} {value}" for key, value in mesh.items())
-
-
-def agreed(reports: list[Report]) -> Report:
-    assert all(report == reports[0] for report in reports), "ranks disagree on the report"
-    return reports[0]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +25,7 @@ def agreed(reports: list[Report]) -> Report:
             mesh,
             tied,
             accumulation,
-            id=f"{name(mesh)}-{'tied' if tied else 'untied'}-{accumulation}",
+            id=f"{name_of(mesh)}-{'tied' if tied else 'untied'}-{accumulation}",
             # The suite takes each mesh once, in turn untied at once and tied accumulating.
             marks=[] if (tied, accumulation) == [(False, 1), (True, 3)][i % 2] else [pytest.mark.full],
         )
@@ -63,13 +37,13 @@ def agreed(reports: list[Report]) -> Report:
 def test_equals_one_process(
     pool: Pool, mesh: dict[str, int | bool], tied: bool, accumulation: int
 ) -> None:
-    data_ranks = ranks(mesh) // mesh.get("tp", 1)
+    data_ranks = ranks_of(mesh) // mesh.get("tp", 1)
     keys = {f"parallel__{key}": value for key, value in mesh.items()} | {
         "model__tie_embeddings": tied,
         "train__micro_batch": 2,
         "train__global_batch": 2 * data_ranks * accumulation,
     }
-    report = agreed(pool.run(prove_case, ranks(mesh), keys))
+    report = agreed(pool.run(prove_case, ranks_of(mesh), keys))
     assert report.ok, str(report)
     quantities = {row.quantity for row in report.rows}
     assert quantities == {"initial weight", "gradient", "loss", "grad_norm", "update", "copies"}
@@ -185,13 +159,13 @@ def test_odd_sizes(pool: Pool, case: str) -> None:
 @pytest.mark.parametrize(
     "mesh",
     [{}, {"dp_shard": 2}, {"dp_shard": 2, "zero": 1}, {"tp": 2}, {"dp_shard": 2, "tp": 2}],
-    ids=lambda mesh: name(mesh) or "alone",
+    ids=lambda mesh: name_of(mesh) or "alone",
 )
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
     keys = {f"parallel__{key}": value for key, value in mesh.items()}
     keys |= {"precision__param": "bfloat16", "precision__reduce": reduce}
-    report = agreed(pool.run(prove_case, ranks(mesh), keys))
+    report = agreed(pool.run(prove_case, ranks_of(mesh), keys))
     assert report.ok, str(report)
     if not mesh and reduce == "float32":
         # Alone, the same operations round alike: nothing is cast but parameters.

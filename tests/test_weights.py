@@ -13,8 +13,8 @@ from compose.verify import whole
 from compose.weights import named_generator
 from models.llama import PRESETS, Model
 from tests.helpers import make_config
+from tests.meshes import MESHES, name_of, ranks_of
 from tests.pool import Pool, make_mesh
-from tests.test_verify import MESHES, name, ranks
 
 
 def _fingerprint(keys: dict[str, object]) -> dict[str, str]:
@@ -41,13 +41,13 @@ PLACEMENTS += [{"dp_shard": 4, "tp": 2}, {"tp": 8}]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("mesh", PLACEMENTS, ids=name)
+@pytest.mark.parametrize("mesh", PLACEMENTS, ids=name_of)
 def test_bitwise_equal(
     pool: Pool, alone: dict[bool, dict[str, str]], mesh: dict[str, int | bool], tied: bool
 ) -> None:
     keys: dict[str, object] = {f"parallel__{key}": value for key, value in mesh.items()}
     keys |= {"model__tie_embeddings": tied, "train__global_batch": 16}
-    assert pool.run(_fingerprint, ranks(mesh), keys) == [alone[tied]] * ranks(mesh)
+    assert pool.run(_fingerprint, ranks_of(mesh), keys) == [alone[tied]] * ranks_of(mesh)
 
 
 def test_seed_and_name_choose_the_numbers(pool: Pool, alone: dict[bool, dict[str, str]]) -> None:

@@ -19,12 +19,10 @@ from compose.optimizer.boxes import within
 from compose.optimizer.reference import Reference
 from compose.optimizer.rounding import random_bits
 from compose.optimizer.sharing import Layout, Messages
-from tests.faults import Fault
-from tests.helpers import prove_case
+from tests.experts import QWEN
+from tests.faults import Fault, assert_named, with_fault
+from tests.helpers import agreed, prove_case
 from tests.pool import Pool, make_mesh
-from tests.test_expert_parallel import QWEN
-from tests.test_faults import assert_named, with_fault
-from tests.test_verify import agreed
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 16, 30), (1, 9)], ids=str)

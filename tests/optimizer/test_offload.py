@@ -26,11 +26,11 @@ from compose.optimizer.scratch import MARK, Scratch
 from compose.runtime import TrainingError
 from compose.signals import Signals
 from compose.trainer import Trainer
-from tests.helpers import ROOT, make_config, prove_case
+from tests.checkpoints import SAVING, train_on, trained_state
+from tests.command_lines import QUICK, command, execute
+from tests.helpers import ROOT, Keys, agreed, make_config, prove_case
 from tests.pool import Pool, make_mesh
-from tests.test_checkpoint import SAVING, Keys, _train, train
-from tests.test_trainer import QUICK, command, execute, keys_for, lines
-from tests.test_verify import agreed
+from tests.training import keys_for, lines
 
 SHAPES = [(57, 131), (1024,), (3000,), (5, 7, 300), (1,), ()]
 
@@ -378,20 +378,20 @@ MESH: Keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "model__n_layers": 3}
 
 def _train_in_pieces(keys: Keys) -> dict[str, torch.Tensor]:
     with small_pieces():
-        return _train(keys)
+        return trained_state(keys)
 
 
 def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
     """From a checkpoint of files into files, and into memory; uneven shards, tp and accumulation."""
     in_files = SAVING | MESH | {"optimizer__offload": "nvme", "checkpoint__interval": 1}
-    expected = train(pool, tmp_path / "plain", {}, MESH, 4)
+    expected = train_on(pool, tmp_path / "plain", {}, MESH, 4)
     for steps in (2, 4):
         keys = keys_for(tmp_path / "a", **(in_files | {"train__stop_after": steps}))
         found = pool.run(_train_in_pieces, 4, keys)[0]
         assert store.problems(tmp_path / "a" / "checkpoints" / store.name_of(steps)) == []
         if steps == 2:
             shutil.copytree(tmp_path / "a", tmp_path / "b")
-    into_memory = train(pool, tmp_path / "b", {}, MESH, 4)
+    into_memory = train_on(pool, tmp_path / "b", {}, MESH, 4)
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
         assert torch.equal(into_memory[key], value), key

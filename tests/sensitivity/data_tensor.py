@@ -1,7 +1,7 @@
 """Faults of data and tensor parallel."""
 
+from tests.experts import DEEPSEEK
 from tests.sensitivity.row import FEW, SHARDED, TIED, TP, Keys, Row
-from tests.test_expert_parallel import DEEPSEEK
 
 PLAIN_TP: Keys = TP | {"parallel__sequence": False}
 

@@ -1,7 +1,7 @@
 """Faults of pipeline and expert parallel."""
 
+from tests.experts import DEEPSEEK, QWEN
 from tests.sensitivity.row import FEW, TIED, Keys, Row
-from tests.test_expert_parallel import DEEPSEEK, QWEN
 
 PP: Keys = {"parallel__pp": 2, "train__global_batch": 8}
 VIRTUAL: Keys = PP | {"model__n_layers": 4}

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from tests.helpers import FLOAT8_SHAPE
 from tests.sensitivity.row import CP, SHARDED, TP, Keys, Row
-from tests.test_float8 import SHAPE
 
 FLOAT8: Keys = {"precision__float8": "tensorwise"}
 REDUCED: dict[str, Keys] = {
@@ -235,7 +235,7 @@ PRECISION = [
     ),
     Row(
         "what is gathered in 8 bits has another scale",
-        TP | SHAPE,
+        TP | FLOAT8_SHAPE,
         "compose.float8:send_as_bytes",
         "given._scale,",
         "given._scale * 2,",

@@ -1,0 +1,63 @@
+"""Models with experts, and a mesh in a few words."""
+
+import math
+
+from torch import Tensor, nn
+
+from models.layers.moe import MoE
+from models.layers.router import MoEConfig
+
+QWEN: dict[str, object] = {
+    "model__name": "qwen3",
+    "model__preset": "debug_moe",
+    "model__dim": 32,
+    "model__n_heads": 4,
+    "model__head_dim": 8,
+    "model__expert_dim": 24,
+    "model__z_weight": 1e-3,
+}
+DEEPSEEK: dict[str, object] = {
+    "model__name": "deepseek_v3",
+    "model__preset": "debug",
+    "model__dim": 32,
+    "model__n_heads": 4,
+    "model__hidden_dim": 48,
+    "model__expert_dim": 24,
+    "model__balance_loss": "sequence",
+    "model__balance_weight": 0.05,
+}
+AXES = {"dr": "dp_replicate", "ds": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
+
+
+def keys_of(model: dict[str, object], case: str) -> tuple[int, dict[str, object]]:
+    """The number of ranks and the config's keys of, say, 'ds 2 tp 2 ep 4'. Other words are keys."""
+    words = case.split()
+    degrees = dict(zip(words[::2], words[1::2], strict=True))
+    keys: dict[str, object] = {
+        "train__seq_len": 16,
+        "model__n_layers": 2,
+        "parallel__dp_shard": 1,
+    } | model
+    ranks = 1
+    for word, value in degrees.items():
+        if word in AXES:
+            keys[f"parallel__{AXES[word]}"] = value
+            ranks *= int(value)
+        else:
+            keys[word if "__" in word else f"parallel__{word}"] = value
+    data = math.prod(int(degrees.get(axis, 1)) for axis in ("dr", "ds"))
+    micro_batches = 4 if "pp" in degrees else 2
+    return ranks, {"train__global_batch": 2 * data * micro_batches} | keys
+
+
+class Tiny(nn.Module):
+    """A model of the user's own, whose experts are on another mesh than the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.moe = MoE(6, MoEConfig(n_experts=4, top_k=2, expert_dim=3, balance_weight=0.1))
+        self.last = nn.Linear(6, 7)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.last(self.moe(self.first(input)))

@@ -1,0 +1,58 @@
+"""Hugging Face folders of every model of models/."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from compose.build import fill
+from compose.hugging_face import find_hf, name_of, published
+from compose.registry import build_model
+from compose.safetensors_files import Planned, write_files
+from models import deepseek_v3, llama, qwen3
+from tests.experts import DEEPSEEK, QWEN
+from tests.helpers import make_config
+
+FOLDERS: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3, "deepseek_v3": deepseek_v3}
+
+
+MODELS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "tied": {"model__tie_embeddings": True, "model__n_layers": 3},
+    "qwen3": QWEN | {"model__n_layers": 2},
+    "deepseek_v3": DEEPSEEK | {"model__n_layers": 3},
+}
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's files, by name."""
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same names, and bitwise the same values."""
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def save_model(folder: Path, keys: dict[str, object], dtype: torch.dtype = torch.float32) -> None:
+    """A Hugging Face folder of the model of ``keys``, every value another."""
+    config = make_config(1, **keys)
+    model, _ = build_model(config)
+    fill(model, config, torch.device("cpu"))
+    planned: list[Planned] = []
+    tensors: list[Tensor] = []
+    generator = torch.Generator().manual_seed(1)
+    for _, theirs, tensor in published(model, name_of(config.model.name, config.model.config)):
+        values = torch.randn(tensor.shape, generator=generator)
+        for i, part in enumerate(values if "{}" in theirs else [values]):
+            planned.append(Planned(theirs.format(i), tuple(part.shape), dtype))
+            tensors.append(part.to(dtype))
+    folder.mkdir()
+    write_files(folder, planned, tensors, 300_000)
+    values = find_hf(config.model.name).hf_config(config.model.config)
+    (folder / "config.json").write_text(json.dumps(values))

@@ -1,0 +1,29 @@
+"""What several test modules use stands in modules of helpers."""
+
+import ast
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def imported(path: Path) -> list[str]:
+    """The modules that a file imports, and what it imports from modules."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
+    return names
+
+
+def test_no_module_imports_a_test_module() -> None:
+    """A file of tests can then be moved or read by itself."""
+    modules = {path.stem for path in FOLDER.rglob("test_*.py")}
+    found = [
+        f"{path.relative_to(FOLDER)}: {name}"
+        for path in FOLDER.rglob("*.py")
+        for name in imported(path)
+        if modules & set(name.split("."))
+    ]
+    assert found == []

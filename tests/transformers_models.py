@@ -1,0 +1,153 @@
+"""Small models of odd sizes that are compared with those of transformers."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from models import deepseek_v3, qwen3
+from models.layers.attention import Documents
+
+QWEN3_MOE = qwen3.Config(
+    vocab_size=91,
+    dim=45,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=14,
+    n_experts=7,
+    top_k=3,
+    expert_dim=19,
+)
+DEEPSEEK = deepseek_v3.Config(
+    vocab_size=91,
+    dim=45,
+    n_layers=3,
+    n_heads=3,
+    q_rank=13,
+    kv_rank=17,
+    nope_dim=14,
+    rope_dim=10,
+    v_dim=11,
+    hidden_dim=71,
+    n_experts=6,
+    top_k=2,
+    expert_dim=19,
+    n_groups=3,
+    top_groups=2,
+)
+# Of five pairs two are kept, one is between and two are slowed down.
+YARN = dataclasses.replace(
+    DEEPSEEK,
+    rope_theta=100.0,
+    rope_factor=8.0,
+    rope_original_len=64,
+    rope_beta_fast=4.0,
+    rope_mscale=0.7,
+)
+QWEN3 = qwen3.Config(
+    vocab_size=91, dim=45, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=14, hidden_dim=71
+)
+
+
+class RowByRow(nn.Module):
+    """Causal attention that computes a query's own keys and no more."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        rows = [
+            (q[:, :, i : i + 1] @ k[:, :, : i + 1].mT * q.shape[-1] ** -0.5).softmax(-1)
+            @ v[:, :, : i + 1]
+            for i in range(q.shape[2])
+        ]
+        return torch.cat(rows, 2).transpose(1, 2)
+
+
+def deepseek_json(config: deepseek_v3.Config) -> dict[str, Any]:
+    """config.json, with the keys that are published; V2 is the one with a softmax."""
+    yarn = {
+        "type": "yarn",
+        "factor": config.rope_factor,
+        "original_max_position_embeddings": config.rope_original_len,
+        "beta_fast": config.rope_beta_fast,
+        "beta_slow": config.rope_beta_slow,
+        "mscale": config.rope_mscale,
+        "mscale_all_dim": config.rope_mscale_all_dim,
+    }
+    return {
+        "model_type": "deepseek_v3" if config.scoring == "sigmoid" else "deepseek_v2",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.n_layers,
+        "first_k_dense_replace": config.n_dense_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_heads,
+        "q_lora_rank": config.q_rank or None,
+        "kv_lora_rank": config.kv_rank,
+        "qk_nope_head_dim": config.nope_dim,
+        "qk_rope_head_dim": config.rope_dim,
+        "v_head_dim": config.v_dim,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": yarn if config.rope_factor > 1 else None,
+        "max_position_embeddings": round(config.rope_original_len * config.rope_factor),
+        "tie_word_embeddings": config.tie_embeddings,
+        "n_routed_experts": config.n_experts,
+        "n_shared_experts": config.n_shared_experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.expert_dim,
+        "norm_topk_prob": config.normalize_weights,
+        "routed_scaling_factor": config.route_scale,
+        "n_group": config.n_groups,
+        "topk_group": config.top_groups,
+        "topk_method": "noaux_tc" if config.scoring == "sigmoid" else "greedy",
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def published(tensors: dict[str, Tensor], hf_name: Callable[[str], str]) -> dict[str, Tensor]:
+    """``tensors`` by Hugging Face's names, each expert by itself."""
+    files: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        theirs = hf_name(name)
+        stacked = enumerate(tensor) if "{}" in theirs else [(0, tensor)]
+        files |= {theirs.format(index): part.detach().contiguous() for index, part in stacked}
+    return files
+
+
+def randomize(model: nn.Module) -> None:
+    """Give every parameter other values, norms too."""
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+
+
+def compare(
+    folder: Path, model: nn.Module, tensors: dict[str, Tensor], keys: dict[str, Any], batch: int
+) -> None:
+    """transformers' model of ``tensors`` and ``keys`` gives the logits of ``model``."""
+    from transformers import AutoModelForCausalLM
+
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(keys))
+    # Its other ways to run experts want aligned rows.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, experts_implementation="eager"
+    )
+    other, info = loaded
+    # A network without width has nothing to save.
+    empty = {name for name, parameter in other.named_parameters() if not parameter.numel()}
+    assert set(info["missing_keys"]) == empty
+    assert not any(problem for key, problem in info.items() if key != "missing_keys"), info
+
+    tokens = torch.randint(keys["vocab_size"], (batch, 61))
+    with torch.no_grad():
+        expected, found = other.eval()(tokens).logits, model.eval()(tokens)
+    assert expected.dtype == torch.float32
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
