@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_lines import execute
+from tests.command_lines import launch
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_equals_one_process(precision: str) -> None:
-    done = execute(
+    done = launch(
         "-m", "compose", "verify", "train.toml", "--run.device=cuda", f"--precision.param={precision}"
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -23,7 +23,7 @@ def test_equals_one_process(precision: str) -> None:
 def test_experts_equal_one_process(model: str) -> None:
     preset = {"qwen3": "debug_moe", "deepseek_v3": "debug"}[model]
     words = ["--run.device=cuda", f"--model.name={model}", f"--model.preset={preset}"]
-    done = execute("-m", "compose", "verify", "train.toml", *words, "--precision.param=bfloat16")
+    done = launch("-m", "compose", "verify", "train.toml", *words, "--precision.param=bfloat16")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -32,13 +32,13 @@ def test_muon_and_kept_in_bfloat16(precision: str) -> None:
     """On one GPU; in bfloat16 weights and state are kept in it too."""
     words = [f"--precision.{key}={precision}" for key in ("param", "master", "optimizer_state")]
     words += ["--run.device=cuda", "--optimizer.name=muon"]
-    done = execute("-m", "compose", "verify", "train.toml", *words)
+    done = launch("-m", "compose", "verify", "train.toml", *words)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_trains(tmp_path: Path, precision: str) -> None:
-    done = execute(
+    done = launch(
         "train.py",
         "--run.device=cuda",
         f"--precision.param={precision}",
@@ -65,19 +65,19 @@ main({arguments!r})
 
 def test_no_mask_is_built(tmp_path: Path) -> None:
     arguments = ["--run.device=cuda", "--precision.param=bfloat16", f"--run.dir={tmp_path}"]
-    done = execute("-c", NO_MASK.format(arguments=[*arguments, "--train.stop_after=2"]))
+    done = launch("-c", NO_MASK.format(arguments=[*arguments, "--train.stop_after=2"]))
     assert done.returncode == 0, done.stderr
 
 
 def test_ring_of_two_against_flash() -> None:
-    done = execute("benchmarks/context.py", "--device", "cuda", "--length", "4096")
+    done = launch("benchmarks/context.py", "--device", "cuda", "--length", "4096")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["error"] < 2 * result["error_of_flash"]
 
 
 def test_profile(tmp_path: Path) -> None:
-    done = execute(
+    done = launch(
         "train.py",
         "--run.device=cuda",
         "--precision.param=bfloat16",

@@ -12,6 +12,7 @@ import pytest
 from compose.cli import read_arguments
 from compose.legality import check
 from compose.toml import load
+from tests.command_lines import execute
 from tests.helpers import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,22 +27,22 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    scripts = Path(sys.executable).parent
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PATH": f"{scripts}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(folder),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    """What a command says; of python alone in a fork."""
+    variables = {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    if command[0] == "python":
+        done = execute(*command[1:], environment=variables)
+    else:
+        scripts = Path(sys.executable).parent
+        variables |= {"PATH": f"{scripts}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -94,7 +95,7 @@ def test_command(page: str, line: str, tmp_path: Path) -> None:
 )
 def test_python(page: str, block: str, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(block)
-    run([sys.executable, str(tmp_path / "block.py")], tmp_path)
+    run(["python", str(tmp_path / "block.py")], tmp_path)
 
 
 def test_links_lead_somewhere() -> None:

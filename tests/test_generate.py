@@ -1,9 +1,6 @@
 """python -m compose generate: the text of a plain loop on every mesh, and refusals in one line."""
 
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,8 +34,9 @@ from compose.tokenizer import Bytes
 from compose.toml import dump
 from compose.weights import materialize
 from models import llama
+from tests.command_lines import execute
 from tests.experts import QWEN
-from tests.helpers import ROOT, make_config
+from tests.helpers import make_config
 from tests.hugging_face import save_model
 from tests.pool import Pool, make_mesh
 from tests.tokenizers_made import save_tokenizer
@@ -338,10 +336,8 @@ def test_what_was_compiled_is_not(tmp_path: Path) -> None:
 def test_the_command(runs: dict[str, tuple[Path, nn.Module]]) -> None:
     """On two ranks, of which one speaks."""
     run, model = runs["llama"]
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "compose"]
-    words += ["generate", str(run), "--prompt", "def __init__(self):\n", "--max-tokens=12"]
+    words = ["generate", str(run), "--prompt", "def __init__(self):\n", "--max-tokens=12"]
     words += ["--temperature=1.5", "--top-p=0.9", "--seed=3"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == Bytes().decode(PROMPT + plain(model, DRAWN)) + "\n"
+    done = execute("-m", "compose", *words, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == Bytes().decode(PROMPT + plain(model, DRAWN)) + "\n"

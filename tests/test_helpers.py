@@ -1,7 +1,10 @@
 """What several test modules use stands in modules of helpers."""
 
 import ast
+import time
 from pathlib import Path
+
+from tests.command_lines import execute
 
 FOLDER = Path(__file__).parent
 
@@ -27,3 +30,15 @@ def test_no_module_imports_a_test_module() -> None:
         if modules & set(name.split("."))
     ]
     assert found == []
+
+
+def test_forks_end_when_one_fails(tmp_path: Path) -> None:
+    script, start = tmp_path / "fails.py", time.monotonic()
+    script.write_text(
+        "import os, sys, time\n"
+        "print(sys.argv[1:], flush=True)\n"
+        "time.sleep(60) if os.environ['RANK'] == '0' else sys.exit(3)\n"
+    )
+    done = execute(str(script), "--a=1", ranks=2)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "['--a=1']\n" * 2, "")
+    assert time.monotonic() - start < 50

@@ -23,7 +23,7 @@ from compose.checkpoint import store
 from compose.runtime import Notes
 from compose.watch import Silence, Watch
 from tests.checkpoints import shards
-from tests.command_lines import QUICK, command, execute, free_port
+from tests.command_lines import QUICK, command, free_port, launch
 from tests.helpers import ROOT
 from tests.training import lines
 
@@ -229,7 +229,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
         "runpy.run_path('train.py', run_name='__main__')\n"
     )
     mesh = ["--parallel.dp_shard=2", "--parallel.tp=2", f"--run.dir={tmp_path / 'run'}"]
-    done = execute(
+    done = launch(
         str(script),
         *QUICK,
         *mesh,

@@ -20,7 +20,7 @@ from compose.runtime import TrainingError
 from compose.signals import Signals
 from compose.toml import tomllib
 from compose.trainer import Trainer
-from tests.command_lines import QUICK, answered, command, execute
+from tests.command_lines import QUICK, answered, command, execute, launch
 from tests.helpers import ROOT, SMALL, make_config
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train, train_until_error
@@ -219,7 +219,7 @@ def test_garbage_collector_rests_during_steps(pool: Pool, tmp_path: Path) -> Non
 
 
 def test_torchrun_trains(tmp_path: Path) -> None:
-    done = execute("train.py", *QUICK, "--train.steps=3", f"--run.dir={tmp_path}/run", ranks=2)
+    done = launch("train.py", *QUICK, "--train.steps=3", f"--run.dir={tmp_path}/run", ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 3/3") == 1
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
@@ -229,16 +229,18 @@ def test_torchrun_trains(tmp_path: Path) -> None:
 def test_bad_input_is_said_once_with_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     arguments = ["--parallel.tpp=2", "--train.steps=x"]
-    alone = execute("train.py", *arguments)
+    alone = launch("train.py", *arguments)
     assert (alone.returncode, alone.stdout) == (2, "")
     assert alone.stderr.splitlines() == [
         'command line: train.steps: expected int, got "x"',
         "command line: parallel.tpp: unknown key; did you mean parallel.tp?",
     ]
-    several = execute("train.py", *arguments, ranks=3)
+    forked = execute("train.py", *arguments)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (2, "", alone.stderr)
+    several = launch("train.py", *arguments, ranks=3)
     assert several.stderr.count("unknown key") == 1
     assert "exitcode  : 2" in several.stderr
-    verify = execute("-m", "compose", "verify", "nowhere.toml")
+    verify = launch("-m", "compose", "verify", "nowhere.toml")
     assert (verify.returncode, verify.stderr) == (2, "nowhere.toml: no such file\n")
 
 
@@ -293,7 +295,7 @@ def test_a_ranks_failure_is_shown_once(tmp_path: Path) -> None:
         "run(main)\n"
     )
     start = time.time()
-    done = execute(str(script), "--train.global_batch=24", ranks=3)
+    done = launch(str(script), "--train.global_batch=24", ranks=3)
     assert done.returncode == 1
     assert done.stderr.count("ValueError: what went wrong") == 1
     assert done.stderr.count("rank 1 failed:") == 1
