@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 
 from compose.activation_bytes import UnitCost, unit_costs
 from compose.errors import ConfigError, did_you_mean
+from compose.torch_versions import bypass_saved_tensors_hooks
 
 Mode = Literal["none", "full", "every_k", "selective", "budget"]
 Operators = frozenset[torch._ops.OpOverload]
@@ -149,6 +150,7 @@ def _contexts(kept: Operators) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     keeping, finding = create_selective_checkpoint_contexts(partial(_policy, kept))
     if torch.compiler.is_compiling():  # the compiler asks of every operator whether it is kept
         return keeping, finding
+    bypass_saved_tensors_hooks(keeping)
     return _Only(kept, keeping), _Only(kept, finding)
 
 

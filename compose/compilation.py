@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.errors import ConfigError
 from compose.local import arrived
+from compose.torch_versions import enable_symmetric_memory
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,9 @@ def apply_compile(
         return
     if options.async_tp:
         from torch._inductor import config as inductor_config
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         inductor_config._micro_pipeline_tp = True
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+        enable_symmetric_memory(mesh.get_group().group_name)
     how: dict[str, Any] = {"dynamic": False, "backend": options.backend}
     if options.mode == "block":
         for name in parts(model, units, opaque):

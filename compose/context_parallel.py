@@ -31,10 +31,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from compose.attention_blocks import Block, Gradients, Merged, blocks, document_starts
 from compose.errors import ConfigError
 from compose.loss import IGNORE
-
-# Their names since torch 2.13, and before.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from compose.torch_versions import all_gather, reduce_scatter
 
 Method = Literal["ring", "allgather", "ulysses"]
 Balance = Literal["headtail", "none"]
@@ -131,7 +128,7 @@ class Exchange:
     def gathered(self, tensor: Tensor) -> Tensor:
         """(cp, ...): every rank's tensor."""
         everyone = tensor.new_empty((self.cp * len(tensor), *tensor.shape[1:]))
-        _all_gather(everyone, tensor.contiguous(), group=self.group)
+        all_gather(everyone, tensor.contiguous(), group=self.group)
         return everyone.unflatten(0, (self.cp, -1))
 
     def in_order(self, parts: Tensor) -> Tensor:
@@ -256,7 +253,7 @@ class _AllGather(torch.autograd.Function):
             for source, kv in enumerate(_gathered(k, v, exchange))
         ]
         mine = torch.empty_like(found[0])
-        _reduce_scatter(mine, torch.cat(found), group=exchange.group)
+        reduce_scatter(mine, torch.cat(found), group=exchange.group)
         dk, dv = _heads_first(mine).to(k.dtype)
         return _heads_first(gradients.dq).to(q.dtype), dk, dv, None, None
 

@@ -33,6 +33,7 @@ from compose.errors import ConfigError
 from compose.local import local_tensor
 from compose.mesh import axis_size
 from compose.near_shards import NearGather, NearGroups
+from compose.torch_versions import finish_fsdp_backward
 
 
 def apply_data_parallel(
@@ -158,7 +159,7 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
         shard = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     if axis_size(mesh, "dp_replicate") == 1:
         return shard
-    # No public call joins a flattened axis to another; this one is in torch 2.11 to 2.13.
+    # No public call joins a flattened axis to another; this one is in torch 2.11 to 2.15.
     return DeviceMesh._concatenate([mesh["dp_replicate"], shard])
 
 
@@ -181,8 +182,7 @@ def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
     """
     if isinstance(model, FSDPModule):
         prepare_micro_batch(model, zero, last)
-        # As torch.distributed.pipelining does; there is no public call.
-        fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        finish_fsdp_backward(model)
 
 
 def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:

@@ -33,10 +33,7 @@ from torch.distributed.tensor.parallel import (
 
 from compose.errors import ConfigError
 from compose.tensor_parallel import HeadParallel
-
-# As they are called since torch 2.13.
-_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+from compose.torch_versions import functional_all_gather, functional_reduce_scatter
 
 Kind = Literal["keep", "sum", "gather", "scatter"]
 
@@ -256,9 +253,9 @@ def _moved(tensor: Tensor, kind: Kind, group: Any) -> Tensor:
         return tensor.view_as(tensor)
     tensor = tensor.contiguous()
     if kind == "gather":
-        moved = _all_gather(tensor, 1, group)
+        moved = functional_all_gather(tensor, 1, group)
     elif kind == "scatter":
-        moved = _reduce_scatter(tensor, "sum", 1, group)
+        moved = functional_reduce_scatter(tensor, "sum", 1, group)
     else:
         moved = funcol.all_reduce(tensor, "sum", group)
     return funcol.wait_tensor(moved)

@@ -6,7 +6,7 @@ N parts, so that N neighbours hold the unit between them, and every gather that 
 backward, and in later micro-batches) runs over those N. Costs 1/N of the unit in the type in which it
 travels, until the step's last backward has ended; weights do not change before.
 
-``fully_shard(reshard_after_forward=N)`` means the same, but takes no DTensor (torch 2.11 to 2.13:
+``fully_shard(reshard_after_forward=N)`` means the same, but takes no DTensor (torch 2.11 to 2.15:
 ``FSDPParam.to_sharded_post_forward``), so neither tp nor ep, and makes process groups for each unit.
 """
 
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.errors import ConfigError
 from compose.mesh import axis_size
+from compose.torch_versions import all_gather
 
 
 class NearGather:
@@ -46,11 +47,9 @@ class NearGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill ``output_tensor`` (n S,) with the shards (S,) of the n ranks of ``group``, in order."""
-        # The second name is that of torch 2.11 and 2.12.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         if self.kept is not None:
-            return gather(output_tensor, self.kept, self.near, async_op)
-        work = gather(output_tensor, input_tensor, group, async_op)
+            return all_gather(output_tensor, self.kept, self.near, async_op)
+        work = all_gather(output_tensor, input_tensor, group, async_op)
         if self.keeping:
             if work is not None:
                 work.wait()

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -12,6 +11,7 @@ from compose.errors import ConfigError
 from compose.local import arrived
 from compose.loss import logits_of
 from compose.output import StepLoss
+from compose.torch_versions import StageBefore
 
 
 def plain_stream(output: Any) -> Tensor:
@@ -50,7 +50,7 @@ class PlainStage(nn.Module):
         return stream.clone() if stream._is_view() else stream
 
 
-class RuntimeStage(PipelineStage):
+class RuntimeStage(StageBefore, PipelineStage):
     """A stage that reduces gradients, and gathers and frees parameters, as its ZeRO stage says."""
 
     zero: int = 3
@@ -70,13 +70,4 @@ class RuntimeStage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         # There was no inference, and it would drop gradients accumulated before this step.
-        pass
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # Torch 2.11 greets a neighbour on the same rank too, which gloo cannot.
-        greetings = super()._get_init_p2p_neighbors_ops()
-        return [op for op in greetings if op.group_peer != self.group_rank]
-
-    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        # Torch 2.11 compares the last stage's output too, whose shape nobody had to tell it.
         pass

@@ -28,6 +28,7 @@ from compose.mesh import sum_over
 from compose.pipeline_parallel import PipelineRunner
 from compose.pipeline_stage import RuntimeStage
 from compose.report import Report
+from compose.torch_versions import reduce_scatter
 from models.llama import Model
 from tests.helpers import prove_case
 
@@ -44,8 +45,7 @@ def reduce_scatter_keeps_own_part() -> Iterator[None]:
         output, whole = sorted(tensors, key=Tensor.numel)
         output.copy_(whole.chunk(group.size())[group.rank()])
 
-    name = "reduce_scatter_single"  # what FSDP calls since torch 2.13
-    with mock.patch.object(dist, name if hasattr(dist, name) else "reduce_scatter_tensor", fake):
+    with mock.patch.object(dist, reduce_scatter.__name__, fake):
         yield
 
 

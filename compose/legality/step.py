@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch.torch_version import TorchVersion
 
 from compose.activation_checkpointing import operators
 from compose.build import float8_choice
@@ -15,6 +14,7 @@ from compose.legality.rule import Case, Rule, micro_batches
 from compose.optimizer.rules import parameter_rules
 from compose.plan import resolve
 from compose.schedules import build_table
+from compose.torch_versions import splits_functions
 
 _READ_BY = {"every": "every_k", "keep": "selective", "budget": "budget"}
 
@@ -136,8 +136,8 @@ def _float8_offloaded(case: Case) -> None:
 
 
 def _float8_split(case: Case) -> None:
-    recipe, old = case.config.precision.float8, TorchVersion(torch.__version__) < "2.13"
-    if recipe != "off" and old and _backward_in_two_parts(case):
+    recipe = case.config.precision.float8
+    if recipe != "off" and not splits_functions() and _backward_in_two_parts(case):
         raise ConfigError(
             f"precision.float8: {recipe} makes a layer one function of input and weight, whose backward"
             f" torch {torch.__version__} cannot run in two parts, as {case.degrees.pp_schedule} does;"
