@@ -31,7 +31,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from compose.attention_blocks import Block, Gradients, Merged, blocks, document_starts
 from compose.errors import ConfigError
 from compose.loss import IGNORE
-from compose.torch_versions import all_gather, reduce_scatter
+from compose.torch_versions import ALL_GATHER, REDUCE_SCATTER
+
+_all_gather = getattr(dist, ALL_GATHER)
+_reduce_scatter = getattr(dist, REDUCE_SCATTER)
 
 Method = Literal["ring", "allgather", "ulysses"]
 Balance = Literal["headtail", "none"]
@@ -128,7 +131,7 @@ class Exchange:
     def gathered(self, tensor: Tensor) -> Tensor:
         """(cp, ...): every rank's tensor."""
         everyone = tensor.new_empty((self.cp * len(tensor), *tensor.shape[1:]))
-        all_gather(everyone, tensor.contiguous(), group=self.group)
+        _all_gather(everyone, tensor.contiguous(), group=self.group)
         return everyone.unflatten(0, (self.cp, -1))
 
     def in_order(self, parts: Tensor) -> Tensor:
@@ -253,7 +256,7 @@ class _AllGather(torch.autograd.Function):
             for source, kv in enumerate(_gathered(k, v, exchange))
         ]
         mine = torch.empty_like(found[0])
-        reduce_scatter(mine, torch.cat(found), group=exchange.group)
+        _reduce_scatter(mine, torch.cat(found), group=exchange.group)
         dk, dv = _heads_first(mine).to(k.dtype)
         return _heads_first(gradients.dq).to(q.dtype), dk, dv, None, None
 

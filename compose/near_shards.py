@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.errors import ConfigError
 from compose.mesh import axis_size
-from compose.torch_versions import all_gather
+from compose.torch_versions import ALL_GATHER
 
 
 class NearGather:
@@ -47,9 +47,11 @@ class NearGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill ``output_tensor`` (n S,) with the shards (S,) of the n ranks of ``group``, in order."""
+        # Looked up at each call, as FSDP does: a measurement may stand in its place.
+        gather = getattr(dist, ALL_GATHER)
         if self.kept is not None:
-            return all_gather(output_tensor, self.kept, self.near, async_op)
-        work = all_gather(output_tensor, input_tensor, group, async_op)
+            return gather(output_tensor, self.kept, self.near, async_op)
+        work = gather(output_tensor, input_tensor, group, async_op)
         if self.keeping:
             if work is not None:
                 work.wait()

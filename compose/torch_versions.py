@@ -5,7 +5,7 @@ private names of PyTorch that all of them have are listed in tests/test_torch_ve
 """
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,19 +13,21 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.torch_version import TorchVersion
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""``all_gather_single``; before 2.13 it had the second name, which 2.13 deprecates."""
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""The all-gather of torch.distributed, FSDP's too. 2.13 renamed it and deprecates the old name."""
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""``reduce_scatter_single``; before 2.13 it had the second name, which 2.13 deprecates."""
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+"""The same of the reduce-scatter."""
 
 functional_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-"""The same of the collectives that return their result."""
+"""The all-gather that returns its result; renamed by 2.13 too."""
 
 functional_reduce_scatter = (
     getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 )
-"""The same of the collectives that return their result."""
+"""The same of the reduce-scatter."""
 
 
 def splits_functions() -> bool:
@@ -87,4 +89,4 @@ def enable_symmetric_memory(group: str) -> None:
         with warnings.catch_warnings():
             # 2.13 deprecates the call already.
             warnings.simplefilter("ignore", FutureWarning)
-            enable_symm_mem_for_group(group)
+            enable_symm_mem_for_group(cast(Any, group))

@@ -28,7 +28,7 @@ from compose.mesh import sum_over
 from compose.pipeline_parallel import PipelineRunner
 from compose.pipeline_stage import RuntimeStage
 from compose.report import Report
-from compose.torch_versions import reduce_scatter
+from compose.torch_versions import REDUCE_SCATTER
 from models.llama import Model
 from tests.helpers import prove_case
 
@@ -45,7 +45,7 @@ def reduce_scatter_keeps_own_part() -> Iterator[None]:
         output, whole = sorted(tensors, key=Tensor.numel)
         output.copy_(whole.chunk(group.size())[group.rank()])
 
-    with mock.patch.object(dist, reduce_scatter.__name__, fake):
+    with mock.patch.object(dist, REDUCE_SCATTER, fake):
         yield
 
 

@@ -1,7 +1,7 @@
 """Zero-3 gathers within near ranks, and ahead of their units: as one process, and as few as said."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from compose import Parallel, Plan, apply, forward_backward
 from compose.applied import applied_to
 from compose.errors import ConfigError
 from compose.near_shards import check_near, near_experts
+from compose.torch_versions import ALL_GATHER
 from tests.command_lines import answered
 from tests.helpers import agreed, prove_case
 from tests.pool import Pool, make_mesh
@@ -104,10 +105,7 @@ def _gathers(note: Callable[[str, int, list[int]], None]) -> Iterator[None]:
         note(where, output.numel() // 20 - 1, dist.get_process_group_ranks(group))
         return real(output, input, group, async_op)
 
-    with ExitStack() as stack:
-        for name in ("all_gather_into_tensor", "all_gather_single"):  # before and since torch 2.13
-            if hasattr(dist, name):
-                stack.enter_context(mock.patch.object(dist, name, partial(noted, getattr(dist, name))))
+    with mock.patch.object(dist, ALL_GATHER, partial(noted, getattr(dist, ALL_GATHER))):
         yield
 
 
