@@ -11,7 +11,7 @@ from compose.errors import ConfigError
 from compose.local import arrived
 from compose.loss import logits_of
 from compose.output import StepLoss
-from compose.torch_versions import StageBefore
+from compose.torch_versions import StageOverrides
 
 
 def plain_stream(output: Any) -> Tensor:
@@ -50,7 +50,7 @@ class PlainStage(nn.Module):
         return stream.clone() if stream._is_view() else stream
 
 
-class RuntimeStage(StageBefore, PipelineStage):
+class RuntimeStage(StageOverrides, PipelineStage):
     """A stage that reduces gradients, and gathers and frees parameters, as its ZeRO stage says."""
 
     zero: int = 3
@@ -67,7 +67,3 @@ class RuntimeStage(StageBefore, PipelineStage):
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         finish_backward(module, self.zero, last=last_backward)
         return result
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        # There was no inference, and it would drop gradients accumulated before this step.
-        pass

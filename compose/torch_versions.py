@@ -52,21 +52,24 @@ def finish_fsdp_backward(module: FSDPModule) -> None:
     state._root_post_backward_final_callback()
 
 
-class StageBefore:
-    """What a stage of a pipeline overrides for versions before 2.15; a base ahead of PipelineStage.
+class StageOverrides:
+    """What a stage of a pipeline has instead of PyTorch's own; a base ahead of PipelineStage.
 
-    2.15 has neither of the two methods, and calls neither.
+    No version has all of these methods, and none calls one that it does not have.
     """
 
     group_rank: int
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out the rank itself: 2.11 greets a neighbour on the same rank, which gloo cannot."""
+        """Leave out the rank itself, which gloo cannot greet. 2.11 to 2.14; 2.11 alone calls it."""
         greetings = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [op for op in greetings if op.group_peer != self.group_rank]
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Compare nothing: 2.11 compares the last stage's output, whose shape nobody had to tell it."""
+        """Compare nothing. 2.11: it compares the last stage's output, whose shape nobody told it."""
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Keep gradients, which are sums over steps. Since 2.12: it drops them, as if it had run."""
 
 
 def bypass_saved_tensors_hooks(mode: Any) -> None:
@@ -81,12 +84,11 @@ def bypass_saved_tensors_hooks(mode: Any) -> None:
 def enable_symmetric_memory(group: str) -> None:
     """Let Inductor use symmetric memory in the process group of this name.
 
-    Before 2.14 it has to be asked for. Since then it need not, and the call is deprecated.
+    2.15 does so by itself. Before, Inductor asks whether this call was made, deprecated as it is.
     """
-    if TorchVersion(torch.__version__) < "2.14":
+    if TorchVersion(torch.__version__) < "2.15":
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         with warnings.catch_warnings():
-            # 2.13 deprecates the call already.
             warnings.simplefilter("ignore", FutureWarning)
             enable_symm_mem_for_group(cast(Any, group))
