@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from compose import Parallel, init_mesh
 from tests.forks import forks
 
 TIMEOUT = timedelta(seconds=120)
+MOST_THREADS = 100  # of a rank, each group having three
 
 
 class Pool:
@@ -35,6 +37,8 @@ class Pool:
 
         ``function`` is a module's own, and what it takes and returns can be pickled.
         """
+        if self._crowded():
+            self.close()
         if not self.workers:
             self._start()
         self.jobs += 1
@@ -56,6 +60,11 @@ class Pool:
                 raise AssertionError(f"rank {rank} failed:\n{value}")
             results.append(value)
         return results
+
+    def _crowded(self) -> bool:
+        """Whether groups that a rank could not let go have left it many threads, each of which wakes."""
+        tasks = [Path(f"/proc/{process.pid}/task") for process, _ in self.workers]
+        return any(len(list(task.iterdir())) > MOST_THREADS for task in tasks if task.exists())
 
     def _start(self) -> None:
         self.store = dist.TCPStore(
