@@ -62,7 +62,7 @@ class Pool:
         return results
 
     def _crowded(self) -> bool:
-        """Whether groups that a rank could not let go have left it many threads, each of which wakes."""
+        """Whether groups that a rank could not let go have left it many threads."""
         tasks = [Path(f"/proc/{process.pid}/task") for process, _ in self.workers]
         return any(len(list(task.iterdir())) > MOST_THREADS for task in tasks if task.exists())
 
