@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 def pool() -> Iterator[Pool]:
     ranks = Pool()
     yield ranks
-    ranks.close()
+    ranks.close(patience=10.0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,6 @@
 """Configs for tests: train.toml with a model and a batch small enough for a matrix of runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,18 @@ FLOAT8_SHAPE: Keys = {
 }
 
 
-def in_turn(cases: Sequence[Any], every: int = 2) -> list[Any]:
-    """Of a product's cases the first of each ``every``, for the suite; ``-m full`` runs the others."""
-    marks = [[] if i % every == 0 else [pytest.mark.full] for i in range(len(cases))]
+def tier(slow: bool = False, full: bool = False) -> list[pytest.MarkDecorator]:
+    """The mark of a case: none for the default tier, slow, or full, which comes before slow."""
+    return [pytest.mark.full] if full else [pytest.mark.slow] if slow else []
+
+
+def in_turn(cases: Sequence[Any], quick: Callable[..., bool]) -> list[Any]:
+    """Of a product every second case, in the default tier where ``quick(*case)``, else in the slow one;
+    ``-m full`` runs the others."""
+    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
-        for case, mark in zip(cases, marks, strict=True)
+        pytest.param(*case, marks=tier(slow=not quick(*case), full=i % 2 == 1))
+        for i, case in enumerate(tuples)
     ]
 
 

@@ -77,12 +77,17 @@ class Pool:
             process.start()
             self.workers.append((process, ours))
 
-    def close(self) -> None:
-        """End all processes; the next run starts new ones."""
-        for process, connection in self.workers:
+    def close(self, patience: float = 0.0) -> None:
+        """End all processes; the next run starts new ones.
+
+        patience: seconds for idle ranks to end by themselves, as a measurement of coverage needs.
+        """
+        for _, connection in self.workers:
+            connection.close()
+        for process, _ in self.workers:
+            process.join(patience)
             process.kill()
             process.join()
-            connection.close()
         self.workers, self.store = [], None
 
 

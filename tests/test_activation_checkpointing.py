@@ -25,7 +25,7 @@ from compose.activation_checkpointing import (
 from compose.build import build
 from compose.data import random_batch
 from compose.mesh import batch_share
-from tests.helpers import make_config
+from tests.helpers import make_config, tier
 from tests.pool import Pool, make_mesh
 
 LLAMA = models.llama.Config(n_layers=4, dim=64, n_heads=4, n_kv_heads=2, hidden_dim=160)
@@ -260,7 +260,8 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [*MESHES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+    "name",
+    [pytest.param(n, marks=tier(n == "ring x tp", full=n in MORE)) for n in MESHES | MORE],
 )
 def test_bitwise_on_every_axis(pool: Pool, name: str) -> None:
     ranks, keys = (MESHES | MORE)[name]

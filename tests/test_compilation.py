@@ -14,7 +14,7 @@ from compose.compilation import Compile, GraphCount, graphs_compiled, parts
 from compose.data import random_batch
 from compose.mesh import batch_share
 from compose.registry import build_model
-from tests.helpers import make_config, prove_case
+from tests.helpers import make_config, prove_case, tier
 from tests.pool import Pool, make_mesh
 
 
@@ -69,7 +69,7 @@ MORE: dict[str, tuple[int, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+    "name", [pytest.param(n, marks=tier(n == "ring", full=n in MORE)) for n in CASES | MORE]
 )
 def test_one_graph_for_layers_that_are_alike(pool: Pool, name: str) -> None:
     ranks, keys, graphs = (CASES | MORE)[name]

@@ -95,7 +95,11 @@ def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("tied", "tensor, uneven"), ("deepseek_v3", "experts and pipeline")]
+    ("name", "mesh"),
+    [
+        ("tied", "tensor, uneven"),
+        pytest.param("deepseek_v3", "experts and pipeline", marks=pytest.mark.slow),
+    ],
 )
 def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mesh: str) -> None:
     """The newest checkpoint of a run on eight ranks, as transformers would open it."""

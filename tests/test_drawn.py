@@ -10,10 +10,10 @@ import pytest
 
 from compose.errors import ConfigError
 from compose.schedules import SCHEDULES
-from tests.helpers import SMALL, agreed, make_config, prove_case
+from tests.helpers import SMALL, agreed, make_config, prove_case, tier
 from tests.pool import Pool
 
-# The suite runs the first, on at most 4 ranks; the others are in the full tier.
+# The slow tier runs the first, on at most 4 ranks; the others are in the full tier.
 IN_THE_SUITE, NUMBERS = 20, range(200)
 Keys = dict[str, Any]
 
@@ -245,7 +245,7 @@ def problems_of(ranks: int, keys: Keys) -> list[str]:
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=[] if n < IN_THE_SUITE else [pytest.mark.full]) for n in NUMBERS],
+    [pytest.param(n, marks=tier(slow=True, full=n >= IN_THE_SUITE)) for n in NUMBERS],
 )
 def test_equal_or_refused(pool: Pool, number: int) -> None:
     ranks, keys = draw(number)

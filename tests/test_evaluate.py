@@ -27,7 +27,7 @@ from compose.step import clip_grad_norm_, forward_backward
 from compose.timeline import simulate
 from compose.validation import Validation
 from tests.collectives import counted_collectives
-from tests.helpers import ROOT, make_config
+from tests.helpers import ROOT, make_config, tier
 from tests.pool import Pool, make_mesh
 
 Keys = dict[str, object]
@@ -115,7 +115,7 @@ def _losses(cases: dict[str, Keys]) -> dict[str, tuple[float, float, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=n != 2)) for n in CASES])
 def test_equals_one_process(pool: Pool, ranks: int) -> None:
     results = pool.run(_losses, ranks, CASES[ranks])
     assert all(found == results[0] for found in results)
@@ -213,9 +213,7 @@ FOLLOWED = {*CASES[2], "pipelines, zero 1", "experts in a pipeline"} - {
 }
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(n, marks=[pytest.mark.full] if n == 2 else []) for n in CASES]
-)
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=True, full=n == 2)) for n in CASES])
 def test_nothing_is_changed(pool: Pool, ranks: int) -> None:
     """Gradients, weights, routers and messages of the step that follows are bitwise those without."""
     cases = {name: keys for name, keys in CASES[ranks].items() if name in FOLLOWED}

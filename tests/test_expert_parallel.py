@@ -15,7 +15,7 @@ from compose.expert_parallel import ExpertParallel, expert_mesh
 from compose.legality import meshes
 from models.layers.moe import Experts
 from tests.experts import AXES, DEEPSEEK, QWEN, Tiny, keys_of
-from tests.helpers import agreed, make_config, prove_case
+from tests.helpers import agreed, make_config, prove_case, tier
 from tests.pool import Pool, make_mesh
 
 MODELS = {"qwen3": QWEN, "deepseek_v3": DEEPSEEK}
@@ -55,9 +55,17 @@ CASES = [
 
 
 def _in_turn() -> list[Any]:
-    """Two of three cases with one of the models each; the rest is left to ``-m full``."""
+    """Of three cases one by default and one in the slow tier, with one of the models each; ``-m full``
+    runs the others."""
     return [
-        pytest.param(model, case, marks=[pytest.mark.full] if i % 3 == 2 or (i + j) % 2 else [])
+        pytest.param(
+            model,
+            case,
+            marks=tier(
+                slow=i % 3 == 1 or "float" in case or "full" in case,
+                full=i % 3 == 2 or (i + j) % 2 == 1,
+            ),
+        )
         for i, case in enumerate(CASES)
         for j, model in enumerate(MODELS)
     ]

@@ -32,7 +32,7 @@ from tests.faults import (
     partial_gradients_are_taken_as_whole,
     with_fault,
 )
-from tests.helpers import FLOAT8_SHAPE, make_config, prove_case
+from tests.helpers import FLOAT8_SHAPE, make_config, prove_case, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -244,11 +244,15 @@ def proved(pool: Pool, name: str, prove: Callable[..., Report] = prove_case) -> 
 
 
 IN_THE_SUITE = ("uneven shards", "tp, rowwise", "ring", "ZBVZeroBubble", "experts with a shared one")
+SLOW = ("ring", "ZBVZeroBubble")
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in IN_THE_SUITE else pytest.param(name, marks=pytest.mark.full) for name in CASES],
+    [
+        pytest.param(name, marks=tier(slow=name in SLOW, full=name not in IN_THE_SUITE))
+        for name in CASES
+    ],
 )
 def test_equals_one_process(pool: Pool, name: str) -> None:
     if name == "ZBVZeroBubble" and not splits_functions():

@@ -35,10 +35,16 @@ def test_no_module_imports_a_test_module() -> None:
 def test_forks_end_when_one_fails(tmp_path: Path) -> None:
     script, start = tmp_path / "fails.py", time.monotonic()
     script.write_text(
-        "import os, sys, time\n"
+        "import os, pathlib, sys, time\n"
         "print(sys.argv[1:], flush=True)\n"
-        "time.sleep(60) if os.environ['RANK'] == '0' else sys.exit(3)\n"
+        "here = pathlib.Path(__file__).parent / 'here'\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    here.touch()\n"
+        "    time.sleep(100)\n"
+        "while not here.exists():\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(3)\n"
     )
     done = execute(str(script), "--a=1", ranks=2)
     assert (done.returncode, done.stdout, done.stderr) == (1, "['--a=1']\n" * 2, "")
-    assert time.monotonic() - start < 50
+    assert time.monotonic() - start < 90

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import prove_case
+from tests.helpers import prove_case, tier
 from tests.pool import Pool
 
 # Sides of parts that float8 takes; several micro-batches.
@@ -191,7 +191,7 @@ IN_THE_SUITE = (
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in IN_THE_SUITE else pytest.param(name, marks=pytest.mark.full) for name in MIXTURES],
+    [pytest.param(name, marks=tier(slow=True, full=name not in IN_THE_SUITE)) for name in MIXTURES],
 )
 def test_equals_one_process(pool: Pool, name: str) -> None:
     ranks, keys = MIXTURES[name]

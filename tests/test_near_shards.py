@@ -17,7 +17,7 @@ from compose.errors import ConfigError
 from compose.near_shards import check_near, near_experts
 from compose.torch_versions import ALL_GATHER
 from tests.command_lines import answered
-from tests.helpers import agreed, prove_case
+from tests.helpers import agreed, prove_case, tier
 from tests.pool import Pool, make_mesh
 
 NEAR: dict[str, object] = {"parallel__zero3_reshard": 2, "train__micro_batch": 1}
@@ -48,6 +48,7 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
     ),
     "experts": (8, MOE | {"parallel__tp": 2, "parallel__ep": 2, "comm__prefetch": 1}),
 }
+SLOW = ("pipeline", "experts")  # of eight ranks
 MORE: dict[str, tuple[int, dict[str, object]]] = {
     "replicas": (8, {"parallel__dp_replicate": 2, "parallel__dp_shard": 4}),
     "experts that stay": (8, MOE | {"parallel__tp": 2, "parallel__ep": 4}),
@@ -73,7 +74,9 @@ MORE: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(c, marks=pytest.mark.full) for c in MORE)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=tier(c in SLOW, full=c in MORE)) for c in CASES | MORE]
+)
 def test_as_one_process(pool: Pool, case: str) -> None:
     ranks, keys = (CASES | MORE)[case]
     report = agreed(pool.run(prove_case, ranks, NEAR | {"train__global_batch": 8} | keys))

@@ -23,7 +23,7 @@ from models.layers.attention import AttentionCore
 from models.qwen3 import PRESETS, Config, Model
 from models.qwen3.hf import hf_name
 from models.qwen3.model import Attention
-from tests.helpers import ROOT, agreed, make_config, parallel, prove_case
+from tests.helpers import ROOT, agreed, make_config, parallel, prove_case, tier
 from tests.pool import Pool
 from tests.transformers_models import QWEN3, RowByRow
 
@@ -166,6 +166,7 @@ PROVED: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
+SLOW = {"tp 4, shared heads", "cp 2, tp 2", "bfloat16, tp 2"}
 # As with Llama, whose plan is alike there.
 LEFT = {
     "tp 2, sequence and logits whole",
@@ -177,7 +178,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] if case in LEFT else []) for case in PROVED]
+    "case", [pytest.param(case, marks=tier(slow=case in SLOW, full=case in LEFT)) for case in PROVED]
 )
 def test_equals_one_process(pool: Pool, case: str) -> None:
     ranks, keys = PROVED[case]

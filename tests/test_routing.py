@@ -20,7 +20,7 @@ from tests.training import STEP, keys_for, lines, train
             {"dp_replicate": 2, "cp": 2, "tp": 2, "dp_shard": 1, "ep": 8},
             marks=pytest.mark.full,
         ),
-        (DEEPSEEK, {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 4}),
+        pytest.param(DEEPSEEK, {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 4}, marks=pytest.mark.slow),
     ],
     ids=["qwen3", "deepseek_v3"],
 )

@@ -187,6 +187,7 @@ def killed(folder: Path, whole: Path, phases: Sequence[str], seed: int) -> Count
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_dies(tmp_path: Path) -> None:
     found = killed(tmp_path, uninterrupted(tmp_path / "whole", 10), ["save"], seed=1)
     assert found["kills"] == 1

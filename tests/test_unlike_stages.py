@@ -14,7 +14,7 @@ from compose.build import build, cut
 from compose.local import local_tensor
 from compose.trainer import Trainer
 from tests.experts import DEEPSEEK, QWEN, keys_of
-from tests.helpers import agreed, make_config, prove_case
+from tests.helpers import agreed, make_config, prove_case, tier
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines
 
@@ -35,10 +35,10 @@ MESHES = (
 
 def _in_turn() -> list[Any]:
     """The two that need a rank to do what it has nothing of; ``-m full`` runs the others."""
-    cheap = ("dense first", "no layers first")
+    chosen = ("dense first", "no layers first")
     return [
         pytest.param(
-            mesh, name, marks=[] if mesh == MESHES[0] and name in cheap else [pytest.mark.full]
+            mesh, name, marks=tier(name == chosen[0], full=mesh != MESHES[0] or name not in chosen)
         )
         for mesh in MESHES
         for name in CONTENTS

@@ -13,9 +13,20 @@ from compose.report import Report, Row
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.helpers import agreed, prove_case
+from tests.helpers import agreed, prove_case, tier
 from tests.meshes import MESHES, name_of, ranks_of
 from tests.pool import Pool, make_mesh
+
+
+def _tier_of_mesh(
+    number: int, mesh: dict[str, int | bool], tied: bool, accumulation: int
+) -> list[pytest.MarkDecorator]:
+    """Below the full tier each mesh comes once, in turn untied at once and tied accumulating. In the
+    default tier degrees are 2, and meshes with replicas have ZeRO 3."""
+    small = 4 not in (mesh.get("tp"), mesh.get("dp_shard"))
+    seldom = "dp_replicate" in mesh and mesh["zero"] != 3
+    once = (tied, accumulation) == [(False, 1), (True, 3)][number % 2]
+    return tier(slow=not small or seldom, full=not once)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +37,7 @@ from tests.pool import Pool, make_mesh
             tied,
             accumulation,
             id=f"{name_of(mesh)}-{'tied' if tied else 'untied'}-{accumulation}",
-            # The suite takes each mesh once, in turn untied at once and tied accumulating.
-            marks=[] if (tied, accumulation) == [(False, 1), (True, 3)][i % 2] else [pytest.mark.full],
+            marks=_tier_of_mesh(i, mesh, tied, accumulation),
         )
         for i, mesh in enumerate(MESHES)
         for tied in (False, True)
@@ -81,11 +91,16 @@ CONTEXT: list[dict[str, object]] = [
 ]
 
 
-def _seen_elsewhere(keys: dict[str, object]) -> bool:
-    """With other degrees, heads or lengths: these are left to ``-m full``."""
+def _tier_of_context(keys: dict[str, object]) -> list[pytest.MarkDecorator]:
+    """Seen elsewhere with other degrees, heads or lengths: full. With degree 2 seen: slow."""
     heads, method = keys.get("model__n_kv_heads"), keys.get("parallel__cp_method")
     uncut = keys.get("parallel__cp_balance") == "none" and keys["parallel__cp"] == 4
-    return uncut or (heads == 8 and method != "ulysses")
+    axes = keys.keys() & {"parallel__tp", "parallel__dp_replicate", "parallel__dp_shard"}
+    large = keys["parallel__cp"] != 2 or len(axes) > 1
+    return tier(
+        slow=large and (heads, method) != (1, "ulysses"),
+        full=uncut or (heads == 8 and method != "ulysses"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +109,7 @@ def _seen_elsewhere(keys: dict[str, object]) -> bool:
         pytest.param(
             keys,
             id=" ".join(f"{k.split('__')[1]} {v}" for k, v in keys.items()),
-            marks=[pytest.mark.full] if _seen_elsewhere(keys) else [],
+            marks=_tier_of_context(keys),
         )
         for keys in CONTEXT
     ],
@@ -147,7 +162,11 @@ ODD: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("case", ODD)
+# Of eight ranks, or of sizes that another case has too.
+SLOW = ("three heads each", "odd length", "one key/value head", "one head each", "strided and uneven")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=tier(slow=case in SLOW)) for case in ODD])
 def test_odd_sizes(pool: Pool, case: str) -> None:
     keys = {"train__global_batch": 8, **ODD[case]}
     count = keys.pop("ranks")
@@ -156,12 +175,28 @@ def test_odd_sizes(pool: Pool, case: str) -> None:
     assert report.ok, str(report)
 
 
+BFLOAT16: list[dict[str, int | bool]] = [
+    {},
+    {"dp_shard": 2},
+    {"dp_shard": 2, "zero": 1},
+    {"tp": 2},
+    {"dp_shard": 2, "tp": 2},
+]
+
+
 @pytest.mark.parametrize(
-    "mesh",
-    [{}, {"dp_shard": 2}, {"dp_shard": 2, "zero": 1}, {"tp": 2}, {"dp_shard": 2, "tp": 2}],
-    ids=lambda mesh: name_of(mesh) or "alone",
+    ("mesh", "reduce"),
+    [
+        pytest.param(
+            mesh,
+            reduce,
+            id=f"{reduce}-{name_of(mesh) or 'alone'}",
+            marks=tier(slow=reduce != chosen),
+        )
+        for mesh, chosen in zip(BFLOAT16, ("float32", "bfloat16", "", "", "float32"), strict=True)
+        for reduce in ("float32", "bfloat16")
+    ],
 )
-@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
     keys = {f"parallel__{key}": value for key, value in mesh.items()}
     keys |= {"precision__param": "bfloat16", "precision__reduce": reduce}

@@ -12,7 +12,7 @@ from compose.build import build
 from compose.verify import whole
 from compose.weights import named_generator
 from models.llama import PRESETS, Model
-from tests.helpers import make_config
+from tests.helpers import make_config, tier
 from tests.meshes import MESHES, name_of, ranks_of
 from tests.pool import Pool, make_mesh
 
@@ -41,7 +41,10 @@ PLACEMENTS += [{"dp_shard": 4, "tp": 2}, {"tp": 8}]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("mesh", PLACEMENTS, ids=name_of)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(m, marks=tier(slow=i % 2 == 1), id=name_of(m)) for i, m in enumerate(PLACEMENTS)],
+)
 def test_bitwise_equal(
     pool: Pool, alone: dict[bool, dict[str, str]], mesh: dict[str, int | bool], tied: bool
 ) -> None:

@@ -21,7 +21,7 @@ from compose.optimizer.rounding import random_bits
 from compose.optimizer.sharing import Layout, Messages
 from tests.experts import QWEN
 from tests.faults import Fault, assert_named, with_fault
-from tests.helpers import agreed, prove_case
+from tests.helpers import agreed, prove_case, tier
 from tests.pool import Pool, make_mesh
 
 
@@ -246,7 +246,11 @@ PROOFS: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("case", PROOFS)
+# Of eight ranks, or of what two others have together.
+SLOW = ("uneven and strided", "experts and a pipeline", "AdamW in bfloat16")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=tier(slow=c in SLOW)) for c in PROOFS])
 def test_equals_one_process(pool: Pool, case: str) -> None:
     ranks, keys = PROOFS[case]
     report = agreed(pool.run(prove_case, ranks, {**MUON, **keys}))
