@@ -20,7 +20,7 @@ from compose.errors import ConfigError
 from compose.trainer import Trainer
 from tests.checkpoints import MESHES, SAVING, refusal, resume, train_on, trained_state
 from tests.experts import DEEPSEEK, QWEN
-from tests.helpers import Keys
+from tests.helpers import Keys, tier
 from tests.pool import Pool
 from tests.training import keys_for, lines
 
@@ -69,7 +69,7 @@ IN_THE_SUITE = {
         pytest.param(
             *pair,
             id=f"{pair[0]}: {pair[2]} to {pair[3]}",
-            marks=[] if (pair[0], *pair[2:]) in IN_THE_SUITE else [pytest.mark.full],
+            marks=tier(pair[0] == "llama", full=(pair[0], *pair[2:]) not in IN_THE_SUITE),
         )
         for pair in PAIRS
     ],

@@ -13,7 +13,7 @@ from compose.cli import read_arguments
 from compose.legality import check
 from compose.toml import load
 from tests.command_lines import execute
-from tests.helpers import ROOT
+from tests.helpers import ROOT, tier
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -54,8 +54,8 @@ COMMANDS = [
         line: page for page, block in reversed(blocks("bash")) for line in block.splitlines()
     }.items()
 ]
-# To start ranks takes longer than what most of these do: the suite runs the README's proof, and of the
-# others it looks at the keys. Dry runs of recipes are those of test_dry_run.py.
+# To start ranks takes longer than what most of these do: the slow tier runs the README's proof, and of
+# the others the keys are looked at. Dry runs of recipes are those of test_dry_run.py.
 LEFT = [
     line
     for page, line in COMMANDS
@@ -63,7 +63,7 @@ LEFT = [
     or ("recipes/" in line and "--dry-run" in line)
 ]
 CASES = [
-    pytest.param(page, line, id=line, marks=[pytest.mark.full] if line in LEFT else [])
+    pytest.param(page, line, id=line, marks=tier(slow="torchrun" in line, full=line in LEFT))
     for page, line in COMMANDS
 ]
 

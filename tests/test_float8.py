@@ -317,6 +317,7 @@ def test_weights_are_gathered_in_8_bits(pool: Pool) -> None:
     assert plain - found == gathers * 3 * weights // 2
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_plain_weights_and_go_on_bitwise(pool: Pool, tmp_path: Path) -> None:
     mesh: dict[str, object] = {"parallel__dp_shard": 2, "parallel__tp": 2}
     model = FLOAT8_SHAPE | {"train__global_batch": 8, "train__micro_batch": 2}
