@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from compose import init_mesh
-from compose.build import cut, fill
 from compose.cli import parse, run
 from compose.dry_run import describe
 from compose.runtime import process_group
@@ -11,18 +10,13 @@ from compose.trainer import Trainer
 
 
 def main(arguments: Sequence[str]) -> None:
-    options = parse(arguments, program="train.py", trains=True)
-    config = options.config
-    if options.dry_run:
-        describe(config, options.world_size)
+    command = parse(arguments, program="train.py", trains=True)
+    if command.dry_run:
+        describe(command.job)
         return
-    with process_group(config) as device:
-        mesh = init_mesh(config.parallel, device.type)
-        model = cut(config, mesh, device)
-        trainer = Trainer(config, mesh, model, device)
-        if not trainer.resumed:
-            fill(model, config, device)
-        trainer.run()
+    with process_group(command.config) as device:
+        mesh = init_mesh(command.config.parallel, device.type)
+        Trainer(command.job, mesh, device, command.data).run()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 
-from compose.build import build
 from compose.checkpoint import store
 from compose.checkpoint.state import named_tensors, parts, staged
 from compose.legality import check
@@ -62,11 +61,9 @@ def overrides(small: bool, folder: Path) -> dict[str, object]:
 def saving(keys: dict[str, object]) -> tuple[dict[str, float], Path]:
     """Ratios of saving; the checkpoint that was made."""
     values = [(name, str(value)) for name, value in keys.items()]
-    config, problems = check(load(str(ROOT / "train.toml"), values), 1)
-    assert not problems, problems
-    with process_group(config) as device:
-        mesh = init_mesh(config.parallel, device.type)
-        trainer = Trainer(config, mesh, build(config, mesh, device), device)
+    job = check(load(str(ROOT / "train.toml"), values), 1)
+    with process_group(job.config) as device:
+        trainer = Trainer(job, init_mesh(job.degrees, device.type), device)
 
         def step() -> float:
             start = time.perf_counter()
@@ -75,7 +72,7 @@ def saving(keys: dict[str, object]) -> tuple[dict[str, float], Path]:
 
         step()
         steps = [step() for _ in range(STEPS)]
-        state = parts(named_tensors(trainer.model, trainer.optimizer))
+        state = parts(named_tensors(trainer.composition, trainer.optimizer))
         copies, kept = [], staged(state)
         for _ in range(3):
             start = time.perf_counter()
@@ -110,7 +107,7 @@ def saving(keys: dict[str, object]) -> tuple[dict[str, float], Path]:
             settled()
             ratios.append(copied(folder) / alone.seconds)
         trainer.held.release()
-        parameters = sum(p.numel() for p in trainer.model.parameters())
+        parameters = sum(p.numel() for p in trainer.composition.model.parameters())
     return {
         "parameters": parameters,
         "bytes": report.bytes,

@@ -46,8 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose import ConfigError, init_mesh
-from compose.build import build
-from compose.cli import parse
+from compose.cli import Command, parse
 from compose.config import Config
 from compose.metrics import peak_flops
 from compose.registry import find_model
@@ -240,7 +239,7 @@ class Rows:
         name = torch.cuda.get_device_name() if device.type == "cuda" else ""
         self.peak = peak_flops(name, "bfloat16")
 
-    def config(self, case: Case, recompute: str) -> Config:
+    def command(self, case: Case, recompute: str) -> Command:
         micro_batch = self.sizes.tokens[case.preset] // case.seq_len
         self.count += 1
         # Files of its own: else a row would find what another has compiled.
@@ -264,7 +263,7 @@ class Rows:
             keys.append(f"--model.n_layers={LAYERS[case.preset]}")
         if case.how in ("tensorwise", "rowwise"):
             keys.append(f"--precision.float8={case.how}")
-        return parse([TRAIN_TOML, *keys, *self.sizes.keys], program="gpu.py", trains=True).config
+        return parse([TRAIN_TOML, *keys, *self.sizes.keys], program="gpu.py", trains=True)
 
     def run(self, case: Case) -> dict[str, Any]:
         """What the row shows, be it why there is nothing."""
@@ -278,7 +277,7 @@ class Rows:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             try:
-                return {"recompute": recompute} | self._trained(case, self.config(case, recompute))
+                return {"recompute": recompute} | self._trained(case, self.command(case, recompute))
             except ConfigError as error:
                 return {"not_available": _line(error)}
             except Exception as error:  # whatever it is, the other rows are still to be measured
@@ -286,15 +285,16 @@ class Rows:
                 result = {"recompute": recompute, "failed": f"{type(error).__name__}: {_line(error)}"}
         return result
 
-    def _trained(self, case: Case, config: Config) -> dict[str, Any]:
+    def _trained(self, case: Case, command: Command) -> dict[str, Any]:
+        config = command.config
         shape, train = config.model.config, config.train
         if case.how == "bare":
             bare = Bare(config, self.device)
             model, step = bare.model, bare.step
         else:
             with contextlib.redirect_stdout(sys.stderr):  # the trainer greets
-                model = build(config, self.mesh, self.device)
-                step = Trainer(config, self.mesh, model, self.device).step
+                trainer = Trainer(command.job, self.mesh, self.device, command.data)
+                model, step = trainer.composition.model, trainer.step
         first, warm = seconds(step, self.device), None
         if case.how != "eager":
             torch.compiler.reset()

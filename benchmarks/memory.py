@@ -34,11 +34,11 @@ from torch.distributed.tensor import DTensor
 from compose import forward_backward, init_mesh, legality
 from compose.activation_bytes import unit_costs
 from compose.activation_checkpointing import within
-from compose.build import build, loss_function
+from compose.build import build, build_optimizer, loss_function
 from compose.config import Config
 from compose.data import random_batch
-from compose.optimizer import build_optimizer, offload
-from compose.registry import build_model
+from compose.job import Job
+from compose.optimizer import offload
 from compose.toml import load
 
 TRAIN = str(Path(__file__).parent.parent / "train.toml")
@@ -90,8 +90,9 @@ class Sizes:
         return 4 * self.T * self.layers * elements
 
     @classmethod
-    def of(cls, config: Config, n: int, device: str) -> "Sizes":
-        shape, model = config.model.config, build_model(config)[0]
+    def of(cls, job: Job, n: int, device: str) -> "Sizes":
+        config, model = job.config, job.model
+        shape = config.model.config
         P, D, V = sum(p.numel() for p in model.parameters()), shape.dim, shape.vocab_size
         T = config.train.seq_len * config.train.micro_batch
         # Taken apart on a CPU, each of two norms keeps one D more.
@@ -112,10 +113,10 @@ class Technique:
     alone: str = "off on"
 
 
-def _budget(s: Sizes, config: Config) -> float:
+def _budget(s: Sizes, job: Job) -> float:
     """Of what the mode chooses, the products and attention of each layer."""
-    model, _ = build_model(config)
-    costs = unit_costs(model, [f"layers.{i}" for i in range(s.layers)], config.train.seq_len)
+    units = [f"layers.{i}" for i in range(s.layers)]
+    costs = unit_costs(job.model, units, job.config.train.seq_len)
     return sum(
         4 * s.T * (s.A - s.D) - sum(costs[name].bytes[group] for group in groups)
         for name, groups in within(costs, BUDGET).items()
@@ -123,7 +124,7 @@ def _budget(s: Sizes, config: Config) -> float:
     )
 
 
-def techniques(config: Config) -> list[Technique]:
+def techniques(job: Job) -> list[Technique]:
     """Every row; formulas say on what they differ from docs/memory.md, if they do."""
     zero_0: Keys = {"parallel.zero": 0}
     half: Keys = {"precision.param": "bfloat16"}
@@ -172,7 +173,7 @@ def techniques(config: Config) -> list[Technique]:
         recompute("full", lambda s: s.per_token(s.A - s.D)),
         recompute("every_k", lambda s: s.per_token(s.A - s.D) / 2, every=2),
         recompute("selective", lambda s: s.per_token(s.A - (5 * s.D + 2 * s.GK + 2 * s.F + s.H))),
-        recompute("budget", lambda s: _budget(s, config), budget=BUDGET),
+        recompute("budget", lambda s: _budget(s, job), budget=BUDGET),
         Technique(
             "activation offload",
             {"activation_checkpoint.offload": "true"},
@@ -210,15 +211,17 @@ def held(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return [t.to_local() if isinstance(t, DTensor) else t for t in found]
 
 
-def measure(config: Config, device: torch.device) -> int:
+def measure(job: Job, device: torch.device) -> int:
     """Bytes at the peak, of the rank with most; every rank calls it."""
     gc.collect()
+    config = job.config
     seen, train = Allocations(device), config.train
     mesh = init_mesh(config.parallel, device.type)
     pieces = mock.patch.object(offload, "CHUNK", PIECE)
     with tempfile.TemporaryDirectory() as scratch, pieces, seen.watched():
-        model = build(config, mesh, device)
-        optimizer = build_optimizer(model, config, mesh, folder=Path(scratch))
+        composition = build(job, mesh, device)
+        model = composition.model
+        optimizer = build_optimizer(composition, job, folder=Path(scratch))
         shape = 2 * train.micro_batch, train.seq_len, config.model.config.vocab_size
         # One document each: of several, attention in float32 would keep a mask.
         batch = {
@@ -235,22 +238,20 @@ def measure(config: Config, device: torch.device) -> int:
 
         model.register_forward_pre_hook(before_forward)
         options: Any = {"micro_batch": train.micro_batch, "loss_function": loss_function(config)}
-        forward_backward(model, batch, mesh, **options)
+        forward_backward(composition, batch, **options)
         optimizer.step()
         optimizer.zero_grad()
-        forward_backward(model, batch, mesh, **options)
+        forward_backward(composition, batch, **options)
     most = torch.tensor(seen.peak(), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
-def config_of(shape: Keys, keys: Keys, ranks: int) -> Config:
+def job_of(shape: Keys, keys: Keys, ranks: int) -> Job:
     """train.toml with the shape and the keys of a row."""
     more: Keys = {"train.micro_batch": 1, "train.global_batch": 2 * ranks}
     overrides = [(key, str(value)) for key, value in {**shape, **more, **keys}.items()]
-    config, problems = legality.check(load(TRAIN, overrides), ranks)
-    assert not problems, problems
-    return config
+    return legality.check(load(TRAIN, overrides), ranks)
 
 
 def peaks(rank: int, ranks: int, port: int, shape: Keys, runs: list[Keys], out: str) -> None:
@@ -262,7 +263,7 @@ def peaks(rank: int, ranks: int, port: int, shape: Keys, runs: list[Keys], out: 
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks)
-    found = [measure(config_of(shape, keys, ranks), device) for keys in runs]
+    found = [measure(job_of(shape, keys, ranks), device) for keys in runs]
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()
@@ -288,17 +289,17 @@ def main() -> None:
     shape = SHAPE | (SMALL if arguments.small else {})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     n = min(4, torch.cuda.device_count()) if device == "cuda" else 4
-    config = config_of(shape, {}, 1)
-    wanted = arguments.techniques or [row.name for row in techniques(config)]
+    job = job_of(shape, {}, 1)
+    wanted = arguments.techniques or [row.name for row in techniques(job)]
     # With one GPU, those that need no other.
-    rows = [t for t in techniques(config) if t.name in wanted and (n > 1 or t.alone == "off on")]
+    rows = [t for t in techniques(job) if t.name in wanted and (n > 1 or t.alone == "off on")]
     runs: dict[int, list[Keys]] = {1: [], n: []}
     for row in rows:
         for which, keys in (("off", row.off), ("on", row.on)):
             of = runs[1 if which in row.alone.split() else n]
             of += [keys] if keys not in of else []
     found = {ranks: in_ranks(ranks, shape, of) for ranks, of in runs.items() if of}
-    sizes, worst = Sizes.of(config, n, device), ("", 1.0)
+    sizes, worst = Sizes.of(job, n, device), ("", 1.0)
     for row in rows:
         bytes_of = {}
         for which, keys in (("off", row.off), ("on", row.on)):

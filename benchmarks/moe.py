@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import models.qwen3 as qwen3
-from compose import Parallel, apply, expert_parallel, forward_backward, init_mesh
+from compose import Options, Parallel, apply, expert_parallel, forward_backward, init_mesh
 from compose.optimizer import AdamW
 from models.layers import moe
 from models.layers.feed_forward import FeedForward
@@ -128,15 +128,16 @@ def training(ep: int, small: bool) -> Callable[[], None]:
     """A step of a new model on every rank."""
     tiny = qwen3.Config(dim=32, n_layers=1, n_experts=8, expert_dim=16)
     config, length = (tiny, 16) if small else (qwen3.PRESETS["debug_moe"], 256)
-    mesh = init_mesh(Parallel(ep=ep))
+    parallel = Parallel(ep=ep)
+    mesh = init_mesh(parallel)
     torch.manual_seed(dist.get_rank())  # of the tokens; the weights become those of rank 0
-    model = apply(qwen3.Model(config), qwen3.plan(config, Parallel(ep=ep)), mesh, zero=3, ep=ep)
-    optimizer = AdamW(model.named_parameters())
+    composition = apply(qwen3.Model(config), qwen3.plan(config, parallel), mesh, Options(parallel))
+    optimizer = AdamW(composition.named_parameters())
     tokens = torch.randint(config.vocab_size, (4, length + 1))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
     def step() -> None:
-        forward_backward(model, batch, mesh)
+        forward_backward(composition, batch)
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()

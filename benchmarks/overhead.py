@@ -17,6 +17,7 @@ of them, with as many threads, while the others wait.
 """
 
 import argparse
+import copy
 import json
 import platform
 import statistics
@@ -35,13 +36,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
-from compose.build import build, fill
+from compose.build import build, build_optimizer, fill
 from compose.cli import parse
+from compose.composition import Composition
 from compose.config import Config
-from compose.data import training_batches
-from compose.optimizer import build_optimizer
-from compose.plan import resolve
-from compose.registry import build_model, find_model
+from compose.data import open_data, training_batches
+from compose.job import Job
+from compose.registry import find_model
 from compose.runtime import process_group
 from compose.tensor_parallel import Replicated, apply_tensor_parallel
 from compose.trainer import Trainer
@@ -60,7 +61,7 @@ class BareLoop:
             self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.samples = 0
-        self.batches = training_batches(config)
+        self.batches = training_batches(config, open_data(config))
 
     def step(self) -> float:
         batch = self.batches.batch(self.samples)
@@ -89,13 +90,13 @@ def bare_model(config: Config, weights: Mapping[str, Tensor], device: torch.devi
     return model
 
 
-def styled_model(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def styled_model(job: Job, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The model under the plan's styles on the tp axis, also where that has one rank; nothing else."""
-    model, plan = build_model(config)
-    resolved = resolve(plan, model)
-    replicated = [(name, Replicated()) for name in resolved.replicate]
-    apply_tensor_parallel(model, resolved.tensor + replicated, mesh["tp"])
-    fill(model, config, device)
+    model = copy.deepcopy(job.model)
+    replicated = [(name, Replicated()) for name in job.resolved.replicate]
+    apply_tensor_parallel(model, job.resolved.tensor + replicated, mesh["tp"])
+    # As the job's, of which this is one: its parameters have no other names.
+    fill(Composition(model, mesh), job, device)
     return model
 
 
@@ -126,10 +127,10 @@ def show(benchmark: str, device: torch.device, **found: object) -> None:
     print(json.dumps({"benchmark": benchmark, **found, **made_by}), flush=True)
 
 
-def of_one_process(config: Config, mesh: DeviceMesh, device: torch.device, steps: int) -> None:
-    model = build(config, mesh, device)
-    bare = BareLoop(config, bare_model(config, model.state_dict(), device), device)
-    trainer = Trainer(config, mesh, model, device)
+def of_one_process(job: Job, mesh: DeviceMesh, device: torch.device, steps: int) -> None:
+    config, trainer = job.config, Trainer(job, mesh, device)
+    weights = trainer.composition.model.state_dict()
+    bare = BareLoop(config, bare_model(config, weights, device), device)
     spent = in_turn({"trainer": trainer.step, "bare": bare.step}, steps)
     tokens = config.train.global_batch * config.train.seq_len
     show(
@@ -139,28 +140,29 @@ def of_one_process(config: Config, mesh: DeviceMesh, device: torch.device, steps
         tokens_per_second=round(tokens / statistics.mean(spent["trainer"])),
         bare_tokens_per_second=round(tokens / statistics.mean(spent["bare"])),
     )
-    styled = BareLoop(config, styled_model(config, mesh, device), device)
+    styled = BareLoop(config, styled_model(job, mesh, device), device)
     with loss_parallel():
         spent = in_turn({"styled": styled.step, "bare": bare.step}, steps)
     show("tp_dispatch", device, time=ratio(spent["styled"], spent["bare"]))
 
 
-def of_several(config: Config, mesh: DeviceMesh, device: torch.device, steps: int) -> None:
-    model = build(config, mesh, device)
-    optimizer = build_optimizer(model, config, mesh)
-    batches, train = training_batches(config), config.train
+def of_several(job: Job, mesh: DeviceMesh, device: torch.device, steps: int) -> None:
+    config, composition = job.config, build(job, mesh, device)
+    optimizer = build_optimizer(composition, job)
+    batches, train = training_batches(config, open_data(config)), config.train
     samples = 0
 
     def step() -> None:
         nonlocal samples
         batch = {name: value.to(device) for name, value in batches.batch(samples).items()}
         samples += train.global_batch
-        forward_backward(model, batch, mesh, micro_batch=train.micro_batch).item()
-        clip_grad_norm_(model.parameters(), train.max_norm, mesh).item()
+        forward_backward(composition, batch, micro_batch=train.micro_batch).item()
+        clip_grad_norm_(composition, train.max_norm).item()
         optimizer.step()
         optimizer.zero_grad()
 
-    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    state = composition.model.state_dict()
+    weights = {name: value.full_tensor() for name, value in state.items()}
     bare = BareLoop(config, bare_model(config, weights, device), device)
     first = dist.get_rank() == 0
     spent = in_turn({"tp": step, "bare": bare.step if first else lambda: None}, steps)
@@ -176,10 +178,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         keys = ["--metrics.tensorboard=false"]
         keys += ["--parallel.tp=-1", "--parallel.dp_shard=1"] if several else [f"--run.dir={folder}"]
-        config = parse([TRAIN_TOML, *keys], program="overhead.py", trains=not several).config
-        with process_group(config) as device:
-            mesh = init_mesh(config.parallel, device.type)
-            (of_several if several else of_one_process)(config, mesh, device, steps)
+        job = parse([TRAIN_TOML, *keys], program="overhead.py", trains=not several).job
+        with process_group(job.config) as device:
+            mesh = init_mesh(job.degrees, device.type)
+            (of_several if several else of_one_process)(job, mesh, device, steps)
 
 
 if __name__ == "__main__":

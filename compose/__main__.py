@@ -24,9 +24,9 @@ from compose.toml import load
 
 def _verify(arguments: Sequence[str]) -> int:
     """torchrun -m compose verify FILE.toml: prove that the composition equals one process."""
-    config = parse(arguments, program="python -m compose verify").config
-    with process_group(config) as device:
-        report = prove(config, init_mesh(config.parallel, device.type), device)
+    job = parse(arguments, program="python -m compose verify").job
+    with process_group(job.config) as device:
+        report = prove(job, init_mesh(job.degrees, device.type), device)
         if dist.get_rank() == 0:
             print(report, flush=True)
     return 0 if report.ok else 1
@@ -42,12 +42,13 @@ def _schedule(arguments: Sequence[str]) -> int:
     config = load(given.file, given.overrides)
     degrees = [getattr(config.parallel, axis) for axis in AXES]
     world_size = world_size_of(given) or math.prod(max(1, degree) for degree in degrees)
-    config, problems = legality.check(config, world_size)
+    try:
+        config = legality.check(config, world_size).config
+        if config.parallel.pp == 1:
+            raise ConfigError("parallel.pp: 1 has no schedule; set --parallel.pp=2 or more")
+    except ConfigError as error:
+        raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
     parallel = config.parallel
-    if not problems and parallel.pp == 1:
-        problems = ["parallel.pp: 1 has no schedule; set --parallel.pp=2 or more"]
-    if problems:
-        raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
     micro_batches = legality.micro_batches(config)
     name, virtual_stages = parallel.pp_schedule, parallel.pp_virtual_stages
     table = build_table(name, parallel.pp, virtual_stages, micro_batches)

@@ -26,9 +26,9 @@ from torch.utils.checkpoint import (
 
 from compose.activation_bytes import UnitCost, unit_costs
 from compose.errors import ConfigError, did_you_mean
+from compose.fields import Fraction, Positive
 from compose.torch_versions import bypass_saved_tensors_hooks
 
-Mode = Literal["none", "full", "every_k", "selective", "budget"]
 Operators = frozenset[torch._ops.OpOverload]
 
 # Operators of aten by the name that a group of them has in ``keep``.
@@ -45,18 +45,22 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """What to keep. every: with every_k. keep: with selective, groups or operators of aten. budget:
-    with budget, what may be kept as a fraction of what mode none keeps, at ``seq_len`` tokens."""
+class ActivationCheckpoint:
+    mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
+    """What backward computes again: full: all but each unit's input; every_k: the same of every k-th
+    unit; selective: all but the input and what keep names; budget: what does not fit in it."""
+    every: Positive = 2
+    """With every_k: k."""
+    keep: tuple[str, ...] = ("matmul", "attention")
+    """With selective: the operators whose results are kept: matmul, attention, or aten's by name."""
+    budget: Fraction = 0.5
+    """With budget: what may be kept as a fraction of what mode none keeps in the units."""
+    offload: bool = False
+    """Keep what units save for backward in host memory."""
 
-    mode: Mode = "none"
-    every: int = 2
-    keep: Sequence[str] = ("matmul", "attention")
-    budget: float = 0.5
-    seq_len: int = 2048
 
-
-KEEP_ALL = Recompute()
+Recompute = ActivationCheckpoint
+"""Its former name."""
 
 
 def operators(names: Iterable[str]) -> Operators:
@@ -80,7 +84,7 @@ def operators(names: Iterable[str]) -> Operators:
 
 
 def recomputed_units(
-    model: nn.Module, units: Sequence[str], options: Recompute
+    model: nn.Module, units: Sequence[str], options: ActivationCheckpoint, seq_len: int
 ) -> dict[str, Operators]:
     """The units to recompute, by name; of each the operators whose results are kept.
 
@@ -94,7 +98,7 @@ def recomputed_units(
     if options.mode == "selective":
         return dict.fromkeys(units, operators(options.keep))
     if options.mode == "budget":
-        kept = within(unit_costs(model, units, options.seq_len), options.budget)
+        kept = within(unit_costs(model, units, seq_len), options.budget)
         return {name: operators(groups) for name, groups in kept.items() if groups is not None}
     return {}
 

@@ -7,92 +7,71 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from compose.activation_checkpointing import (
-    KEEP_ALL,
-    Recompute,
-    apply_activation_checkpointing,
-    recomputed_units,
-)
+from compose.activation_checkpointing import apply_activation_checkpointing, recomputed_units
 from compose.activation_offload import ActivationOffload
-from compose.applied import Applied, remember
-from compose.compilation import NOTHING, Compile, apply_compile, check_whole
+from compose.compilation import apply_compile, check_whole
+from compose.composition import Composition
 from compose.context_parallel import Balance, ContextParallel
-from compose.data_parallel import apply_data_parallel
+from compose.data_parallel import Sharding, apply_data_parallel
 from compose.errors import ConfigError
 from compose.expert_parallel import expert_mesh
-from compose.float8 import Choice, Recipe, apply_float8, choose, float8_styles
-from compose.mesh import axis_size
+from compose.float8 import Choice, apply_float8, choose, float8_styles
+from compose.mesh import axis_size, check_same_degrees
 from compose.near_shards import NearGather, near_groups
+from compose.options import Options
 from compose.output import Output
-from compose.pipeline_parallel import PipelineRunner, Schedule, apply_pipeline_parallel
+from compose.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
 from compose.pipeline_split import Stage
 from compose.plan import Plan, Resolved, resolve
+from compose.precision import Precision
 from compose.tensor_parallel import Replicated, apply_tensor_parallel, check_heads
 
 
 def apply(
-    model: nn.Module,
-    plan: Plan,
-    mesh: DeviceMesh,
-    *,
-    zero: int = 3,
-    param_dtype: torch.dtype = torch.float32,
-    reduce_dtype: torch.dtype = torch.float32,
-    master_dtype: torch.dtype = torch.float32,
-    activation_checkpoint: Recompute = KEEP_ALL,
-    pipeline: Schedule | None = None,
-    ep: int = 1,
-    float8: Recipe = "off",
-    compile: Compile = NOTHING,
-    offload: bool = False,
-    offload_activations: bool = False,
-    zero3_reshard: int = 0,
-    prefetch: int = 0,
-) -> nn.Module:
-    """Cut ``model`` over ``mesh`` in place, as ``plan`` says, and return it.
+    model: nn.Module, plan: Plan | Resolved, mesh: DeviceMesh, options: Options | None = None
+) -> Composition:
+    """Cut ``model`` over ``mesh`` in place, as ``plan`` says.
 
-    The model may be on meta (then ``compose.init_weights`` fills it afterwards) or hold weights,
-    which are first made those of rank 0, as DistributedDataParallel does. ``mesh`` is that of
-    ``compose.init_mesh``. Make the optimizer afterwards: the parameters are new objects.
+    Make the optimizer afterwards: the parameters are new objects. In a pipeline the model keeps what
+    this rank's stages run, under the names it had. ``forward_backward`` and its kin take what is
+    returned here.
 
-    With pp, ``pipeline`` says how; the model then keeps what this rank's stages run, under the names it
-    had, and ``compose.forward_backward`` runs it. ``ep`` neighbouring ranks hold the experts between
-    them; the mesh has no axis for it. In ``master_dtype`` parameters are kept, float32 before; it takes
-    an optimizer for it (``compose.optimizer.AdamW``). In ``float8`` the plan's linear layers take their
-    products, where their shapes are fit for it (compose/float8.py). ``offload``: parameters and
-    gradients are in host memory between their uses, with zero 3. ``offload_activations``: so is what
-    the plan's checkpoint units save for backward. ``zero3_reshard``: with zero 3, units are gathered
-    from so many neighbours once a step has gathered them from all (near_shards.py). ``prefetch``: of
-    how many units the gather begins ahead of a unit, in forward and backward; 0 is what FSDP2 does by
-    itself.
+    Args:
+        model: On meta, and ``compose.init_weights`` fills it afterwards. Or it holds weights, float32;
+            then those of rank 0 become everybody's, as in DistributedDataParallel.
+        plan: The model's parallelization, or what ``compose.plan.resolve`` made of it for this model.
+        mesh: Of ``compose.init_mesh``.
+        options: What else to do. None: the defaults, with the degrees of ``mesh``. Its degrees must be
+            those that ``mesh`` was made of.
 
-    Raises ConfigError where the plan does not fit the model.
+    Returns:
+        The composition, which holds ``model``.
+
+    Raises:
+        ConfigError: The plan does not fit the model, or the options do not fit the mesh.
     """
-    if zero not in (0, 1, 2, 3):
-        raise ConfigError(f"zero: {zero} is not a ZeRO stage (0, 1, 2, 3)")
-    wide = torch.promote_types(torch.float32, master_dtype)
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, wide):
-            raise ConfigError(
-                f"parameter {name} is {parameter.dtype}: master weights are float32; call"
-                " model.float(), and give param_dtype for forward and backward"
-            )
-    if master_dtype not in (torch.float32, param_dtype):
-        raise ConfigError(f"master_dtype: {master_dtype} is neither float32 nor param_dtype")
+    if options is None:
+        options = Options()
+    else:
+        check_same_degrees(options.parallel, mesh)
+    parallel, precision, recompute = options.parallel, options.precision, options.activation_checkpoint
+    zero, ep, compile = parallel.zero, parallel.ep, options.compile
+    offload, float8 = parallel.offload == "cpu", precision.float8
+    _check_types(model, precision)
     pp, cp, tp = (axis_size(mesh, axis) for axis in ("pp", "cp", "tp"))
     check_whole(compile.mode, tp)
-    resolved = resolve(plan, model)
-    if plan.heads:
-        check_heads(*plan.heads, tp)
-    units = activation_checkpoint.mode != "none" or offload_activations
+    resolved = plan if isinstance(plan, Resolved) else resolve(plan, model)
+    if resolved.heads:
+        check_heads(*resolved.heads, tp)
+    units = recompute.mode != "none" or recompute.offload
     _check_named(resolved, cp, ep, units, compile.mode, float8)
     choice = choose(model, resolved, tp, float8, mesh.device_type)
     _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(master_dtype)
+            parameter.data = parameter.data.to(precision.master_dtype)
     # Of the whole model, as every rank knows it.
-    recomputed = recomputed_units(model, resolved.checkpoint, activation_checkpoint)
+    recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.seq_len)
     # Of the whole plan: a stage without attention cuts its sequences as the others do.
     balances: list[Balance] = [
         style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
@@ -105,7 +84,7 @@ def apply(
     stages = [Stage(0, model, frozenset())]
     if pp > 1:
         runner = apply_pipeline_parallel(
-            model, resolved.pipeline, pipeline or Schedule(), mesh["pp"], zero
+            model, resolved.pipeline, mesh["pp"], parallel.schedule, zero, options.seq_len
         )
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
@@ -115,46 +94,58 @@ def apply(
     if over is not None:
         _expert(model, resolved, over["ep"])
     # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
-    flash = mesh.device_type == "cuda" and param_dtype in (torch.bfloat16, torch.float16)
+    flash = mesh.device_type == "cuda" and precision.param in ("bfloat16", "float16")
     opaque: list[str] = []
     if cp > 1 or (flash and resolved.context):
         _context(model, resolved, mesh["cp"])
         opaque = [name for name, _ in resolved.context]
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
     apply_activation_checkpointing(model, mine)
-    activations = ActivationOffload(model) if offload_activations else None
+    activations = ActivationOffload(model) if recompute.offload else None
     if activations:
         for name in resolved.checkpoint:
             activations.wrap(model.get_submodule(name))
     opaque += [name for name, _ in resolved.expert]
     modules = [stage.module for stage in stages]
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
-    near = near_groups(mesh, zero3_reshard, zero, over)
+    near = near_groups(mesh, parallel.zero3_reshard, zero, over)
     gathers: list[NearGather] = []
     # A lone process in full precision has nothing to shard, reduce or cast.
-    if mesh.size() > 1 or param_dtype != torch.float32 or offload:
+    if mesh.size() > 1 or precision.param != "float32" or offload:
+        how = Sharding(
+            zero,
+            precision.param_dtype,
+            precision.reduce_dtype,
+            offload,
+            options.comm.prefetch,
+            near,
+            over,
+        )
         for stage in stages:
             here = resolved.without(stage.absent)
-            gathers += apply_data_parallel(
-                stage.module,
-                here.shard,
-                mesh,
-                experts=[name for name, _ in here.expert],
-                expert_mesh=over,
-                zero=zero,
-                param_dtype=param_dtype,
-                reduce_dtype=reduce_dtype,
-                ends=runner is None or runner.is_last(stage),
-                offload=offload,
-                near=near,
-                prefetch=prefetch,
-            )
+            experts = [name for name, _ in here.expert]
+            ends = runner is None or runner.is_last(stage)
+            gathers += apply_data_parallel(stage.module, here.shard, mesh, how, experts, ends)
     # On a rank without the last stage this is an identity that nothing calls.
     output = Output(model.get_submodule(resolved.output)) if resolved.output else None
     aliases = runner.aliases if runner else {}
-    applied = Applied(zero, balance, runner, aliases, output, offload, activations, choice, gathers)
-    remember(model, applied)
-    return model
+    return Composition(
+        model, mesh, zero, balance, runner, aliases, output, offload, activations, choice, gathers
+    )
+
+
+def _check_types(model: nn.Module, precision: Precision) -> None:
+    wide = torch.promote_types(torch.float32, precision.master_dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, wide):
+            raise ConfigError(
+                f"parameter {name} is {parameter.dtype}: master weights are float32; call"
+                " model.float(), and give precision.param for forward and backward"
+            )
+    if precision.master not in ("float32", precision.param):
+        raise ConfigError(
+            f"precision.master: {precision.master} is neither float32 nor precision.param"
+        )
 
 
 def _check_named(resolved: Resolved, cp: int, ep: int, units: bool, compile: str, float8: str) -> None:

@@ -107,7 +107,7 @@ def _backward(
             grad, q, k, v, out, lse, 0.0, causal
         )
     if q.dtype == torch.float64:
-        return plain_backward(grad, q, k, v, out, lse, causal)
+        return plain_backward(grad, (q, k, v), out, lse, causal)
     heads, groups = q.shape[1], k.shape[1]
     k, v = _expand(k, heads), _expand(v, heads)
     # Without dropout the kernel reads neither seed nor offset.
@@ -131,10 +131,21 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
 
 
 def plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of :func:`plain_forward`; ``out`` and ``lse`` may be those of all blocks together
-    (Dao 2023, arXiv:2307.08691, section 2.3)."""
+    """Compute the gradients of :func:`plain_forward` (Dao 2023, arXiv:2307.08691, section 2.3).
+
+    Args:
+        grad: Of ``out``, (B, H, Lq, K).
+        inputs: q (B, H, Lq, K), k and v (B, G, Lk, K).
+        out: Of the forward; it may be that of all blocks together.
+        lse: As ``out``, (B, H, Lq).
+        causal: As in the forward.
+
+    Returns:
+        The gradients of q, k and v.
+    """
+    q, k, v = inputs
     heads, groups = q.shape[1], k.shape[1]
     k, v = _expand(k, heads), _expand(v, heads)
     weights = (_scores(q, k, causal) - lse[..., None]).exp()

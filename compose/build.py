@@ -1,99 +1,190 @@
-"""From a checked Config to a model that is cut and filled, or to a description of one."""
+"""From a checked job to a model that is cut and filled, its loss and its optimizer."""
 
+import copy
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.activation_checkpointing import Recompute
 from compose.apply import apply
-from compose.compilation import Compile
+from compose.composition import Composition
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.float8 import Choice, choose
 from compose.hugging_face import config_problems, load_hf, name_of
+from compose.job import Job
+from compose.optimizer.adamw import AdamW
+from compose.optimizer.groups import Together, grouped, stage_group
+from compose.optimizer.muon import Muon
+from compose.optimizer.offload import OffloadedAdamW
+from compose.optimizer.rates import set_learning_rate
+from compose.optimizer.rules import Rule, parameter_rules
+from compose.optimizer.scratch import remove_left
+from compose.options import Options
 from compose.output import CrossEntropy
-from compose.pipeline_parallel import Schedule
-from compose.plan import Plan, resolve
-from compose.registry import InitialisedModel, build_model
+from compose.registry import InitialisedModel
 from compose.weights import init_weights, materialize
 
-
-def apply_options(config: Config) -> dict[str, Any]:
-    """The keyword arguments of ``compose.apply`` that ``config`` asks for."""
-    return {
-        "zero": config.parallel.zero,
-        "param_dtype": getattr(torch, config.precision.param),
-        "reduce_dtype": getattr(torch, config.precision.reduce),
-        "master_dtype": getattr(torch, config.precision.master),
-        "activation_checkpoint": recompute(config),
-        "pipeline": pipeline_schedule(config),
-        "ep": config.parallel.ep,
-        "float8": config.precision.float8,
-        "compile": Compile(config.compile.mode, config.compile.async_tp),
-        "offload": config.parallel.offload == "cpu",
-        "offload_activations": config.activation_checkpoint.offload,
-        "zero3_reshard": config.parallel.zero3_reshard,
-        "prefetch": config.comm.prefetch,
-    }
-
-
-def float8_choice(config: Config, model: nn.Module, plan: Plan, device_type: str) -> Choice:
-    """What of the whole ``model`` computes in float8 as ``config`` says."""
-    tp, recipe = config.parallel.tp, config.precision.float8
-    return choose(model, resolve(plan, model), tp, recipe, device_type)
-
-
-def recompute(config: Config) -> Recompute:
-    """What ``config`` says of activation checkpointing."""
-    chosen = config.activation_checkpoint
-    return Recompute(chosen.mode, chosen.every, chosen.keep, chosen.budget, config.train.seq_len)
-
-
-def pipeline_schedule(config: Config) -> Schedule:
-    """What ``config`` says of its pipeline."""
-    parallel = config.parallel
-    return Schedule(
-        parallel.pp_schedule, parallel.pp_virtual_stages, parallel.pp_layers, config.train.seq_len
-    )
+_NOWHERE = "compose-offload-"  # folders of files in the system's own, where there is no run
 
 
 def loss_function(config: Config) -> CrossEntropy:
-    """The loss that ``config`` asks for."""
+    """Return the loss that ``config`` asks for."""
     return CrossEntropy(config.train.loss_chunk, config.train.z_loss)
 
 
-def cut(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """The model, cut over ``mesh``, with memory on ``device`` for weights that are yet to come."""
-    model, plan = build_model(config)
-    apply(model, plan, mesh, **apply_options(config))
-    materialize(model, device)
-    return model
+def cut(
+    job: Job, mesh: DeviceMesh, device: torch.device, options: Options | None = None
+) -> Composition:
+    """Cut the job's model over ``mesh``, with memory on ``device`` for weights that are yet to come.
 
-
-def build(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """The model, cut over ``mesh``, with its first weights on ``device``."""
-    model = cut(config, mesh, device)
-    fill(model, config, device)
-    return model
-
-
-def fill(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Weights of ``checkpoint.load_hf``, or drawn by ``train.seed``, for a whole model or a cut one, on
-    meta or on ``device``.
-
-    Raises ConfigError where the former do not fit.
+    Args:
+        job: Whose own model stays as it is.
+        mesh: Of ``compose.init_mesh``.
+        device: Where parameters are, unless they are offloaded.
+        options: Of ``compose.apply``; None: those of the job's config.
     """
+    model = copy.deepcopy(job.model)
+    composition = apply(model, job.resolved, mesh, options or job.config.options)
+    materialize(composition, device)
+    return composition
+
+
+def build(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
+    """Cut the job's model over ``mesh``, and give it its first weights."""
+    composition = cut(job, mesh, device)
+    fill(composition, job, device)
+    return composition
+
+
+def fill(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
+    """Give a model its first weights: of ``checkpoint.load_hf``, or drawn by ``train.seed``.
+
+    Args:
+        whole: The job's model, on meta or on ``device``, or the composition of it.
+        job: Whose weights they are.
+        device: Where they are put.
+
+    Raises:
+        ConfigError: The published weights do not fit.
+    """
+    config = job.config
     if config.checkpoint.load_hf:
         chosen, folder = config.model, Path(config.checkpoint.load_hf)
         problems = config_problems(folder, chosen.name, chosen.config)
         if problems:
             raise ConfigError(*problems)
-        whole, _ = build_model(config)
-        materialize(model, device)
-        load_hf(model, folder, name_of(chosen.name, chosen.config), whole)
+        materialize(whole, device)
+        load_hf(whole, folder, name_of(chosen.name, chosen.config), job.model)
         return
-    initialised = cast(InitialisedModel, model)
-    init_weights(model, initialised.init_parameter, config.train.seed, device)
+    initialised = cast(InitialisedModel, job.model)
+    init_weights(whole, initialised.init_parameter, config.train.seed, device)
+
+
+def build_optimizer(
+    composition: Composition,
+    job: Job,
+    muon_dtype: torch.dtype | None = None,
+    folder: Path | None = None,
+) -> torch.optim.Optimizer:
+    """Make the optimizer of a job; every rank calls it.
+
+    Args:
+        composition: Of the job's model.
+        job: Its tables [optimizer] and [precision].
+        muon_dtype: Type of Muon's products; None: what Muon chooses for the device.
+        folder: Of the run. None: a new one where files are needed.
+
+    Returns:
+        The optimizer, at the highest learning rate.
+
+    Raises:
+        ConfigError: As ``parameter_rules`` does.
+    """
+    config = job.config
+    rules = parameter_rules(job.model, job.plan, config.optimizer)
+    named = list(composition.named_parameters())
+    muon = config.optimizer.name == "muon"
+    group = stage_group(composition.mesh, config.comm.timeout) if muon else None
+    parts: list[torch.optim.Optimizer] = []
+    matrices = [(name, p) for name, p in named if rules[name].muon]
+    others = [(name, p) for name, p in named if not rules[name].muon]
+    if matrices:
+        parts.append(_muon(grouped(matrices, rules, False), config, group, muon_dtype))
+    if others:
+        parts.append(_adamw(others, rules, config, folder))
+    optimizer = parts[0] if len(parts) == 1 else Together(parts)
+    set_learning_rate(optimizer, config.optimizer.lr)
+    return optimizer
+
+
+def _muon(
+    groups: list[dict[str, Any]],
+    config: Config,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype | None,
+) -> Muon:
+    state: torch.dtype = getattr(torch, config.precision.optimizer_state)
+    if dtype is not None and dtype == torch.float64:  # as in the proof, where nothing is to be rounded
+        state = dtype
+    return Muon(
+        groups,
+        lr=config.optimizer.lr,
+        momentum=config.optimizer.momentum,
+        group=group,
+        dtype=dtype,
+        state_dtype=state,
+        seed=config.train.seed,
+    )
+
+
+def _adamw(
+    named: Sequence[tuple[str, nn.Parameter]],
+    rules: Mapping[str, Rule],
+    config: Config,
+    folder: Path | None,
+) -> torch.optim.Optimizer:
+    options, precision = config.optimizer, config.precision
+    common: dict[str, Any] = {
+        "lr": options.lr,
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+    }
+    if options.offload != "none":
+        scratch = _scratch(config, folder) if options.offload == "nvme" else None
+        return OffloadedAdamW(grouped(named, rules, by_mesh=False), **common, folder=scratch)
+    if precision.master == precision.optimizer_state == "float32":
+        how = options.implementation
+        common |= {"fused": True} if how == "fused" else {"foreach": how == "foreach"}
+        return torch.optim.AdamW(grouped(named, rules, by_mesh=True), **common)
+    return AdamW(
+        grouped(named, rules, by_mesh=False),
+        **common,
+        state_dtype=getattr(torch, precision.optimizer_state),
+        seed=config.train.seed,
+    )
+
+
+def _scratch(config: Config, folder: Path | None) -> Path:
+    """This rank's own folder for what does not outlive the run."""
+    given, run = config.optimizer.offload_dir, config.run.dir or folder
+    if not given and not run:
+        remove_left(Path(tempfile.gettempdir()).glob(f"{_NOWHERE}*"))
+        return Path(tempfile.mkdtemp(prefix=_NOWHERE))
+    base = Path(given) if given else Path(run or "") / "offload"
+    if not given and base.is_symlink():  # a run writes nothing outside its folder unless told to
+        raise ConfigError(
+            f"optimizer.offload_dir: {base} is a link; give optimizer.offload_dir = where it leads"
+        )
+    remove_left(p for p in base.glob("rank-*") if _number(p) >= dist.get_world_size())
+    return base / f"rank-{dist.get_rank()}"
+
+
+def _number(folder: Path) -> int:
+    """Of the rank whose folder it is; -1 where that is no number."""
+    digits = folder.name.removeprefix("rank-")
+    return int(digits) if digits.isdecimal() else -1

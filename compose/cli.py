@@ -17,11 +17,13 @@ import torch
 
 from compose import legality
 from compose.checkpoint.store import newest_first
-from compose.config import TABLES, Config, Model, attribute, docs, toml_value, type_name
-from compose.data import data_problems
+from compose.config import TABLES, Config, Model
+from compose.data.opening import OpenData, open_data
 from compose.errors import ConfigError, did_you_mean
+from compose.fields import attribute, docs, toml_value, type_name
 from compose.folder import strangers
 from compose.hugging_face import source_problems
+from compose.job import Job
 from compose.registry import find_model, model_names
 from compose.toml import COMMAND_LINE, load, nearest_key
 
@@ -44,10 +46,20 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Options:
-    config: Config
-    world_size: int
+class Command:
+    """A command line that was read and checked."""
+
+    job: Job
+    """What is to be run."""
+    data: OpenData | None
+    """Its data; None of a program that does not train, and of a dry run."""
     dry_run: bool
+    """Whether --dry-run was given."""
+
+    @property
+    def config(self) -> Config:
+        """The tables."""
+        return self.job.config
 
 
 # The flags of each kind of command, with what they take.
@@ -59,24 +71,42 @@ FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string.
 """
 
 
-def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Options:
+def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Command:
     """Read a command line, load its file and check all that can be checked by one process.
 
-    A program that ``trains`` has the flags --dry-run and --world-size N too, reads the data and writes
-    ``run.dir``. ``--help`` prints every key and exits. Raises ConfigError with all problems found.
+    ``--help`` prints every key and exits.
+
+    Args:
+        arguments: The words after the program's name.
+        program: The program's name, for --help.
+        trains: Whether it reads the data and writes ``run.dir``. It then has the flags --dry-run and
+            --world-size N too.
+
+    Raises:
+        ConfigError: All problems found.
     """
     given = read_arguments(arguments, program, TRAIN_FLAGS if trains else {})
     dry_run = "--dry-run" in given.flags
     if "--world-size" in given.flags and not dry_run:
         raise ConfigError(f"{COMMAND_LINE}: --world-size: goes with --dry-run; else torchrun sets it")
     world_size = world_size_of(given) or launched_ranks()
-    config, problems = legality.check(load(given.file, given.overrides), world_size)
+    config, job, data = load(given.file, given.overrides), None, None
+    problems: list[str] = []
+    try:
+        job = legality.check(config, world_size)
+    except ConfigError as error:
+        problems += error.problems
     if not dry_run:
         problems += device_problems(config)
-        problems += _surroundings(config) if trains else []
-    if problems:
+        if trains:
+            try:
+                data = open_data(config)
+            except ConfigError as error:
+                problems += error.problems
+            problems += _of_first_rank(config, job)
+    if problems or job is None:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
-    return Options(config, world_size, dry_run)
+    return Command(job, data, dry_run)
 
 
 def world_size_of(given: Arguments) -> int:
@@ -172,12 +202,12 @@ def device_problems(config: Config) -> list[str]:
     return []
 
 
-def _surroundings(config: Config) -> list[str]:
-    """Problems with the data, the first weights and the folder of a run, on this machine."""
-    problems = data_problems(config)
+def _of_first_rank(config: Config, job: Job | None) -> list[str]:
+    """Return problems with the first weights and the folder of a run, on this machine."""
+    problems: list[str] = []
     if _is_first_rank():
-        if config.checkpoint.load_hf:
-            problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(config)]
+        if config.checkpoint.load_hf and job:
+            problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]
         problems += _run_dir(config)
     return problems
 

@@ -22,15 +22,11 @@ from compose.torch_versions import enable_symmetric_memory
 
 @dataclass(frozen=True)
 class Compile:
-    """async_tp: let Inductor split products that wait for tp's messages (CUDA). backend: of
-    torch.compile."""
-
     mode: Literal["off", "block", "model"] = "off"
+    """What torch.compile makes one graph of: each layer, or as much of the model as hooks leave."""
     async_tp: bool = False
-    backend: Any = "inductor"
-
-
-NOTHING = Compile()
+    """With tp on CUDA: run products in pieces while their messages travel."""
+    backend: Any = "inductor"  # of torch.compile
 
 
 def check_whole(mode: str, tp: int) -> None:

@@ -13,6 +13,7 @@ Over dp_replicate the (sharded) gradients are all-reduced once a step in every s
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -36,55 +37,74 @@ from compose.near_shards import NearGather, NearGroups
 from compose.torch_versions import finish_fsdp_backward
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """What data parallel shards, and how it moves it."""
+
+    zero: int
+    """The ZeRO stage. 0 asks for a mesh whose dp_shard is 1."""
+    param_dtype: torch.dtype = torch.float32
+    """Type in which parameters are gathered, and of forward and backward."""
+    reduce_dtype: torch.dtype = torch.float32
+    """Type in which gradients are reduced."""
+    offload: bool = False
+    """Parameters and gradients are in host memory, pinned where there is a GPU. A unit's shards are
+    copied to the device when it is gathered. Their memory has to be made in host memory."""
+    prefetch: int = 0
+    """Units whose gather begins before the one ahead of them runs, in forward and in backward. 0: what
+    FSDP does by itself, the next one in backward."""
+    near: NearGroups | None = None
+    """Neighbours to gather from again in stage 3, after a step's first gather."""
+    expert_mesh: DeviceMesh | None = None
+    """Of ``expert_mesh`` in expert_parallel.py: where experts are sharded."""
+
+
 def apply_data_parallel(
     model: nn.Module,
     units: Sequence[Sequence[str]],
     mesh: DeviceMesh,
-    *,
-    zero: int,
-    param_dtype: torch.dtype = torch.float32,
-    reduce_dtype: torch.dtype = torch.float32,
-    ends: bool = True,
+    how: Sharding,
     experts: Sequence[str] = (),
-    expert_mesh: DeviceMesh | None = None,
-    offload: bool = False,
-    near: NearGroups | None = None,
-    prefetch: int = 0,
+    ends: bool = True,
 ) -> list[NearGather]:
     """``fully_shard`` each unit, then the model, over the data axes of ``mesh``.
 
     What dp_shard and cp hold between them is sharded over both, and replicated over dp_replicate.
+    Gradients are summed over ranks and not averaged: the loss is already divided by the number of
+    target tokens in the global batch.
 
-    Gradients are summed, not averaged, over ranks: the loss is already divided by the number of
-    target tokens in the global batch. ``zero`` = 0 asks for a mesh whose dp_shard is 1. ``ends``: the
-    loss follows the last unit, as it does not in a pipeline's other stages.
+    Args:
+        model: A stage, or the whole model.
+        units: Names of the modules of each unit, in order of use.
+        mesh: Of ``compose.init_mesh``.
+        how: What is sharded, and in which types.
+        experts: Modules that are sharded over ``how.expert_mesh``, each a unit within another.
+        ends: Whether the loss follows the last unit, as it does not in a pipeline's other stages.
 
-    ``experts``: modules that are sharded over ``expert_mesh`` (of expert_parallel.py) instead, each a
-    unit of its own within another.
+    Returns:
+        The gathers that ``how.near`` asks for.
 
-    ``offload``: parameters and gradients are in host memory, pinned where there is a GPU; a unit's
-    shards are copied to the device when it is gathered. Their memory has to be made there.
-
-    ``near``: neighbours to gather from again in stage 3, after a first gather of a step; what does so
-    is returned, for ``near_shards``.
-
-    ``prefetch``: of how many units the gather begins before the one ahead of them runs, in forward and
-    in backward; 0: what FSDP does by itself, the next one in backward.
+    Raises:
+        ConfigError: The ZeRO stage does not fit the mesh, or parameters in host memory.
     """
+    zero, near = how.zero, how.near
     if zero == 0 and axis_size(mesh, "dp_shard") > 1:
         raise ConfigError("zero: 0 shards nothing, but the mesh does; init_mesh(Parallel(zero=0, ...))")
-    if offload and zero != 3:
+    if how.offload and zero != 3:
         raise ConfigError(f"offload: takes zero = 3, not {zero}: others hold parameters on the device")
     data_mesh = _data_mesh(mesh)
     where = OffloadPolicy()
-    if offload:
+    if how.offload:
         where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
     def shard(
         modules: nn.Module | list[nn.Module], reshard: bool, mesh: DeviceMesh = data_mesh, **more: Any
     ) -> None:
         # The model's own inputs are cast; between its parts, what is float32 is so on purpose.
-        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=modules is model)
+        cast_inputs = modules is model
+        policy = MixedPrecisionPolicy(
+            how.param_dtype, how.reduce_dtype, cast_forward_inputs=cast_inputs
+        )
         more |= {"mp_policy": policy, "offload_policy": where}
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **more)  # type: ignore[arg-type]
 
@@ -95,6 +115,7 @@ def apply_data_parallel(
             gathers.append(NearGather(group))
             module.set_custom_all_gather(cast(Any, gathers[-1]))
 
+    expert_mesh = how.expert_mesh
     if expert_mesh is not None:
         over = expert_mesh["expert_shard"]
         if axis_size(expert_mesh, "expert_replicate") > 1:
@@ -119,8 +140,8 @@ def apply_data_parallel(
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum.
             module.set_force_sum_reduction_for_comms(True)
-    if prefetch:
-        _prefetch([model.get_submodule(unit[0]) for unit in units], prefetch)
+    if how.prefetch:
+        _prefetch([model.get_submodule(unit[0]) for unit in units], how.prefetch)
     return gathers
 
 

@@ -4,6 +4,7 @@ The plan is applied to the model on meta over a fake process group, whose collec
 one process shows what any number of ranks would hold.
 """
 
+import copy
 import math
 import os
 import re
@@ -17,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compose.apply import apply
-from compose.build import apply_options, float8_choice
 from compose.config import Config
+from compose.float8 import choose
+from compose.job import Job
 from compose.local import local_tensor
 from compose.mesh import AXES, init_mesh
 from compose.near_shards import near_experts
 from compose.optimizer.rules import parameter_rules
-from compose.registry import build_model
 
 
 @dataclass(frozen=True)
@@ -39,26 +40,25 @@ class Placed:
     local_bytes: int  # of the master weight
 
 
-def describe(config: Config, world_size: int) -> None:
-    """Print the dry run of a checked config, on rank 0 if there are several."""
+def describe(job: Job) -> None:
+    """Print the dry run of a checked job, on rank 0 if there are several."""
     if os.environ.get("RANK", "0") != "0":
         return
-    pp = config.parallel.pp
-    _, plan = build_model(config)
-    placed = [_stage(config, world_size, rank * world_size // pp) for rank in range(pp)]
-    print(_mesh_line(config, world_size), "", "plan", str(plan), sep="\n")
+    pp = job.degrees.pp
+    placed = [_stage(job, rank * job.world_size // pp) for rank in range(pp)]
+    print(_mesh_line(job), "", "plan", str(job.plan), sep="\n")
     print("", *_table([p for stage in placed for p in stage], pp), sep="\n")
-    print("", *_summary(placed, config), sep="\n")
+    print("", *_summary(placed, job), sep="\n")
 
 
-def _stage(config: Config, world_size: int, rank: int) -> list[Placed]:
+def _stage(job: Job, rank: int) -> list[Placed]:
     """What ``rank`` holds."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.world_size)
     try:
-        mesh = init_mesh(config.parallel)
-        model, plan = build_model(config)
-        apply(model, plan, mesh, **apply_options(config))
-        return placements(model, mesh, config)
+        mesh = init_mesh(job.degrees)
+        model = copy.deepcopy(job.model)
+        apply(model, job.resolved, mesh, job.config.options)
+        return placements(model, mesh, job.config)
     finally:
         dist.destroy_process_group()
 
@@ -89,11 +89,11 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
     return result
 
 
-def _mesh_line(config: Config, world_size: int) -> str:
-    parallel = config.parallel
+def _mesh_line(job: Job) -> str:
+    parallel = job.degrees
     degrees = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in AXES)
     experts = f" (ep {parallel.ep} over them)" if parallel.ep > 1 else ""
-    line = f"mesh: {world_size} ranks: {degrees}{experts}; zero {parallel.zero}"
+    line = f"mesh: {job.world_size} ranks: {degrees}{experts}; zero {parallel.zero}"
     if parallel.pp > 1:
         line += f"\npipeline: {parallel.pp_schedule}, layers of its stages {list(parallel.pp_layers)}"
     return line
@@ -133,11 +133,11 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _summary(placed: list[list[Placed]], config: Config) -> list[str]:
+def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     """Parameter count, FLOPs, and bytes of what outlives a micro-batch on the rank with most."""
-    model, plan = build_model(config)
-    parameters = sum(p.numel() for p in model.parameters())
-    rules = parameter_rules(model, plan, config.optimizer)
+    config = job.config
+    parameters = sum(p.numel() for p in job.model.parameters())
+    rules = parameter_rules(job.model, job.plan, config.optimizer)
     state = getattr(torch, config.precision.optimizer_state).itemsize
     zero, reduce_size = config.parallel.zero, getattr(torch, config.precision.reduce).itemsize
     param_size = getattr(torch, config.precision.param).itemsize
@@ -169,8 +169,8 @@ def _summary(placed: list[list[Placed]], config: Config) -> list[str]:
         f"  {'state in all':<20}{_bytes(sum(size for _, size in rows))}",
     ]
     if config.precision.float8 != "off":
-        device = "cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu"
-        lines.insert(2, str(float8_choice(config, model, plan, device)))
+        recipe, tp = config.precision.float8, config.parallel.tp
+        lines.insert(2, str(choose(job.model, job.resolved, tp, recipe, job.device_type)))
     if whole:
         lines.append(f"  {'gathered in a step':<20}{_bytes(whole)} ({config.precision.param})")
     return lines

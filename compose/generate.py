@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -20,9 +20,12 @@ from compose import legality
 from compose.build import cut, fill
 from compose.checkpoint.loading import damage, load
 from compose.cli import device_problems, launched_ranks, read_words
-from compose.config import Checkpoint, Compile, Config, NonNegative, Parallel, Positive
+from compose.composition import Composition
+from compose.config import Checkpoint, Compile, Config, Parallel
 from compose.errors import ConfigError
 from compose.evaluate import forward
+from compose.fields import NonNegative, Positive
+from compose.job import Job
 from compose.mesh import axis_size, init_mesh
 from compose.runtime import process_group
 from compose.sources import checkpoints, is_hugging_face, kept_tokenizer, model_in
@@ -75,13 +78,13 @@ def generate(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{COMMAND_LINE}: --prompt: needs a text to continue")
     sampling = _sampling(words.flags)
     folders = [] if is_hugging_face(source) else checkpoints(source)
-    config = _config(source, folders, words.overrides)
-    tokenizer = _tokenizer(words.flags.get("--tokenizer", ""), source, folders, config)
-    with process_group(config) as device:
-        mesh = init_mesh(config.parallel, device.type)
-        model = open_model(config, folders, mesh, device)
+    job = _job(source, folders, words.overrides)
+    tokenizer = _tokenizer(words.flags.get("--tokenizer", ""), source, folders, job.config)
+    with process_group(job.config) as device:
+        mesh = init_mesh(job.degrees, device.type)
+        composition = open_model(job, folders, mesh, device)
         ids = tokenizer.encode(prompt)
-        found = sample(model, ids, mesh, sampling, tokenizer.end)
+        found = sample(composition, ids, sampling, tokenizer.end)
         for piece in text_of(tokenizer, ids, found):
             if dist.get_rank() == 0:
                 print(piece, end="", flush=True)
@@ -107,7 +110,7 @@ def _sampling(flags: Mapping[str, str]) -> Sampling:
     return Sampling(**given)
 
 
-def _config(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> Config:
+def _job(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> Job:
     """What the model was trained with, or is said to be in Hugging Face's folder; on this mesh."""
     if folders:
         files = [folder / "config.toml" for folder in folders]
@@ -125,11 +128,14 @@ def _config(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str
     # There are no batches here: numbers that no mesh has anything against.
     length = -(-config.train.seq_len // ranks) * ranks
     train = replace(config.train, seq_len=length, global_batch=2 * ranks, micro_batch=1)
-    config, problems = legality.check(replace(config, train=train), ranks)
-    problems += device_problems(config)
-    if problems:
+    config, problems, job = replace(config, train=train), device_problems(config), None
+    try:
+        job = legality.check(config, ranks)
+    except ConfigError as error:
+        problems = [*error.problems, *problems]
+    if problems or job is None:
         raise ConfigError(*(f"{config.source}: {problem}" for problem in problems))
-    return config
+    return job
 
 
 def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config) -> Tokenizer:
@@ -155,21 +161,21 @@ def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config
 
 
 def open_model(
-    config: Config, folders: Sequence[Path], mesh: DeviceMesh, device: torch.device
-) -> nn.Module:
-    """The model of ``config``, cut over ``mesh``, with the weights of the first of ``folders`` that is
-    whole; of none, with those that ``checkpoint.load_hf`` names.
+    job: Job, folders: Sequence[Path], mesh: DeviceMesh, device: torch.device
+) -> Composition:
+    """Cut the job's model over ``mesh``, with the weights of the first of ``folders`` that is whole; of
+    none, with those that ``checkpoint.load_hf`` names.
 
     Raises ConfigError where none is whole. Those passed over are named on standard error.
     """
-    model = cut(config, mesh, device)
+    composition = cut(job, mesh, device)
     if not folders:
-        fill(model, config, device)
-        return model
+        fill(composition, job, device)
+        return composition
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    load(_newest_whole(folders, group), config, model, group)
-    return model
+    load(_newest_whole(folders, group), job.config, composition, group)
+    return composition
 
 
 def _newest_whole(folders: Sequence[Path], group: dist.ProcessGroup) -> Path:
@@ -185,19 +191,19 @@ def _newest_whole(folders: Sequence[Path], group: dist.ProcessGroup) -> Path:
 
 
 def sample(
-    model: nn.Module, tokens: Sequence[int], mesh: DeviceMesh, sampling: Sampling, end: int = -1
+    composition: Composition, tokens: Sequence[int], sampling: Sampling, end: int = -1
 ) -> Iterator[int]:
-    """The tokens that ``model`` continues ``tokens`` with, up to ``end``, which is not among them.
+    """Yield the tokens that the model continues ``tokens`` with, up to ``end``, which is left out.
 
     A collective: every rank has to take them all, and gets the same.
     Every token runs the whole sequence again: the models have no cache of keys and values.
     """
     known = list(tokens)
     for _ in range(sampling.max_tokens):
-        logits = _next_logits(model, known, mesh)
+        logits = _next_logits(composition, known)
         found = -1 if logits is None else choose(logits, len(known), sampling)
         # Those that have the logits have the same, but for rounding; and others have none.
-        chosen = torch.tensor(found, device=mesh.device_type)
+        chosen = torch.tensor(found, device=composition.mesh.device_type)
         dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
         token = int(chosen)
         if token == end:
@@ -206,8 +212,9 @@ def sample(
         yield token
 
 
-def _next_logits(model: nn.Module, tokens: Sequence[int], mesh: DeviceMesh) -> Tensor | None:
+def _next_logits(composition: Composition, tokens: Sequence[int]) -> Tensor | None:
     """Logits (V,) of the token behind ``tokens``, on the CPU, on ranks that have the last one's."""
+    mesh = composition.mesh
     length, missing = len(tokens), -len(tokens) % axis_size(mesh, "tp")
     # What is behind cannot be looked at: attention is causal, and experts do not count it.
     batch = {
@@ -221,7 +228,7 @@ def _next_logits(model: nn.Module, tokens: Sequence[int], mesh: DeviceMesh) -> T
             row = output[0, place]
             found.append(row.full_tensor() if isinstance(row, DTensor) else row)
 
-    forward(model, batch, mesh, each=keep)
+    forward(composition, batch, each=keep)
     return found[0].cpu() if found else None
 
 

@@ -16,13 +16,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from compose.applied import applied_to
 from compose.checkpoint.parts import Part, part_of
-from compose.config import Config
+from compose.composition import Composition, module_of
 from compose.errors import ConfigError
+from compose.job import Job
 from compose.json_files import read_json
 from compose.own_files import LEADS_OUT, leads_out
-from compose.registry import build_model, training_fields
+from compose.registry import training_fields
 from compose.safetensors_files import DTYPES, TensorFiles
 from compose.ties import tied_names
 
@@ -94,17 +94,16 @@ def _there_and_back(hf: HuggingFace, config: Any) -> Any:
     return config
 
 
-def source_problems(config: Config) -> list[str]:
-    """All that keeps ``checkpoint.load_hf`` from filling the model of ``config``."""
-    folder, model = Path(config.checkpoint.load_hf), config.model
+def source_problems(job: Job) -> list[str]:
+    """Return all that keeps ``checkpoint.load_hf`` from filling the model of ``job``."""
+    folder, model = Path(job.config.checkpoint.load_hf), job.config.model
     if not folder.is_dir():
         return [f"{folder}: no such folder"]
     problems = config_problems(folder, model.name, model.config)
     if problems:  # it would be of no use to compare the tensors too
         return problems
     try:
-        whole, _ = build_model(config)
-        return differences(TensorFiles(folder), whole, name_of(model.name, model.config))
+        return differences(TensorFiles(folder), job.model, name_of(model.name, model.config))
     except ConfigError as error:
         return error.problems
 
@@ -114,13 +113,12 @@ def name_of(name: str, config: Any) -> HfName:
     return functools.partial(find_hf(name).hf_name, config=config)
 
 
-def published(model: nn.Module, hf_name: HfName) -> Iterator[tuple[str, str, Tensor]]:
-    """(name in the whole model, Hugging Face's, tensor) of what ``model`` has of the published weights:
-    all parameters, and the persistent buffers that have a name there."""
-    aliases = applied_to(model).aliases
-    for name, parameter in model.named_parameters():
-        whole = aliases.get(name, name)
-        yield whole, hf_name(whole), parameter
+def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name in the whole model, Hugging Face's, tensor) of what a model, or this rank's part of
+    one, has of the published weights: all parameters, and the persistent buffers with a name there."""
+    model = module_of(whole)
+    for name, parameter in whole.named_parameters():
+        yield name, hf_name(name), parameter
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         try:
@@ -132,14 +130,24 @@ def published(model: nn.Module, hf_name: HfName) -> Iterator[tuple[str, str, Ten
 
 
 def load_hf(
-    model: nn.Module, folder: str | Path, hf_name: HfName, whole: nn.Module | None = None
+    model: nn.Module | Composition,
+    folder: str | Path,
+    hf_name: HfName,
+    whole: nn.Module | None = None,
 ) -> None:
-    """Fill ``model``, which has memory, from the safetensors in ``folder``; on each rank, its own part
-    of each weight alone is read. The values are cast to the parameters' type.
+    """Fill a model from safetensors. Each rank reads its own part of each weight alone.
 
-    hf_name: Hugging Face's name of our parameter; '{}' in it stands for the index in a stack. whole:
-    the model before it was cut, on meta, where ``model`` is a pipeline's part of it. Raises ConfigError
-    with every tensor that is missing, has no place or another shape, before any is loaded.
+    The values are cast to the parameters' type.
+
+    Args:
+        model: Has memory: a whole model, or what ``compose.apply`` returned.
+        folder: Holds the safetensors.
+        hf_name: Hugging Face's name of our parameter; '{}' in it stands for the index in a stack.
+        whole: The model before it was cut, on meta, where ``model`` is a pipeline's part of it.
+
+    Raises:
+        ConfigError: A tensor is missing, has no place or another shape. All are named, before any is
+            loaded.
     """
     files = TensorFiles(Path(folder))
     problems = differences(files, whole or model, hf_name)
@@ -162,15 +170,16 @@ def fill_part(files: TensorFiles, theirs: str, part: Part) -> None:
         part.local[place].copy_(files.read(theirs.format(index), box[1:]))
 
 
-def differences(files: TensorFiles, model: nn.Module, hf_name: HfName) -> list[str]:
+def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfName) -> list[str]:
     """One line for each tensor that ``files`` lack, have in another shape or type, or hold besides.
 
-    ``model``: whole, or cut but for pipeline stages. What is alike in all layers makes one line. What a
-    file may hold besides: the second name of a tied weight, frequencies of the rotary embedding, and
-    layers of multi-token prediction.
+    ``whole``: a model, or one that was cut, but for pipeline stages. What is alike in all layers makes
+    one line. What a file may hold besides: the second name of a tied weight, frequencies of the rotary
+    embedding, and layers of multi-token prediction.
     """
+    model = module_of(whole)
     expected: dict[str, tuple[int, ...]] = {}
-    for _, theirs, tensor in published(model, hf_name):
+    for _, theirs, tensor in published(whole, hf_name):
         if "{}" in theirs:
             expected |= {theirs.format(i): tuple(tensor.shape[1:]) for i in range(len(tensor))}
         else:

@@ -8,7 +8,7 @@ all gradients, which is the same number on every rank and stage.
 import math
 from dataclasses import dataclass, replace
 
-from compose.config import Precision
+from compose.precision import Precision
 
 _FIRST = 2.0**16
 GROW_AFTER = 2000  # steps without overflow

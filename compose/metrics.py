@@ -12,9 +12,10 @@ from typing import IO, Any
 
 import torch
 
-from compose.config import Precision
 from compose.errors import ConfigError
+from compose.fields import Positive
 from compose.own_files import open_own, write_whole
+from compose.precision import Precision
 
 # Dense peak FLOP/s by a part of torch.cuda.get_device_name(), first match wins; bfloat16 and float8
 # without sparsity, from the makers' data sheets (docs/metrics.md names them).
@@ -59,6 +60,14 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class Metrics:
+    tensorboard: bool = True
+    """Write TensorBoard events into run.dir."""
+    console_every: Positive = 10
+    """Steps between console lines; metrics.jsonl has one line for every step."""
 
 
 @dataclass(frozen=True)

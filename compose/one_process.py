@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from compose.errors import ConfigError
 from compose.float8 import NOTHING, Choice, Recipe, apply_float8
 from compose.loss import LossFunction, count_targets
+from compose.precision import Precision
 from compose.routing import routers
 from compose.witness import Choices, follow
 
@@ -53,6 +54,30 @@ class Arithmetic:
         names = {"param": self.param, "reduce": self.reduce, "master": self.master, "state": self.state}
         parts = [f"{name} {str(kind).removeprefix('torch.')}" for name, kind in names.items()]
         return ", ".join([*parts, *([f"float8 {self.float8}"] if self.float8 != "off" else [])])
+
+
+def arithmetic_of(precision: Precision) -> Arithmetic:
+    """Return what ``precision`` says in torch's types."""
+    return Arithmetic(
+        precision.param_dtype,
+        precision.reduce_dtype,
+        precision.master_dtype,
+        precision.state_dtype,
+        precision.float8,
+    )
+
+
+def precision_of(arithmetic: Arithmetic) -> Precision:
+    """Return the table [precision] for ``arithmetic``, which may be float64 as no file can say."""
+    kinds = (arithmetic.param, arithmetic.reduce, arithmetic.master, arithmetic.state)
+    param, reduce, master, state = (str(kind).removeprefix("torch.") for kind in kinds)
+    return Precision(
+        param=cast(Any, param),
+        reduce=cast(Any, reduce),
+        float8=arithmetic.float8,
+        master=cast(Any, master),
+        optimizer_state=cast(Any, state),
+    )
 
 
 EXACT = Arithmetic(torch.float64, torch.float64, torch.float64, torch.float64)

@@ -23,7 +23,6 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from compose.data_parallel import finish_backward
 from compose.errors import ConfigError
@@ -31,32 +30,37 @@ from compose.output import StepLoss
 from compose.pipeline_split import Stage, Tied, balanced, check_layers, layer_names, split
 from compose.pipeline_stage import PlainStage, RuntimeStage, plain_stream
 from compose.plan import Pipeline
-from compose.schedules import build_table, forwards, placement
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How a pipeline runs. name: of a schedule, or of a CSV file. virtual_stages: on each rank; 0 is
-    what the schedule is made for. layers: of each stage; empty is balanced by FLOPs at ``seq_len``
-    tokens."""
-
-    name: str = "1F1B"
-    virtual_stages: int = 0
-    layers: Sequence[int] = ()
-    seq_len: int = 2048
+from compose.schedules import Schedule, build_table, forwards, placement
 
 
 def apply_pipeline_parallel(
-    model: nn.Module, pipeline: Pipeline | None, schedule: Schedule, mesh: DeviceMesh, zero: int
+    model: nn.Module,
+    pipeline: Pipeline | None,
+    mesh: DeviceMesh,
+    schedule: Schedule,
+    zero: int,
+    seq_len: int,
 ) -> "PipelineRunner":
-    """Keep of ``model``, in place, what this rank of the 1-D ``mesh`` runs; what then runs it.
+    """Keep of ``model``, in place, what this rank of the 1-D ``mesh`` runs.
 
-    Raises ConfigError where there is no ``pipeline``, or the model cannot be cut as ``schedule`` asks.
+    Args:
+        model: The whole model.
+        pipeline: How it can be cut.
+        mesh: Of the pp axis.
+        schedule: How the stages run. Without ``layers`` they are balanced by FLOPs.
+        zero: The ZeRO stage.
+        seq_len: Tokens of a sample, at which FLOPs are counted.
+
+    Returns:
+        What runs the stages.
+
+    Raises:
+        ConfigError: There is no ``pipeline``, or the model cannot be cut as ``schedule`` asks.
     """
     if pipeline is None:
         raise ConfigError("plan.pipeline: says nothing, which parallel.pp needs")
     ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
-    layers = schedule.layers or balanced(model, pipeline, len(ranks), schedule.seq_len)
+    layers = schedule.layers or balanced(model, pipeline, len(ranks), seq_len)
     check_layers(layers, len(ranks), len(layer_names(model, pipeline)))
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
     stages, ties = split(model, pipeline, layers, mine)
@@ -298,7 +302,6 @@ class PipelineRunner:
                 total += earlier[tied.name].to(total)
             for parameter in held.values():
                 _local_gradient(parameter).copy_(total)
-                _copies[parameter] = len(tied.holders)
 
     def _parameter(self, index: int, name: str) -> nn.Parameter:
         """A parameter of a stage that is here, by the name it has there."""
@@ -330,14 +333,6 @@ def _check_whole(samples: int, micro_batch: int) -> None:
             f"micro_batch: {samples} samples are no whole number of micro-batches of {micro_batch},"
             " which a pipeline needs"
         )
-
-
-_copies = WeakIdKeyDictionary()
-
-
-def copies_of(parameter: nn.Parameter) -> int:
-    """How many stages of a pipeline hold a copy of ``parameter``, whose gradient counts once."""
-    return _copies.get(parameter) or 1
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -120,6 +120,7 @@ class Resolved:
     float8: list[str]
     float8_except: list[str]
     pipeline: Pipeline | None
+    heads: tuple[int, int] | None
     expert: list[tuple[str, ParallelStyle]]
     output: str
 
@@ -141,6 +142,7 @@ class Resolved:
             [name for name in self.float8 if here(name)],
             [name for name in self.float8_except if here(name)],
             self.pipeline,
+            self.heads,
             [(name, style) for name, style in self.expert if here(name)],
             self.output,
         )
@@ -204,6 +206,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         float8,
         excepted,
         plan.pipeline,
+        plan.heads,
         expert,
         output[0] if output else "",
     )

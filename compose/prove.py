@@ -1,24 +1,24 @@
-"""The proof for a config: the run that ``train.py`` would start, held against one process."""
+"""The proof for a job: the run that ``train.py`` would start, held against one process."""
 
+import copy
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.apply import apply
-from compose.build import apply_options, build, fill, float8_choice, loss_function
-from compose.config import Config, Precision
-from compose.data import random_batch
+from compose.build import build_optimizer, cut, fill, loss_function
+from compose.composition import Composition
+from compose.data.packing import random_batch
+from compose.float8 import choose
+from compose.job import Job
 from compose.loss_scale import first_scale
-from compose.one_process import EXACT, Arithmetic, Named
-from compose.optimizer import build_optimizer, parameter_rules
+from compose.one_process import EXACT, Arithmetic, Named, arithmetic_of, precision_of
 from compose.optimizer.reference import Reference
-from compose.registry import build_model
+from compose.optimizer.rules import parameter_rules
+from compose.precision import Precision
 from compose.report import Report
-from compose.verify import prove_both
-from compose.weights import materialize
+from compose.verify import Sides, Trial, prove_both
 
 STEPS = 2
 # AdamW divides by a gradient's own size plus eps: with 1e-8 one element whose gradient is rounding
@@ -28,83 +28,73 @@ EPS = 1e-6
 CLIP = 0.1
 
 
-def prove(config: Config, mesh: DeviceMesh, device: torch.device) -> Report:
-    """Compare ``config`` on ``mesh`` with one process over two steps on random documents.
+def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
+    """Compare a job on ``mesh`` with one process over two steps on random documents.
 
-    The composed model is made as training makes it, from meta, so initial weights are compared too.
+    The composition is made as training makes it, from meta, so initial weights are compared too.
+
+    Args:
+        job: Of the ranks of ``mesh``.
+        mesh: Of ``compose.init_mesh``.
+        device: Of this rank.
+
+    Returns:
+        What was compared, and the verdict; the same on every rank.
+
+    Raises:
+        ConfigError: The job cannot run.
     """
-    train = config.train
-    whole, plan = build_model(config)
+    whole = copy.deepcopy(job.model)
     if dist.get_rank() == 0:
-        fill(whole, config, device)
+        fill(whole, job, device)
+    eps = max(job.config.optimizer.eps, EPS)
+    config = replace(job.config, optimizer=replace(job.config.optimizer, eps=eps))
+    job = replace(job, config=config)
+    train, vocabulary = config.train, config.model.config.vocab_size
     batches = [
         {
             name: value.to(device)
             for name, value in random_batch(
-                train.global_batch, train.seq_len, config.model.config.vocab_size, train.seed + step
+                train.global_batch, train.seq_len, vocabulary, train.seed + step
             ).items()
         }
         for step in range(STEPS)
     ]
     scale = first_scale(config.precision)
-    options = replace(config.optimizer, eps=max(config.optimizer.eps, EPS))
-    config = replace(config, optimizer=options)
-    rules = parameter_rules(whole, plan, options)
-    # The offloaded optimizer's memory and files are float32.
-    logic = EXACT if options.offload == "none" else Arithmetic()
+    rules = parameter_rules(job.model, job.plan, config.optimizer)
 
-    def compose(arithmetic: Arithmetic) -> nn.Module:
-        if not arithmetic.reduced and arithmetic.param != torch.float32:
-            return _build_exactly(config, mesh, device)
-        return build(_in(arithmetic, config), mesh, device)
+    def compose(arithmetic: Arithmetic) -> Composition:
+        options = replace(config.options, precision=precision_of(arithmetic))
+        composition = cut(job, mesh, device, options)
+        fill(composition, job, device)
+        return composition
 
-    def optimizer(arithmetic: Arithmetic, composed: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(arithmetic: Arithmetic, composition: Composition) -> torch.optim.Optimizer:
         # On CUDA Muon's products are in bfloat16 by default, too coarse for another proof.
         muon_dtype = None if arithmetic.reduced else arithmetic.param
-        return build_optimizer(composed, _in(arithmetic, config), mesh, muon_dtype)
+        return build_optimizer(composition, _in(arithmetic, job), muon_dtype)
 
     def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
-        return Reference(dict(named), rules, _in(arithmetic, config))
+        here = _in(arithmetic, job).config
+        return Reference(dict(named), rules, here.optimizer, here.precision, train.seed)
 
-    return prove_both(
-        whole,
+    sides = Sides(
         compose,
-        mesh,
-        batches,
-        _arithmetic(config.precision),
-        logic=logic,
-        optimizer=optimizer,
-        reference_optimizer=reference_optimizer,
-        micro_batch=train.micro_batch,
-        loss_function=loss_function(config),
-        max_norm=CLIP * train.max_norm,
+        optimizer,
+        reference_optimizer,
+        float8=choose(
+            job.model, job.resolved, job.degrees.tp, config.precision.float8, mesh.device_type
+        ),
+        # The offloaded optimizer's memory and files are float32.
+        logic=EXACT if config.optimizer.offload == "none" else Arithmetic(),
         loss_scale=scale.value if scale else 1.0,
-        float8=float8_choice(config, whole, plan, mesh.device_type),
     )
+    trial = Trial(train.micro_batch, loss_function(config), max_norm=CLIP * train.max_norm)
+    return prove_both(whole, batches, arithmetic_of(config.precision), sides, trial)
 
 
-def _arithmetic(precision: Precision) -> Arithmetic:
-    return Arithmetic(
-        param=getattr(torch, precision.param),
-        reduce=getattr(torch, precision.reduce),
-        master=getattr(torch, precision.master),
-        state=getattr(torch, precision.optimizer_state),
-        float8=precision.float8,
-    )
-
-
-def _in(arithmetic: Arithmetic, config: Config) -> Config:
-    """``config`` as it is, or in full precision where ``arithmetic`` is."""
-    return config if arithmetic.reduced else replace(config, precision=Precision())
-
-
-def _build_exactly(config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """As ``build`` does, all in float64."""
-    config = replace(config, precision=Precision())
-    model, plan = build_model(config)
-    options = apply_options(config)
-    options.update(dict.fromkeys(("param_dtype", "reduce_dtype", "master_dtype"), torch.float64))
-    apply(model, plan, mesh, **options)
-    materialize(model, device)
-    fill(model, config, device)
-    return model
+def _in(arithmetic: Arithmetic, job: Job) -> Job:
+    """``job`` as it is, or in full precision where ``arithmetic`` is."""
+    if arithmetic.reduced:
+        return job
+    return replace(job, config=replace(job.config, precision=Precision()))

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor, nn
 
-from compose.config import Config, Parallel
 from compose.errors import ConfigError, did_you_mean
+from compose.mesh import Parallel
 from compose.plan import Plan
 
 
@@ -81,12 +81,3 @@ def find_model(name: str) -> ModelFolder:
 def training_fields(config: object) -> tuple[str, ...]:
     """Fields of a model's config that change how it is trained, not what its weights mean."""
     return getattr(config, "training_fields", ())
-
-
-def build_model(config: Config) -> tuple[nn.Module, Plan]:
-    """The model of ``[model]``, on meta, and its plan for ``[parallel]``.
-
-    Raises ConfigError where the plan does not fit the model or the degrees.
-    """
-    folder = find_model(config.model.name)
-    return folder.on_meta(config.model.config), folder.plan(config.model.config, config.parallel)

@@ -11,30 +11,28 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compose.applied import applied_to
+from compose.composition import Composition
 from compose.local import local_tensor
 from compose.mesh import AXES
 
 _PIECE = 2**24  # bytes
 
 
-def differences(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: DeviceMesh
-) -> list[str]:
+def differences(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
     """One line for each group of ranks whose copies differ: which ranks, and in what; a collective.
 
     To be called after gradients are complete and before the optimizer's step. The same on every rank.
     Of two copies that differ both ranks are named; of more, those unlike most.
     """
     by_axis: dict[tuple[DeviceMesh, int], list[tuple[str, Tensor]]] = {}
-    pipeline = applied_to(model).pipeline
+    mesh, pipeline = composition.mesh, composition.pipeline
     ties = {tied.name for tied in pipeline.ties} if pipeline else set()
     of_stages: list[tuple[str, Tensor]] = []
-    for name, whole, tensor in _tensors(model, optimizer):
+    for name, whole, tensor in _tensors(composition, optimizer):
         if whole in ties:
             of_stages.append((name, tensor))
         if isinstance(tensor, DTensor):
@@ -79,20 +77,18 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
+    composition: Composition, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, str, Tensor]]:
     """(what it is called in a message, the parameter's or buffer's name in the whole model, itself)."""
-    aliases = applied_to(model).aliases
-    for held_as, parameter in model.named_parameters():
-        name = aliases.get(held_as, held_as)
+    for name, parameter in composition.named_parameters():
         yield f"weight {name}", name, parameter
         if parameter.grad is not None:
             yield f"gradient of {name}", name, parameter.grad
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             if isinstance(value, Tensor) and key != "step":  # which may be on the host
                 yield f"{key} of {name}", name, value
-    persistent = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
+    persistent = composition.model.state_dict(keep_vars=True)
+    for name, buffer in composition.model.named_buffers():
         if name in persistent:
             yield f"buffer {name}", name, buffer
 

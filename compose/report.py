@@ -211,14 +211,32 @@ class Judge:
         shape: torch.Size,
         expected: Expected | None,
         tolerance: float,
-        source: int = 0,
     ) -> None:
-        """``values``: what this rank holds of it, which may be nothing. ``expected`` counts on the rank
-        ``source``.
+        """Compare one tensor of the composition with one process's; a collective.
 
-        The error is ||value - expected|| / ||expected||, in Frobenius norms. ``tolerance`` grows with
-        one process's own error as Tolerance.allowed says, but where it is 0.
+        The error is ||value - expected|| / ||expected||, in Frobenius norms.
+
+        Args:
+            quantity: What it is, as "gradient".
+            name: Of the parameter or buffer, or the step.
+            values: What this rank holds of it, whole; it may be nothing.
+            shape: Of the whole tensor.
+            expected: What one process found; counts on rank 0.
+            tolerance: Of the error. It grows with one process's own error as Tolerance.allowed says,
+                but where it is 0.
         """
+        self._tensor(quantity, name, values, shape, expected, tolerance, source=0)
+
+    def _tensor(
+        self,
+        quantity: str,
+        name: str,
+        values: Sequence[Tensor],
+        shape: torch.Size,
+        expected: Expected | None,
+        tolerance: float,
+        source: int,
+    ) -> None:
         right = torch.zeros(shape, dtype=torch.float64, device=self.device)
         state: State = ""
         if expected is not None:
@@ -266,7 +284,7 @@ class Judge:
         dist.all_gather_object(holds, bool(values))
         source = holds.index(True)
         expected = Expected(values[0]) if dist.get_rank() == source else None
-        self.tensor("tied copies", name, values, shape, expected, 0.0, source)
+        self._tensor("tied copies", name, values, shape, expected, 0.0, source)
 
     def _copies(self) -> list[Row]:
         """Of all ranks' checksums: 0 where they are the same; else how many are not the first's."""

@@ -13,8 +13,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from compose.config import Comm, Config
+from compose.config import Config
 from compose.errors import ConfigError
+from compose.mesh import Comm
 from compose.watch import Watch, launcher, store_in_first_rank
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up

@@ -11,6 +11,7 @@ import csv
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -33,6 +34,21 @@ SCHEDULES = {
 # Those that are defined for that number only.
 _FIXED = ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV")
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a pipeline runs.
+
+    Args:
+        name: Of a schedule in SCHEDULES, or of a CSV file.
+        virtual_stages: Stages on each rank. 0: as many as the schedule is made for.
+        layers: Of each stage, in order. Empty: balanced by FLOPs.
+    """
+
+    name: str = "1F1B"
+    virtual_stages: int = 0
+    layers: Sequence[int] = ()
 
 
 class Action(NamedTuple):

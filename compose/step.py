@@ -1,14 +1,13 @@
 """One optimizer step's forward, backward and clipping, the same on every mesh."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from compose.applied import applied_to
+from compose.composition import Composition
 from compose.context_parallel import shard_sequence
 from compose.data_parallel import prepare_micro_batch
 from compose.float8 import shared_scales
@@ -17,47 +16,55 @@ from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
 from compose.near_shards import near_shards
 from compose.output import StepLoss, step_loss
-from compose.pipeline_parallel import copies_of
 from compose.routing import begin_step, finish_step
 
 
 def forward_backward(
-    model: nn.Module,
+    composition: Composition,
     batch: Mapping[str, Tensor],
-    mesh: DeviceMesh,
     *,
     micro_batch: int | None = None,
     loss_function: LossFunction = cross_entropy,
     loss_scale: float = 1.0,
 ) -> Tensor:
-    """Accumulate the gradient of the global batch's mean loss; return that loss, float64.
+    """Accumulate the gradient of the global batch's mean loss.
 
-    batch: this rank's share of the global batch, each tensor (samples, ...). ``targets`` goes to
-    ``loss_function(output, targets)``, which returns a sum over targets; all else is passed to the
-    model by name. The sum is divided by the number of targets in the *global* batch, so it does not
-    matter how samples, or masked targets, fall on ranks and micro-batches. With cp, each tensor is cut
-    along its second dim.
+    The loss is divided by the number of targets in the *global* batch. So it does not matter how
+    samples, or masked targets, fall on ranks and micro-batches. Routers (compose/routing.py) act on
+    what the whole batch counted.
 
-    A CrossEntropy with ``chunk`` (compose/output.py) has the model's last projection find the loss, and
-    needs Plan.output. Routers (compose/routing.py) act on what the whole batch counted.
+    Args:
+        composition: What ``compose.apply`` returned.
+        batch: This rank's share of the global batch, each tensor (samples, ...). ``targets`` goes to
+            ``loss_function``, all else to the model by name. With cp, each tensor is cut along its
+            second dim.
+        micro_batch: Samples in one forward; None is the whole share.
+        loss_function: Of (output, targets), returns a sum over targets. A CrossEntropy with ``chunk``
+            (compose/output.py) has the model's last projection find it, and needs Plan.output.
+        loss_scale: Multiplies the gradients, not what is returned. ``clip_grad_norm_`` takes it away
+            again.
 
-    micro_batch: samples in one forward; None is the whole share. Raises ValueError below 1.
-    loss_scale: of the gradients, not of what is returned; ``clip_grad_norm_`` takes it away again.
+    Returns:
+        The mean loss of the global batch, a float64 scalar, the same on every rank.
+
+    Raises:
+        ValueError: ``micro_batch`` is below 1.
     """
+    model, mesh = composition.model, composition.mesh
     targets = batch["targets"]
     micro_batch = samples_at_once(batch, micro_batch)
-    applied = applied_to(model)
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
     begin_step(model, targets.numel() * batch_share(mesh)[1], loss_scale)
 
-    batch = own_part(model, batch, mesh)
+    batch = local_batch(composition, batch)
     # loss_parallel only changes what cross-entropy does with DTensors.
-    losses, near = step_loss(loss_function, count / loss_scale, applied.output), applied.gathers
-    with shared_scales(model, applied.float8), loss_parallel(), near_shards(near), losses as loss:
-        if applied.pipeline:
-            total = applied.pipeline.run(batch, micro_batch, loss)
+    losses = step_loss(loss_function, count / loss_scale, composition.output)
+    scales, near = shared_scales(model, composition.float8), near_shards(composition.gathers)
+    with scales, loss_parallel(), near, losses as loss:
+        if composition.pipeline:
+            total = composition.pipeline.run(batch, micro_batch, loss)
         else:
-            total = _run(model, batch, micro_batch, loss, applied.zero)
+            total = _run(model, batch, micro_batch, loss, composition.zero)
     finish_step(model, mesh)
     return sum_over(total.double(), mesh, ("pp", *BATCH_AXES, "cp")) / loss_scale
 
@@ -70,11 +77,12 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
     return size
 
 
-def own_part(model: nn.Module, batch: Mapping[str, Tensor], mesh: DeviceMesh) -> Mapping[str, Tensor]:
-    """Of this rank's share of a batch, what it runs itself: with cp, its part of each sequence."""
+def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return what this rank runs of its share of a batch: with cp, its part of each sequence."""
+    mesh = composition.mesh
     if axis_size(mesh, "cp") == 1:
         return batch
-    return shard_sequence(batch, mesh["cp"], applied_to(model).balance, multiple=axis_size(mesh, "tp"))
+    return shard_sequence(batch, mesh["cp"], composition.balance, multiple=axis_size(mesh, "tp"))
 
 
 def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
@@ -100,17 +108,29 @@ def _run(
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter], max_norm: float, mesh: DeviceMesh, loss_scale: float = 1.0
-) -> Tensor:
-    """Divide all gradients by ``loss_scale``, and scale them so that their global 2-norm is at most
-    ``max_norm`` (0: never).
+def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float = 1.0) -> Tensor:
+    """Scale all gradients in place so that their global 2-norm is at most ``max_norm``.
 
-    The norm counts every element of every parameter once, wherever it is sharded or replicated.
-    Returns it as it was before clipping and without the scale, float64. Same formula as
-    ``torch.nn.utils``.
+    The norm counts every element of every parameter once, wherever it is sharded or replicated. The
+    formula is that of ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        composition: What ``compose.apply`` returned.
+        max_norm: The limit; 0 leaves the norm as it is.
+        loss_scale: By which the gradients are divided first.
+
+    Returns:
+        The norm before clipping and without the scale, a float64 scalar, the same on every rank.
+
+    Raises:
+        ValueError: A gradient has not been summed over ranks yet.
     """
-    found = [(p.grad, copies_of(p)) for p in parameters if p.grad is not None]
+    mesh = composition.mesh
+    found = [
+        (p.grad, composition.holders(name))
+        for name, p in composition.named_parameters()
+        if p.grad is not None
+    ]
     stage = mesh.size() // axis_size(mesh, "pp")
     norms: dict[int, list[Tensor]] = {}
     for gradient, holders in found:

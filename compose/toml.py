@@ -12,8 +12,9 @@ from typing import Any, TypeGuard
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from compose.config import TABLES, Config, Model, attribute, docs, toml_value, type_name
+from compose.config import TABLES, Config, Model
 from compose.errors import ConfigError, did_you_mean
+from compose.fields import attribute, docs, toml_value, type_name
 from compose.own_files import open_own
 from compose.registry import ModelConfig, ModelFolder, find_model
 

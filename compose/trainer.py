@@ -1,6 +1,5 @@
 """The training loop: the same few lines for every model and every mesh."""
 
-import gc
 import math
 import signal
 import time
@@ -9,25 +8,29 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.applied import applied_to
-from compose.build import loss_function
+from compose.build import build_optimizer, cut, fill, loss_function
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.compilation import GraphCount
-from compose.config import Config
-from compose.data import training_batches
-from compose.data.opening import described, keep_tokenizer
+from compose.data.opening import (
+    OpenData,
+    described,
+    keep_tokenizer,
+    open_data,
+    training_batches,
+)
 from compose.errors import ConfigError
 from compose.folder import RunFolder
+from compose.garbage import collected_between_steps
+from compose.job import Job
 from compose.loss_scale import first_scale
 from compose.mesh import batch_share
 from compose.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
-from compose.optimizer import OffloadedAdamW, build_optimizer, learning_rate, set_learning_rate
+from compose.optimizer.offload import OffloadedAdamW
+from compose.optimizer.rates import learning_rate, set_learning_rate
 from compose.own_files import write_whole
 from compose.profiling import Profiler, span
-from compose.registry import build_model
 from compose.replicas import differences
 from compose.routing import routing_metrics
 from compose.runtime import TrainingError, note, set_timeout, start_timeout
@@ -37,64 +40,88 @@ from compose.tokenizer import TOKENIZER
 from compose.toml import dump
 from compose.validation import Validation
 
-_COLLECT_EVERY = 100  # steps between collections of Python's garbage
-
 
 class Trainer:
-    """Trains ``model``, already cut over ``mesh``, as ``config`` says.
+    """One run, from what was checked to its last step.
 
-    Making one loads the newest whole checkpoint in ``run.dir``. If there is none (``resumed`` is False)
-    ``model`` stays as it is, and must be filled before :meth:`run`.
+    Making one makes everything: the model is cut, and filled from the newest whole checkpoint in
+    ``run.dir``, or with first weights where there is none. Then :meth:`run` trains it.
     """
 
     def __init__(
-        self, config: Config, mesh: DeviceMesh, model: nn.Module, device: torch.device
+        self, job: Job, mesh: DeviceMesh, device: torch.device, data: OpenData | None = None
     ) -> None:
-        self.config, self.mesh, self.model, self.device = config, mesh, model, device
+        """Prepare a run; a collective.
+
+        Args:
+            job: What to train.
+            mesh: Of ``compose.init_mesh``.
+            device: Of this rank.
+            data: Of the job, opened; None: opened here.
+
+        Raises:
+            ConfigError: The data, the checkpoint, the first weights or the folder cannot be used.
+        """
+        config = job.config
+        self.config, self.mesh, self.device = config, mesh, device
         train, shape = config.train, config.model.config
+        self.composition = cut(job, mesh, device)
         self.loss = loss_function(config)
-        self.batches = training_batches(config, batch_share(mesh))
+        data = data or open_data(config)
+        self.batches = training_batches(config, data, batch_share(mesh))
         self.last_step = min(train.stop_after or train.steps, train.steps)
-        self.validation = Validation(config, mesh, device, self.last_step)
+        self.validation = Validation(config, data.validation, device, self.last_step)
         self.step_tokens = train.global_batch * train.seq_len
         peak = device_peak(device, config.precision)
         # Tokens per second at which every device would run at its peak.
         self.peak_rate = peak and peak * mesh.size() / shape.flops_per_token(train.seq_len)
         self.held = RunFolder(config.run.dir)
         self.folder = self.held.path
-        self.optimizer = build_optimizer(model, config, mesh, folder=self.folder)
-        data = described(self.batches, config)
-        self.checkpointer = Checkpointer(config, model, self.optimizer, self.folder, data)
+        self.optimizer = build_optimizer(self.composition, job, folder=self.folder)
+        self.checkpointer = Checkpointer(
+            config, self.composition, self.optimizer, self.folder, described(self.batches, config)
+        )
         found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
+        if found is None:
+            fill(self.composition, job, device)
         self.resumed, self.skipped = found is not None, 0
         begun, scale = found or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         self.profiler = Profiler(
-            config.profile, self.folder, model, self.optimizer, device, self.progress.step
+            config.profile,
+            self.folder,
+            self.composition.model,
+            self.optimizer,
+            device,
+            self.progress.step,
         )
         self.graphs = GraphCount(config.compile.mode)
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
-            try:
-                write_whole(self.folder / "config.toml", dump(config))
-            except OSError as error:
-                reason = f"config.toml: {error.strerror}"
-                raise ConfigError(f"run.dir: cannot write to {self.folder}: {reason}") from None
-            keep_tokenizer(config, self.batches, self.folder / TOKENIZER)
-            self.writer = MetricsWriter(self.folder, config.metrics.tensorboard, self.progress.step)
-            if self.resumed and self.progress.step >= self.last_step:
-                key = "stop_after" if self.last_step == train.stop_after else "steps"
-                print(
-                    f"{self.folder}: {self.progress.step} steps are done, and train.{key} ="
-                    f" {self.last_step}: nothing is left to train",
-                    flush=True,
-                )
-            whole, _ = build_model(config)  # of which this rank may hold a part
-            count = sum(p.numel() for p in whole.parameters())
-            print(f"{self.folder}: {count:,} parameters", flush=True)
-            float8 = applied_to(model).float8
-            if float8.recipe != "off":
-                print(float8, flush=True)
+            self.writer = self._begin(job)
+
+    def _begin(self, job: Job) -> MetricsWriter:
+        """On the first rank: say what is run, and open what it writes."""
+        config, train = self.config, self.config.train
+        try:
+            write_whole(self.folder / "config.toml", dump(config))
+        except OSError as error:
+            reason = f"config.toml: {error.strerror}"
+            raise ConfigError(f"run.dir: cannot write to {self.folder}: {reason}") from None
+        keep_tokenizer(config, self.batches, self.folder / TOKENIZER)
+        writer = MetricsWriter(self.folder, config.metrics.tensorboard, self.progress.step)
+        if self.resumed and self.progress.step >= self.last_step:
+            key = "stop_after" if self.last_step == train.stop_after else "steps"
+            print(
+                f"{self.folder}: {self.progress.step} steps are done, and train.{key} ="
+                f" {self.last_step}: nothing is left to train",
+                flush=True,
+            )
+        count = sum(p.numel() for p in job.model.parameters())
+        print(f"{self.folder}: {count:,} parameters", flush=True)
+        if self.composition.float8.recipe != "off":
+            print(self.composition.float8, flush=True)
+        return writer
 
     def run(self) -> None:
         """Train to the end, or until a signal asks for it, after which the step at hand is finished and
@@ -103,17 +130,17 @@ class Trainer:
         Raises TrainingError where a loss or gradient is not finite, before it reaches the weights, or
         where saving fails too often; KeyboardInterrupt after Ctrl-C.
         """
-        gc.collect()
-        gc.disable()  # or ranks stop at different moments, and each waits for all
         try:
-            with Signals(self.device) as signals:
+            with Signals(self.device) as signals, collected_between_steps() as collect:
                 set_timeout(start_timeout(self.config.comm), but=self.checkpointer.group)
                 first = self.progress.step + 1
                 while self.progress.step < self.last_step:
                     with self.profiler.step(self.progress.step + 1):
                         metrics = self.step()
                     done = self.progress.step
-                    metrics = replace(metrics, validation_loss=self.validation.loss(self.model, done))
+                    metrics = replace(
+                        metrics, validation_loss=self.validation.loss(self.composition, done)
+                    )
                     if done == first:
                         limit = timedelta(seconds=self.config.comm.timeout)
                         set_timeout(limit, but=self.checkpointer.group)
@@ -124,8 +151,7 @@ class Trainer:
                         self._stop(asked)
                         return
                     self._save(done)
-                    if done % _COLLECT_EVERY == 0:
-                        gc.collect()
+                    collect(done)
                 # What asks a run to end that is at its end waits for the last save too.
                 self.checkpointer.wait()
                 self.checkpointer.finished()
@@ -133,7 +159,6 @@ class Trainer:
             self.checkpointer.wait()
             raise
         finally:
-            gc.enable()
             self.profiler.close()
             if isinstance(self.optimizer, OffloadedAdamW):
                 self.optimizer.close()
@@ -177,15 +202,14 @@ class Trainer:
             batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
         note(f"forward and backward of step {step + 1}")
         loss = forward_backward(
-            self.model,
+            self.composition,
             batch,
-            self.mesh,
             micro_batch=train.micro_batch,
             loss_function=self.loss,
             loss_scale=scale,
         ).item()
         with span("optimizer"):
-            norm = clip_grad_norm_(self.model.parameters(), train.max_norm, self.mesh, scale).item()
+            norm = clip_grad_norm_(self.composition, train.max_norm, scale).item()
         note(f"the optimizer's part of step {step + 1}")
         finite = self._finite(step, loss, norm)
         self._check_copies(step)
@@ -220,7 +244,7 @@ class Trainer:
             mfu=self.peak_rate and rate / self.peak_rate,
             memory=peak_memory(self.device),
             epochs=self.batches.epochs(self.progress.samples),
-            routing=routing_metrics(self.model, self.mesh),
+            routing=routing_metrics(self.composition.model, self.mesh),
             checkpoint=report.metrics() if report else {},
             recompiles=self.graphs.after_step(self._say),
             offload=self._offloaded(),
@@ -228,7 +252,7 @@ class Trainer:
 
     def _offloaded(self) -> dict[str, float]:
         """Bytes that went off the device and onto it in this step, and seconds waited for them."""
-        activations = applied_to(self.model).activations
+        activations = self.composition.activations
         optimizer = self.optimizer.metrics if isinstance(self.optimizer, OffloadedAdamW) else {}
         return optimizer | (activations.metrics() if activations else {})
 
@@ -256,7 +280,7 @@ class Trainer:
         """Raise TrainingError where ranks differ that must not, every ``comm.check_every`` steps."""
         every = self.config.comm.check_every
         if every and (step + 1) % every == 0:
-            found = differences(self.model, self.optimizer, self.mesh)
+            found = differences(self.composition, self.optimizer)
             if found:
                 raise TrainingError(
                     f"step {step + 1}: {'; '.join(found)}: silent corruption; the last checkpoint is"

@@ -10,8 +10,8 @@ import copy
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compose.activation_checkpointing import KEEP_ALL, Recompute
-from compose.applied import applied_to
 from compose.apply import apply
-from compose.compilation import NOTHING, Compile
+from compose.composition import Composition
 from compose.errors import ConfigError
 from compose.float8 import NOTHING as WHOLE
-from compose.float8 import Choice, Recipe, choose
+from compose.float8 import Choice, choose
 from compose.local import local_tensor
 from compose.loss import LossFunction, count_targets, cross_entropy
 from compose.mesh import axis_size, batch_share
@@ -38,10 +36,13 @@ from compose.one_process import (
     OptimizerOf,
     References,
     RoundedWeights,
+    arithmetic_of,
+    precision_of,
 )
 from compose.optimizer.adamw import AdamW
-from compose.pipeline_parallel import Schedule
+from compose.options import Options
 from compose.plan import Plan, resolve
+from compose.precision import Precision
 from compose.report import Judge, Report, Tolerance, joined, tolerance_of
 from compose.routing import routers
 from compose.step import clip_grad_norm_, forward_backward
@@ -52,182 +53,166 @@ from compose.witness import Choices, Difference, compare_choices, gathered, ids_
 _SPREAD = 0.02
 
 
+@dataclass(frozen=True)
+class Trial:
+    """The training step that a proof takes."""
+
+    micro_batch: int | None = None
+    """Samples in one forward; None is a rank's whole share."""
+    loss_function: LossFunction = cross_entropy
+    """As ``forward_backward`` takes it."""
+    optimizer: OptimizerFactory | None = None
+    """Makes an optimizer from parameters; None: AdamW. With master weights in bfloat16 it is given
+    pairs of name and parameter, as ``compose.optimizer.AdamW`` takes them."""
+    max_norm: float = 1.0
+    """The limit of ``clip_grad_norm_``."""
+    tolerance: Tolerance | None = None
+    """Of the run in the types asked for; None: ``compose.report.tolerance_of`` them."""
+
+
 def verify(
     model: nn.Module,
     plan: Plan,
     mesh: DeviceMesh,
     batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-    *,
-    zero: int = 3,
-    micro_batch: int | None = None,
-    param_dtype: torch.dtype = torch.float32,
-    reduce_dtype: torch.dtype = torch.float32,
-    master_dtype: torch.dtype = torch.float32,
-    activation_checkpoint: Recompute = KEEP_ALL,
-    pipeline: Schedule | None = None,
-    ep: int = 1,
-    float8: Recipe = "off",
-    compile: Compile = NOTHING,
-    offload: bool = False,
-    offload_activations: bool = False,
-    zero3_reshard: int = 0,
-    prefetch: int = 0,
-    loss_function: LossFunction = cross_entropy,
-    optimizer: OptimizerFactory | None = None,
-    max_norm: float = 1.0,
-    tolerance: Tolerance | None = None,
+    options: Options | None = None,
+    trial: Trial | None = None,
 ) -> Report:
     """Prove that ``plan`` on ``mesh`` trains ``model`` as one process does.
 
-    The options are those of ``apply``, and each takes part. A reduced precision is run twice: in
-    float64, without float8, and as it is.
+    Every option takes part. A reduced precision is run twice: in float64, without float8, and as it
+    is.
 
-    model: holds its weights, those of rank 0 counting; it is left as it was. Where a parameter is the
-        same number throughout, as zeros are, the proof adds noise to it: behind a projection of zeros
-        no gradient would be seen.
-    batch: the global batch, the same on every rank, as ``forward_backward`` takes it; a list of
-        batches runs one optimizer step for each (gradients are compared on the first).
-    optimizer: makes an optimizer from parameters; AdamW by default. With a ``master_dtype`` other than
-        float32 it is given pairs of name and parameter, as ``compose.optimizer.AdamW`` takes them.
-    tolerance: of the run in the types asked for; None: ``compose.report.tolerance_of`` them.
+    Args:
+        model: Holds its weights, those of rank 0 counting; it is left as it was. Where a parameter is
+            the same number throughout, as zeros are, the proof adds noise to it: behind a projection
+            of zeros no gradient would be seen.
+        plan: The model's parallelization.
+        mesh: Of ``compose.init_mesh``.
+        batch: The global batch, the same on every rank, as ``forward_backward`` takes it. A list of
+            batches runs one optimizer step for each; gradients are compared on the first.
+        options: As ``compose.apply`` takes them.
+        trial: The training step; None: the defaults.
 
-    Raises ConfigError where the plan does not fit the model, where no target is trained on, and where
-    ``loss_function`` returns a mean.
+    Returns:
+        What was compared, and the verdict; the same on every rank.
+
+    Raises:
+        ConfigError: The plan does not fit the model, no target is trained on, or ``loss_function``
+            returns a mean.
     """
-    batches = [batch] if isinstance(batch, Mapping) else list(batch)
-    chosen = Arithmetic(param_dtype, reduce_dtype, master_dtype, master_dtype, float8)
+    trial = trial or Trial()
+    asked = options.precision if options else Precision()
+    chosen = replace(arithmetic_of(asked), state=asked.master_dtype)
+    resolved = resolve(plan, model)
 
-    def compose(arithmetic: Arithmetic) -> nn.Module:
-        return apply(
-            copy.deepcopy(model),
-            plan,
-            mesh,
-            zero=zero,
-            param_dtype=arithmetic.param,
-            reduce_dtype=arithmetic.reduce,
-            master_dtype=arithmetic.master,
-            activation_checkpoint=activation_checkpoint,
-            pipeline=pipeline,
-            ep=ep,
-            float8=float8 if arithmetic.float8 != "off" else "off",
-            compile=compile,
-            offload=offload,
-            offload_activations=offload_activations,
-            zero3_reshard=zero3_reshard,
-            prefetch=prefetch,
-        )
+    def compose(arithmetic: Arithmetic) -> Composition:
+        here = options if options is None else replace(options, precision=precision_of(arithmetic))
+        return apply(copy.deepcopy(model), resolved, mesh, here)
 
     def optimizer_for(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
         if arithmetic.master.itemsize < 4:
-            return (optimizer or partial(AdamW, lr=1e-3))(named)
+            return (trial.optimizer or partial(AdamW, lr=1e-3))(named)
         default = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
-        return (optimizer or default)(parameter for _, parameter in named)
+        return (trial.optimizer or default)(parameter for _, parameter in named)
 
     def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
         if arithmetic.master.itemsize < 4:
-            return RoundedWeights(optimizer or partial(AdamW, lr=1e-3), arithmetic.master, named)
+            return RoundedWeights(trial.optimizer or partial(AdamW, lr=1e-3), arithmetic.master, named)
         return optimizer_for(arithmetic, named)
 
-    return prove_both(
-        model,
+    sides = Sides(
         compose,
-        mesh,
-        batches,
-        chosen,
-        optimizer=lambda arithmetic, composed: optimizer_for(arithmetic, _named(composed)),
-        reference_optimizer=reference_optimizer,
-        tolerance=tolerance,
-        micro_batch=micro_batch,
-        loss_function=loss_function,
-        max_norm=max_norm,
-        float8=choose(model, resolve(plan, model), axis_size(mesh, "tp"), float8, mesh.device_type),
+        lambda arithmetic, composition: optimizer_for(arithmetic, list(composition.named_parameters())),
+        reference_optimizer,
+        float8=choose(model, resolved, axis_size(mesh, "tp"), asked.float8, mesh.device_type),
     )
+    return prove_both(model, list(_batches(batch)), chosen, sides, trial)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """How the two sides of a comparison are made for some arithmetic."""
+
+    compose: Callable[[Arithmetic], Composition]
+    """Makes the composition."""
+    optimizer: Callable[[Arithmetic, Composition], torch.optim.Optimizer]
+    """Makes the composition's optimizer."""
+    reference_optimizer: OptimizerOf
+    """Makes one process's optimizer."""
+    float8: Choice = WHOLE
+    """The layers that compute in float8 on one process."""
+    logic: Arithmetic = EXACT
+    """What the logic of a reduced precision runs in."""
+    loss_scale: float = 1.0
+    """By which the loss is multiplied before backward."""
 
 
 def prove_both(
     model: nn.Module,
-    compose: Callable[[Arithmetic], nn.Module],
-    mesh: DeviceMesh,
     batches: Sequence[Mapping[str, Tensor]],
     arithmetic: Arithmetic,
-    *,
-    optimizer: Callable[[Arithmetic, nn.Module], torch.optim.Optimizer],
-    logic: Arithmetic = EXACT,
-    tolerance: Tolerance | None = None,
-    **options: Any,
+    sides: Sides,
+    trial: Trial,
 ) -> Report:
-    """The proof of a composition in ``arithmetic``: where this is reduced, of its logic first.
-
-    compose: makes the composed model for some arithmetic. optimizer: makes its optimizer. logic: what
-        the logic runs in. options: those of :func:`compare`.
-    """
+    """Prove a composition in ``arithmetic``; where this is reduced, its logic first."""
     reports = []
-    for kind in [logic, arithmetic] if arithmetic.reduced else [arithmetic]:
-        composed = compose(kind)
-        allowed = tolerance_of(kind)
-        report = compare(
-            model,
-            composed,
-            mesh,
-            batches,
-            arithmetic=kind,
-            optimizer=optimizer(kind, composed),
-            tolerance=tolerance if tolerance and kind is arithmetic else allowed,
-            label=f"{kind} " if arithmetic.reduced and kind is logic else "",
-            **options,
-        )
-        reports.append(report)
+    for kind in [sides.logic, arithmetic] if arithmetic.reduced else [arithmetic]:
+        composition = sides.compose(kind)
+        # Only the run in the types asked for is allowed what the caller says.
+        how = trial if kind is arithmetic else replace(trial, tolerance=None)
+        label = f"{kind} " if arithmetic.reduced and kind is sides.logic else ""
+        reports.append(compare(model, composition, batches, Run(kind, sides, label), how))
     return joined(reports)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a proof, in one arithmetic. label: stands before each quantity."""
+
+    arithmetic: Arithmetic
+    sides: Sides
+    label: str = ""
 
 
 def compare(
     model: nn.Module,
-    composed: nn.Module,
-    mesh: DeviceMesh,
+    composition: Composition,
     batches: Sequence[Mapping[str, Tensor]],
-    *,
-    optimizer: torch.optim.Optimizer,
-    reference_optimizer: OptimizerOf,
-    arithmetic: Arithmetic = Arithmetic(),  # noqa: B008
-    micro_batch: int | None = None,
-    loss_function: LossFunction = cross_entropy,
-    max_norm: float = 1.0,
-    tolerance: Tolerance | None = None,
-    loss_scale: float = 1.0,
-    float8: Choice = WHOLE,
-    label: str = "",
+    run: Run,
+    trial: Trial,
 ) -> Report:
-    """The comparison that :func:`verify` makes, of a model already cut and filled by the caller.
-
-    optimizer: of ``composed``. float8: the layers that compute in it on one process. label: stands
-        before each quantity.
-    """
+    """Make the comparison of :func:`verify`, of a model that the caller has cut and filled."""
+    arithmetic, loss_scale, mesh = run.arithmetic, run.sides.loss_scale, composition.mesh
+    micro_batch, max_norm = trial.micro_batch, trial.max_norm
+    composed = composition.model
+    optimizer = run.sides.optimizer(arithmetic, composition)
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     _check_batches(batches, mesh)
-    tolerance = tolerance or tolerance_of(arithmetic)
+    tolerance = trial.tolerance or tolerance_of(arithmetic)
     index, count = batch_share(mesh)
-    judge = Judge(torch.device(mesh.device_type), tolerance, label)
-    held = _held(composed)
+    judge = Judge(torch.device(mesh.device_type), tolerance, run.label)
+    held = _held(composition)
     first = dist.get_rank() == 0
 
     model = copy.deepcopy(model) if first else model
-    _judge_beginning(judge, model, composed, arithmetic.master if first else None)
-    _spread(model, composed, first)
+    _judge_beginning(judge, model, composition, arithmetic.master if first else None)
+    _spread(model, composition, first)
 
     reference: References | None = None
     if first:
         reference = References(
             model,
             arithmetic,
-            loss_function,
-            reference_optimizer,
+            trial.loss_function,
+            run.sides.reference_optimizer,
             max_norm=max_norm,
             micro_batch=micro_batch,
             samples=len(batches[0]["targets"]),
             loss_scale=loss_scale,
             tie=tolerance.loss,
-            float8=float8,
+            float8=run.sides.float8,
         )
 
     def expected(of: Callable[[References], Expected]) -> Expected | None:
@@ -239,16 +224,15 @@ def compare(
         share = {name: _slice(value, index, count) for name, value in batch.items()}
         with watch(composed) as witness:
             loss = forward_backward(
-                composed,
+                composition,
                 share,
-                mesh,
                 micro_batch=micro_batch,
-                loss_function=loss_function,
+                loss_function=trial.loss_function,
                 loss_scale=loss_scale,
             )
         seen: dict[str, list[Choices]] = {}
         if routers(model):
-            calls = ids_of_calls(composed, batch["targets"].shape, mesh, micro_batch)
+            calls = ids_of_calls(composition, batch["targets"].shape, micro_batch)
             seen = gathered(witness.choices(calls))
         _on_first_rank(partial(reference.step, batch, seen) if reference else None)
         if reference:
@@ -262,7 +246,7 @@ def compare(
             judge.tensor("gradient", name, gradients, parameter.shape, right, tolerance.gradient)
             if arithmetic.reduced:
                 judge.rounding(gradients, parameter.shape, right)
-        norm = clip_grad_norm_(composed.parameters(), max_norm, mesh, loss_scale)
+        norm = clip_grad_norm_(composition, max_norm, loss_scale)
         optimizer.step()
         optimizer.zero_grad()
         row = f"step {step + 1}"
@@ -284,23 +268,22 @@ def compare(
         allowed = tolerance.update_of(parameter.numel()) if arithmetic.reduced else tolerance.update
         judge.tensor("update", name, changes, parameter.shape, right, allowed)
         judge.same_everywhere(name, after.get(name, ()))
-    pipeline = applied_to(composed).pipeline
-    for tied in pipeline.ties if pipeline else ():
+    for tied in composition.pipeline.ties if composition.pipeline else ():
         judge.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
     return judge.report(differences, reference.tie if reference else tolerance.loss)
 
 
 def _judge_beginning(
-    judge: Judge, model: nn.Module, composed: nn.Module, master: torch.dtype | None
+    judge: Judge, model: nn.Module, composition: Composition, master: torch.dtype | None
 ) -> None:
     """Compare weights and buffers before the first step; ``master`` is None but on the first rank."""
-    held = _held(composed)
+    held = _held(composition)
     for name, parameter in model.named_parameters():
         values = [whole(p) for p in held.get(name, [])]
         right = None if master is None else Expected(parameter.detach().to(master))
         judge.tensor("initial weight", name, values, parameter.shape, right, 0.0)
     whole_buffers = dict(model.named_buffers())
-    for name, shape, values in _buffers(model, composed):
+    for name, shape, values in _buffers(model, composition.model):
         right = None if master is None else Expected(whole_buffers[name])
         judge.tensor("buffer", name, values, shape, right, 0.0)
 
@@ -326,7 +309,7 @@ def _check_batches(batches: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh) ->
 
 
 @torch.no_grad()
-def _spread(model: nn.Module, composed: nn.Module, first: bool) -> None:
+def _spread(model: nn.Module, composition: Composition, first: bool) -> None:
     """Add noise to the parameters that are one number throughout, in the whole model on the first rank
     and in what each rank holds. Zeros hide what is behind them, and ones an order of shards."""
     alike = [
@@ -336,9 +319,10 @@ def _spread(model: nn.Module, composed: nn.Module, first: bool) -> None:
     ]
     shared = [alike]
     dist.broadcast_object_list(shared, src=0)
-    aliases = applied_to(composed).aliases
-    held = [(aliases.get(name, name), p) for name, p in composed.named_parameters()]
-    for name, parameter in [*held, *(model.named_parameters() if first else ())]:
+    for name, parameter in [
+        *composition.named_parameters(),
+        *(model.named_parameters() if first else ()),
+    ]:
         if name in shared[0]:
             noise = torch.empty(parameter.shape, dtype=torch.float32)
             noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
@@ -347,18 +331,18 @@ def _spread(model: nn.Module, composed: nn.Module, first: bool) -> None:
             local.copy_(changed)
 
 
-def _named(composed: nn.Module) -> Named:
-    """Its parameters by their names in the whole model."""
-    return [(name, p) for name, held in _held(composed).items() for p in held]
-
-
-def _held(composed: nn.Module) -> dict[str, list[nn.Parameter]]:
+def _held(composition: Composition) -> dict[str, list[nn.Parameter]]:
     """This rank's parameters by their names in the whole model, of which it may have copies."""
-    aliases = applied_to(composed).aliases
     held: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in composed.named_parameters():
-        held.setdefault(aliases.get(name, name), []).append(parameter)
+    for name, parameter in composition.named_parameters():
+        held.setdefault(name, []).append(parameter)
     return held
+
+
+def _batches(
+    batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+) -> Sequence[Mapping[str, Tensor]]:
+    return [batch] if isinstance(batch, Mapping) else batch
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

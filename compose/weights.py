@@ -8,21 +8,31 @@ from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from compose.applied import applied_to
+from compose.composition import Composition, module_of
 from compose.errors import ConfigError
 from compose.local import local_tensor
 from compose.ties import tie, tied_names
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(whole: nn.Module | Composition, device: torch.device) -> None:
     """Move a model from meta to ``device``: parameters get memory without values, buffers keep theirs.
 
-    A model that is there already is left as it is. Buffers must have been made on a real device, since
-    nothing here could know their values: one on meta raises ConfigError. Parameters that are offloaded
-    are put into host memory.
+    A model that is there already is left as it is. Parameters that are offloaded are put into host
+    memory.
+
+    Args:
+        whole: A model that was not cut, or what ``compose.apply`` returned.
+        device: Where it is moved to.
+
+    Raises:
+        ConfigError: A buffer is on meta: nothing here could know its values. Or a module is given that
+            was cut.
     """
-    home = torch.device("cpu") if applied_to(model).offload else device
+    model = module_of(whole)
+    if model is whole and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ConfigError("model: was cut by compose.apply; give what that returned")
+    home = torch.device("cpu") if isinstance(whole, Composition) and whole.offload else device
     if all(parameter.device.type == home.type for parameter in model.parameters()):
         return
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -41,35 +51,40 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def init_weights(
-    model: nn.Module,
+    whole: nn.Module | Composition,
     init_parameter: Callable[[str, Tensor, Generator], None],
     seed: int,
     device: torch.device,
 ) -> None:
-    """Move a model from meta to ``device``, if it is not there, and fill it, bitwise the same on every
-    mesh.
+    """Move a model from meta to ``device``, if it is not there, and fill it.
 
-    ``init_parameter(name, tensor, generator)`` fills ``tensor``, the whole float32 parameter; a rank
-    then keeps its own part. One whole parameter is held at a time; of a stack (3 dims), one slice, and
-    only of the slices that the rank has a part of. Buffers keep their values, as in
-    :func:`materialize`.
+    The weights are bitwise the same on every mesh. One whole parameter is held at a time; of a stack
+    (3 dims), one slice, and only of the slices that the rank has a part of. Buffers keep their values.
+
+    Args:
+        whole: A model that was not cut, or what ``compose.apply`` returned.
+        init_parameter: ``init_parameter(name, tensor, generator)`` fills ``tensor``, the whole float32
+            parameter; a rank then keeps its own part.
+        seed: Of all weights. Each is drawn by it and its own name.
+        device: Where parameters are drawn, and put unless they are offloaded.
+
+    Raises:
+        ConfigError: As :func:`materialize` does.
     """
-    materialize(model, device)
-    aliases = applied_to(model).aliases
-    for held_as, parameter in model.named_parameters():
-        name = aliases.get(held_as, held_as)
+    materialize(whole, device)
+    for name, parameter in whole.named_parameters():
         local = local_tensor(parameter)
         if parameter.ndim < 3:
-            whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-            init_parameter(name, whole, named_generator(seed, name, device))
-            local.copy_(local_part(whole, parameter))
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            init_parameter(name, drawn, named_generator(seed, name, device))
+            local.copy_(local_part(drawn, parameter))
             continue
         numbers = torch.arange(len(parameter)).view(-1, *[1] * (parameter.ndim - 1))
         held = local_part(numbers.expand(parameter.shape), parameter)
         for place, number in enumerate(held.flatten(1)[:, :1].flatten().tolist()):
-            whole = torch.empty(parameter.shape[1:], dtype=torch.float32, device=device)
-            init_parameter(name, whole, named_generator(seed, f"{name}.{number}", device))
-            local[place].copy_(local_part(whole.expand(parameter.shape), parameter)[place])
+            drawn = torch.empty(parameter.shape[1:], dtype=torch.float32, device=device)
+            init_parameter(name, drawn, named_generator(seed, f"{name}.{number}", device))
+            local[place].copy_(local_part(drawn.expand(parameter.shape), parameter)[place])
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:

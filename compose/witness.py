@@ -13,9 +13,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from compose.applied import applied_to
+from compose.composition import Composition
 from compose.context_parallel import shard_sequence
 from compose.mesh import axis_size, batch_share
 from compose.routing import routers
@@ -109,22 +108,25 @@ class _Seen(torch.autograd.Function):
 
 
 def ids_of_calls(
-    model: nn.Module, shape: torch.Size, mesh: DeviceMesh, micro_batch: int | None
+    composition: Composition, shape: torch.Size, micro_batch: int | None
 ) -> dict[str, list[Tensor]]:
-    """Which tokens of a global batch (B, S), numbered row by row, each router's calls on this rank see,
-    as ``forward_backward`` cuts it over ``mesh``."""
-    applied = applied_to(model)
+    """Return which tokens of a global batch (B, S), numbered row by row, each router's calls on this
+    rank see, as ``forward_backward`` cuts it."""
+    mesh, pipeline = composition.mesh, composition.pipeline
     index, count = batch_share(mesh)
     ids = torch.arange(shape.numel()).view(shape).chunk(count)[index]
     if axis_size(mesh, "cp") > 1:
         tp = axis_size(mesh, "tp")
         # Under this name padding is marked.
-        ids = shard_sequence({"positions": ids}, mesh["cp"], applied.balance, tp)["positions"]
+        ids = shard_sequence({"positions": ids}, mesh["cp"], composition.balance, tp)["positions"]
     parts = list(ids.split(micro_batch or len(ids)))
     if axis_size(mesh, "tp") > 1:
         parts = [x.chunk(axis_size(mesh, "tp"), 1)[mesh["tp"].get_local_rank()] for x in parts]
-    orders = applied.pipeline.forward_order(len(parts)) if applied.pipeline else {}
-    return {name: [parts[i] for i in orders.get(name, range(len(parts)))] for name in routers(model)}
+    orders = pipeline.forward_order(len(parts)) if pipeline else {}
+    return {
+        name: [parts[i] for i in orders.get(name, range(len(parts)))]
+        for name in routers(composition.model)
+    }
 
 
 @contextmanager

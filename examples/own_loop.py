@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from compose import Parallel, Plan, apply, clip_grad_norm_, forward_backward, init_mesh, verify
+from compose import (
+    Options,
+    Parallel,
+    Plan,
+    Trial,
+    apply,
+    clip_grad_norm_,
+    forward_backward,
+    init_mesh,
+    verify,
+)
 from compose.mesh import batch_share
 
 
@@ -39,18 +49,19 @@ def main(steps: int = 20) -> list[float]:
     torch.manual_seed(0)
     images, labels = torch.randn(64, 20), torch.randint(7, (64,))
     tp = 2 if dist.get_world_size() % 2 == 0 else 1
-    mesh = init_mesh(Parallel(dp_shard=-1, tp=tp))
+    parallel = Parallel(dp_shard=-1, tp=tp, zero=2)
+    mesh, options = init_mesh(parallel), Options(parallel)
     model = Classifier()
     batch = {"image": images, "targets": labels}
-    report = verify(model, PLAN, mesh, batch, zero=2, loss_function=loss_function)
-    apply(model, PLAN, mesh, zero=2)
+    report = verify(model, PLAN, mesh, batch, options, Trial(loss_function=loss_function))
+    composition = apply(model, PLAN, mesh, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     index, count = batch_share(mesh)
     mine = {name: value.chunk(count)[index] for name, value in batch.items()}
     losses = []
     for _ in range(steps):
-        loss = forward_backward(model, mine, mesh, micro_batch=8, loss_function=loss_function)
-        clip_grad_norm_(model.parameters(), 1.0, mesh)
+        loss = forward_backward(composition, mine, micro_batch=8, loss_function=loss_function)
+        clip_grad_norm_(composition, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -2,20 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from compose.build import build, cut, fill
+from compose.build import build, build_optimizer, cut
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.state import named_tensors
+from compose.composition import Composition
 from compose.errors import ConfigError
-from compose.optimizer import build_optimizer
 from compose.trainer import Trainer
 from compose.verify import whole
-from tests.helpers import Keys, make_config
+from tests.helpers import Keys, make_job
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for
 
@@ -58,19 +59,23 @@ def ranks_of(mesh: Keys) -> int:
     return count
 
 
+@torch.no_grad()
+def _cut_without_weights(*args: Any) -> Composition:
+    """As ``cut``, with NaN for whatever was in memory: nothing of it may stay."""
+    composition = cut(*args)
+    for parameter in composition.model.parameters():
+        parameter.fill_(torch.nan)
+    return composition
+
+
 def trained_state(keys: Keys) -> dict[str, torch.Tensor]:
     """Train to ``stop_after``; on the first rank, the whole state that is left, by name."""
-    config = make_config(dist.get_world_size(), **keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    model = cut(config, mesh, cpu)
-    with torch.no_grad():
-        for parameter in model.parameters():  # whatever was in memory: nothing of it may stay
-            parameter.fill_(torch.nan)
-    trainer = Trainer(config, mesh, model, cpu)
-    if not trainer.resumed:
-        fill(model, config, cpu)
+    job = make_job(dist.get_world_size(), **keys)
+    mesh = make_mesh(job.degrees)
+    with mock.patch("compose.trainer.cut", _cut_without_weights):
+        trainer = Trainer(job, mesh, torch.device("cpu"))
     trainer.run()
-    named = named_tensors(trainer.model, trainer.optimizer)
+    named = named_tensors(trainer.composition, trainer.optimizer)
     mine = {name: whole(copies[0]) for name, copies in named.items()}
     if mesh["pp"].size() == 1:
         return mine if dist.get_rank() == 0 else {}
@@ -90,11 +95,10 @@ def train_on(pool: Pool, folder: Path, model: Keys, mesh: Keys, steps: int) -> d
 
 def resume(keys: Keys) -> tuple[Progress | None, list[str]]:
     """What resuming finds, and what it says on the first rank."""
-    config = make_config(dist.get_world_size(), **keys)
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, torch.device("cpu"))
-    optimizer = build_optimizer(model, config, mesh)
-    checkpointer = Checkpointer(config, model, optimizer, Path(config.run.dir))
+    job = make_job(dist.get_world_size(), **keys)
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    optimizer = build_optimizer(composition, job)
+    checkpointer = Checkpointer(job.config, composition, optimizer, Path(job.config.run.dir))
     with mock.patch("builtins.print") as said:
         progress = checkpointer.resume()
     return progress, [call.args[0] for call in said.call_args_list]

@@ -1,5 +1,6 @@
-"""A pipeline of which rank $FAILS raises in the $KIND ("forward" or "backward") of a stage: train.py,
-or with the word "own" a loop of one's own. When it did is written to the file $WHEN."""
+"""A pipeline of which rank $FAILS raises in the $KIND ("forward" or "backward") of a stage.
+
+It is train.py, or with the word "own" a loop of one's own. When it did is written to the file $WHEN."""
 
 import os
 import runpy
@@ -60,14 +61,12 @@ def own_loop(words: list[str]) -> None:
 
     dist.init_process_group("gloo")
     keys = [tuple(word.removeprefix("--").split("=", 1)) for word in words]
-    config, problems = legality.check(load("train.toml", keys), dist.get_world_size())  # type: ignore[arg-type]
-    assert not problems
-    mesh = init_mesh(config.parallel, "cpu")
-    model = build(config, mesh, torch.device("cpu"))
-    train, vocabulary = config.train, config.model.config.vocab_size
+    job = legality.check(load("train.toml", keys), dist.get_world_size())  # type: ignore[arg-type]
+    composition = build(job, init_mesh(job.degrees, "cpu"), torch.device("cpu"))
+    train, vocabulary = job.config.train, job.config.model.config.vocab_size
     for step in range(100):
         batch = random_batch(train.global_batch, train.seq_len, vocabulary, step)
-        forward_backward(model, batch, mesh, micro_batch=train.micro_batch)
+        forward_backward(composition, batch, micro_batch=train.micro_batch)
 
 
 if __name__ == "__main__":

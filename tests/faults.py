@@ -22,6 +22,7 @@ import compose.step
 import compose.weights
 from compose import local_parallel
 from compose.attention_blocks import Block
+from compose.composition import Composition
 from compose.context_parallel import Exchange
 from compose.data_parallel import prepare_micro_batch
 from compose.mesh import sum_over
@@ -302,7 +303,7 @@ def norm_is_not_summed_over_pp() -> Iterator[None]:
 
 @contextmanager
 def a_tied_weight_counts_twice_in_the_norm() -> Iterator[None]:
-    with mock.patch.object(compose.step, "copies_of", return_value=1):
+    with mock.patch.object(Composition, "holders", return_value=1):
         yield
 
 
@@ -313,8 +314,8 @@ def a_parameter_is_on_no_rank() -> Iterator[None]:
     module = importlib.import_module("compose.verify")
     real = module._held
 
-    def fake(composed: nn.Module) -> dict[str, list[nn.Parameter]]:
-        return {name: held for name, held in real(composed).items() if name != "norm.weight"}
+    def fake(composition: Composition) -> dict[str, list[nn.Parameter]]:
+        return {name: held for name, held in real(composition).items() if name != "norm.weight"}
 
     with mock.patch.object(module, "_held", fake):
         yield

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from compose import legality
 from compose.config import Config
-from compose.errors import ConfigError
+from compose.job import Job
 from compose.prove import prove
 from compose.report import Report
 from compose.toml import load
@@ -49,21 +49,23 @@ def in_turn(cases: Sequence[Any], quick: Callable[..., bool]) -> list[Any]:
 
 def make_config(world_size: int, **keys: object) -> Config:
     """train.toml with SMALL and ``keys`` (``parallel__tp=2``) on top, checked."""
+    return make_job(world_size, **keys).config
+
+
+def make_job(world_size: int, **keys: object) -> Job:
+    """The job of train.toml with SMALL and ``keys`` (``parallel__tp=2``) on top."""
     values = SMALL | {name.replace("__", "."): value for name, value in keys.items()}
     overrides = [
         (name, str(value).lower() if isinstance(value, bool) else str(value))
         for name, value in values.items()
     ]
-    config, problems = legality.check(load(str(ROOT / "train.toml"), overrides), world_size)
-    if problems:
-        raise ConfigError(*problems)
-    return config
+    return legality.check(load(str(ROOT / "train.toml"), overrides), world_size)
 
 
 def prove_case(keys: dict[str, object]) -> Report:
     """On every rank of a pool: the proof for train.toml with ``keys``."""
-    config = make_config(dist.get_world_size(), **keys)
-    return prove(config, make_mesh(config.parallel), torch.device("cpu"))
+    job = make_job(dist.get_world_size(), **keys)
+    return prove(job, make_mesh(job.degrees), torch.device("cpu"))
 
 
 def agreed(reports: list[Report]) -> Report:

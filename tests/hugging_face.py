@@ -1,5 +1,6 @@
 """Hugging Face folders of every model of models/."""
 
+import copy
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,11 +11,10 @@ from torch import Tensor
 
 from compose.build import fill
 from compose.hugging_face import find_hf, name_of, published
-from compose.registry import build_model
 from compose.safetensors_files import Planned, write_files
 from models import deepseek_v3, llama, qwen3
 from tests.experts import DEEPSEEK, QWEN
-from tests.helpers import make_config
+from tests.helpers import make_job
 
 FOLDERS: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3, "deepseek_v3": deepseek_v3}
 
@@ -41,9 +41,9 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def save_model(folder: Path, keys: dict[str, object], dtype: torch.dtype = torch.float32) -> None:
     """A Hugging Face folder of the model of ``keys``, every value another."""
-    config = make_config(1, **keys)
-    model, _ = build_model(config)
-    fill(model, config, torch.device("cpu"))
+    job = make_job(1, **keys)
+    config, model = job.config, copy.deepcopy(job.model)
+    fill(model, job, torch.device("cpu"))
     planned: list[Planned] = []
     tensors: list[Tensor] = []
     generator = torch.Generator().manual_seed(1)

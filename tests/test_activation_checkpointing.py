@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import models.deepseek_v3
 import models.llama
 import models.qwen3
-from compose import ConfigError, Recompute, forward_backward
+from compose import ActivationCheckpoint, ConfigError, forward_backward
 from compose.activation_bytes import UnitCost, unit_costs
 from compose.activation_checkpointing import (
     apply_activation_checkpointing,
@@ -25,7 +25,7 @@ from compose.activation_checkpointing import (
 from compose.build import build
 from compose.data import random_batch
 from compose.mesh import batch_share
-from tests.helpers import make_config, tier
+from tests.helpers import make_config, make_job, tier
 from tests.pool import Pool, make_mesh
 
 LLAMA = models.llama.Config(n_layers=4, dim=64, n_heads=4, n_kv_heads=2, hidden_dim=160)
@@ -35,22 +35,22 @@ SMALL: dict[str, tuple[ModuleType, Any]] = {
     "deepseek_v3": (models.deepseek_v3, models.deepseek_v3.PRESETS["debug"]),
 }
 OPTIONS = {
-    "none": Recompute(),
-    "full": Recompute("full"),
-    "every_2": Recompute("every_k", every=2),
-    "selective": Recompute("selective"),
-    "attention": Recompute("selective", keep=["attention"]),
-    "products": Recompute("selective", keep=["mm", "aten.bmm"]),
-    "budget": Recompute("budget", budget=0.4, seq_len=37),
+    "none": ActivationCheckpoint(),
+    "full": ActivationCheckpoint("full"),
+    "every_2": ActivationCheckpoint("every_k", every=2),
+    "selective": ActivationCheckpoint("selective"),
+    "attention": ActivationCheckpoint("selective", keep=("attention",)),
+    "products": ActivationCheckpoint("selective", keep=("mm", "aten.bmm")),
+    "budget": ActivationCheckpoint("budget", budget=0.4),
 }
 
 
-def make(which: str, options: Recompute) -> nn.Module:
+def make(which: str, options: ActivationCheckpoint) -> nn.Module:
     folder, config = SMALL[which]
     torch.manual_seed(0)
     model = folder.Model(config)
     units = [f"layers.{i}" for i in range(config.n_layers)]
-    apply_activation_checkpointing(model, recomputed_units(model, units, options))
+    apply_activation_checkpointing(model, recomputed_units(model, units, options, seq_len=37))
     return model
 
 
@@ -90,7 +90,9 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-def measured(which: str, options: Recompute, length: int = 37) -> tuple[int, int, Counter[str]]:
+def measured(
+    which: str, options: ActivationCheckpoint, length: int = 37
+) -> tuple[int, int, Counter[str]]:
     """Bytes kept between the passes, the most at any time, and what ran in backward."""
     model = make(which, options)
     with Live() as live:
@@ -187,7 +189,7 @@ def test_greedy_takes_the_most_flops_for_a_byte() -> None:
 
 def test_every_k_and_what_is_no_operator() -> None:
     model, units = nn.Sequential(), [str(i) for i in range(7)]
-    found = recomputed_units(model, units, Recompute("every_k", every=3))
+    found = recomputed_units(model, units, ActivationCheckpoint("every_k", every=3), seq_len=37)
     assert found == {"2": frozenset(), "5": frozenset()}
     assert operators(["mm"]) == operators(["aten.mm"]) < operators(["matmul"])
     with pytest.raises(ConfigError) as caught:
@@ -214,15 +216,16 @@ def _differing(keys: dict[str, Any], modes: list[dict[str, Any]]) -> list[str]:
     found: list[str] = []
     expected: list[Any] = []
     world = dist.get_world_size()
-    mesh = make_mesh(make_config(world, **keys).parallel)
+    mesh = make_mesh(make_job(world, **keys).degrees)
     for mode in [{}, *modes]:
         chosen = {f"activation_checkpoint__{key}": value for key, value in mode.items()}
-        config = make_config(world, **keys, **chosen)
-        model = build(config, mesh, torch.device("cpu"))
+        job = make_job(world, **keys, **chosen)
+        config, composition = job.config, build(job, mesh, torch.device("cpu"))
         index, count = batch_share(mesh)
         batch = random_batch(8, config.train.seq_len, config.model.config.vocab_size, seed=1)
         share = {name: value.chunk(count)[index] for name, value in batch.items()}
-        forward_backward(model, share, mesh, micro_batch=2)
+        forward_backward(composition, share, micro_batch=2)
+        model = composition.model
         gradients: list[Any] = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
         expected = expected or gradients
         names = [name for name, _ in model.named_parameters()]

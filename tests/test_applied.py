@@ -11,20 +11,20 @@ from compose.build import build
 from compose.data import random_batch
 from compose.mesh import batch_share
 from compose.step import forward_backward
-from tests.helpers import make_config
+from tests.helpers import make_job
 from tests.pool import Pool, make_mesh
 
 
 def _is_let_go(keys: dict[str, object]) -> bool:
-    config = make_config(dist.get_world_size(), train__global_batch=4, **keys)
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, torch.device("cpu"))
+    job = make_job(dist.get_world_size(), train__global_batch=4, **keys)
+    config, mesh = job.config, make_mesh(job.degrees)
+    composition = build(job, mesh, torch.device("cpu"))
     index, count = batch_share(mesh)
     batch = random_batch(4, config.train.seq_len, config.model.config.vocab_size, seed=0)
     share = {name: value.chunk(count)[index] for name, value in batch.items()}
-    forward_backward(model, share, mesh, micro_batch=2)
-    held = weakref.ref(model)
-    del model
+    forward_backward(composition, share, micro_batch=2)
+    held = weakref.ref(composition.model)
+    del composition
     gc.collect()
     return held() is None
 

@@ -72,7 +72,7 @@ def test_gpu_row_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
         return {"tokens_per_second": 1}
 
-    monkeypatch.setattr(rows, "config", lambda case, recompute: recompute)
+    monkeypatch.setattr(rows, "command", lambda case, recompute: recompute)
     monkeypatch.setattr(rows, "_trained", trained)
     case = gpu.Case("8b", 32, "eager")
     assert rows.run(case) == {

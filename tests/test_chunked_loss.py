@@ -24,7 +24,7 @@ from compose.output import CrossEntropy, StepLoss
 from compose.report import Report
 from models.llama import plan as llama_plan
 from tests.faults import Fault, assert_named, with_fault
-from tests.helpers import agreed, make_config, prove_case
+from tests.helpers import agreed, make_config, make_job, prove_case
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train
 
@@ -308,13 +308,13 @@ class _Largest(TorchDispatchMode):
 
 
 def _largest(keys: dict[str, object]) -> int:
-    config = make_config(dist.get_world_size(), **keys)
-    train, mesh = config.train, make_mesh(config.parallel)
-    model = build(config, mesh, torch.device("cpu"))
+    job = make_job(dist.get_world_size(), **keys)
+    config, train = job.config, job.config.train
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     batch = random_batch(train.global_batch, train.seq_len, config.model.config.vocab_size, seed=0)
     with _Largest() as largest:
         forward_backward(
-            model, batch, mesh, micro_batch=train.micro_batch, loss_function=loss_function(config)
+            composition, batch, micro_batch=train.micro_batch, loss_function=loss_function(config)
         )
     return largest.elements
 
@@ -343,14 +343,14 @@ def test_no_tensor_is_as_large_as_the_logits(pool: Pool, keys: dict[str, object]
 
 def _logits_again(keys: dict[str, object]) -> None:
     """Outside of a step the model returns logits, as before it was cut."""
-    config = make_config(dist.get_world_size(), **keys)
-    mesh, vocabulary = make_mesh(config.parallel), config.model.config.vocab_size
-    model = build(config, mesh, torch.device("cpu"))
+    job = make_job(dist.get_world_size(), **keys)
+    config, vocabulary = job.config, job.config.model.config.vocab_size
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     batch = random_batch(2, config.train.seq_len, vocabulary, seed=0)
     inputs = {name: value for name, value in batch.items() if name != "targets"}
-    before = model(**inputs)
-    forward_backward(model, batch, mesh, loss_function=CrossEntropy(24))
-    after = model(**inputs)
+    before = composition.model(**inputs)
+    forward_backward(composition, batch, loss_function=CrossEntropy(24))
+    after = composition.model(**inputs)
     assert before.shape == (2, config.train.seq_len, vocabulary)
     torch.testing.assert_close(after, before)
 
@@ -381,7 +381,7 @@ def _without_output() -> list[str]:
     mesh = make_mesh(Parallel())
     batch = {"input": torch.randn(1, 2, 4), "targets": torch.tensor([[0, 1]])}
     with pytest.raises(ConfigError) as caught:
-        forward_backward(apply(model, Plan(), mesh), batch, mesh, loss_function=CrossEntropy(2))
+        forward_backward(apply(model, Plan(), mesh), batch, loss_function=CrossEntropy(2))
     return caught.value.problems
 
 

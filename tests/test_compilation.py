@@ -1,5 +1,6 @@
 """torch.compile: the same gradients on every mesh, one graph for all layers that are alike."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from compose import ConfigError, apply, forward_backward
-from compose.build import apply_options, fill
+from compose import ConfigError, forward_backward
+from compose.build import cut, fill
 from compose.compilation import Compile, GraphCount, graphs_compiled, parts
 from compose.data import random_batch
 from compose.mesh import batch_share
-from compose.registry import build_model
-from tests.helpers import make_config, prove_case, tier
+from tests.helpers import make_config, make_job, prove_case, tier
 from tests.pool import Pool, make_mesh
 
 
@@ -22,21 +22,20 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
     """On every rank: graphs, breaks of graphs, and the greatest relative error of a gradient."""
     torch._dynamo.reset()
     counters.clear()
-    config = make_config(dist.get_world_size(), model__n_layers=3, train__seq_len=24, **keys)
-    mesh = make_mesh(config.parallel)
+    job = make_job(dist.get_world_size(), model__n_layers=3, train__seq_len=24, **keys)
+    config, mesh, cpu = job.config, make_mesh(job.degrees), torch.device("cpu")
     index, count = batch_share(mesh)
     batch = random_batch(8, 24, config.model.config.vocab_size, seed=2)
     share = {name: value.chunk(count)[index] for name, value in batch.items()}
     found: list[list[torch.Tensor]] = []
     for options in (Compile(), Compile(mode, backend="aot_eager")):  # type: ignore[arg-type]
-        model, plan = build_model(config)
-        chosen: dict[str, Any] = apply_options(config) | {"compile": options}
-        apply(model, plan, mesh, **chosen)
-        fill(model, config, torch.device("cpu"))
+        composition = cut(job, mesh, cpu, replace(config.options, compile=options))
+        fill(composition, job, cpu)
+        model = composition.model
         assert "_orig_mod" not in "".join(name for name, _ in model.named_parameters())
         for _ in range(2):
             model.zero_grad()
-            forward_backward(model, share, mesh, micro_batch=2)
+            forward_backward(composition, share, micro_batch=2)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         found.append([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
     errors = [

@@ -15,11 +15,10 @@ from compose.__main__ import main
 from compose.checkpoint.exchange import export
 from compose.errors import ConfigError
 from compose.hugging_face import find_hf, load_hf, name_of, published
-from compose.registry import build_model
 from compose.safetensors_files import INDEX, Planned, write_files
 from models import llama
 from tests.checkpoints import MESHES, train_on
-from tests.helpers import ROOT, make_config
+from tests.helpers import ROOT, make_job
 from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool
 from tests.training import keys_for, lines, train
@@ -106,9 +105,9 @@ def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mes
     run, back = tmp_path / "run", tmp_path / "back"
     state = train_on(pool, run, MODELS[name], MESHES[mesh], 2)
     assert main(["convert", str(run), str(back), "--dtype", "bfloat16"]) == 0
-    config, files = make_config(1, **MODELS[name]), read_tensors(back)
-    model, _ = build_model(config)
-    for ours, theirs, tensor in published(model, name_of(config.model.name, config.model.config)):
+    job, files = make_job(1, **MODELS[name]), read_tensors(back)
+    chosen = job.config.model
+    for ours, theirs, tensor in published(job.model, name_of(chosen.name, chosen.config)):
         kind = torch.bfloat16 if isinstance(tensor, torch.nn.Parameter) else torch.float32
         value = state[f"model.{ours}"].to(kind)
         for i, part in enumerate(value if "{}" in theirs else [value]):

@@ -13,7 +13,15 @@ import torch
 
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.config import Data
-from compose.data import Batches, data_problems, pack, random_batch, rows, sources, training_batches
+from compose.data import (
+    Batches,
+    open_data,
+    pack,
+    random_batch,
+    rows,
+    sources,
+    training_batches,
+)
 from compose.data.batches import in_order
 from compose.data.opening import described
 from compose.data.order import Interleaving, shuffled
@@ -123,7 +131,7 @@ def test_a_file_of_other_tokens_is_told_from_the_one_before(tmp_path: Path) -> N
             tokens[60] = value
             write(tmp_path / name)
             sources._text.cache_clear()  # a run that resumes is another process
-            seen.append(described(training_batches(config), config))
+            seen.append(described(training_batches(config, open_data(config)), config))
         assert seen[0] == seen[2]
         assert {key for key in seen[0] if seen[0][key] != seen[1][key]} == {"content"}
         words: list[str] = []
@@ -344,7 +352,11 @@ def test_validation_sees_each_sample_once(count: int) -> None:
 
 def test_bad_mixtures(tmp_path: Path) -> None:
     def problems(**keys: Any) -> list[str]:
-        return data_problems(sets_of(**keys))
+        try:
+            open_data(sets_of(**keys))
+        except ConfigError as error:
+            return error.problems
+        return []
 
     (tmp_path / "a.txt").write_text("some text")
     a = str(tmp_path / "a.txt")

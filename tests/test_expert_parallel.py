@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compose import Parallel, Plan, init_mesh, verify
+from compose import Options, Parallel, Plan, init_mesh, verify
 from compose.errors import ConfigError
 from compose.expert_parallel import ExpertParallel, expert_mesh
 from compose.legality import meshes
@@ -196,8 +196,9 @@ def test_style_alone(pool: Pool, counts: list[list[int]]) -> None:
 def _own_model() -> Any:
     torch.manual_seed(3)
     batch = {"input": torch.randn(4, 6, 5), "targets": torch.randint(7, (4, 6))}
-    mesh = make_mesh(Parallel(dp_shard=4))
-    return verify(Tiny(), Plan(expert={"moe.experts": ExpertParallel()}), mesh, batch, ep=2)
+    parallel = Parallel(dp_shard=4, ep=2)
+    plan = Plan(expert={"moe.experts": ExpertParallel()})
+    return verify(Tiny(), plan, make_mesh(parallel), batch, Options(parallel))
 
 
 def test_a_plan_of_experts_alone(pool: Pool) -> None:

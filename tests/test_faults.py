@@ -9,8 +9,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import Parallel, Plan, apply
+from compose.one_process import Arithmetic
 from compose.report import Report
-from compose.verify import compare
+from compose.verify import Run, Sides, Trial, compare
 from tests.faults import (
     EVERYTHING,
     Fault,
@@ -165,17 +166,15 @@ def _stale_buffer() -> Report:
             "last": RowwiseParallel(input_layouts=Replicate()),
         }
     )
-    composed = apply(copy.deepcopy(model), plan, mesh)
-    composed.get_buffer("table").mul_(0.5)
-    return compare(
-        model,
-        composed,
-        mesh,
-        [batch],
-        loss_function=nn.CrossEntropyLoss(reduction="sum"),
-        optimizer=torch.optim.AdamW(composed.parameters()),
+    composition = apply(copy.deepcopy(model), plan, mesh)
+    composition.model.get_buffer("table").mul_(0.5)
+    sides = Sides(
+        lambda _: composition,
+        optimizer=lambda _, composition: torch.optim.AdamW(composition.model.parameters()),
         reference_optimizer=lambda _, named: torch.optim.AdamW(named),
     )
+    trial = Trial(loss_function=nn.CrossEntropyLoss(reduction="sum"))
+    return compare(model, composition, [batch], Run(Arithmetic(), sides), trial)
 
 
 def test_stale_buffer_is_named(pool: Pool) -> None:

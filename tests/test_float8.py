@@ -16,13 +16,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.torch_version import TorchVersion
 
-from compose import ConfigError, Parallel, Plan, apply, float8, forward_backward
+from compose import ConfigError, Options, Parallel, Plan, Precision, apply, float8, forward_backward
 from compose.build import build
 from compose.data import random_batch
 from compose.float8 import EXCEPTED, Choice, apply_float8, choose, float8_styles
-from compose.legality import Case
+from compose.job import Job
 from compose.plan import resolve
-from compose.registry import build_model, find_model
+from compose.registry import find_model
 from compose.report import Report
 from compose.torch_versions import splits_functions
 from tests.checkpoints import shards, train_on
@@ -32,7 +32,7 @@ from tests.faults import (
     partial_gradients_are_taken_as_whole,
     with_fault,
 )
-from tests.helpers import FLOAT8_SHAPE, make_config, prove_case, tier
+from tests.helpers import FLOAT8_SHAPE, make_config, make_job, prove_case, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -280,9 +280,8 @@ def test_faults_are_above_its_tolerance(pool: Pool, fault: Any) -> None:
 
 def _bytes_gathered(keys: dict[str, object]) -> int:
     """Bytes that this rank's all-gathers of parameters send in a step."""
-    config = make_config(dist.get_world_size(), **keys)
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, torch.device("cpu"))
+    job = make_job(dist.get_world_size(), **keys)
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     sent: list[int] = []
     real = DefaultAllGather.__call__
 
@@ -290,11 +289,11 @@ def _bytes_gathered(keys: dict[str, object]) -> int:
         sent.append(input_tensor.numel() * input_tensor.itemsize)
         return real(self, output_tensor, input_tensor, *args, **kw)
 
-    batch = random_batch(2, 32, config.model.config.vocab_size, seed=0)
+    batch = random_batch(2, 32, job.config.model.config.vocab_size, seed=0)
     with mock.patch.object(DefaultAllGather, "__call__", counted):
-        forward_backward(model, batch, mesh)
+        forward_backward(composition, batch)
     # What runs the model besides, after weights have changed, finds its own.
-    for parameter in model.parameters():
+    for parameter in composition.model.parameters():
         held = parameter._local_tensor  # type: ignore[attr-defined]
         assert getattr(held, "_precomputed_scale", None) is None
     return sum(sent)
@@ -306,11 +305,11 @@ def test_weights_are_gathered_in_8_bits(pool: Pool) -> None:
     keys = FLOAT8_SHAPE | {"parallel__dp_shard": 2, "train__micro_batch": 1, "train__global_batch": 2}
     plain = pool.run(_bytes_gathered, 2, keys | {"precision__float8": "off"})[0]
     found = pool.run(_bytes_gathered, 2, keys)[0]
-    config = make_config(2, **keys)
-    model, plan = build_model(config)
+    job = make_job(2, **keys)
+    model = job.model
     weights = sum(
         model.get_submodule(name).weight.numel()  # type: ignore[union-attr,operator]
-        for name in resolve(plan, model).float8
+        for name in job.resolved.float8
         if isinstance(model.get_submodule(name), nn.Linear)
     )
     gathers = 2  # in forward and backward
@@ -378,7 +377,7 @@ def test_refused(message: str, keys: dict[str, Any], emulate: bool) -> None:
 def test_scales_of_offloaded_weights_are_refused_on_gpus() -> None:
     keys = FLOAT8_SHAPE | {"parallel__dp_shard": 2, "parallel__offload": "cpu"}
     with (
-        mock.patch.object(Case, "on_cuda", new=True),
+        mock.patch.object(Job, "on_cuda", new=True),
         mock.patch.object(float8, "emulated", return_value=True),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -444,6 +443,7 @@ def test_plans_are_strict(pool: Pool, plan: Plan, message: str) -> None:
 
 
 def _problems(plan: Plan) -> list[str]:
+    options = Options(precision=Precision(float8="rowwise"))
     with pytest.raises(ConfigError) as caught:
-        apply(Two(), plan, make_mesh(Parallel()), float8="rowwise")
+        apply(Two(), plan, make_mesh(Parallel()), options)
     return caught.value.problems

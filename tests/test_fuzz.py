@@ -25,9 +25,10 @@ from compose.__main__ import main
 from compose.checkpoint import store
 from compose.checkpoint.exchange import export
 from compose.cli import parse
-from compose.config import TABLES, docs
+from compose.config import TABLES
 from compose.data import training_batches
 from compose.errors import ConfigError
+from compose.fields import docs
 from compose.generate import Sampling, choose
 from compose.runtime import TrainingError
 from tests.fuzzing import TooSlow, Watch, limits, odd_file, odd_toml, odd_words
@@ -237,7 +238,9 @@ class Case:
 
         def read() -> None:
             words = ["in/train.toml", f"--data.path={name}"]
-            batches = training_batches(parse(words, "train.py", trains=True).config)
+            command = parse(words, "train.py", trains=True)
+            assert command.data is not None
+            batches = training_batches(command.config, command.data)
             for step in range(3):
                 batches.batch(2 * step)
 

@@ -1,5 +1,6 @@
 """python -m compose generate: the text of a plain loop on every mesh, and refusals in one line."""
 
+import copy
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose.__main__ import main
-from compose.build import build
+from compose.build import build, build_optimizer
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.errors import ConfigError
 from compose.generate import (
     Sampling,
-    _config,
+    _job,
     _next_logits,
     _tokenizer,
     choose,
@@ -28,15 +29,13 @@ from compose.generate import (
     text_of,
 )
 from compose.hugging_face import load_hf, name_of
-from compose.optimizer import build_optimizer
-from compose.registry import build_model
 from compose.tokenizer import Bytes
 from compose.toml import dump
 from compose.weights import materialize
 from models import llama
 from tests.command_lines import execute
 from tests.experts import QWEN
-from tests.helpers import make_config
+from tests.helpers import make_config, make_job
 from tests.hugging_face import save_model
 from tests.pool import Pool, make_mesh
 from tests.tokenizers_made import save_tokenizer
@@ -52,16 +51,16 @@ EXPERTS: Keys = QWEN | {"model__n_layers": 2, "model__capacity_factor": 0.5}
 
 def _saved(keys: Keys, folder: Path, steps: Sequence[int]) -> dict[str, Tensor]:
     """Save checkpoints of a model that was not trained, but is sure of what it says; its state."""
-    config = make_config(1, **keys)
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, CPU)
+    job = make_job(1, **keys)
+    composition = build(job, make_mesh(job.degrees), CPU)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in composition.model.parameters():
             parameter.mul_(6 if parameter.ndim > 1 else 1)
-    checkpointer = Checkpointer(config, model, build_optimizer(model, config, mesh), folder)
+    optimizer = build_optimizer(composition, job)
+    checkpointer = Checkpointer(job.config, composition, optimizer, folder)
     for step in steps:
         checkpointer.save(Progress(step), wait=True)
-    return model.state_dict()
+    return composition.model.state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tupl
     for name, keys in {"llama": LLAMA, "experts": EXPERTS}.items():
         folder = tmp_path_factory.mktemp(name)
         state = pool.run(_saved, 1, keys, folder, [1, 2])[0]
-        model, _ = build_model(make_config(1, **keys))
+        model = copy.deepcopy(make_job(1, **keys).model)
         materialize(model, CPU)
         model.load_state_dict(state)
         found[name] = folder, model
@@ -100,10 +99,9 @@ def _continued(
     with mock.patch("compose.generate.launched_ranks", return_value=dist.get_world_size()):
         for name, keys in meshes.items():
             overrides = [(f"parallel.{key}", str(value)) for key, value in keys.items()]
-            config = _config(source, folders, overrides)
-            mesh = make_mesh(config.parallel)
-            model = open_model(config, folders, mesh, CPU)
-            found[name] = [list(sample(model, PROMPT, mesh, how, end)) for how in (GREEDY, DRAWN)]
+            job = _job(source, folders, overrides)
+            composition = open_model(job, folders, make_mesh(job.degrees), CPU)
+            found[name] = [list(sample(composition, PROMPT, how, end)) for how in (GREEDY, DRAWN)]
     return found
 
 
@@ -143,10 +141,9 @@ def test_the_end_token_ends_it(pool: Pool, runs: dict[str, tuple[Path, nn.Module
 def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
     """Behind so many tokens of the prompt, with experts, on tp 2."""
     with mock.patch("compose.generate.launched_ranks", return_value=2):
-        config = _config(run, newest(run), [("parallel.tp", "2")])
-    mesh = make_mesh(config.parallel)
-    model = open_model(config, newest(run), mesh, CPU)
-    found = [_next_logits(model, PROMPT[:length], mesh) for length in lengths]
+        job = _job(run, newest(run), [("parallel.tp", "2")])
+    composition = open_model(job, newest(run), make_mesh(job.degrees), CPU)
+    found = [_next_logits(composition, PROMPT[:length]) for length in lengths]
     return [logits for logits in found if logits is not None]
 
 
@@ -168,26 +165,26 @@ def _from_hugging_face(folder: Path) -> list[list[int]]:
 def test_hugging_faces_folder(pool: Pool, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     save_model(folder, {})
-    config = make_config(1)
-    model, _ = build_model(config)
+    job = make_job(1)
+    model = copy.deepcopy(job.model)
     materialize(model, CPU)
-    load_hf(model, folder, name_of("llama", config.model.config))
+    load_hf(model, folder, name_of("llama", job.config.model.config))
     found = pool.run(_from_hugging_face, 2, folder)
     assert found == [[plain(model, how) for how in (GREEDY, DRAWN)]] * 2
 
 
 def _opened(run: Path, folders: list[Path]) -> tuple[list[str], list[str], float]:
     """What is refused; what is said; a weight of what was opened."""
-    config = _config(run, folders, [])
+    job = _job(run, folders, [])
     with mock.patch("builtins.print") as said:
         try:
-            model = open_model(config, folders, make_mesh(config.parallel), CPU)
+            composition = open_model(job, folders, make_mesh(job.degrees), CPU)
         except ConfigError as error:
             return error.problems, [], 0.0
     return (
         [],
         [str(word) for call in said.call_args_list for word in call.args],
-        next(model.parameters()).sum().item(),
+        next(composition.model.parameters()).sum().item(),
     )
 
 
@@ -256,7 +253,7 @@ def test_which_tokenizer(runs: dict[str, tuple[Path, nn.Module]], tmp_path: Path
     run = tmp_path / "run"
     shutil.copytree(runs["llama"][0], run)
     folders = newest(run)
-    config = _config(run, folders, [])
+    config = _job(run, folders, []).config
     larger = replace(config, model=replace(config.model, config=llama.Config(vocab_size=400)))
     assert isinstance(_tokenizer("", run, folders, config), Bytes)
     with pytest.raises(ConfigError) as caught:
@@ -317,9 +314,9 @@ def test_another_model_is_refused(pool: Pool, runs: dict[str, tuple[Path, nn.Mod
 
 
 def _other(folder: Path) -> list[str]:
-    config = _config(folder, [folder], [("model.dim", "32")])
+    job = _job(folder, [folder], [("model.dim", "32")])
     try:
-        open_model(config, [folder], make_mesh(config.parallel), CPU)
+        open_model(job, [folder], make_mesh(job.degrees), CPU)
     except ConfigError as error:
         return error.problems
     return []
@@ -329,8 +326,8 @@ def test_what_was_compiled_is_not(tmp_path: Path) -> None:
     """After eight lengths torch.compile would give up."""
     trained = make_config(1, compile__mode="block")
     (tmp_path / "config.toml").write_text(dump(trained))
-    assert _config(tmp_path, [tmp_path], []).compile.mode == "off"
-    assert _config(tmp_path, [tmp_path], [("compile.mode", "block")]).compile.mode == "block"
+    assert _job(tmp_path, [tmp_path], []).config.compile.mode == "off"
+    assert _job(tmp_path, [tmp_path], [("compile.mode", "block")]).config.compile.mode == "block"
 
 
 def test_the_command(runs: dict[str, tuple[Path, nn.Module]]) -> None:

@@ -1,5 +1,6 @@
 """Hugging Face's weights and config.json: into a model on any mesh, bit for bit, or refused by name."""
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -18,11 +19,11 @@ from compose.checkpoint.state import named_tensors
 from compose.cli import parse
 from compose.errors import ConfigError
 from compose.hugging_face import find_hf, load_hf, name_of, published
-from compose.registry import build_model, model_names
+from compose.registry import model_names
 from compose.safetensors_files import INDEX, Planned, TensorFiles, write_files
 from compose.verify import whole
 from models import deepseek_v3, llama
-from tests.helpers import ROOT, make_config
+from tests.helpers import ROOT, make_config, make_job
 from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool, make_mesh
 
@@ -195,8 +196,8 @@ def test_every_model_has_the_names() -> None:
 
 def _loaded(keys: dict[str, object]) -> tuple[dict[str, Tensor], int, int]:
     """On every rank: (the whole model's state, bytes that were read, bytes that this rank holds)."""
-    config = make_config(dist.get_world_size(), **keys)
-    mesh = make_mesh(config.parallel)
+    job = make_job(dist.get_world_size(), **keys)
+    mesh = make_mesh(job.degrees)
     read, count = TensorFiles.read, 0
 
     def counted(self: TensorFiles, name: str, box: Any) -> Tensor:
@@ -206,9 +207,9 @@ def _loaded(keys: dict[str, object]) -> tuple[dict[str, Tensor], int, int]:
         return value
 
     with mock.patch.object(TensorFiles, "read", counted):
-        model = build(config, mesh, torch.device("cpu"))
-    share = sum(part_of(parameter).local.nbytes for parameter in model.parameters())
-    named = named_tensors(model, None)
+        composition = build(job, mesh, torch.device("cpu"))
+    share = sum(part_of(p).local.nbytes for p in composition.model.parameters())
+    named = named_tensors(composition, None)
     mine: dict[str, Tensor] = {}
     for name, copies in named.items():
         mine[name], *others = [whole(copy) for copy in copies]
@@ -235,9 +236,9 @@ def test_a_cut_model_is_filled_alike(
     folder = tmp_path / "hf"
     save_model(folder, MODELS[name])
     keys = MODELS[name] | {"checkpoint__load_hf": folder}
-    config = make_config(1, **keys)
-    one, _ = build_model(config)
-    fill(one, config, torch.device("cpu"))
+    job = make_job(1, **keys)
+    config, one = job.config, copy.deepcopy(job.model)
+    fill(one, job, torch.device("cpu"))
     theirs = read_tensors(folder)
     for _, there, tensor in published(one, name_of(config.model.name, config.model.config)):
         parts = [theirs[there.format(i)] for i in range(len(tensor))] if "{}" in there else None
@@ -254,9 +255,9 @@ def test_a_cut_model_is_filled_alike(
 
 def test_half_precision_becomes_float32(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", {}, torch.bfloat16)
-    config = make_config(1, checkpoint__load_hf=tmp_path / "hf")
-    model, _ = build_model(config)
-    fill(model, config, torch.device("cpu"))
+    job = make_job(1, checkpoint__load_hf=tmp_path / "hf")
+    model = copy.deepcopy(job.model)
+    fill(model, job, torch.device("cpu"))
     there = read_tensors(tmp_path / "hf")["model.layers.1.mlp.up_proj.weight"]
     found = model.get_parameter("layers.1.feed_forward.w3.weight")
     assert there.dtype == torch.bfloat16
@@ -385,8 +386,8 @@ def test_links_out_of_the_folder_are_refused_and_those_of_the_hub_are_not(tmp_pa
         path.rename(blobs / str(i))
         (snapshot / path.name).symlink_to(Path("../../blobs") / str(i))
     keys = MODELS["llama"] | {"checkpoint__load_hf": snapshot}
-    config = make_config(1, **keys)
-    fill(build_model(config)[0], config, torch.device("cpu"))
+    job = make_job(1, **keys)
+    fill(copy.deepcopy(job.model), job, torch.device("cpu"))
     for name in ("config.json", INDEX, "model-00001-of-00002.safetensors"):
         before = os.readlink(snapshot / name)
         (snapshot / name).unlink()
@@ -394,7 +395,7 @@ def test_links_out_of_the_folder_are_refused_and_those_of_the_hub_are_not(tmp_pa
         secret.write_bytes(b"{}")
         (snapshot / name).symlink_to(secret)
         with pytest.raises(ConfigError, match=r"is a link that leads out of its folder") as caught:
-            fill(build_model(config)[0], config, torch.device("cpu"))
+            fill(copy.deepcopy(job.model), job, torch.device("cpu"))
         assert str(snapshot / name) in str(caught.value)
         (snapshot / name).unlink()
         (snapshot / name).symlink_to(before)

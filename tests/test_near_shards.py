@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from compose import Parallel, Plan, apply, forward_backward
-from compose.applied import applied_to
+from compose import Comm, Composition, Options, Parallel, Plan, apply, forward_backward
 from compose.errors import ConfigError
 from compose.near_shards import check_near, near_experts
 from compose.torch_versions import ALL_GATHER
@@ -112,23 +112,25 @@ def _gathers(note: Callable[[str, int, list[int]], None]) -> Iterator[None]:
         yield
 
 
-def _step(parallel: Parallel, micro_batches: int, note: Any, **options: int) -> nn.Module:
+def _step(parallel: Parallel, micro_batches: int, note: Any, prefetch: int = 0) -> Composition:
     """Two steps of _Layers, the gathers of the second being noted."""
     torch.manual_seed(0)
     mesh = make_mesh(parallel)
-    model = apply(_Layers(), Plan(shard=["layers.*"]), mesh, **options)  # type: ignore[arg-type]
+    options = Options(parallel, comm=Comm(prefetch=prefetch))
+    composition = apply(_Layers(), Plan(shard=["layers.*"]), mesh, options)
     batch = {"input": torch.randn(micro_batches, 4), "targets": torch.zeros(micro_batches).long()}
     loss = nn.CrossEntropyLoss(reduction="sum")
     for step in range(2):
         with _gathers(note if step else lambda *_: None):
-            forward_backward(model, batch, mesh, micro_batch=1, loss_function=loss)
-    return model
+            forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    return composition
 
 
 def _ranks_of_gathers(parallel: Parallel, micro_batches: int, near: int) -> tuple[Any, bool]:
     found: list[tuple[str, int, list[int]]] = []
-    model = _step(parallel, micro_batches, lambda *what: found.append(what), zero3_reshard=near)
-    return found, any(gather.kept is not None for gather in applied_to(model).gathers)
+    parallel = replace(parallel, zero3_reshard=near)
+    composition = _step(parallel, micro_batches, lambda *what: found.append(what))
+    return found, any(gather.kept is not None for gather in composition.gathers)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from compose import data_parallel
-from compose.applied import Applied, remember
+from compose import Composition, data_parallel
 from compose.errors import ConfigError
 from compose.report import Report
 from compose.weights import materialize
@@ -46,8 +45,8 @@ def test_parameters_are_made_in_host_memory_and_buffers_are_not() -> None:
     with torch.device("meta"):
         model: Any = nn.Sequential(nn.Linear(3, 4))
     model[0].register_buffer("scale", torch.ones(4))
-    remember(model, Applied(offload=True))
-    materialize(model, torch.device("meta"))
+    no_mesh: Any = None
+    materialize(Composition(model, no_mesh, offload=True), torch.device("meta"))
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert {b.device.type for b in model.buffers()} == {"meta"}
 

@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from compose import Parallel, Pipeline, Plan, Schedule, apply, cross_entropy, forward_backward, verify
+from compose import (
+    Options,
+    Parallel,
+    Pipeline,
+    Plan,
+    Trial,
+    apply,
+    cross_entropy,
+    forward_backward,
+    verify,
+)
 from compose.errors import ConfigError
 from compose.local_parallel import LocalColwise, LocalInput, LocalRowwise
 from compose.output import CrossEntropy
@@ -20,7 +30,7 @@ from tests.helpers import agreed
 from tests.pool import Pool, make_mesh
 
 
-def _transformers_llama(schedule: str, layers: list[int]) -> Report:
+def _transformers_llama(schedule: str, layers: tuple[int, ...]) -> Report:
     """It returns an object with ``.logits``, which between stages are a slice of the stream."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,8 +52,8 @@ def _transformers_llama(schedule: str, layers: list[int]) -> Report:
         Plan(shard=shard, pipeline=pipeline),
         make_mesh(Parallel(pp=2)),
         {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:]},
-        micro_batch=1,
-        pipeline=Schedule(schedule, layers=layers),
+        Options(Parallel(pp=2, pp_schedule=schedule, pp_layers=layers)),
+        Trial(micro_batch=1),
     )
 
 
@@ -53,7 +63,7 @@ def _transformers_llama(schedule: str, layers: list[int]) -> Report:
 )
 def test_llama_of_transformers(pool: Pool, schedule: str) -> None:
     stages = 2 * SCHEDULES[schedule]
-    report = agreed(pool.run(_transformers_llama, 2, schedule, [4 // stages] * stages))
+    report = agreed(pool.run(_transformers_llama, 2, schedule, (4 // stages,) * stages))
     assert report.ok, str(report)
     assert sum(row.quantity == "gradient" for row in report.rows) == 3 + 4 * 9
 
@@ -76,10 +86,10 @@ class Pairs(nn.Module):
 def _pairs_refused() -> str:
     mesh = make_mesh(Parallel(pp=2))
     plan = Plan(pipeline=Pipeline([], "layers", ["head"]))
-    model = apply(Pairs(), plan, mesh, pipeline=Schedule(layers=[1, 1]))
+    composition = apply(Pairs(), plan, mesh, Options(Parallel(pp=2, pp_layers=(1, 1))))
     batch = {"x": torch.ones(2, 4, 3), "targets": torch.zeros(2, 4, dtype=torch.int64)}
     with pytest.raises(ConfigError) as caught:
-        forward_backward(model, batch, mesh, micro_batch=1)
+        forward_backward(composition, batch, micro_batch=1)
     return str(caught.value)
 
 

@@ -5,6 +5,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from compose import Parallel, Pipeline, Plan, Schedule, apply, forward_backward, verify
+from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
 from compose.data import random_batch
 from compose.errors import ConfigError
 from compose.loss import count_targets, cross_entropy
 from compose.pipeline_split import balanced, check_layers
 from compose.plan import resolve
-from compose.registry import build_model
 from compose.report import Report
 from compose.schedules import SCHEDULES, build_table, write_table
 from compose.verify import whole as full
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.helpers import agreed, in_turn, make_config, parallel, prove_case
+from tests.helpers import agreed, in_turn, make_job, parallel, prove_case
 from tests.pool import Pool, make_mesh
 
 
@@ -207,16 +207,16 @@ def _accumulated_over_calls() -> float:
     parts = [random_batch(*shape, config.vocab_size, seed) for seed, shape in enumerate(shapes)]
     torch.manual_seed(0)
     whole = Llama(config)
-    model = apply(copy.deepcopy(whole), llama_plan(config, degrees), mesh)
+    composition = apply(copy.deepcopy(whole), llama_plan(config, degrees), mesh)
     for part in parts:
-        forward_backward(model, part, mesh, micro_batch=1)
+        forward_backward(composition, part, micro_batch=1)
         inputs = dict(part)
         targets = inputs.pop("targets")
         loss = cross_entropy(whole(**inputs), targets) / count_targets(targets)
         loss.backward()
     return max(
         float((full(p.grad) - whole.get_parameter(name).grad).norm() / full(p.grad).norm())  # type: ignore[operator]
-        for name, p in model.named_parameters()
+        for name, p in composition.model.named_parameters()
     )
 
 
@@ -228,10 +228,10 @@ def _outlives() -> bool:
     """Whether a model, and with it its process groups' threads, is kept when nobody has it any more."""
     config, degrees = _small(), Parallel(pp=2, dp_shard=1)
     mesh = make_mesh(degrees)
-    model = apply(Llama(config), llama_plan(config, degrees), mesh)
-    forward_backward(model, random_batch(2, 8, config.vocab_size, seed=0), mesh, micro_batch=1)
-    reference = weakref.ref(model)
-    del model
+    composition = apply(Llama(config), llama_plan(config, degrees), mesh)
+    forward_backward(composition, random_batch(2, 8, config.vocab_size, seed=0), micro_batch=1)
+    reference = weakref.ref(composition.model)
+    del composition
     gc.collect()
     return reference() is not None
 
@@ -278,7 +278,7 @@ NESTED = Plan(
 )
 
 
-def _own_model(schedule: str, layers: list[int]) -> Report:
+def _own_model(schedule: str, layers: tuple[int, ...]) -> Report:
     """Of layers one of which shares the weight of another, on another stage or its own."""
     torch.manual_seed(dist.get_rank())
     generator = torch.Generator().manual_seed(0)
@@ -292,19 +292,18 @@ def _own_model(schedule: str, layers: list[int]) -> Report:
         NESTED,
         make_mesh(Parallel(pp=2)),
         batch,
-        micro_batch=1,
-        loss_function=nn.CrossEntropyLoss(reduction="sum"),
-        pipeline=Schedule(schedule, layers=layers),
+        Options(Parallel(pp=2, pp_schedule=schedule, pp_layers=layers)),
+        Trial(micro_batch=1, loss_function=nn.CrossEntropyLoss(reduction="sum")),
     )
 
 
 @pytest.mark.parametrize(
     ("schedule", "layers"),
-    [("1F1B", [2, 2]), ("1F1B", [4, 0]), ("ZBVZeroBubble", [1, 1, 1, 1]), ("LoopedBFS", [0, 1, 3, 0])],
+    [("1F1B", (2, 2)), ("1F1B", (4, 0)), ("ZBVZeroBubble", (1, 1, 1, 1)), ("LoopedBFS", (0, 1, 3, 0))],
     ids=str,
 )
 def test_own_model_with_layers_that_share_a_weight(
-    pool: Pool, schedule: str, layers: list[int]
+    pool: Pool, schedule: str, layers: tuple[int, ...]
 ) -> None:
     report = agreed(pool.run(_own_model, 4, schedule, layers))
     assert report.ok, str(report)
@@ -321,12 +320,13 @@ def _refusals() -> list[str]:
         found.append(str(caught.value))
 
     refused(lambda: apply(Llama(config), Plan(), mesh))
-    refused(lambda: apply(Llama(config), llama_plan(config, degrees), mesh, pipeline=Schedule("2F2B")))
+    unknown = Options(replace(degrees, pp_schedule="2F2B"))
+    refused(lambda: apply(Llama(config), llama_plan(config, degrees), mesh, unknown))
     refused(lambda: apply(Nested(), NESTED, mesh))
-    model = apply(Llama(config), llama_plan(config, degrees), mesh)
+    composition = apply(Llama(config), llama_plan(config, degrees), mesh)
     batch = random_batch(5, 16, config.vocab_size, seed=0)
-    refused(lambda: model(batch["tokens"]))
-    refused(lambda: forward_backward(model, batch, mesh, micro_batch=2))
+    refused(lambda: composition.model(batch["tokens"]))
+    refused(lambda: forward_backward(composition, batch, micro_batch=2))
     return found
 
 
@@ -346,8 +346,8 @@ def test_refusals(pool: Pool) -> None:
 
 def test_cut_by_flops() -> None:
     """The slowest stage of the balanced cut does no more than that of any other."""
-    config = make_config(1, model__n_layers=7, model__vocab_size=2000)
-    model, plan = build_model(config)
+    job = make_job(1, model__n_layers=7, model__vocab_size=2000)
+    config, model, plan = job.config, job.model, job.plan
     assert plan.pipeline
     length, dim = config.train.seq_len, config.model.config.dim
     layer = config.model.config

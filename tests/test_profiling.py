@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import time
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.cuda._memory_viz import trace as listed
 
 from compose import ConfigError
-from compose.build import build
-from compose.compilation import Compile
 from compose.data.batches import Batches
 from compose.local import local_tensor
 from compose.profiling.memory import CATEGORIES
@@ -29,18 +27,18 @@ from compose.profiling.shares import KINDS
 from compose.profiling.trace import Trace
 from compose.runtime import TrainingError
 from compose.trainer import Trainer
-from tests.helpers import make_config
+from tests.helpers import make_job
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines
 
 
-def _trainer(keys: dict[str, Any]) -> Trainer:
-    config = make_config(dist.get_world_size(), **{"train__global_batch": 4} | keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    return Trainer(config, mesh, build(config, mesh, cpu), cpu)
+def _trainer(keys: dict[str, Any], backend: str = "inductor") -> Trainer:
+    job = make_job(dist.get_world_size(), **{"train__global_batch": 4} | keys)
+    job = replace(job, config=replace(job.config, compile=replace(job.config.compile, backend=backend)))
+    return Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
 
 
-def _train(keys: dict[str, Any], slow: int = -1) -> list[Tensor]:
+def _train(keys: dict[str, Any], slow: int = -1, backend: str = "inductor") -> list[Tensor]:
     """This rank's part of the weights after training; on rank ``slow`` data takes long to make, but for
     the first step's."""
     make, before = Batches.batch, dist.Work.wait
@@ -49,11 +47,11 @@ def _train(keys: dict[str, Any], slow: int = -1) -> list[Tensor]:
         time.sleep(2.0 * (dist.get_rank() == slow and first > 0))  # longer than others' work delays it
         return make(self, first)
 
-    trainer = _trainer(keys)
+    trainer = _trainer(keys, backend)
     with mock.patch.object(Batches, "batch", batch):
         trainer.run()
     assert dist.Work.wait is before
-    return [local_tensor(p).detach().clone() for p in trainer.model.parameters()]
+    return [local_tensor(p).detach().clone() for p in trainer.composition.model.parameters()]
 
 
 def _printed(keys: dict[str, Any]) -> str:
@@ -201,8 +199,7 @@ MIXED: dict[str, dict[str, Any]] = {
 
 
 def _train_mixed(keys: dict[str, Any]) -> int:
-    with mock.patch("compose.build.Compile", partial(Compile, backend="aot_eager")):
-        return sum(w.numel() for w in _train(keys))
+    return sum(w.numel() for w in _train(keys, backend="aot_eager"))
 
 
 @pytest.mark.parametrize(
@@ -318,5 +315,5 @@ def test_what_cannot_be_written_ends_no_run(pool: Pool, tmp_path: Path) -> None:
 )
 def test_refused(message: str, keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_config(2, **keys)
+        make_job(2, **keys)
     assert caught.value.problems == [message]

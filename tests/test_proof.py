@@ -3,8 +3,10 @@
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,10 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from compose import Parallel, Plan, verify
-from compose.activation_checkpointing import Recompute
+from compose import (
+    ActivationCheckpoint,
+    Comm,
+    Compile,
+    Composition,
+    Options,
+    Parallel,
+    Plan,
+    Precision,
+    Trial,
+    verify,
+)
 from compose.attention_blocks import plain_backward, plain_forward
-from compose.compilation import Compile
 from compose.data import random_batch
 from compose.errors import ConfigError
 from compose.expert_parallel import ExpertParallel
@@ -48,20 +59,18 @@ def batch_of(samples: int, width: int, classes: int) -> dict[str, Tensor]:
 
 
 def _refused(change: str) -> str:
-    batch, loss = batch_of(8, 6, 5), SUM
-    options: dict[str, Any] = {}
+    batch, trial = batch_of(8, 6, 5), Trial(loss_function=SUM)
     if change == "ignored":
         batch["targets"].fill_(-100)
     else:
-        loss, options = nn.CrossEntropyLoss(), {"micro_batch": 2}
+        trial = Trial(loss_function=nn.CrossEntropyLoss(), micro_batch=2)
     with pytest.raises(ConfigError) as error:
         verify(
             layers(6, 8, 5),
             Plan(),
             make_mesh(Parallel(dp_shard=-1)),
             batch,
-            loss_function=loss,
-            **options,
+            trial=trial,
         )
     return str(error.value)
 
@@ -93,8 +102,7 @@ def _mean_unseen() -> Report:
             Plan(),
             make_mesh(Parallel()),
             batch_of(8, 6, 5),
-            micro_batch=2,
-            loss_function=nn.CrossEntropyLoss(),
+            trial=Trial(micro_batch=2, loss_function=nn.CrossEntropyLoss()),
         )
 
 
@@ -113,15 +121,18 @@ class Unused(nn.Module):
 
 
 def _proof(
-    make: Callable[[], nn.Module], fault: Fault, batch: dict[str, Tensor], **more: Any
+    make: Callable[[], nn.Module],
+    fault: Fault,
+    batch: dict[str, Tensor],
+    plan: Plan = Plan(),  # noqa: B008
+    options: Options = Options(),  # noqa: B008
+    trial: Trial = Trial(loss_function=SUM),  # noqa: B008
 ) -> Report:
     torch.manual_seed(0)
     model = make()
     before = copy.deepcopy(model.state_dict())
-    more = {"loss_function": SUM, "plan": Plan(), "parallel": Parallel(dp_shard=-1), **more}
-    plan, mesh = more.pop("plan"), make_mesh(more.pop("parallel"))
     with fault():
-        report = verify(model, plan, mesh, batch, **more)
+        report = verify(model, plan, make_mesh(options.parallel), batch, options, trial)
     same = [torch.equal(value, before[name]) for name, value in model.state_dict().items()]
     assert all(same), "verify changed the model"
     return report
@@ -139,7 +150,7 @@ def test_an_unused_parameter_is_not_proved(pool: Pool) -> None:
 
 def test_a_learning_rate_of_0_is_no_lack(pool: Pool) -> None:
     """What stays as it is on both sides was exercised: its gradient says so."""
-    proof = partial(_proof, optimizer=partial(torch.optim.SGD, lr=0.0))
+    proof = partial(_proof, trial=Trial(loss_function=SUM, optimizer=partial(torch.optim.SGD, lr=0.0)))
     report = pool.run(proof, 1, partial(layers, 6, 8, 5), nullcontext, batch_of(8, 6, 5))[0]
     assert report.ok, str(report)
 
@@ -187,13 +198,9 @@ ATTEND = Plan(
     | {"out": RowwiseParallel()}
 )
 TYPES = {
-    "float32": {},
-    "bfloat16": {"param_dtype": torch.bfloat16},
-    "pure bfloat16": {
-        "param_dtype": torch.bfloat16,
-        "reduce_dtype": torch.bfloat16,
-        "master_dtype": torch.bfloat16,
-    },
+    "float32": Precision(),
+    "bfloat16": Precision(param="bfloat16"),
+    "pure bfloat16": Precision(param="bfloat16", reduce="bfloat16", master="bfloat16"),
 }
 
 
@@ -204,8 +211,8 @@ TYPES = {
 def test_a_gradient_that_cancels_is_compared_with_zero(
     pool: Pool, parallel: Parallel, types: str
 ) -> None:
-    more = {"plan": ATTEND, "parallel": parallel, **TYPES[types]}
-    report = pool.run(partial(_proof, **more), 2, Attend, nullcontext, sequences())[0]
+    proof = partial(_proof, plan=ATTEND, options=Options(parallel, TYPES[types]))
+    report = pool.run(proof, 2, Attend, nullcontext, sequences())[0]
     assert report.ok, str(report)
     assert {row.name for row in report.not_proved} == {"wk.bias"}
     assert report.verdict.endswith(
@@ -220,8 +227,9 @@ def the_keys_bias_moves() -> Any:
 
 
 def test_a_fault_in_what_cancels_is_seen(pool: Pool) -> None:
-    more = {"plan": ATTEND, "parallel": Parallel(dp_shard=2), "max_norm": 0.0}
-    report = pool.run(partial(_proof, **more), 2, Attend, the_keys_bias_moves, sequences())[0]
+    options = Options(Parallel(dp_shard=2))
+    proof = partial(_proof, plan=ATTEND, options=options, trial=Trial(loss_function=SUM, max_norm=0.0))
+    report = pool.run(proof, 2, Attend, the_keys_bias_moves, sequences())[0]
     assert {row.name for row in report.failed if row.quantity == "gradient"} == {"wk.bias"}
 
 
@@ -246,9 +254,13 @@ def test_a_router_that_cannot_learn(pool: Pool, types: str) -> None:
         "targets": torch.randint(7, (4, 6), generator=generator),
     }
 
-    more: dict[str, Any] = {"plan": Plan(expert={"moe.experts": ExpertParallel()}), "ep": 2}
-    more |= {"loss_function": token_loss, "parallel": Parallel(dp_shard=2), **TYPES[types]}
-    report = pool.run(partial(_proof, **more), 2, TopOne, nullcontext, batch)[0]
+    proof = partial(
+        _proof,
+        plan=Plan(expert={"moe.experts": ExpertParallel()}),
+        options=Options(Parallel(dp_shard=2, ep=2), TYPES[types]),
+        trial=Trial(loss_function=token_loss),
+    )
+    report = pool.run(proof, 2, TopOne, nullcontext, batch)[0]
     assert not report.failed, str(report)
     assert {row.name for row in report.not_proved} == {"moe.router.gate.weight"}
 
@@ -277,46 +289,47 @@ DEEP = Plan(
     compile=["layers.*"],
     float8=["layers.*.[02]"],
 )
-BFLOAT16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "master_dtype": {"master_dtype": torch.bfloat16, **BFLOAT16},
-    "compile": {"compile": Compile("block")},
-    "offload": {"offload": True, **BFLOAT16},
-    "offload_activations": {"offload_activations": True},
-    "zero3_reshard": {"zero3_reshard": 2},
-    "prefetch": {"prefetch": 2},
-    "activation_checkpoint": {"activation_checkpoint": Recompute("full")},
-    "float8": {"float8": "tensorwise"},
+BFLOAT16 = Precision(param="bfloat16", reduce="float32")
+OPTIONS = {
+    "precision.master": Options(precision=replace(BFLOAT16, master="bfloat16")),
+    "compile": Options(compile=Compile("block")),
+    "parallel.offload": Options(Parallel(offload="cpu"), BFLOAT16),
+    "activation_checkpoint.offload": Options(activation_checkpoint=ActivationCheckpoint(offload=True)),
+    "parallel.zero3_reshard": Options(Parallel(zero3_reshard=2)),
+    "comm.prefetch": Options(comm=Comm(prefetch=2)),
+    "activation_checkpoint": Options(activation_checkpoint=ActivationCheckpoint("full")),
+    "precision.float8": Options(precision=Precision(float8="tensorwise")),
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
     """Of a user's own model. That the option is applied is seen by leaving it out of ``apply``."""
-    ranks = 4 if option == "zero3_reshard" else 2
-    more = {"plan": DEEP, **OPTIONS[option]}
+    ranks = 4 if option == "parallel.zero3_reshard" else 2
+    proof = partial(_proof, plan=DEEP, options=OPTIONS[option])
     batch = batch_of(8, 16, 5)
-    report = pool.run(partial(_proof, **more), ranks, Deep, nullcontext, batch)[0]
+    report = pool.run(proof, ranks, Deep, nullcontext, batch)[0]
     assert report.ok, str(report)
-    assert pool.run(partial(_reaches, option, batch, more), ranks) == [True] * ranks
+    assert pool.run(_reaches, ranks, option, batch) == [True] * ranks
 
 
-def _reaches(option: str, batch: dict[str, Tensor], more: dict[str, Any]) -> bool:
+def _reaches(option: str, batch: dict[str, Tensor]) -> bool:
     """Whether ``apply`` is given what ``verify`` is."""
-    seen: list[dict[str, Any]] = []
+    seen: list[Options] = []
     module = __import__("importlib").import_module("compose.verify")
     real = module.apply
 
-    def spy(*args: Any, **options: Any) -> nn.Module:
+    def spy(model: nn.Module, plan: Any, mesh: Any, options: Options) -> Composition:
         seen.append(options)
-        return real(*args, **options)
+        return real(model, plan, mesh, options)
 
     module.apply = spy
     try:
-        _proof(Deep, nullcontext, batch, **more)
+        _proof(Deep, nullcontext, batch, DEEP, OPTIONS[option])
     finally:
         module.apply = real
-    return seen[-1][option] == more[option]
+    given = attrgetter(option)
+    return given(seen[-1]) == given(OPTIONS[option])
 
 
 def test_random_batch_reaches_from_end_to_end() -> None:
@@ -344,5 +357,5 @@ def test_plain_attention_is_the_kernels(causal: bool) -> None:
     backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = backward(grad, q, *many, out, lse, 0.0, causal)
     dk, dv = (d.unflatten(1, (3, 2)).sum(2) for d in (dk, dv))
-    for one, other in zip(plain_backward(grad, q, k, v, out, lse, causal), (dq, dk, dv), strict=True):
+    for one, other in zip(plain_backward(grad, (q, k, v), out, lse, causal), (dq, dk, dv), strict=True):
         torch.testing.assert_close(one, other)

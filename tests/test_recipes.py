@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from compose import legality, loss_scale
-from compose.build import build
-from compose.compilation import Compile
 from compose.toml import load
 from compose.trainer import Trainer
 from tests.helpers import ROOT
@@ -40,15 +39,14 @@ def _train(recipe: str, folder: Path, first_scale: float = 1.0, **more: Any) -> 
     overrides = {**SMALL, "run.dir": folder, **{key.replace("__", "."): v for key, v in more.items()}}
     file = str(ROOT / "recipes" / recipe)
     loaded = load(file, [(key, str(value)) for key, value in overrides.items()])
-    config, problems = legality.check(loaded, dist.get_world_size())
-    assert not problems
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
+    job = legality.check(loaded, dist.get_world_size())
+    compile = replace(job.config.compile, backend="aot_eager")
+    job = replace(job, config=replace(job.config, compile=compile))
     with (
         mock.patch.object(loss_scale, "_FIRST", first_scale),
-        mock.patch("compose.build.Compile", partial(Compile, backend="aot_eager")),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
-        Trainer(config, mesh, build(config, mesh, cpu), cpu).run()
+        Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
     return printed.getvalue()
 
 

@@ -7,17 +7,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from compose import Parallel, replicas
-from compose.build import build
+from compose import Composition, Parallel, replicas
+from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.data import random_batch
 from compose.mesh import batch_share
-from compose.optimizer import build_optimizer
 from compose.replicas import checksum, differences
 from compose.step import clip_grad_norm_, forward_backward
 from tests.checkpoints import shards
 from tests.experts import DEEPSEEK
-from tests.helpers import make_config
+from tests.helpers import make_job
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train_until_error
 
@@ -62,7 +61,7 @@ def _of_plain_tensors(kind: str) -> list[str]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), "grad": model.bias.grad}
     if dist.get_rank() == 1 and kind:
         tensors[kind].data[0] = 2.0
-    return differences(model, None, make_mesh(Parallel(dp_replicate=2)))
+    return differences(Composition(model, make_mesh(Parallel(dp_replicate=2))), None)
 
 
 def test_buffers_that_are_saved_are_compared(pool: Pool) -> None:
@@ -77,29 +76,29 @@ def test_buffers_that_are_saved_are_compared(pool: Pool) -> None:
 
 def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]:
     """Train; then, on ``rank``, flip one bit of a weight, a gradient or the optimizer's state."""
-    config = make_config(dist.get_world_size(), **keys)
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, torch.device("cpu"))
-    optimizer = build_optimizer(model, config, mesh)
+    job = make_job(dist.get_world_size(), **keys)
+    config, mesh = job.config, make_mesh(job.degrees)
+    composition = build(job, mesh, torch.device("cpu"))
+    optimizer = build_optimizer(composition, job)
     index, count = batch_share(mesh)
     for step in range(steps):
         batch = random_batch(8, config.train.seq_len, config.model.config.vocab_size, step)
         share = {key: value.chunk(count)[index] for key, value in batch.items()}
-        forward_backward(model, share, mesh, micro_batch=1)
-        clip_grad_norm_(model.parameters(), 1.0, mesh)
-        found = differences(model, optimizer, mesh)
+        forward_backward(composition, share, micro_batch=1)
+        clip_grad_norm_(composition, 1.0)
+        found = differences(composition, optimizer)
         assert found == [], f"step {step}: {found}"
         if step < steps - 1:
             optimizer.step()
             optimizer.zero_grad()
     if dist.get_rank() == rank:
-        parameter = model.get_parameter(name)
+        parameter = composition.model.get_parameter(name)
         tensors = {"weight": parameter, "gradient": parameter.grad}
         tensor = tensors.get(what, optimizer.state[parameter].get(what))
         assert tensor is not None
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local.detach().view(-1).view(torch.int32)[-1] ^= 1
-    return differences(model, optimizer, mesh)
+    return differences(composition, optimizer)
 
 
 @pytest.mark.parametrize("what", ["weight", "gradient", "exp_avg", "exp_avg_sq"])

@@ -17,12 +17,13 @@ import compose.expert_parallel
 import compose.prove
 import compose.step
 import compose.tensor_parallel
-from compose import Parallel, Plan, apply
-from compose.build import build
+from compose import Composition, Options, Parallel, Plan, Trial, apply
+from compose.build import cut
 from compose.expert_parallel import ExpertParallel
+from compose.one_process import Arithmetic
 from compose.report import Report
 from compose.routing import begin_step, finish_step, routers
-from compose.verify import compare
+from compose.verify import Run, Sides, compare
 from models.layers.moe import Experts, MoE
 from models.layers.router import count_rows
 from tests.experts import DEEPSEEK, QWEN, Tiny, keys_of
@@ -105,14 +106,14 @@ def _weights_first(moe: MoE, x_BLD: Tensor, real_BL: Tensor | None = None) -> Te
 
 @contextmanager
 def weights_are_applied_before_the_experts() -> Iterator[None]:
-    def fake(*args: Any) -> nn.Module:
-        model = build(*args)
-        for module in model.modules():
+    def fake(*args: Any) -> Composition:
+        composition = cut(*args)
+        for module in composition.model.modules():
             if isinstance(module, MoE):
                 module.forward = partial(_weights_first, module)
-        return model
+        return composition
 
-    with mock.patch.object(compose.prove, "build", fake):
+    with mock.patch.object(compose.prove, "cut", fake):
         yield
 
 
@@ -201,25 +202,25 @@ def test_fault_is_named(
 def _routes_elsewhere(change: float, gate_rows_alike: bool) -> Report:
     """A bias that one process has not, for one expert; with its like, it decides a tie."""
     torch.manual_seed(3)
-    model, mesh = Tiny(), make_mesh(Parallel(dp_shard=2))
+    model, parallel = Tiny(), Parallel(dp_shard=2, ep=2)
     if gate_rows_alike:
         with torch.no_grad():
             model.moe.router.gate.weight[1] = model.moe.router.gate.weight[0]
     batch = {"input": torch.randn(4, 6, 5), "targets": torch.randint(7, (4, 6))}
     plan = Plan(expert={"moe.experts": ExpertParallel()})
-    composed = apply(copy.deepcopy(model), plan, mesh, ep=2)
-    composed.get_buffer("moe.router.bias")[1] += change
-    return compare(
-        model,
-        composed,
-        mesh,
-        [batch],
+    composition = apply(copy.deepcopy(model), plan, make_mesh(parallel), Options(parallel))
+    composition.model.get_buffer("moe.router.bias")[1] += change
+    sides = Sides(
+        lambda _: composition,
+        lambda _, made: torch.optim.AdamW(made.model.parameters(), foreach=False),
+        lambda _, named: torch.optim.AdamW(named, foreach=False),
+    )
+    trial = Trial(
         loss_function=lambda output, targets: nn.functional.cross_entropy(
             output.flatten(0, 1), targets.flatten(), reduction="sum"
-        ),
-        optimizer=torch.optim.AdamW(composed.parameters(), foreach=False),
-        reference_optimizer=lambda _, named: torch.optim.AdamW(named, foreach=False),
+        )
     )
+    return compare(model, composition, [batch], Run(Arithmetic(), sides), trial)
 
 
 def test_routing_that_differs_is_reported(pool: Pool) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose.build import build, fill
+from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress, changes
 from compose.checkpoint.exchange import export
@@ -27,11 +27,11 @@ from compose.cli import _run_dir
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.folder import RunFolder
+from compose.job import Job
 from compose.metrics import MetricsWriter
-from compose.optimizer import build_optimizer
 from compose.toml import dump
 from compose.trainer import Trainer
-from tests.helpers import make_config
+from tests.helpers import make_job
 from tests.pool import make_mesh
 from tests.training import STEP
 
@@ -48,19 +48,18 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _config(folder: Path, **keys: object) -> Config:
+def _job(folder: Path, **keys: object) -> Job:
     given = {"run__dir": folder, "metrics__tensorboard": False, "checkpoint__interval": 2, **keys}
-    return make_config(1, **(SMALL | given))
+    return make_job(1, **(SMALL | given))
+
+
+def _config(folder: Path, **keys: object) -> Config:
+    return _job(folder, **keys).config
 
 
 def _trainer(folder: Path, **keys: object) -> Trainer:
-    config = _config(folder, **keys)
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, CPU)
-    trainer = Trainer(config, mesh, model, CPU)
-    if not trainer.resumed:
-        fill(model, config, CPU)
-    return trainer
+    job = _job(folder, **keys)
+    return Trainer(job, make_mesh(job.degrees), CPU)
 
 
 def _steps(folder: Path) -> list[int]:
@@ -290,12 +289,10 @@ def test_what_is_staged_is_a_copy(alone: None, tmp_path: Path, monkeypatch: pyte
     again = staged({"a": Part(torch.Size((2,)), torch.Size((0,)), torch.full((2,), 3.0))}, copy)
     one["a"].local.fill_(2)
     assert again["a"].local.tolist() == [3, 3]
-    config = _config(tmp_path)
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, CPU)
-    fill(model, config, CPU)
-    optimizer = build_optimizer(model, config, mesh)
-    checkpointer = Checkpointer(config, model, optimizer, tmp_path)
+    job = _job(tmp_path)
+    composition = build(job, make_mesh(job.degrees), CPU)
+    optimizer = build_optimizer(composition, job)
+    checkpointer = Checkpointer(job.config, composition, optimizer, tmp_path)
     trained, write = threading.Event(), Checkpointer._write
 
     def later(self: Checkpointer, *arguments: Any) -> None:
@@ -303,15 +300,15 @@ def test_what_is_staged_is_a_copy(alone: None, tmp_path: Path, monkeypatch: pyte
         write(self, *arguments)
 
     monkeypatch.setattr(Checkpointer, "_write", later)
-    before = {n: copies[0].clone() for n, copies in named_tensors(model, optimizer).items()}
+    before = {n: copies[0].clone() for n, copies in named_tensors(composition, optimizer).items()}
     checkpointer.save(Progress(2, 4, 64))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in composition.model.parameters():
             parameter.fill_(7)
     trained.set()
     checkpointer.wait()
     assert checkpointer.resume() == Progress(2, 4, 64)
-    for name, copies in named_tensors(model, None).items():
+    for name, copies in named_tensors(composition, None).items():
         assert torch.equal(copies[0], before[name]), name
 
 

@@ -26,10 +26,11 @@ QUICK = {
 }
 TECHNIQUES = (
     *("step", "data_parallel", "near_shards", "weights", "loss", "chunked_loss", "float8"),
+    *("apply", "build"),
     *("local_parallel", "tensor_parallel", "context_parallel", "attention_blocks"),
     *("pipeline_parallel", "pipeline_stage", "expert_parallel", "routing", "compilation"),
     *("activation_checkpointing", "activation_offload"),
-    *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "build", "rates")),
+    *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "groups", "rates")),
 )
 ROWS = [
     pytest.param(row, id=f"{group}-{row.name}", marks=[] if row.name in QUICK else [pytest.mark.full])

@@ -1,5 +1,8 @@
 """Communication only where a ZeRO stage needs it; clipping that a mesh cannot change."""
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,10 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from compose import (
+    Composition,
+    Options,
     Parallel,
     Pipeline,
     Plan,
-    Schedule,
+    Precision,
     apply,
     clip_grad_norm_,
     cross_entropy,
@@ -27,11 +32,11 @@ def _collectives(parallel: Parallel, micro_batches: int) -> dict[str, int]:
     torch.manual_seed(0)
     mesh = make_mesh(parallel)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    apply(model, Plan(shard=["0", "2"]), mesh, zero=parallel.zero)
+    composition = apply(model, Plan(shard=["0", "2"]), mesh, Options(parallel))
     batch = {"input": torch.randn(micro_batches, 4), "targets": torch.zeros(micro_batches).long()}
     loss = nn.CrossEntropyLoss(reduction="sum")
     with counted_collectives() as counts:
-        forward_backward(model, batch, mesh, micro_batch=1, loss_function=loss)
+        forward_backward(composition, batch, micro_batch=1, loss_function=loss)
     return dict(counts)
 
 
@@ -72,14 +77,14 @@ def _collectives_of_stage(parallel: Parallel, schedule: str, micro_batches: int)
     torch.manual_seed(0)
     mesh = make_mesh(parallel)
     plan = Plan(shard=["layers.*"], pipeline=Pipeline([], "layers", []))
-    layers = [2, 2] if schedule == "1F1B" else [1, 1, 1, 1]
-    pipeline = Schedule(schedule, layers=layers)
-    model = apply(_Layers(), plan, mesh, zero=parallel.zero, pipeline=pipeline)
+    layers = (2, 2) if schedule == "1F1B" else (1, 1, 1, 1)
+    parallel = replace(parallel, pp_schedule=schedule, pp_layers=layers)
+    composition = apply(_Layers(), plan, mesh, Options(parallel))
     batch = {"input": torch.randn(micro_batches, 4), "targets": torch.zeros(micro_batches).long()}
     loss = nn.CrossEntropyLoss(reduction="sum")
-    forward_backward(model, batch, mesh, micro_batch=1, loss_function=loss)
+    forward_backward(composition, batch, micro_batch=1, loss_function=loss)
     with counted_collectives() as counts:
-        forward_backward(model, batch, mesh, micro_batch=1, loss_function=loss)
+        forward_backward(composition, batch, micro_batch=1, loss_function=loss)
     return dict(counts)
 
 
@@ -111,13 +116,13 @@ def _clip(max_norm: float) -> tuple[float, float, float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
     mesh = make_mesh(Parallel(dp_replicate=2, dp_shard=2))
-    apply(model, Plan(), mesh)
+    composition = apply(model, Plan(), mesh)
     expected = torch.zeros((), dtype=torch.float64)
     for parameter in model.parameters():
         parameter.grad = parameter.detach() * 10
         expected += (parameter.detach().full_tensor().double() * 10).square().sum()  # type: ignore[attr-defined]
-    before = clip_grad_norm_(model.parameters(), max_norm, mesh)
-    after = clip_grad_norm_(model.parameters(), 0.0, mesh)
+    before = clip_grad_norm_(composition, max_norm)
+    after = clip_grad_norm_(composition, 0.0)
     return float(before), float(after), float(expected.sqrt())
 
 
@@ -132,7 +137,8 @@ def test_clip_grad_norm(pool: Pool) -> None:
 def _scaled() -> tuple[float, list[float]]:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.tensor([12.0, 16.0])
-    norm = clip_grad_norm_([parameter], 0.0, make_mesh(Parallel()), loss_scale=4.0)
+    composition = Composition(nn.ParameterList([parameter]), make_mesh(Parallel()))
+    norm = clip_grad_norm_(composition, 0.0, loss_scale=4.0)
     return float(norm), parameter.grad.tolist()
 
 
@@ -152,7 +158,7 @@ def _clip_a_part() -> str:
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh["dp_shard"], [Replicate()]))
     parameter.grad = DTensor.from_local(torch.ones(4), mesh["dp_shard"], [Partial()])
     try:
-        clip_grad_norm_([parameter], 1.0, mesh)
+        clip_grad_norm_(Composition(nn.ParameterList([parameter]), mesh), 1.0)
     except ValueError as error:
         return str(error)
     return ""
@@ -164,11 +170,10 @@ def test_a_gradient_that_is_still_to_be_summed_has_no_norm(pool: Pool) -> None:
 
 
 def _no_targets() -> tuple[float, float]:
-    model = nn.Linear(3, 2)
-    mesh = make_mesh(Parallel())
+    composition = Composition(nn.Linear(3, 2), make_mesh(Parallel()))
     batch = {"input": torch.randn(2, 4, 3), "targets": torch.full((2, 4), IGNORE)}
-    loss = forward_backward(model, batch, mesh)
-    return float(loss), float(clip_grad_norm_(model.parameters(), 1.0, mesh))
+    loss = forward_backward(composition, batch)
+    return float(loss), float(clip_grad_norm_(composition, 1.0))
 
 
 def test_batch_without_targets_is_no_nan(pool: Pool) -> None:
@@ -200,18 +205,18 @@ class Scaled(nn.Module):
         return input * self.weight
 
 
-def _reduced(zero: int, reduce: torch.dtype, inputs: list[float]) -> float:
+def _reduced(zero: int, reduce: Literal["float32", "bfloat16"], inputs: list[float]) -> float:
     """The gradient of rank 0's ``inputs`` one after another, and of the other's, which are twice so."""
     parallel = Parallel(dp_shard=1 if zero == 0 else 2, dp_replicate=2 if zero == 0 else 1, zero=zero)  # type: ignore[arg-type]
     mesh = make_mesh(parallel)
     model = Scaled()
-    apply(model, Plan(), mesh, zero=zero, param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    options = Options(parallel, Precision(param="bfloat16", reduce=reduce))
+    composition = apply(model, Plan(), mesh, options)
     share = torch.tensor(inputs)[:, None].expand(-1, 4) * (1 + dist.get_rank())
     batch = {"input": share, "targets": torch.zeros(len(inputs)).long()}
     forward_backward(
-        model,
+        composition,
         batch,
-        mesh,
         micro_batch=1,
         loss_function=lambda out, targets: 2 * len(inputs) * out.sum(),
     )
@@ -223,11 +228,11 @@ def _reduced(zero: int, reduce: torch.dtype, inputs: list[float]) -> float:
 def test_gradients_are_added_up_in_the_type_of_reduce(pool: Pool, zero: int) -> None:
     """Of micro-batches and of ranks, where forward and backward are in bfloat16, which keeps 8 bits."""
     exact = 3 + 3 * 2.0**-7  # of two neighbours in bfloat16 it is in the middle
-    assert pool.run(_reduced, 2, zero, torch.float32, [exact / 3]) == [exact] * 2
-    for found in pool.run(_reduced, 2, zero, torch.bfloat16, [exact / 3]):
+    assert pool.run(_reduced, 2, zero, "float32", [exact / 3]) == [exact] * 2
+    for found in pool.run(_reduced, 2, zero, "bfloat16", [exact / 3]):
         assert abs(found - exact) == 2.0**-7
     small = 2.0**-9
-    assert pool.run(_reduced, 2, zero, torch.float32, [1.0, small]) == [3 + 3 * small] * 2
+    assert pool.run(_reduced, 2, zero, "float32", [1.0, small]) == [3 + 3 * small] * 2
     # From stage 2 on, what was reduced is added up in float32.
     expected = 3.0 if zero < 2 else 3 + 3 * small
-    assert pool.run(_reduced, 2, zero, torch.bfloat16, [1.0, small]) == [expected] * 2
+    assert pool.run(_reduced, 2, zero, "bfloat16", [1.0, small]) == [expected] * 2

@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer
 
 from compose.__main__ import main
-from compose.config import Data
-from compose.data import data_problems, writing
+from compose.config import Config, Data
+from compose.data import open_data, writing
 from compose.data.sources import open_samples
 from compose.data.token_set import MANIFEST, open_token_set
 from compose.data.writing import Counts, describe_job, make_shard, make_token_set, units_of
@@ -25,6 +25,14 @@ from tests.data_made import sets_of
 from tests.tokenizers_made import SPECIAL, TEXT, save_tokenizer
 
 END = SPECIAL.index("<|end|>")
+
+
+def problems_of(config: Config) -> list[str]:
+    try:
+        open_data(config)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def documents(count: int, seed: int = 0) -> list[str]:
@@ -145,7 +153,7 @@ def test_damage_and_misfits_are_named(tmp_path: Path) -> None:
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def problems(**keys: object) -> list[str]:
-        return data_problems(sets_of(**{"path": str(out), **keys}))
+        return problems_of(sets_of(**{"path": str(out), **keys}))
 
     size = open_tokenizer(tokenizer).vocab_size
     assert problems() == [
@@ -180,7 +188,7 @@ def test_tokenizers_must_agree(tmp_path: Path) -> None:
     )
     object.__setattr__(config.model.config, "vocab_size", 300)
     hashes = [open_tokenizer(path).sha256[:12] for path in (first, second)]
-    assert data_problems(config) == [
+    assert problems_of(config) == [
         f"data: {tmp_path}/two is of another tokenizer (sha256 {hashes[1]}) than {tmp_path}/one"
         f" (sha256 {hashes[0]}); tokenize both with the same tokenizer.json",
         f"data: {tmp_path}/text.txt is of another tokenizer (bytes) than {tmp_path}/one"

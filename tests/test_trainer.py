@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from compose import trainer as trainer_module
-from compose.build import build
 from compose.optimizer import learning_rate
 from compose.runtime import TrainingError
 from compose.signals import Signals
 from compose.toml import tomllib
 from compose.trainer import Trainer
 from tests.command_lines import QUICK, answered, command, execute, launch
-from tests.helpers import ROOT, SMALL, make_config
+from tests.helpers import ROOT, SMALL, make_job
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train, train_until_error
 
@@ -113,9 +112,8 @@ def test_non_finite_stops_the_run(
 
 
 def _trainer(keys: dict[str, object]) -> Trainer:
-    config = make_config(dist.get_world_size(), **keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    return Trainer(config, mesh, build(config, mesh, cpu), cpu)
+    job = make_job(dist.get_world_size(), **keys)
+    return Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
 
 
 def _rates(keys: dict[str, object]) -> list[tuple[set[float], float]]:
@@ -131,7 +129,9 @@ def _rates(keys: dict[str, object]) -> list[tuple[set[float], float]]:
 
     with mock.patch.object(optimizer, "step", step):
         trainer.run()
-    assert all(p.grad is None for p in trainer.model.parameters()), "gradients are of one step"
+    assert all(p.grad is None for p in trainer.composition.model.parameters()), (
+        "gradients are of one step"
+    )
     return found
 
 
@@ -176,8 +176,8 @@ def _compared(keys: dict[str, object]) -> tuple[list[tuple[int, bool]], str]:
     trainer, found, said = _trainer(keys), [], ""
     steps = mock.patch.object(trainer.optimizer, "step", side_effect=trainer.optimizer.step)
 
-    def fake(model: Any, optimizer: Any, mesh: Any) -> list[str]:
-        there = all(p.grad is not None for p in model.parameters())
+    def fake(composition: Any, optimizer: Any) -> list[str]:
+        there = all(p.grad is not None for p in composition.model.parameters())
         found.append((step.call_count, there and optimizer is trainer.optimizer))
         return ["rank 1 differs in norm.weight"] if len(found) == 2 else []
 

@@ -5,16 +5,18 @@ What all ranks do together, as the making of groups, must not wait for what a st
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from compose.build import build, cut
+from compose import Composition
+from compose.build import cut
 from compose.local import local_tensor
 from compose.trainer import Trainer
 from tests.experts import DEEPSEEK, QWEN, keys_of
-from tests.helpers import agreed, make_config, prove_case, tier
+from tests.helpers import agreed, make_job, prove_case, tier
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines
 
@@ -52,6 +54,14 @@ def test_equals_one_process(pool: Pool, mesh: str, content: str) -> None:
     assert report.ok, str(report)
 
 
+def _cut_without_weights(*given: Any) -> Composition:
+    composition = cut(*given)
+    with torch.no_grad():
+        for parameter in composition.model.parameters():  # nothing of it may stay
+            parameter.fill_(torch.nan)
+    return composition
+
+
 def _resumed(folder: str) -> list[bool]:
     """Of a rank with two stages that share a weight, whether both have what was saved, exactly."""
     keys = keys_for(
@@ -66,16 +76,15 @@ def _resumed(folder: str) -> list[bool]:
         train__stop_after=1,
         checkpoint__interval=1,
     )
-    config = make_config(dist.get_world_size(), **keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    trained = build(config, mesh, cpu)
-    Trainer(config, mesh, trained, cpu).run()
-    model = cut(config, mesh, cpu)
-    with torch.no_grad():
-        for parameter in model.parameters():  # nothing of it may stay
-            parameter.fill_(torch.nan)
-    Trainer(config, mesh, model, cpu).held.release()
-    pairs = zip(model.parameters(), trained.parameters(), strict=True)
+    job = make_job(dist.get_world_size(), **keys)
+    mesh, cpu = make_mesh(job.degrees), torch.device("cpu")
+    trained = Trainer(job, mesh, cpu)
+    trained.run()
+    with mock.patch("compose.trainer.cut", _cut_without_weights):
+        again = Trainer(job, mesh, cpu)
+    again.held.release()
+    models = again.composition.model, trained.composition.model
+    pairs = zip(*(model.parameters() for model in models), strict=True)
     return [torch.equal(local_tensor(p), local_tensor(q)) for p, q in pairs]
 
 
@@ -88,9 +97,8 @@ def test_loading_fills_every_copy_of_a_shared_weight(pool: Pool, tmp_path: Path)
 
 def _train(keys: dict[str, object], steps: int) -> list[int]:
     """Up to so many steps, from where the run stands; the steps it began and ended with."""
-    config = make_config(dist.get_world_size(), train__stop_after=steps, **keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    trainer = Trainer(config, mesh, build(config, mesh, cpu), cpu)
+    job = make_job(dist.get_world_size(), train__stop_after=steps, **keys)
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
     before = trainer.progress.step
     trainer.run()
     return [before, trainer.progress.step]

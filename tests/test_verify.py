@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose import Plan, verify
+from compose import Plan, Trial, verify
 from compose.config import Parallel
 from compose.data import random_batch
 from compose.report import Report, Row
@@ -231,7 +231,7 @@ def _whole_model_is_one_unit() -> Report:
     batch["targets"] = torch.arange(6) % 3
     mesh = make_mesh(Parallel(dp_shard=-1))
     loss = torch.nn.CrossEntropyLoss(reduction="sum")
-    return verify(model, Plan(), mesh, batch, loss_function=loss)
+    return verify(model, Plan(), mesh, batch, trial=Trial(loss_function=loss))
 
 
 def test_empty_plan_shards_the_whole_model(pool: Pool) -> None:

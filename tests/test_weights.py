@@ -12,18 +12,18 @@ from compose.build import build
 from compose.verify import whole
 from compose.weights import named_generator
 from models.llama import PRESETS, Model
-from tests.helpers import make_config, tier
+from tests.helpers import make_job, tier
 from tests.meshes import MESHES, name_of, ranks_of
 from tests.pool import Pool, make_mesh
 
 
 def _fingerprint(keys: dict[str, object]) -> dict[str, str]:
     """SHA-256 of every whole parameter, as this rank sees it."""
-    config = make_config(dist.get_world_size(), **keys)
-    model = build(config, make_mesh(config.parallel), torch.device("cpu"))
+    job = make_job(dist.get_world_size(), **keys)
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     return {
         name: hashlib.sha256(whole(p).numpy().tobytes()).hexdigest()
-        for name, p in model.named_parameters()
+        for name, p in composition.named_parameters()
     }
 
 

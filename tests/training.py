@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from compose import trainer as trainer_module
-from compose.build import build
 from compose.metrics import StepMetrics
 from compose.runtime import TrainingError
 from compose.trainer import Trainer
-from tests.helpers import make_config
+from tests.helpers import make_job
 from tests.pool import make_mesh
 
 STEP = StepMetrics(
@@ -31,9 +30,8 @@ STEP = StepMetrics(
 
 def train(keys: dict[str, object]) -> None:
     """On every rank of a pool: a run of train.toml with ``keys``."""
-    config = make_config(dist.get_world_size(), **keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    Trainer(config, mesh, build(config, mesh, cpu), cpu).run()
+    job = make_job(dist.get_world_size(), **keys)
+    Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
@@ -27,8 +26,10 @@ from compose.checkpoint.loading import cause_of, damage, load, model_fields
 from compose.checkpoint.parts import Part, SaveParts
 from compose.checkpoint.state import named_tensors, parts, staged
 from compose.checkpoint.storage import PartsWriter
-from compose.config import Config, toml_value
+from compose.composition import Composition
+from compose.config import Config
 from compose.errors import ConfigError
+from compose.fields import toml_value
 from compose.loss_scale import LossScale
 from compose.optimizer import OffloadedAdamW
 from compose.own_files import open_own, write_whole
@@ -95,13 +96,13 @@ class Checkpointer:
     def __init__(
         self,
         config: Config,
-        model: nn.Module,
+        composition: Composition,
         optimizer: torch.optim.Optimizer,
         folder: Path,
         data: Mapping[str, Any] | None = None,
     ) -> None:
         self.data = dict(data or {})
-        self.config, self.model, self.optimizer = config, model, optimizer
+        self.config, self.composition, self.optimizer = config, composition, optimizer
         self.root = folder / "checkpoints"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # Saving and resuming move the same bytes, so they have the same limit, and keep it: a rank may
@@ -129,7 +130,7 @@ class Checkpointer:
         for folder in folders:
             problems = damage(folder, self.group)
             if not problems:
-                known = load(folder, self.config, self.model, self.group, self.optimizer)
+                known = load(folder, self.config, self.composition, self.group, self.optimizer)
                 self._compare_data(folder, known.data.model_dump(exclude_unset=True))
                 progress = _progress(known)
                 self._say(f"{folder}: resumed after step {progress.step}")
@@ -199,7 +200,7 @@ class Checkpointer:
         return 0 < self.config.checkpoint.fail_after <= self.failures
 
     def _state(self) -> dict[str, Part]:
-        return parts(named_tensors(self.model, self.optimizer))
+        return parts(named_tensors(self.composition, self.optimizer))
 
     def _write(self, state: Mapping[str, Part], progress: Progress, begun: float) -> None:
         """In the thread, on every rank: write, then publish on the first."""

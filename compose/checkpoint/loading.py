@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
 from compose.checkpoint.parts import LoadParts, mismatches
 from compose.checkpoint.state import named_tensors, parts, spread
 from compose.checkpoint.storage import PartsReader
+from compose.composition import Composition
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.optimizer import make_state
@@ -34,11 +34,11 @@ def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:
 def load(
     folder: Path,
     config: Config,
-    model: nn.Module,
+    composition: Composition,
     group: dist.ProcessGroup,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> store.State:
-    """Fill ``model``, which has memory, and ``optimizer`` if it is given, from the checkpoint in
+    """Fill the model, which has memory, and ``optimizer`` if it is given, from the checkpoint in
     ``folder``; what its state.json says. A collective of ``group``, which is all ranks.
 
     Each rank reads its own part of each tensor. A checkpoint that was made of published weights has no
@@ -60,7 +60,7 @@ def load(
         optimizer = None
     if optimizer:
         make_state(optimizer)
-    tensors = named_tensors(model, optimizer)
+    tensors = named_tensors(composition, optimizer)
     state = parts(tensors)
     problems = mismatches(state, stored)
     lost = [problem for problem in problems if problem.startswith("has no optimizer.")]

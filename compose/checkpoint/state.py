@@ -3,26 +3,32 @@
 import torch
 from torch import Tensor, nn
 
-from compose.applied import applied_to
 from compose.checkpoint.parts import Part, part_of
+from compose.composition import Composition, module_of
 from compose.local import local_tensor
 
 
-def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
-    """Every tensor that training changes, by its name in the whole model.
+def named_tensors(
+    whole: nn.Module | Composition, optimizer: torch.optim.Optimizer | None
+) -> dict[str, list[Tensor]]:
+    """Return every tensor that training changes, by its name in the whole model.
 
-    ``model.<name>``: parameters and persistent buffers; ``optimizer.<name>.<key>``: the optimizer's
-    state of a parameter. Of what stages share, this rank may hold several copies, all listed.
+    ``model.<name>`` are parameters and persistent buffers. ``optimizer.<name>.<key>`` is the
+    optimizer's state of a parameter. Of what stages share, this rank may hold several copies, all
+    listed.
+
+    Args:
+        whole: A model that was not cut, or what ``compose.apply`` returned.
+        optimizer: Of its parameters; None for the model alone.
     """
-    aliases = applied_to(model).aliases
+    model = module_of(whole)
     found: dict[str, list[Tensor]] = {}
     persistent = model.state_dict(keep_vars=True)
-    for name, parameter in model.named_parameters():
-        whole = aliases.get(name, name)
-        found.setdefault(f"model.{whole}", []).append(parameter)
+    for name, parameter in whole.named_parameters():
+        found.setdefault(f"model.{name}", []).append(parameter)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             if isinstance(value, Tensor):
-                found.setdefault(f"optimizer.{whole}.{key}", []).append(value)
+                found.setdefault(f"optimizer.{name}.{key}", []).append(value)
     for name, buffer in model.named_buffers():
         if name in persistent:
             found.setdefault(f"model.{name}", []).append(buffer)

@@ -1,15 +1,24 @@
 """Token sources, and batches whose samples are a function of (seed, step) alone."""
 
-from compose.data.batches import Batches
-from compose.data.opening import data_problems, training_batches, training_sets, validation_set
-from compose.data.packing import pack, random_batch
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Batches",
-    "data_problems",
-    "pack",
-    "random_batch",
-    "training_batches",
-    "training_sets",
-    "validation_set",
-]
+from compose.lazy import export
+
+if TYPE_CHECKING:
+    from compose.data.batches import Batches
+    from compose.data.opening import OpenData, open_data, training_batches
+    from compose.data.packing import pack, random_batch
+
+__all__ = ["Batches", "OpenData", "open_data", "pack", "random_batch", "training_batches"]
+
+export(
+    __name__,
+    {
+        "Batches": "compose.data.batches",
+        "OpenData": "compose.data.opening",
+        "open_data": "compose.data.opening",
+        "pack": "compose.data.packing",
+        "random_batch": "compose.data.packing",
+        "training_batches": "compose.data.opening",
+    },
+)

@@ -1,8 +1,9 @@
 """What ``[data]`` names, opened and held against each other and the model."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compose.config import Config
 from compose.data.batches import Batches
@@ -11,8 +12,53 @@ from compose.errors import ConfigError
 from compose.tokenizer import FILE, MODEL, carry, keep, open_tokenizer
 
 
-def training_sets(config: Config) -> tuple[list[Samples], list[Fraction] | None]:
-    """What ``data.path`` names, and ``data.weights``. Raises ConfigError with all that is wrong."""
+class OpenData(NamedTuple):
+    """The data of a run, opened."""
+
+    sets: Sequence[Samples]
+    """What ``data.path`` names."""
+    weights: Sequence[Fraction] | None
+    """``data.weights``; None: by their sizes."""
+    validation: Samples | None
+    """What ``data.validation`` names."""
+
+
+def open_data(config: Config) -> OpenData:
+    """Open what ``[data]`` names, and hold it against the model and ``checkpoint.load_hf``.
+
+    Raises:
+        ConfigError: All that is wrong with the data, on this machine.
+    """
+    problems = list[str]()
+    sets, weights, validation = list[Samples](), None, None
+    try:
+        sets, weights = _training_sets(config)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        validation = _validation_set(config)
+    except ConfigError as error:
+        problems += error.problems
+    opened = [*sets, *([validation] if validation else [])]
+    known = [(each.name, each.tokenizer) for each in opened if each.tokenizer is not None]
+    folder = Path(config.checkpoint.load_hf)
+    if config.checkpoint.load_hf and (folder / FILE).exists():
+        try:
+            known.insert(0, (str(folder), open_tokenizer(folder).sha256))
+        except ConfigError as error:
+            problems += error.problems
+    others = [(name, sha256) for name, sha256 in known[1:] if sha256 != known[0][1]]
+    problems += [
+        f"data: {name} is of another tokenizer ({_shown(sha256)}) than {known[0][0]}"
+        f" ({_shown(known[0][1])}); tokenize both with the same tokenizer.json"
+        for name, sha256 in others
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return OpenData(sets, weights, validation)
+
+
+def _training_sets(config: Config) -> tuple[list[Samples], list[Fraction] | None]:
     data = config.data
     paths = (data.path,) if isinstance(data.path, str) else data.path
     problems = [f"data.path: {path} stands there twice" for path in set(paths) if paths.count(path) > 1]
@@ -34,8 +80,7 @@ def training_sets(config: Config) -> tuple[list[Samples], list[Fraction] | None]
     return sets, [Fraction(str(weight)) for weight in data.weights] or None
 
 
-def validation_set(config: Config) -> Samples | None:
-    """What ``data.validation`` names, if it does. Raises ConfigError with all that is wrong."""
+def _validation_set(config: Config) -> Samples | None:
     if not config.data.validation:
         return None
     try:
@@ -44,40 +89,25 @@ def validation_set(config: Config) -> Samples | None:
         raise ConfigError(*(f"data.validation: {problem}" for problem in error.problems)) from None
 
 
-def training_batches(config: Config, share: tuple[int, int] = (0, 1)) -> Batches:
-    """The batches of a run, cut for one rank."""
-    sets, weights = training_sets(config)
-    train = config.train
-    return Batches(sets, weights=weights, global_batch=train.global_batch, seed=train.seed, share=share)
-
-
 def _open(path: str, config: Config) -> Samples:
     return open_samples(path, config.data, config.train.seq_len, config.model.config.vocab_size)
 
 
-def data_problems(config: Config) -> list[str]:
-    """All that is wrong with the data of ``config``, on this machine."""
-    problems, known = [], list[tuple[str, str]]()
-    for opener in (lambda: training_sets(config)[0], lambda: [validation_set(config)]):
-        try:
-            sets = opener()
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        known += [(each.name, each.tokenizer) for each in sets if each and each.tokenizer is not None]
-    folder = Path(config.checkpoint.load_hf)
-    if config.checkpoint.load_hf and (folder / FILE).exists():
-        known.insert(0, (str(folder), open_tokenizer(folder).sha256))
-    others = [(name, sha256) for name, sha256 in known[1:] if sha256 != known[0][1]]
-    return problems + [
-        f"data: {name} is of another tokenizer ({_shown(sha256)}) than {known[0][0]}"
-        f" ({_shown(known[0][1])}); tokenize both with the same tokenizer.json"
-        for name, sha256 in others
-    ]
-
-
 def _shown(sha256: str) -> str:
     return f"sha256 {sha256[:12]}" if sha256 else "bytes"
+
+
+def training_batches(config: Config, data: OpenData, share: tuple[int, int] = (0, 1)) -> Batches:
+    """Return the batches of a run, cut for the rank ``share`` = (index, count) of those that share the
+    global batch."""
+    train = config.train
+    return Batches(
+        data.sets,
+        weights=data.weights,
+        global_batch=train.global_batch,
+        seed=train.seed,
+        share=share,
+    )
 
 
 def described(batches: Batches, config: Config) -> dict[str, Any]:

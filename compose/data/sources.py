@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compose.config import Data
 from compose.data.chats import Conversations
+from compose.data.options import Data
 from compose.data.packing import pack
 from compose.data.rows import Row, Stored, check_ids
 from compose.data.token_files import open_bin, open_npy

@@ -11,60 +11,60 @@ from dataclasses import replace
 
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.job import Job, make_job
 from compose.legality.degrees import DEGREES
 from compose.legality.profile import PROFILE
-from compose.legality.rule import Case, Rule, micro_batches
+from compose.legality.rule import Rule, micro_batches
 from compose.legality.step import STEP
 from compose.mesh import AXES, resolve_degrees
 from compose.pipeline_split import balanced
 from compose.plan import resolve
-from compose.registry import build_model, find_model
+from compose.registry import find_model
 from compose.schedules import placement
 
-__all__ = ["RULES", "Case", "Rule", "check", "meshes", "micro_batches", "problems_of", "survey"]
+__all__ = ["RULES", "Rule", "check", "meshes", "micro_batches", "problems_of", "survey"]
 
 RULES = DEGREES + STEP + PROFILE
 
 
-def problems_of(case: Case) -> list[tuple[Rule, str]]:
-    """All that is wrong with a case, by the rule that says so."""
+def problems_of(job: Job) -> list[tuple[Rule, str]]:
+    """Return all that is wrong with a job, by the rule that says so."""
     found = []
     for rule in RULES:
         try:
-            rule.check(case)
+            rule.check(job)
         except ConfigError as error:
             found += [(rule, problem) for problem in error.problems]
     return found
 
 
-def check(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """``config`` with its degrees and the layers of its stages resolved, and all the problems."""
-    try:
-        degrees = resolve_degrees(config.parallel, world_size)
-    except ConfigError as error:
-        return config, error.problems
-    config = replace(config, parallel=degrees)
-    try:
-        model, plan = build_model(config)
-        resolve(plan, model)
-    except ConfigError as error:
-        return config, error.problems
-    case = Case(config, model, plan, world_size)
-    problems = list(dict.fromkeys(problem for _, problem in problems_of(case)))
-    if not problems and degrees.pp > 1 and not degrees.pp_layers:
-        config, problems = _with_layers(case)
-    return config, problems
+def check(config: Config, world_size: int) -> Job:
+    """Work out what ``config`` is on so many ranks, and hold it against the table.
+
+    Args:
+        config: One degree may still be -1, and the layers of the stages unknown.
+        world_size: Number of ranks.
+
+    Returns:
+        The job; in its config degrees and layers are known.
+
+    Raises:
+        ConfigError: The config cannot be, with all that is wrong.
+    """
+    degrees = resolve_degrees(config.parallel, world_size)
+    job = make_job(replace(config, parallel=degrees), world_size)
+    problems = list(dict.fromkeys(problem for _, problem in problems_of(job)))
+    if problems:
+        raise ConfigError(*problems)
+    return _with_layers(job) if degrees.pp > 1 and not degrees.pp_layers else job
 
 
-def _with_layers(case: Case) -> tuple[Config, list[str]]:
-    config, degrees = case.config, case.degrees
+def _with_layers(job: Job) -> Job:
+    config, degrees = job.config, job.degrees
     stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
-    assert case.plan.pipeline is not None
-    try:
-        layers = balanced(case.model, case.plan.pipeline, stages, config.train.seq_len)
-    except ConfigError as error:
-        return config, error.problems
-    return replace(config, parallel=replace(degrees, pp_layers=layers)), []
+    assert job.plan.pipeline is not None
+    layers = balanced(job.model, job.plan.pipeline, stages, config.train.seq_len)
+    return replace(job, config=replace(config, parallel=replace(degrees, pp_layers=layers)))
 
 
 def meshes(world_size: int) -> Iterator[dict[str, int]]:
@@ -77,14 +77,15 @@ def meshes(world_size: int) -> Iterator[dict[str, int]]:
 
 def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], list[str]]]:
     """Each mesh of so many ranks, with what the table has against ``config`` on it."""
-    folder = find_model(config.model.name)
-    model, _ = build_model(config)
+    folder, shape = find_model(config.model.name), config.model.config
+    model = folder.on_meta(shape)
     for degrees in meshes(world_size):
         parallel = replace(config.parallel, **degrees)
         here = replace(config, parallel=parallel)
         try:
-            plan = folder.plan(config.model.config, parallel)
+            plan = folder.plan(shape, parallel)
+            job = Job(here, world_size, model, plan, resolve(plan, model))
         except ConfigError as error:
             yield degrees, error.problems
             continue
-        yield degrees, [problem for _, problem in problems_of(Case(here, model, plan, world_size))]
+        yield degrees, [problem for _, problem in problems_of(job)]

@@ -5,21 +5,21 @@ from typing import Any
 from compose.context_parallel import check_ulysses
 from compose.errors import ConfigError
 from compose.expert_parallel import check_experts
-from compose.legality.rule import Case, Rule, micro_batches
+from compose.job import Job
+from compose.legality.rule import Rule, micro_batches
 from compose.mesh import resolve_degrees
 from compose.near_shards import check_near
 from compose.pipeline_split import check_layers, check_stages, layer_names
-from compose.plan import resolve
 from compose.schedules import build_table, placement, stages_per_rank
 from compose.tensor_parallel import check_heads
 
 
-def _degrees(case: Case) -> None:
-    resolve_degrees(case.degrees, case.world_size)
+def _degrees(job: Job) -> None:
+    resolve_degrees(job.degrees, job.world_size)
 
 
-def _expert_ranks(case: Case) -> None:
-    degrees = case.degrees
+def _expert_ranks(job: Job) -> None:
+    degrees = job.degrees
     ranks = degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp
     if ranks % degrees.ep:
         nearest = min(
@@ -31,13 +31,13 @@ def _expert_ranks(case: Case) -> None:
         )
 
 
-def _experts(case: Case) -> None:
-    for name, _ in resolve(case.plan, case.model).expert:
-        check_experts(len(next(case.model.get_submodule(name).parameters())), case.degrees.ep)
+def _experts(job: Job) -> None:
+    for name, _ in job.resolved.expert:
+        check_experts(len(next(job.model.get_submodule(name).parameters())), job.degrees.ep)
 
 
-def _global_batch(case: Case) -> None:
-    train, ranks = case.config.train, case.degrees.dp_replicate * case.degrees.dp_shard
+def _global_batch(job: Job) -> None:
+    train, ranks = job.config.train, job.degrees.dp_replicate * job.degrees.dp_shard
     unit = ranks * train.micro_batch
     if train.global_batch % unit == 0:
         return
@@ -57,106 +57,106 @@ def _smaller_micro_batch(global_batch: int, ranks: int, micro_batch: int) -> str
     return f", or train.micro_batch = {best}"
 
 
-def _heads(case: Case) -> None:
-    if case.plan.heads:
-        check_heads(*case.plan.heads, case.degrees.tp)
+def _heads(job: Job) -> None:
+    if job.plan.heads:
+        check_heads(*job.plan.heads, job.degrees.tp)
 
 
-def _sequence(case: Case) -> None:
-    seq_len, tp = case.config.train.seq_len, case.degrees.tp
+def _sequence(job: Job) -> None:
+    seq_len, tp = job.config.train.seq_len, job.degrees.tp
     # With cp a sequence is padded to what both divide.
-    if seq_len % tp == 0 or case.degrees.cp > 1:
+    if seq_len % tp == 0 or job.degrees.cp > 1:
         return
-    if not case.degrees.sequence and not case.plan.expert:
+    if not job.degrees.sequence and not job.plan.expert:
         return
     nearest = max(1, round(seq_len / tp)) * tp
-    cure = "" if case.plan.expert else ", or parallel.sequence = false"
+    cure = "" if job.plan.expert else ", or parallel.sequence = false"
     raise ConfigError(
         f"train.seq_len: {seq_len} is not a multiple of parallel.tp {tp}, which"
-        f" {'a mixture of experts' if case.plan.expert else 'parallel.sequence'} needs;"
+        f" {'a mixture of experts' if job.plan.expert else 'parallel.sequence'} needs;"
         f" nearest: {nearest}{cure}"
     )
 
 
-def _ulysses(case: Case) -> None:
-    degrees = case.degrees
-    if case.plan.heads and degrees.cp_method == "ulysses":
-        check_ulysses(*case.plan.heads, degrees.cp, degrees.tp)
+def _ulysses(job: Job) -> None:
+    degrees = job.degrees
+    if job.plan.heads and degrees.cp_method == "ulysses":
+        check_ulysses(*job.plan.heads, degrees.cp, degrees.tp)
 
 
-def _flash(case: Case) -> None:
-    if case.degrees.cp > 1 and case.config.precision.param == "float32" and case.on_cuda:
+def _flash(job: Job) -> None:
+    if job.degrees.cp > 1 and job.config.precision.param == "float32" and job.on_cuda:
         raise ConfigError(
             "precision.param: float32 has no flash attention on CUDA, which parallel.cp needs;"
             " use bfloat16"
         )
 
 
-def _zero3_reshard(case: Case) -> None:
-    degrees = case.degrees
+def _zero3_reshard(job: Job) -> None:
+    degrees = job.degrees
     check_near(degrees.zero3_reshard, degrees.zero, degrees.dp_shard * degrees.cp)
 
 
-def _schedule(case: Case) -> None:
-    if case.degrees.pp > 1:
-        stages_per_rank(case.degrees.pp_schedule, case.degrees.pp_virtual_stages)
+def _schedule(job: Job) -> None:
+    if job.degrees.pp > 1:
+        stages_per_rank(job.degrees.pp_schedule, job.degrees.pp_virtual_stages)
 
 
-def _micro_batches(case: Case) -> None:
-    degrees, count = case.degrees, micro_batches(case.config)
+def _micro_batches(job: Job) -> None:
+    degrees, count = job.degrees, micro_batches(job.config)
     if degrees.pp == 1 or not count:
         return
     try:
         build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
     except ConfigError as error:
         ranks = degrees.dp_replicate * degrees.dp_shard
-        unit = f" (train.global_batch is {ranks * case.config.train.micro_batch} times that)"
+        unit = f" (train.global_batch is {ranks * job.config.train.micro_batch} times that)"
         raise ConfigError(
             *(f"{p}{unit if '; nearest: ' in p else ''}" for p in error.problems)
         ) from None
 
 
-def _layers(case: Case) -> None:
-    degrees, pipeline = case.degrees, case.plan.pipeline
+def _layers(job: Job) -> None:
+    degrees, pipeline = job.degrees, job.plan.pipeline
     if degrees.pp == 1 or pipeline is None:
         return
     try:
         stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
     except ConfigError:
         return  # another rule's affair
-    n_layers = len(layer_names(case.model, pipeline))
+    n_layers = len(layer_names(job.model, pipeline))
     if degrees.pp_layers:
         check_layers(degrees.pp_layers, stages, n_layers)
     else:
         check_stages(stages, degrees.pp, n_layers)
 
 
-def _plan_names(case: Case) -> None:
-    name = case.config.model.name
+def _plan_names(job: Job) -> None:
+    name = job.config.model.name
     wants: dict[str, tuple[bool, Any, str]] = {
-        "tensor": (case.degrees.tp > 1, case.plan.tensor, "parallel.tp = 1"),
-        "context": (case.degrees.cp > 1, case.plan.context, "parallel.cp = 1"),
-        "pipeline": (case.degrees.pp > 1, case.plan.pipeline, "parallel.pp = 1"),
-        "expert": (case.degrees.ep > 1, case.plan.expert, "parallel.ep = 1"),
+        "tensor": (job.degrees.tp > 1, job.plan.tensor, "parallel.tp = 1"),
+        "context": (job.degrees.cp > 1, job.plan.context, "parallel.cp = 1"),
+        "pipeline": (job.degrees.pp > 1, job.plan.pipeline, "parallel.pp = 1"),
+        "expert": (job.degrees.ep > 1, job.plan.expert, "parallel.ep = 1"),
         "compile": (
-            case.config.compile.mode == "block",
-            case.plan.compile,
+            job.config.compile.mode == "block",
+            job.plan.compile,
             'compile.mode = "off"',
         ),
         "checkpoint": (
-            case.config.activation_checkpoint.mode != "none",
-            case.plan.checkpoint,
+            job.config.activation_checkpoint.mode != "none",
+            job.plan.checkpoint,
             'activation_checkpoint.mode = "none"',
         ),
         "float8": (
-            case.config.precision.float8 != "off",
-            case.plan.float8,
+            job.config.precision.float8 != "off",
+            job.plan.float8,
             'precision.float8 = "off"',
         ),
-        "output": (case.config.train.loss_chunk > 0, case.plan.output, "train.loss_chunk = 0"),
+        "output": (job.config.train.loss_chunk > 0, job.plan.output, "train.loss_chunk = 0"),
         "checkpoint, for offload": (
-            case.config.activation_checkpoint.offload,
-            case.plan.checkpoint,
+            job.config.activation_checkpoint.offload,
+            job.plan.checkpoint,
             "activation_checkpoint.offload = false",
         ),
     }

@@ -1,12 +1,14 @@
 """Rules of what is profiled: steps and ranks that there are."""
 
-from compose.config import Profile, toml_value
 from compose.errors import ConfigError
-from compose.legality.rule import Case, Rule
+from compose.fields import toml_value
+from compose.job import Job
+from compose.legality.rule import Rule
+from compose.profiling.options import Profile
 
 
-def _steps(case: Case) -> None:
-    steps, train = case.config.profile.steps, case.config.train
+def _steps(job: Job) -> None:
+    steps, train = job.config.profile.steps, job.config.train
     if not steps:
         return
     if len(steps) != 2:
@@ -32,17 +34,17 @@ def _steps(case: Case) -> None:
         )
 
 
-def _ranks(case: Case) -> None:
-    absent = [rank for rank in case.config.profile.ranks if rank >= case.world_size]
+def _ranks(job: Job) -> None:
+    absent = [rank for rank in job.config.profile.ranks if rank >= job.world_size]
     if absent:
         raise ConfigError(
-            f"profile.ranks: {absent[0]} is none of the {case.world_size} ranks; nearest:"
-            f" {case.world_size - 1}"
+            f"profile.ranks: {absent[0]} is none of the {job.world_size} ranks; nearest:"
+            f" {job.world_size - 1}"
         )
 
 
-def _read(case: Case) -> None:
-    chosen, default = case.config.profile, Profile()
+def _read(job: Job) -> None:
+    chosen, default = job.config.profile, Profile()
     problems = [
         f"profile.{key}: {toml_value(getattr(chosen, key))} is never read; set profile.steps too"
         for key in ("ranks", "memory")

@@ -1,31 +1,10 @@
-"""What a rule is, and what it looks at."""
+"""What a rule is. It looks at a job."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from compose.config import Config, Parallel
-from compose.plan import Plan
-
-
-@dataclass(frozen=True)
-class Case:
-    """What rules look at: a config whose degrees are known, the model on meta, its plan for them."""
-
-    config: Config
-    model: nn.Module
-    plan: Plan
-    world_size: int
-
-    @property
-    def degrees(self) -> Parallel:
-        return self.config.parallel
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.config.run.device != "cpu" and torch.cuda.is_available()
+from compose.config import Config
+from compose.job import Job
 
 
 def micro_batches(config: Config) -> int:
@@ -42,5 +21,5 @@ class Rule:
 
     condition: str
     reason: str
-    check: Callable[[Case], None]
+    check: Callable[[Job], None]
     upstream: str = ""

@@ -4,23 +4,22 @@ import math
 
 import torch
 
-from compose.activation_checkpointing import operators
-from compose.build import float8_choice
+from compose.activation_checkpointing import ActivationCheckpoint, operators
 from compose.compilation import check_whole
-from compose.config import ActivationCheckpoint, toml_value
 from compose.errors import ConfigError
-from compose.float8 import EXCEPTED
-from compose.legality.rule import Case, Rule, micro_batches
+from compose.fields import toml_value
+from compose.float8 import EXCEPTED, choose
+from compose.job import Job
+from compose.legality.rule import Rule, micro_batches
 from compose.optimizer.rules import parameter_rules
-from compose.plan import resolve
 from compose.schedules import build_table
 from compose.torch_versions import splits_functions
 
 _READ_BY = {"every": "every_k", "keep": "selective", "budget": "budget"}
 
 
-def _recompute_keys(case: Case) -> None:
-    chosen, default = case.config.activation_checkpoint, ActivationCheckpoint()
+def _recompute_keys(job: Job) -> None:
+    chosen, default = job.config.activation_checkpoint, ActivationCheckpoint()
     problems = [
         f"activation_checkpoint.{key}: {toml_value(getattr(chosen, key))} is read in another mode;"
         f' set activation_checkpoint.mode = "{mode}"'
@@ -31,10 +30,10 @@ def _recompute_keys(case: Case) -> None:
         raise ConfigError(*problems)
 
 
-def _recompute_units(case: Case) -> None:
-    chosen = case.config.activation_checkpoint
+def _recompute_units(job: Job) -> None:
+    chosen = job.config.activation_checkpoint
     operators(chosen.keep)
-    units = len(resolve(case.plan, case.model).checkpoint)
+    units = len(job.resolved.checkpoint)
     if chosen.mode == "every_k" and chosen.every > units > 0:
         raise ConfigError(
             f"activation_checkpoint.every: {chosen.every} is more than the {units} units, so none would"
@@ -42,9 +41,9 @@ def _recompute_units(case: Case) -> None:
         )
 
 
-def _backward_in_two_parts(case: Case) -> bool:
+def _backward_in_two_parts(job: Job) -> bool:
     """Whether the schedule runs backward of inputs and of weights apart."""
-    degrees, count = case.degrees, micro_batches(case.config)
+    degrees, count = job.degrees, micro_batches(job.config)
     if degrees.pp == 1 or not count:
         return False
     try:
@@ -54,9 +53,9 @@ def _backward_in_two_parts(case: Case) -> bool:
     return any(action.kind in "IW" for row in table for action in row)
 
 
-def _recompute_split(case: Case) -> None:
-    degrees, mode = case.degrees, case.config.activation_checkpoint.mode
-    if mode in ("selective", "budget") and _backward_in_two_parts(case):
+def _recompute_split(job: Job) -> None:
+    degrees, mode = job.degrees, job.config.activation_checkpoint.mode
+    if mode in ("selective", "budget") and _backward_in_two_parts(job):
         raise ConfigError(
             f'activation_checkpoint.mode: "{mode}" gives what it kept out once, and'
             f" {degrees.pp_schedule} runs backward in two parts; use"
@@ -64,12 +63,12 @@ def _recompute_split(case: Case) -> None:
         )
 
 
-def _recompute_compiled(case: Case) -> None:
-    config, cuda = case.config, case.on_cuda and case.config.precision.param != "float32"
+def _recompute_compiled(job: Job) -> None:
+    config, cuda = job.config, job.on_cuda and job.config.precision.param != "float32"
     mode = config.activation_checkpoint.mode
     if config.compile.mode == "off" or mode not in ("selective", "budget"):
         return
-    parts = {"parallel.cp": case.degrees.cp > 1, "experts": case.plan.expert, "flash attention": cuda}
+    parts = {"parallel.cp": job.degrees.cp > 1, "experts": job.plan.expert, "flash attention": cuda}
     found = [name for name, there in parts.items() if there]
     if found:
         raise ConfigError(
@@ -79,32 +78,31 @@ def _recompute_compiled(case: Case) -> None:
         )
 
 
-def _compiled_whole(case: Case) -> None:
-    check_whole(case.config.compile.mode, case.degrees.tp)
+def _compiled_whole(job: Job) -> None:
+    check_whole(job.config.compile.mode, job.degrees.tp)
 
 
-def _offload_compiled(case: Case) -> None:
-    if case.config.activation_checkpoint.offload and case.config.compile.mode != "off":
+def _offload_compiled(job: Job) -> None:
+    if job.config.activation_checkpoint.offload and job.config.compile.mode != "off":
         raise ConfigError(
             "activation_checkpoint.offload: true and a compiled layer, which keeps what it saves to"
             ' itself, do not go together; use compile.mode = "off"'
         )
 
 
-def _async_tp(case: Case) -> None:
-    chosen = case.config.compile
-    if chosen.async_tp and (not case.on_cuda or chosen.mode == "off" or case.degrees.tp == 1):
-        lack = "CUDA" if not case.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
+def _async_tp(job: Job) -> None:
+    chosen = job.config.compile
+    if chosen.async_tp and (not job.on_cuda or chosen.mode == "off" or job.degrees.tp == 1):
+        lack = "CUDA" if not job.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
         raise ConfigError(f"compile.async_tp: true needs {lack}; use compile.async_tp = false")
 
 
-def _float8(case: Case) -> None:
-    config, degrees = case.config, case.degrees
+def _float8(job: Job) -> None:
+    config, degrees = job.config, job.degrees
     recipe = config.precision.float8
-    if recipe == "off" or not case.plan.float8:
+    if recipe == "off" or not job.plan.float8:
         return
-    device = "cuda" if case.on_cuda else "cpu"
-    choice = float8_choice(config, case.model, case.plan, device)
+    choice = choose(job.model, job.resolved, degrees.tp, recipe, job.device_type)
     if not choice.converted:
         reasons = list(choice.left.values())
         shape = next((reason for reason in reasons if reason != EXCEPTED), "")
@@ -125,48 +123,48 @@ def _float8(case: Case) -> None:
         )
 
 
-def _float8_offloaded(case: Case) -> None:
-    degrees, recipe = case.degrees, case.config.precision.float8
+def _float8_offloaded(job: Job) -> None:
+    degrees, recipe = job.degrees, job.config.precision.float8
     shared = degrees.dp_shard * degrees.cp > 1
-    if case.on_cuda and recipe == "tensorwise" and degrees.offload == "cpu" and shared:
+    if job.on_cuda and recipe == "tensorwise" and degrees.offload == "cpu" and shared:
         raise ConfigError(
             'precision.float8: tensorwise with parallel.offload = "cpu" would find the scales of'
             ' weights in host memory, where NCCL reaches none; use precision.float8 = "rowwise"'
         )
 
 
-def _float8_split(case: Case) -> None:
-    recipe = case.config.precision.float8
-    if recipe != "off" and not splits_functions() and _backward_in_two_parts(case):
+def _float8_split(job: Job) -> None:
+    recipe = job.config.precision.float8
+    if recipe != "off" and not splits_functions() and _backward_in_two_parts(job):
         raise ConfigError(
             f"precision.float8: {recipe} makes a layer one function of input and weight, whose backward"
-            f" torch {torch.__version__} cannot run in two parts, as {case.degrees.pp_schedule} does;"
+            f" torch {torch.__version__} cannot run in two parts, as {job.degrees.pp_schedule} does;"
             ' use torch 2.13, or parallel.pp_schedule = "Interleaved1F1B"'
         )
 
 
-def _validation(case: Case) -> None:
-    every, path = case.config.train.validate_every, case.config.data.validation
+def _validation(job: Job) -> None:
+    every, path = job.config.train.validate_every, job.config.data.validation
     if every and not path:
         raise ConfigError(f"train.validate_every: {every} has nothing to measure; set data.validation")
     if path and not every:
         raise ConfigError(f"data.validation: {path} is never read; set train.validate_every too")
 
 
-def _optimizer(case: Case) -> None:
-    parameter_rules(case.model, case.plan, case.config.optimizer)
+def _optimizer(job: Job) -> None:
+    parameter_rules(job.model, job.plan, job.config.optimizer)
 
 
-def _master(case: Case) -> None:
-    if case.config.precision.master == "bfloat16" != case.config.precision.param:
+def _master(job: Job) -> None:
+    if job.config.precision.master == "bfloat16" != job.config.precision.param:
         raise ConfigError(
             "precision.master: bfloat16 keeps less than precision.param = "
-            f'{case.config.precision.param} uses; use precision.param = "bfloat16"'
+            f'{job.config.precision.param} uses; use precision.param = "bfloat16"'
         )
 
 
-def _optimizer_offload(case: Case) -> None:
-    options, precision = case.config.optimizer, case.config.precision
+def _optimizer_offload(job: Job) -> None:
+    options, precision = job.config.optimizer, job.config.precision
     if options.offload == "none":
         return
     needs = {
@@ -185,19 +183,19 @@ def _optimizer_offload(case: Case) -> None:
         raise ConfigError(*problems)
 
 
-def _offload(case: Case) -> None:
-    if case.degrees.offload == "none":
+def _offload(job: Job) -> None:
+    if job.degrees.offload == "none":
         return
     cure = 'or parallel.offload = "none"'
     problems = []
-    if case.degrees.zero != 3:
+    if job.degrees.zero != 3:
         problems.append(
-            f"parallel.zero: {case.degrees.zero} keeps whole parameters on the device, and"
+            f"parallel.zero: {job.degrees.zero} keeps whole parameters on the device, and"
             f' parallel.offload = "cpu" none; use parallel.zero = 3, {cure}'
         )
-    if case.config.optimizer.name != "adamw":
+    if job.config.optimizer.name != "adamw":
         problems.append(
-            f"optimizer.name: {case.config.optimizer.name} sends matrices from device to device, and"
+            f"optimizer.name: {job.config.optimizer.name} sends matrices from device to device, and"
             f' parallel.offload = "cpu" has them in host memory; use "adamw", {cure}'
         )
     if problems:

@@ -1,22 +1,40 @@
 """Optimizers: AdamW and Muon over any mesh, what each trains, how fast, and in which precision."""
 
-from compose.optimizer.adamw import AdamW
-from compose.optimizer.build import build_optimizer
-from compose.optimizer.muon import Muon, orthogonalized
-from compose.optimizer.offload import OffloadedAdamW
-from compose.optimizer.rates import learning_rate, set_learning_rate
-from compose.optimizer.rules import Rule, parameter_rules
-from compose.optimizer.state import make_state
+from typing import TYPE_CHECKING
+
+from compose.lazy import export
+
+if TYPE_CHECKING:
+    from compose.optimizer.adamw import AdamW
+    from compose.optimizer.muon import Muon, orthogonalized
+    from compose.optimizer.offload import OffloadedAdamW
+    from compose.optimizer.rates import learning_rate, set_learning_rate
+    from compose.optimizer.rules import Rule, parameter_rules
+    from compose.optimizer.state import make_state
 
 __all__ = [
     "AdamW",
     "Muon",
     "OffloadedAdamW",
     "Rule",
-    "build_optimizer",
     "learning_rate",
     "make_state",
     "orthogonalized",
     "parameter_rules",
     "set_learning_rate",
 ]
+
+export(
+    __name__,
+    {
+        "AdamW": "compose.optimizer.adamw",
+        "Muon": "compose.optimizer.muon",
+        "OffloadedAdamW": "compose.optimizer.offload",
+        "Rule": "compose.optimizer.rules",
+        "learning_rate": "compose.optimizer.rates",
+        "make_state": "compose.optimizer.state",
+        "orthogonalized": "compose.optimizer.muon",
+        "parameter_rules": "compose.optimizer.rules",
+        "set_learning_rate": "compose.optimizer.rates",
+    },
+)

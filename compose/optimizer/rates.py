@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from compose.config import Optimizer
+from compose.optimizer.options import Optimizer
 
 
 def learning_rate(step: int, steps: int, options: Optimizer) -> float:

@@ -6,24 +6,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compose.config import Config
 from compose.optimizer.muon import COEFFICIENTS, EPS, ITERATIONS
+from compose.optimizer.options import Optimizer
 from compose.optimizer.rounding import random_bits, store
 from compose.optimizer.rules import Rule
+from compose.precision import Precision
 
 
 class Reference(torch.optim.Optimizer):
     """AdamW and Muon as their papers have them, one parameter after another.
 
-    named: whole parameters, float32, or float64 where ``config`` rounds nothing. Where it keeps weights
-        or state in bfloat16, they are rounded to it by the same random bits, and stay float32.
+    named: whole parameters, float32, or float64 where ``precision`` rounds nothing. Where it keeps
+        weights or state in bfloat16, they are rounded to it by the same random bits, and stay float32.
     """
 
     def __init__(
-        self, named: Mapping[str, nn.Parameter], rules: Mapping[str, Rule], config: Config
+        self,
+        named: Mapping[str, nn.Parameter],
+        rules: Mapping[str, Rule],
+        options: Optimizer,
+        precision: Precision,
+        seed: int,
     ) -> None:
-        super().__init__(list(named.values()), {"lr": config.optimizer.lr})
-        self.named, self.rules, self.config = named, rules, config
+        super().__init__(list(named.values()), {"lr": options.lr})
+        self.named, self.rules = named, rules
+        self.options, self.precision, self.seed = options, precision, seed
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -37,10 +44,10 @@ class Reference(torch.optim.Optimizer):
             lr = self.param_groups[0]["lr"] * rule.lr_scale
             new = weight - lr * rule.weight_decay * weight - lr * direction
             bits = self._bits(name, state, "weight", new)
-            weight.copy_(_rounded(new, bits, self.config.precision.master))
+            weight.copy_(_rounded(new, bits, self.precision.master))
 
     def _adamw(self, name: str, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        options, kind = self.config.optimizer, self.config.precision.optimizer_state
+        options, kind = self.options, self.precision.optimizer_state
         mean = options.beta1 * state.get("mean", 0) + (1 - options.beta1) * gradient
         square = options.beta2 * state.get("square", 0) + (1 - options.beta2) * gradient**2
         bits = self._bits(name, state, "state", gradient)
@@ -50,7 +57,7 @@ class Reference(torch.optim.Optimizer):
         return mean / (square.sqrt() + options.eps)
 
     def _muon(self, name: str, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        factor, kind = self.config.optimizer.momentum, self.config.precision.optimizer_state
+        factor, kind = self.options.momentum, self.precision.optimizer_state
         momentum = factor * state.get("momentum", 0) + gradient
         bits = self._bits(name, state, "state", gradient)
         state["momentum"] = _rounded(momentum, bits, kind)
@@ -62,7 +69,7 @@ class Reference(torch.optim.Optimizer):
     def _bits(self, name: str, state: dict[str, Any], what: str, like: Tensor) -> Tensor:
         whole = [slice(0, size) for size in like.shape]
         purpose = f"{name}/{state['step']}/{what}"
-        return random_bits(self.config.train.seed, purpose, whole, like.shape, like.bfloat16())
+        return random_bits(self.seed, purpose, whole, like.shape, like.bfloat16())
 
 
 def _rounded(value: Tensor, bits: Tensor, kind: str) -> Tensor:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compose.config import Optimizer
 from compose.errors import ConfigError
+from compose.optimizer.options import Optimizer
 from compose.plan import Plan, inside, matching
 
 

@@ -1,6 +1,13 @@
 """What a run's time and memory go into: traces of some steps, and a summary of them."""
 
-from compose.profiling.profiler import Profiler
-from compose.profiling.trace import span
+from typing import TYPE_CHECKING
+
+from compose.lazy import export
+
+if TYPE_CHECKING:
+    from compose.profiling.profiler import Profiler
+    from compose.profiling.trace import span
 
 __all__ = ["Profiler", "span"]
+
+export(__name__, {"Profiler": "compose.profiling.profiler", "span": "compose.profiling.trace"})

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from compose.config import Profile
 from compose.local import local_tensor
 from compose.own_files import write_whole
 from compose.profiling.memory import (
@@ -26,6 +25,7 @@ from compose.profiling.memory import (
     peak,
     snapshot,
 )
+from compose.profiling.options import Profile
 from compose.profiling.shares import time_shares
 from compose.profiling.text import as_text
 from compose.profiling.trace import NOTED, Trace, span, step_span

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose.config import Parallel
-from compose.data_parallel import apply_data_parallel
+from compose.data_parallel import Sharding, apply_data_parallel
 from compose.optimizer import AdamW, adamw
 from compose.optimizer.boxes import local
 from compose.optimizer.offload import MEANS
@@ -147,7 +147,7 @@ def _train(parallel: Parallel) -> dict[str, torch.Tensor]:
         apply_tensor_parallel(
             model, {"a": ColwiseParallel(), "b": RowwiseParallel()}.items(), mesh["tp"]
         )
-        apply_data_parallel(model, [["a"], ["b"]], mesh, zero=3)
+        apply_data_parallel(model, [["a"], ["b"]], mesh, Sharding(zero=3))
     named = dict(model.named_parameters())
     optimizer = AdamW([{"params": list(named.items())}], lr=1e-2, state_dtype=torch.bfloat16, seed=3)
     for name, parameter in named.items():

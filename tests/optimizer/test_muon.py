@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from compose.config import Config, Parallel
+from compose.build import build_optimizer
+from compose.composition import Composition
 from compose.config import Optimizer as Options
+from compose.config import Parallel, Precision
 from compose.optimizer import Muon, Rule, adamw, muon, orthogonalized
 from compose.optimizer.boxes import within
 from compose.optimizer.reference import Reference
@@ -69,8 +72,9 @@ def test_the_reference_is_the_same_without_its_tricks() -> None:
     ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     theirs = copy.deepcopy(ours)
     first = Muon(ours.items(), lr=0.02, momentum=0.9, weight_decay=0.3)
-    config = Config(optimizer=Options(lr=0.02, momentum=0.9))
-    second = Reference(theirs, dict.fromkeys(shapes, Rule(True, 1.0, 0.3)), config)
+    options = Options(lr=0.02, momentum=0.9)
+    rules = dict.fromkeys(shapes, Rule(True, 1.0, 0.3))
+    second = Reference(theirs, rules, options, Precision(), seed=0)
     for _ in range(4):
         for name in shapes:
             ours[name].grad = torch.randn(shapes[name])
@@ -304,8 +308,11 @@ def shards_change_places() -> Iterator[None]:
 @contextmanager
 def a_stage_has_names_of_its_own() -> Iterator[None]:
     """So that copies of a tied weight are rounded by different bits."""
-    with mock.patch("compose.optimizer.build.applied_to") as applied:
-        applied.return_value.aliases = {}
+
+    def fake(composition: Composition, *args: Any) -> torch.optim.Optimizer:
+        return build_optimizer(replace(composition, aliases={}), *args)
+
+    with mock.patch("compose.prove.build_optimizer", fake):
         yield
 
 

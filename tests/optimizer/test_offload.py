@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from compose.build import build
+from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.errors import ConfigError
-from compose.optimizer import OffloadedAdamW, build_optimizer, make_state, offload
+from compose.optimizer import OffloadedAdamW, make_state, offload
 from compose.optimizer.files import TensorFile, page_aligned
 from compose.optimizer.scratch import MARK, Scratch
 from compose.runtime import TrainingError
@@ -28,7 +28,7 @@ from compose.signals import Signals
 from compose.trainer import Trainer
 from tests.checkpoints import SAVING, train_on, trained_state
 from tests.command_lines import QUICK, command, execute
-from tests.helpers import ROOT, Keys, agreed, make_config, prove_case
+from tests.helpers import ROOT, Keys, agreed, make_config, make_job, prove_case
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines
 
@@ -185,9 +185,9 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
 
 def _built(keys: Keys, folder: Path) -> tuple[list[str], list[str]]:
     """What is said of the first step, and what is in this rank's folder after it."""
-    config = make_config(2, **keys)
-    mesh = make_mesh(config.parallel)
-    optimizer = build_optimizer(build(config, mesh, torch.device("cpu")), config, mesh, folder=folder)
+    job = make_job(2, **keys)
+    config, mesh = job.config, make_mesh(job.degrees)
+    optimizer = build_optimizer(build(job, mesh, torch.device("cpu")), job, folder=folder)
     try:
         make_state(optimizer)
     except ConfigError as error:
@@ -233,9 +233,9 @@ ENDS = {"well": "", "a fault": "TrainingError", "Ctrl-C": "KeyboardInterrupt"}
 
 def _left(keys: Keys, how: str) -> tuple[str, list[str]]:
     """How a run ended, and its files then, when nothing has been let go of yet."""
-    config = make_config(2, **keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    trainer = Trainer(config, mesh, build(config, mesh, cpu), cpu)
+    job = make_job(2, **keys)
+    config = job.config
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
     real, raised = Trainer.step, ""
 
     def step(self: Trainer) -> Any:
@@ -340,9 +340,8 @@ def no_more_than(extra: int) -> Iterator[None]:
 
 def _limited(keys: Keys, extra: int | None) -> Any:
     """The weights after a run that may take ``extra`` bytes for all of its steps, or why it failed."""
-    config = make_config(1, **keys)
-    mesh, cpu = make_mesh(config.parallel), torch.device("cpu")
-    trainer = Trainer(config, mesh, build(config, mesh, cpu), cpu)
+    job = make_job(1, **keys)
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
     with mock.patch.object(offload, "CHUNK", 2**16):
         try:
             if extra is None:
@@ -352,7 +351,7 @@ def _limited(keys: Keys, extra: int | None) -> Any:
                     trainer.run()
         except RuntimeError as error:
             return str(error)
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return {name: p.detach().clone() for name, p in trainer.composition.named_parameters()}
 
 
 def test_state_that_memory_has_no_room_for(pool: Pool, tmp_path: Path) -> None:

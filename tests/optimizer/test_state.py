@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compose.build import build
-from compose.optimizer import AdamW, Muon, build_optimizer, make_state
-from compose.optimizer.build import Together
-from tests.helpers import make_config
+from compose.build import build, build_optimizer
+from compose.optimizer import AdamW, Muon, make_state
+from compose.optimizer.groups import Together
+from tests.helpers import make_job
 from tests.pool import Pool, make_mesh
 
 Keys = dict[str, object]
@@ -38,11 +38,11 @@ def _described(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _state(keys: Keys, folder: Path, stepped: bool) -> dict[str, tuple[object, ...]]:
-    config = make_config(4, **MESH, **keys)
-    mesh = make_mesh(config.parallel)
-    model = build(config, mesh, torch.device("cpu"))
+    job = make_job(4, **MESH, **keys)
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    model = composition.model
     frozen = model.get_parameter("layers.0.attention.wq.weight").requires_grad_(False)
-    optimizer = build_optimizer(model, config, mesh, folder=folder)
+    optimizer = build_optimizer(composition, job, folder=folder)
     if stepped:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -84,9 +84,8 @@ def test_state_that_there_is_stays() -> None:
 
 
 def _seeds(keys: Keys) -> list[int]:
-    config = make_config(1, **keys)
-    mesh = make_mesh(config.parallel)
-    optimizer = build_optimizer(build(config, mesh, torch.device("cpu")), config, mesh)
+    job = make_job(1, **keys)
+    optimizer = build_optimizer(build(job, make_mesh(job.degrees), torch.device("cpu")), job)
     parts = optimizer.parts if isinstance(optimizer, Together) else [optimizer]
     return [part.seed for part in parts if isinstance(part, (AdamW, Muon))]
 
@@ -98,9 +97,8 @@ def test_roundings_seed_is_the_runs(pool: Pool, name: str) -> None:
 
 
 def _options(keys: Keys) -> list[dict[str, object]]:
-    config = make_config(1, **keys)
-    mesh = make_mesh(config.parallel)
-    optimizer = build_optimizer(build(config, mesh, torch.device("cpu")), config, mesh)
+    job = make_job(1, **keys)
+    optimizer = build_optimizer(build(job, make_mesh(job.degrees), torch.device("cpu")), job)
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 

@@ -40,7 +40,7 @@ LOGIC = [
     Row(
         "no weight decay",
         SHARDED,
-        "compose.optimizer.build:grouped",
+        "compose.optimizer.groups:grouped",
         '"weight_decay": rule.weight_decay}',
         '"weight_decay": 0.0}',
         "update",
@@ -58,7 +58,7 @@ LOGIC = [
     Row(
         "another beta2",
         SHARDED,
-        "compose.optimizer.build:_adamw",
+        "compose.build:_adamw",
         "(options.beta1, options.beta2)",
         "(options.beta1, options.beta2 + 0.01)",
         "update",
@@ -88,12 +88,14 @@ def _in(precision: str, row: Row) -> Row:
 
 def _not_applied(precision: str) -> Row:
     """The composition computes more exactly than it was asked to."""
-    old, new = "getattr(torch, config.precision.param)", "torch.float32"
+    # In the run as it was asked for, and not in that of the logic.
+    old = "precision.param_dtype,"
+    new = "torch.float32 if precision.param in ('bfloat16', 'float16') else precision.param_dtype,"
     if precision == "float8":
-        old, new = "config.precision.float8", '"off"'
+        old, new = '== "cpu", precision.float8', '== "cpu", "off"'
     keys = SHARDED | REDUCED[precision] | {"precision__master": "float32"}
     name = f"{precision} is not applied"
-    return Row(name, keys, "compose.build:apply_options", old, new, "rounding")
+    return Row(name, keys, "compose.apply:apply", old, new, "rounding")
 
 
 PRECISION = [
@@ -102,32 +104,32 @@ PRECISION = [
     Row(
         "the sum of gradients in bfloat16, float32",
         SHARDED,
-        "compose.build:apply_options",
-        "getattr(torch, config.precision.reduce)",
-        "torch.bfloat16",
+        "compose.apply:apply",
+        "precision.reduce_dtype,",
+        "torch.bfloat16,",
         "gradient",
     ),
     Row(
         "bfloat16 for the sum of gradients is not applied",
         SHARDED | {"precision__reduce": "bfloat16"},
-        "compose.build:apply_options",
-        "getattr(torch, config.precision.reduce)",
-        "torch.float32",
+        "compose.apply:apply",
+        "precision.reduce_dtype,",
+        "torch.float32 if precision.reduce == 'bfloat16' else precision.reduce_dtype,",
         "rounding",
     ),
     Row(
         "weights stay float32 between steps",
         SHARDED | REDUCED["pure bfloat16"],
-        "compose.build:apply_options",
-        "getattr(torch, config.precision.master)",
-        "torch.float32",
+        "compose.apply:apply",
+        ".to(precision.master_dtype)",
+        ".to(torch.float32 if precision.master == 'bfloat16' else precision.master_dtype)",
         "initial weight",
         "layers.*.attention.wq.weight",
     ),
     Row(
         "running means stay float32",
         KEPT,
-        "compose.optimizer.build:_adamw",
+        "compose.build:_adamw",
         "getattr(torch, precision.optimizer_state)",
         "torch.float32",
         "rounding",
@@ -147,7 +149,7 @@ PRECISION = [
     Row(
         "AdamW rounds by another seed's bits",
         KEPT,
-        "compose.optimizer.build:_adamw",
+        "compose.build:_adamw",
         "seed=config.train.seed",
         "seed=0",
         "rounding",
@@ -157,7 +159,7 @@ PRECISION = [
     Row(
         "Muon rounds by another seed's bits",
         KEPT | {"optimizer__name": "muon"},
-        "compose.optimizer.build:_muon",
+        "compose.build:_muon",
         "seed=config.train.seed",
         "seed=0",
         "rounding",
@@ -228,9 +230,9 @@ PRECISION = [
     Row(
         "rowwise float8 is not applied",
         SHARDED | {"precision__float8": "rowwise"},
-        "compose.build:apply_options",
-        "config.precision.float8",
-        '"off"',
+        "compose.apply:apply",
+        '== "cpu", precision.float8',
+        '== "cpu", "off"',
         "rounding",
     ),
     Row(

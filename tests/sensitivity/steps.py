@@ -9,7 +9,7 @@ OPTIMIZER = [
     Row(
         "another learning rate",
         ONE,
-        "compose.optimizer.build:build_optimizer",
+        "compose.build:build_optimizer",
         "set_learning_rate(optimizer, config.optimizer.lr)",
         "set_learning_rate(optimizer, 1.01 * config.optimizer.lr)",
         "update",
@@ -29,7 +29,7 @@ OPTIMIZER = [
     Row(
         "another eps",
         ONE | {"precision__param": "bfloat16"},
-        "compose.optimizer.build:_adamw",
+        "compose.build:_adamw",
         '"eps": options.eps,',
         '"eps": 2 * options.eps,',
         "float64 update",
@@ -39,7 +39,7 @@ OPTIMIZER = [
     Row(
         "another beta1",
         ONE,
-        "compose.optimizer.build:_adamw",
+        "compose.build:_adamw",
         "(options.beta1, options.beta2)",
         "(options.beta1 - 0.01, options.beta2)",
         "update",
@@ -49,7 +49,7 @@ OPTIMIZER = [
     Row(
         "all weights decay",
         ONE,
-        "compose.optimizer.build:grouped",
+        "compose.optimizer.groups:grouped",
         '"weight_decay": rule.weight_decay}',
         '"weight_decay": 0.1}',
         "update",

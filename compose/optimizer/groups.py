@@ -1,0 +1,61 @@
+"""Parameters in groups, and several optimizers as one."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from compose.mesh import axis_size
+from compose.optimizer.rules import Rule
+from compose.optimizer.state import MakesState, make_state
+
+
+def stage_group(mesh: DeviceMesh, timeout: int) -> dist.ProcessGroup:
+    """The ranks that share this rank's stage of the pipeline, all but those of the pp axis; a
+    collective."""
+    stages = mesh.mesh.reshape(axis_size(mesh, "pp"), -1).tolist()
+    if len(stages) == 1:
+        return dist.group.WORLD  # type: ignore[return-value]
+    own, _ = dist.new_subgroups_by_enumeration(stages, timeout=timedelta(seconds=timeout))
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+def grouped(
+    named: Iterable[tuple[str, nn.Parameter]], rules: Mapping[str, Rule], by_mesh: bool
+) -> list[dict[str, Any]]:
+    """Parameter groups, one for each learning rate and weight decay. ``by_mesh``: and for each mesh,
+    since torch's fused step takes DTensors of one."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in named:
+        rule = rules[name]
+        mesh = parameter.device_mesh if by_mesh and isinstance(parameter, DTensor) else None
+        options = {"lr_scale": rule.lr_scale, "weight_decay": rule.weight_decay}
+        group = groups.setdefault((rule.lr_scale, rule.weight_decay, mesh), {"params": [], **options})
+        group["params"].append((name, parameter))
+    return list(groups.values())
+
+
+class Together(MakesState):
+    """Several optimizers as one: their groups, their state, one step after another."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take each part's step."""
+        for part in self.parts:
+            part.step()
+
+    def make_state(self) -> None:
+        """Each part's."""
+        for part in self.parts:
+            make_state(part)
