@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from compose import init_mesh
-from compose.cli import parse, run
-from compose.dry_run import describe
-from compose.runtime import process_group
-from compose.trainer import Trainer
+from compose.commands.cli import parse, run
+from compose.commands.dry_run import describe
+from compose.runtime.processes import process_group
+from compose.train.trainer import Trainer
 
 
 def main(arguments: Sequence[str]) -> None:

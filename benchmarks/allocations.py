@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from compose.activation_offload import ActivationOffload
+from compose.memory.activation_offload import ActivationOffload
 
 # FSDP's collectives, under their names before and since torch 2.13.
 COLLECTIVES = (

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compose.attention_blocks import Gradients, Merged, blocks
-from compose.context_parallel import ContextParallel, Method, chunks_of
+from compose.parallel.attention_blocks import Gradients, Merged, blocks
+from compose.parallel.context_parallel import ContextParallel, Method, chunks_of
 from models.layers.attention import AttentionCore
 
 METHODS: list[Method] = ["ring", "allgather", "ulysses"]

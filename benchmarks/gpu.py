@@ -46,12 +46,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose import ConfigError, init_mesh
-from compose.cli import Command, parse
+from compose.commands.cli import Command, parse
 from compose.config import Config
-from compose.metrics import peak_flops
 from compose.registry import find_model
-from compose.runtime import process_group
-from compose.trainer import Trainer
+from compose.runtime.processes import process_group
+from compose.train.metrics import peak_flops
+from compose.train.trainer import Trainer
 
 TRAIN_TOML = str(Path(__file__).parent.parent / "train.toml")
 STEPS = 4  # timed in each row

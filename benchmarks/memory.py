@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compose import forward_backward, init_mesh, legality
-from compose.activation_bytes import unit_costs
-from compose.activation_checkpointing import within
 from compose.build import build, build_optimizer, loss_function
 from compose.config import Config
 from compose.data import random_batch
-from compose.job import Job
+from compose.legality.job import Job
+from compose.memory.activation_bytes import unit_costs
+from compose.memory.activation_checkpointing import within
 from compose.optimizer import offload
 from compose.toml import load
 

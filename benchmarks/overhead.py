@@ -37,15 +37,15 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
 from compose.build import build, build_optimizer, fill
-from compose.cli import parse
-from compose.composition import Composition
+from compose.commands.cli import parse
+from compose.composition.state import Composition
 from compose.config import Config
 from compose.data import open_data, training_batches
-from compose.job import Job
+from compose.legality.job import Job
+from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel
 from compose.registry import find_model
-from compose.runtime import process_group
-from compose.tensor_parallel import Replicated, apply_tensor_parallel
-from compose.trainer import Trainer
+from compose.runtime.processes import process_group
+from compose.train.trainer import Trainer
 
 WARM_UP = 1  # steps of each before any is timed
 TRAIN_TOML = str(Path(__file__).parent.parent / "train.toml")

@@ -2,23 +2,24 @@
 
 from typing import TYPE_CHECKING
 
-from compose.lazy import export
+from compose.base.former import keep_former_names
+from compose.base.lazy import export
 
 if TYPE_CHECKING:
-    from compose.activation_checkpointing import ActivationCheckpoint, Recompute
     from compose.apply import apply
-    from compose.compilation import Compile
-    from compose.composition import Composition
+    from compose.compiler.compilation import Compile
+    from compose.composition.options import Options
+    from compose.composition.state import Composition
     from compose.errors import ConfigError
-    from compose.evaluate import evaluate
-    from compose.loss import IGNORE, cross_entropy
-    from compose.mesh import Comm, Parallel, init_mesh
-    from compose.options import Options
+    from compose.loss.cross_entropy import IGNORE, cross_entropy
+    from compose.memory.activation_checkpointing import ActivationCheckpoint, Recompute
+    from compose.parallel.mesh import Comm, Parallel, init_mesh
+    from compose.pipeline.schedules import Schedule
     from compose.plan import Pipeline, Plan
-    from compose.precision import Precision
-    from compose.schedules import Schedule
-    from compose.step import clip_grad_norm_, forward_backward
-    from compose.verify import Trial, verify
+    from compose.precision.options import Precision
+    from compose.proof.verify import Trial, verify
+    from compose.train.evaluate import evaluate
+    from compose.train.step import clip_grad_norm_, forward_backward
     from compose.weights import init_weights
 
 __all__ = [
@@ -49,27 +50,28 @@ __all__ = [
 export(
     __name__,
     {
-        "ActivationCheckpoint": "compose.activation_checkpointing",
-        "Comm": "compose.mesh",
-        "Compile": "compose.compilation",
-        "Composition": "compose.composition",
+        "ActivationCheckpoint": "compose.memory.activation_checkpointing",
+        "Comm": "compose.parallel.mesh",
+        "Compile": "compose.compiler.compilation",
+        "Composition": "compose.composition.state",
         "ConfigError": "compose.errors",
-        "IGNORE": "compose.loss",
-        "Options": "compose.options",
-        "Parallel": "compose.mesh",
+        "IGNORE": "compose.loss.cross_entropy",
+        "Options": "compose.composition.options",
+        "Parallel": "compose.parallel.mesh",
         "Pipeline": "compose.plan",
         "Plan": "compose.plan",
-        "Precision": "compose.precision",
-        "Recompute": "compose.activation_checkpointing",
-        "Schedule": "compose.schedules",
-        "Trial": "compose.verify",
+        "Precision": "compose.precision.options",
+        "Recompute": "compose.memory.activation_checkpointing",
+        "Schedule": "compose.pipeline.schedules",
+        "Trial": "compose.proof.verify",
         "apply": "compose.apply",
-        "clip_grad_norm_": "compose.step",
-        "cross_entropy": "compose.loss",
-        "evaluate": "compose.evaluate",
-        "forward_backward": "compose.step",
-        "init_mesh": "compose.mesh",
+        "clip_grad_norm_": "compose.train.step",
+        "cross_entropy": "compose.loss.cross_entropy",
+        "evaluate": "compose.train.evaluate",
+        "forward_backward": "compose.train.step",
+        "init_mesh": "compose.parallel.mesh",
         "init_weights": "compose.weights",
-        "verify": "compose.verify",
+        "verify": "compose.proof.verify",
     },
 )
+keep_former_names()

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from compose import legality, timeline
-from compose.cli import parse, read_arguments, run, world_size_of
-from compose.convert import convert
+from compose import legality
+from compose.commands.cli import parse, read_arguments, run, world_size_of
+from compose.commands.convert import convert
+from compose.commands.generate import generate
+from compose.commands.tokenize import tokenize
 from compose.errors import ConfigError, did_you_mean
-from compose.generate import generate
-from compose.mesh import AXES, init_mesh
-from compose.prove import prove
-from compose.runtime import process_group
-from compose.schedules import build_table
-from compose.tokenize import tokenize
+from compose.parallel.mesh import AXES, init_mesh
+from compose.pipeline import timeline
+from compose.pipeline.schedules import build_table
+from compose.proof.prove import prove
+from compose.runtime.processes import process_group
 from compose.toml import load
 
 

@@ -7,24 +7,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from compose.activation_checkpointing import apply_activation_checkpointing, recomputed_units
-from compose.activation_offload import ActivationOffload
-from compose.compilation import apply_compile, check_whole
-from compose.composition import Composition
-from compose.context_parallel import Balance, ContextParallel
-from compose.data_parallel import Sharding, apply_data_parallel
+from compose.compiler.compilation import apply_compile, check_whole
+from compose.composition.options import Options
+from compose.composition.state import Composition
 from compose.errors import ConfigError
-from compose.expert_parallel import expert_mesh
-from compose.float8 import Choice, apply_float8, choose, float8_styles
-from compose.mesh import axis_size, check_same_degrees
-from compose.near_shards import NearGather, near_groups
-from compose.options import Options
-from compose.output import Output
-from compose.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
-from compose.pipeline_split import Stage
+from compose.loss.output import Output
+from compose.memory.activation_checkpointing import apply_activation_checkpointing, recomputed_units
+from compose.memory.activation_offload import ActivationOffload
+from compose.parallel.context_parallel import Balance, ContextParallel
+from compose.parallel.data_parallel import Sharding, apply_data_parallel
+from compose.parallel.expert_parallel import expert_mesh
+from compose.parallel.mesh import axis_size, check_same_degrees
+from compose.parallel.secondary_shards import NearGather, near_groups
+from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, check_heads
+from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
+from compose.pipeline.schedules import schedule_of
+from compose.pipeline.split import Stage
 from compose.plan import Plan, Resolved, resolve
-from compose.precision import Precision
-from compose.tensor_parallel import Replicated, apply_tensor_parallel, check_heads
+from compose.precision.float8 import Choice, apply_float8, choose, float8_styles
+from compose.precision.options import Precision
 
 
 def apply(
@@ -84,7 +85,7 @@ def apply(
     stages = [Stage(0, model, frozenset())]
     if pp > 1:
         runner = apply_pipeline_parallel(
-            model, resolved.pipeline, mesh["pp"], parallel.schedule, zero, options.seq_len
+            model, resolved.pipeline, mesh["pp"], schedule_of(parallel), zero, options.seq_len
         )
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))

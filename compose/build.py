@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
-from compose.composition import Composition
+from compose.composition.options import Options
+from compose.composition.state import Composition
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.hugging_face import config_problems, load_hf, name_of
-from compose.job import Job
+from compose.huggingface.folder import config_problems, load_hf, name_of
+from compose.legality.job import Job
+from compose.loss.output import CrossEntropy
 from compose.optimizer.adamw import AdamW
 from compose.optimizer.groups import Together, grouped, stage_group
 from compose.optimizer.muon import Muon
@@ -24,8 +26,6 @@ from compose.optimizer.offload import OffloadedAdamW
 from compose.optimizer.rates import set_learning_rate
 from compose.optimizer.rules import Rule, parameter_rules
 from compose.optimizer.scratch import remove_left
-from compose.options import Options
-from compose.output import CrossEntropy
 from compose.registry import InitialisedModel
 from compose.weights import init_weights, materialize
 

@@ -1,7 +1,11 @@
 """The one error that a person's input can cause, and the nearest right word for a wrong one."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_SHOWN = 200  # characters of a word
+_LONG = re.compile(rf"\S{{{2 * _SHOWN},}}")
 
 
 class ConfigError(Exception):
@@ -12,7 +16,7 @@ class ConfigError(Exception):
     """
 
     def __init__(self, *problems: str) -> None:
-        self.problems = [printable(problem) for problem in problems]
+        self.problems = [shortened(printable(problem)) for problem in problems]
         super().__init__("\n".join(self.problems))
 
 
@@ -21,6 +25,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str) -> str:
+    """``text`` with the end of each long word left out: names and values in it have any length."""
+    return _LONG.sub(lambda word: f"{word[0][:_SHOWN]}...", text)
 
 
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:

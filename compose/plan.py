@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from compose import local_parallel
+from compose.base.tied import tied_names
 from compose.errors import ConfigError, did_you_mean
-from compose.ties import tied_names
+from compose.parallel import local_parallel
 
 # Styles that only lay out activations: a parameter under them is not placed by them.
 _ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from compose.errors import ConfigError, did_you_mean
-from compose.mesh import Parallel
+from compose.parallel.mesh import Parallel
 from compose.plan import Plan
 
 

@@ -12,10 +12,10 @@ from typing import Any, TypeGuard
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from compose.base.fields import attribute, docs, toml_value, type_name
+from compose.base.own_files import open_own
 from compose.config import TABLES, Config, Model
 from compose.errors import ConfigError, did_you_mean
-from compose.fields import attribute, docs, toml_value, type_name
-from compose.own_files import open_own
 from compose.registry import ModelConfig, ModelFolder, find_model
 
 if sys.version_info >= (3, 11):

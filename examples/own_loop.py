@@ -20,7 +20,7 @@ from compose import (
     init_mesh,
     verify,
 )
-from compose.mesh import batch_share
+from compose.parallel.mesh import batch_share
 
 
 class Classifier(nn.Module):

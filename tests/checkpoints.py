@@ -12,10 +12,10 @@ from compose.build import build, build_optimizer, cut
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.state import named_tensors
-from compose.composition import Composition
+from compose.composition.state import Composition
 from compose.errors import ConfigError
-from compose.trainer import Trainer
-from compose.verify import whole
+from compose.proof.verify import whole
+from compose.train.trainer import Trainer
 from tests.helpers import Keys, make_job
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for
@@ -72,7 +72,7 @@ def trained_state(keys: Keys) -> dict[str, torch.Tensor]:
     """Train to ``stop_after``; on the first rank, the whole state that is left, by name."""
     job = make_job(dist.get_world_size(), **keys)
     mesh = make_mesh(job.degrees)
-    with mock.patch("compose.trainer.cut", _cut_without_weights):
+    with mock.patch("compose.train.trainer.cut", _cut_without_weights):
         trainer = Trainer(job, mesh, torch.device("cpu"))
     trainer.run()
     named = named_tensors(trainer.composition, trainer.optimizer)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.pipeline_stage import PlainStage
+from compose.pipeline.stage import PlainStage
 
 CALLS = 3  # of the stage, before the one that fails
 

@@ -18,18 +18,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
 
-import compose.step
+import compose.train.step
 import compose.weights
-from compose import local_parallel
-from compose.attention_blocks import Block
-from compose.composition import Composition
-from compose.context_parallel import Exchange
-from compose.data_parallel import prepare_micro_batch
-from compose.mesh import sum_over
-from compose.pipeline_parallel import PipelineRunner
-from compose.pipeline_stage import RuntimeStage
-from compose.report import Report
-from compose.torch_versions import REDUCE_SCATTER
+from compose.base.torch_versions import REDUCE_SCATTER
+from compose.composition.state import Composition
+from compose.parallel import local_parallel
+from compose.parallel.attention_blocks import Block
+from compose.parallel.context_parallel import Exchange
+from compose.parallel.data_parallel import prepare_micro_batch
+from compose.parallel.mesh import sum_over
+from compose.pipeline.pipeline_parallel import PipelineRunner
+from compose.pipeline.stage import RuntimeStage
+from compose.proof.report import Report
 from models.llama import Model
 from tests.helpers import prove_case
 
@@ -108,7 +108,7 @@ def norm_is_not_summed_over_tp() -> Iterator[None]:
     def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
         return sum_over(tensor, mesh, [axis for axis in axes if axis != "tp"])
 
-    with mock.patch.object(compose.step, "sum_over", fake):
+    with mock.patch.object(compose.train.step, "sum_over", fake):
         yield
 
 
@@ -121,7 +121,7 @@ def loss_is_averaged_per_rank() -> Iterator[None]:
             return tensor * mesh["dp_shard"].size() * mesh["dp_replicate"].size()
         return sum_over(tensor, mesh, axes)
 
-    with mock.patch.object(compose.step, "sum_over", fake):
+    with mock.patch.object(compose.train.step, "sum_over", fake):
         yield
 
 
@@ -133,7 +133,7 @@ def gradients_are_reduced_on_the_first_micro_batch() -> Iterator[None]:
     def fake(model: nn.Module, zero: int, last: bool) -> None:
         prepare_micro_batch(model, zero, next(first, False))
 
-    with mock.patch.object(compose.step, "prepare_micro_batch", fake):
+    with mock.patch.object(compose.train.step, "prepare_micro_batch", fake):
         yield
 
 
@@ -221,14 +221,14 @@ def blocks_are_merged_without_rescaling() -> Iterator[None]:
 @contextmanager
 def positions_are_counted_anew_on_each_rank() -> Iterator[None]:
     """Rotary positions of the second piece of a sequence begin at 0 again."""
-    real = compose.step.shard_sequence
+    real = compose.train.step.shard_sequence
 
     def fake(batch: Any, mesh: Any, balance: Any, multiple: int) -> dict[str, Tensor]:
         found = real(batch, mesh, balance, multiple)
         size = found["positions"].shape[1]
         return {**found, "positions": torch.arange(size).expand_as(found["positions"])}
 
-    with mock.patch.object(compose.step, "shard_sequence", fake):
+    with mock.patch.object(compose.train.step, "shard_sequence", fake):
         yield
 
 
@@ -297,7 +297,7 @@ def norm_is_not_summed_over_pp() -> Iterator[None]:
         norm = tensor.dtype == torch.float64
         return sum_over(tensor, mesh, [axis for axis in axes if axis != "pp" or not norm])
 
-    with mock.patch.object(compose.step, "sum_over", fake):
+    with mock.patch.object(compose.train.step, "sum_over", fake):
         yield
 
 
@@ -311,7 +311,7 @@ def a_tied_weight_counts_twice_in_the_norm() -> Iterator[None]:
 def a_parameter_is_on_no_rank() -> Iterator[None]:
     """As if no stage had taken it."""
     # The package has a function of this name.
-    module = importlib.import_module("compose.verify")
+    module = importlib.import_module("compose.proof.verify")
     real = module._held
 
     def fake(composition: Composition) -> dict[str, list[nn.Parameter]]:
@@ -323,7 +323,7 @@ def a_parameter_is_on_no_rank() -> Iterator[None]:
 
 @contextmanager
 def a_gradient_is_not_a_number_on_the_last_rank() -> Iterator[None]:
-    real = compose.step.finish_step
+    real = compose.train.step.finish_step
 
     def fake(model: nn.Module, mesh: Any) -> None:
         real(model, mesh)
@@ -332,7 +332,7 @@ def a_gradient_is_not_a_number_on_the_last_rank() -> Iterator[None]:
             assert isinstance(gradient, DTensor)
             gradient.to_local()[0] = math.nan
 
-    with mock.patch.object(compose.step, "finish_step", fake):
+    with mock.patch.object(compose.train.step, "finish_step", fake):
         yield
 
 

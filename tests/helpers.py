@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from compose import legality
 from compose.config import Config
-from compose.job import Job
-from compose.prove import prove
-from compose.report import Report
+from compose.legality.job import Job
+from compose.proof.prove import prove
+from compose.proof.report import Report
 from compose.toml import load
 from tests.pool import make_mesh
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from compose.base.safetensors_files import Planned, write_files
 from compose.build import fill
-from compose.hugging_face import find_hf, name_of, published
-from compose.safetensors_files import Planned, write_files
+from compose.huggingface.folder import find_hf, name_of, published
 from models import deepseek_v3, llama, qwen3
 from tests.experts import DEEPSEEK, QWEN
 from tests.helpers import make_job

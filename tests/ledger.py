@@ -41,7 +41,7 @@ def main() -> None:
 
     from compose.checkpoint import checkpointer, store
     from compose.data import Batches
-    from compose.trainer import Trainer
+    from compose.train.trainer import Trainer
 
     batch_of, run, load = Batches.batch, Trainer.run, checkpointer.load
     loaded = [0]

@@ -15,16 +15,16 @@ import models.deepseek_v3
 import models.llama
 import models.qwen3
 from compose import ActivationCheckpoint, ConfigError, forward_backward
-from compose.activation_bytes import UnitCost, unit_costs
-from compose.activation_checkpointing import (
+from compose.build import build
+from compose.data import random_batch
+from compose.memory.activation_bytes import UnitCost, unit_costs
+from compose.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     operators,
     recomputed_units,
     within,
 )
-from compose.build import build
-from compose.data import random_batch
-from compose.mesh import batch_share
+from compose.parallel.mesh import batch_share
 from tests.helpers import make_config, make_job, tier
 from tests.pool import Pool, make_mesh
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from compose import activation_offload
-from compose.activation_offload import ActivationOffload
-from compose.report import Report
+from compose.memory import activation_offload
+from compose.memory.activation_offload import ActivationOffload
+from compose.proof.report import Report
 from tests.helpers import Keys, agreed, prove_case
 from tests.pool import Pool
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from compose.build import build
 from compose.data import random_batch
-from compose.mesh import batch_share
-from compose.step import forward_backward
+from compose.parallel.mesh import batch_share
+from compose.train.step import forward_backward
 from tests.helpers import make_job
 from tests.pool import Pool, make_mesh
 

@@ -14,9 +14,9 @@ from compose.config import Data
 from compose.data.chat_template import ChatTemplate, encode, read_messages
 from compose.data.chats import Conversations, pack_into_bins
 from compose.data.sources import open_samples
+from compose.data.tokenizer import open_tokenizer
 from compose.errors import ConfigError
-from compose.loss import IGNORE
-from compose.tokenizer import open_tokenizer
+from compose.loss.cross_entropy import IGNORE
 from tests.data_made import chats
 from tests.tokenizers_made import CHATML, THINKING, save_tokenizer
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.errors import ConfigError
-from compose.trainer import Trainer
+from compose.train.trainer import Trainer
 from tests.checkpoints import MESHES, SAVING, refusal, resume, train_on, trained_state
 from tests.experts import DEEPSEEK, QWEN
 from tests.helpers import Keys, tier

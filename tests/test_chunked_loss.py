@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compose import ConfigError, Parallel, Plan, apply, chunked_loss, forward_backward
+import compose.loss.chunked as chunked_loss
+from compose import ConfigError, Parallel, Plan, apply, forward_backward
 from compose.build import build, loss_function
-from compose.chunked_loss import _Known, _Rows, chunked_cross_entropy, log_z
 from compose.data import random_batch
-from compose.loss import IGNORE, cross_entropy
-from compose.output import CrossEntropy, StepLoss
-from compose.report import Report
+from compose.loss.chunked import _Known, _Rows, chunked_cross_entropy, log_z
+from compose.loss.cross_entropy import IGNORE, cross_entropy
+from compose.loss.output import CrossEntropy, StepLoss
+from compose.proof.report import Report
 from models.llama import plan as llama_plan
 from tests.faults import Fault, assert_named, with_fault
 from tests.helpers import agreed, make_config, make_job, prove_case

@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 
 from compose import ConfigError, forward_backward
 from compose.build import cut, fill
-from compose.compilation import Compile, GraphCount, graphs_compiled, parts
+from compose.compiler.compilation import Compile, GraphCount, graphs_compiled, parts
 from compose.data import random_batch
-from compose.mesh import batch_share
+from compose.parallel.mesh import batch_share
 from tests.helpers import make_config, make_job, prove_case, tier
 from tests.pool import Pool, make_mesh
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-import compose.attention_blocks
+import compose.parallel.attention_blocks
 from benchmarks.context import peak_bytes
 from compose import ConfigError
-from compose.attention_blocks import Merged, blocks, document_starts
-from compose.context_parallel import (
+from compose.loss.cross_entropy import IGNORE
+from compose.parallel.attention_blocks import Merged, blocks, document_starts
+from compose.parallel.context_parallel import (
     Balance,
     ContextParallel,
     Exchange,
@@ -27,7 +28,6 @@ from compose.context_parallel import (
     chunks_of,
     shard_sequence,
 )
-from compose.loss import IGNORE
 from models.layers.attention import AttentionCore, Documents
 from tests.pool import Pool
 
@@ -72,13 +72,13 @@ def test_blocks_cover_each_pair_once(cp: int, balance: Balance, seed: int) -> No
 def test_excluded_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that end with their chunk leave squares alone: none of the 6 rectangles is run."""
     calls: list[tuple[int, int, bool]] = []
-    real = compose.attention_blocks._forward
+    real = compose.parallel.attention_blocks._forward
 
     def spy(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         calls.append((q.shape[2], k.shape[2], causal))
         return real(q, k, v, causal)
 
-    monkeypatch.setattr(compose.attention_blocks, "_forward", spy)
+    monkeypatch.setattr(compose.parallel.attention_blocks, "_forward", spy)
     x = torch.randn(2, 1, 16, 4)
     for ids, expected in [
         (torch.arange(4).repeat_interleave(4).expand(2, -1), [(4, 4, True)] * 4),

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from compose.checkpoint import store
-from compose.checkpoint.exchange import export
 from compose.checkpoint.parts import LoadParts, Part, SaveParts
 from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.errors import ConfigError
+from compose.huggingface.conversion import export
 from tests.helpers import ROOT
 
 AT = MetadataIndex("a")

@@ -27,9 +27,9 @@ from compose.data.opening import described
 from compose.data.order import Interleaving, shuffled
 from compose.data.rows import Row, Stored
 from compose.data.sources import Samples, Windows, open_samples
+from compose.data.tokenizer import SEPARATOR
 from compose.errors import ConfigError
-from compose.loss import IGNORE
-from compose.tokenizer import SEPARATOR
+from compose.loss.cross_entropy import IGNORE
 from tests.data_made import sets_of
 
 

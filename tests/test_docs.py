@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from compose.cli import read_arguments
+from compose.commands.cli import read_arguments
 from compose.legality import check
 from compose.toml import load
 from tests.command_lines import execute

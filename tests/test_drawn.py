@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compose.errors import ConfigError
-from compose.schedules import SCHEDULES
+from compose.pipeline.schedules import SCHEDULES
 from tests.helpers import SMALL, agreed, make_config, prove_case, tier
 from tests.pool import Pool
 

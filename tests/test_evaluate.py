@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from compose.build import build, build_optimizer, fill
 from compose.checkpoint.parts import part_of
-from compose.composition import Composition
+from compose.composition.state import Composition
 from compose.config import Config
 from compose.data import open_data, random_batch
 from compose.data.batches import stacked
 from compose.errors import ConfigError
-from compose.evaluate import evaluate
-from compose.job import Job
-from compose.loss import IGNORE, cross_entropy
-from compose.mesh import batch_share
-from compose.output import CrossEntropy
-from compose.routing import routers
-from compose.schedules import SCHEDULES, Action, forwards, needs, placement
-from compose.step import clip_grad_norm_, forward_backward
-from compose.timeline import simulate
-from compose.validation import Validation
+from compose.legality.job import Job
+from compose.loss.cross_entropy import IGNORE, cross_entropy
+from compose.loss.output import CrossEntropy
+from compose.parallel.mesh import batch_share
+from compose.parallel.routing import routers
+from compose.pipeline.schedules import SCHEDULES, Action, forwards, needs, placement
+from compose.pipeline.timeline import simulate
+from compose.train.evaluate import evaluate
+from compose.train.step import clip_grad_norm_, forward_backward
+from compose.train.validation import Validation
 from tests.collectives import counted_collectives
 from tests.helpers import ROOT, make_job, tier
 from tests.pool import Pool, make_mesh

@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compose import Options, Parallel, Plan, init_mesh, verify
 from compose.errors import ConfigError
-from compose.expert_parallel import ExpertParallel, expert_mesh
 from compose.legality import meshes
+from compose.parallel.expert_parallel import ExpertParallel, expert_mesh
 from models.layers.moe import Experts
 from tests.experts import AXES, DEEPSEEK, QWEN, Tiny, keys_of
 from tests.helpers import agreed, make_config, prove_case, tier

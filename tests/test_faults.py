@@ -9,9 +9,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import Parallel, Plan, apply
-from compose.one_process import Arithmetic
-from compose.report import Report
-from compose.verify import Run, Sides, Trial, compare
+from compose.proof.one_process import Arithmetic
+from compose.proof.report import Report
+from compose.proof.verify import Run, Sides, Trial, compare
 from tests.faults import (
     EVERYTHING,
     Fault,

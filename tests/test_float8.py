@@ -16,15 +16,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.torch_version import TorchVersion
 
-from compose import ConfigError, Options, Parallel, Plan, Precision, apply, float8, forward_backward
+import compose.precision.float8 as float8
+from compose import ConfigError, Options, Parallel, Plan, Precision, apply, forward_backward
+from compose.base.torch_versions import splits_functions
 from compose.build import build
 from compose.data import random_batch
-from compose.float8 import EXCEPTED, Choice, apply_float8, choose, float8_styles
-from compose.job import Job
+from compose.legality.job import Job
 from compose.plan import resolve
+from compose.precision.float8 import EXCEPTED, Choice, apply_float8, choose, float8_styles
+from compose.proof.report import Report
 from compose.registry import find_model
-from compose.report import Report
-from compose.torch_versions import splits_functions
 from tests.checkpoints import shards, train_on
 from tests.faults import (
     assert_named,
@@ -231,7 +232,7 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
 def _without_noise(keys: dict[str, object]) -> Report:
     """Norms stay ones. Other weights turn the last bit of what the largest element is, and with it of
     a scale, by which all values then round anew."""
-    with mutated("compose.verify:_spread", "normal_(0.0, _SPREAD,", "normal_(0.0, 0.0,"):
+    with mutated("compose.proof.verify:_spread", "normal_(0.0, _SPREAD,", "normal_(0.0, 0.0,"):
         return prove_case(keys)
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from compose.__main__ import main
 from compose.build import build, build_optimizer
 from compose.checkpoint.checkpointer import Checkpointer, Progress
-from compose.errors import ConfigError
-from compose.generate import (
+from compose.commands.generate import (
     Sampling,
     _job,
     _next_logits,
@@ -28,8 +27,9 @@ from compose.generate import (
     sample,
     text_of,
 )
-from compose.hugging_face import load_hf, name_of
-from compose.tokenizer import Bytes
+from compose.data.tokenizer import Bytes
+from compose.errors import ConfigError
+from compose.huggingface.folder import load_hf, name_of
 from compose.toml import dump
 from compose.weights import materialize
 from models import llama
@@ -96,7 +96,7 @@ def _continued(
 ) -> dict[str, list[list[int]]]:
     """Of each mesh, what is said greedily, and drawn."""
     found = {}
-    with mock.patch("compose.generate.launched_ranks", return_value=dist.get_world_size()):
+    with mock.patch("compose.commands.generate.launched_ranks", return_value=dist.get_world_size()):
         for name, keys in meshes.items():
             overrides = [(f"parallel.{key}", str(value)) for key, value in keys.items()]
             job = _job(source, folders, overrides)
@@ -140,7 +140,7 @@ def test_the_end_token_ends_it(pool: Pool, runs: dict[str, tuple[Path, nn.Module
 
 def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
     """Behind so many tokens of the prompt, with experts, on tp 2."""
-    with mock.patch("compose.generate.launched_ranks", return_value=2):
+    with mock.patch("compose.commands.generate.launched_ranks", return_value=2):
         job = _job(run, newest(run), [("parallel.tp", "2")])
     composition = open_model(job, newest(run), make_mesh(job.degrees), CPU)
     found = [_next_logits(composition, PROMPT[:length]) for length in lengths]

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.base.safetensors_files import INDEX, Planned, TensorFiles, write_files
 from compose.build import build, fill
 from compose.checkpoint.parts import part_of
 from compose.checkpoint.state import named_tensors
-from compose.cli import parse
+from compose.commands.cli import parse
 from compose.errors import ConfigError
-from compose.hugging_face import find_hf, load_hf, name_of, published
+from compose.huggingface.folder import find_hf, load_hf, name_of, published
+from compose.proof.verify import whole
 from compose.registry import model_names
-from compose.safetensors_files import INDEX, Planned, TensorFiles, write_files
-from compose.verify import whole
 from models import deepseek_v3, llama
 from tests.helpers import ROOT, make_config, make_job
 from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model

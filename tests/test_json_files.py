@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
+from compose.base.json_files import Count, read_json
 from compose.errors import ConfigError
-from compose.json_files import Count, read_json
 
 
 class Part(BaseModel):

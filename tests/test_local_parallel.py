@@ -12,7 +12,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from compose import Parallel, Plan
 from compose.errors import ConfigError
-from compose.local_parallel import LocalColwise, LocalHeads, LocalInput, LocalNorm, LocalRowwise
+from compose.parallel.local_parallel import (
+    LocalColwise,
+    LocalHeads,
+    LocalInput,
+    LocalNorm,
+    LocalRowwise,
+)
 from compose.plan import resolve
 from models.llama import Config, Model, plan
 from tests.pool import Pool

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compose.config import Precision
-from compose.metrics import MetricsWriter, device_peak, peak_flops, peak_memory
+from compose.train.metrics import MetricsWriter, device_peak, peak_flops, peak_memory
 from tests.training import STEP
 
 

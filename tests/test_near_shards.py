@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose import Comm, Composition, Options, Parallel, Plan, apply, forward_backward
+from compose.base.torch_versions import ALL_GATHER
 from compose.errors import ConfigError
-from compose.near_shards import check_near, near_experts
-from compose.torch_versions import ALL_GATHER
+from compose.parallel.secondary_shards import check_near, near_experts
 from tests.command_lines import answered
 from tests.helpers import agreed, prove_case, tier
 from tests.pool import Pool, make_mesh

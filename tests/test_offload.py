@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from compose import Composition, data_parallel
+from compose import Composition
 from compose.errors import ConfigError
-from compose.report import Report
+from compose.parallel import data_parallel
+from compose.proof.report import Report
 from compose.weights import materialize
 from tests.helpers import Keys, agreed, make_config, prove_case
 from tests.pool import Pool

@@ -21,11 +21,11 @@ from compose import (
     verify,
 )
 from compose.errors import ConfigError
-from compose.local_parallel import LocalColwise, LocalInput, LocalRowwise
-from compose.output import CrossEntropy
+from compose.loss.output import CrossEntropy
+from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwise
+from compose.pipeline.schedules import SCHEDULES
 from compose.plan import resolve
-from compose.report import Report
-from compose.schedules import SCHEDULES
+from compose.proof.report import Report
 from tests.helpers import agreed
 from tests.pool import Pool, make_mesh
 

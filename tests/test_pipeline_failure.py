@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from compose.schedules import SCHEDULES
+from compose.pipeline.schedules import SCHEDULES
 from tests.command_lines import QUICK, command, free_port
 from tests.helpers import ROOT
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
 from compose.data import random_batch
 from compose.errors import ConfigError
-from compose.loss import count_targets, cross_entropy
-from compose.pipeline_split import balanced, check_layers
+from compose.loss.cross_entropy import count_targets, cross_entropy
+from compose.pipeline.schedules import SCHEDULES, build_table, write_table
+from compose.pipeline.split import balanced, check_layers
 from compose.plan import resolve
-from compose.report import Report
-from compose.schedules import SCHEDULES, build_table, write_table
-from compose.verify import whole as full
+from compose.proof.report import Report
+from compose.proof.verify import whole as full
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan

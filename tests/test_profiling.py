@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.cuda._memory_viz import trace as listed
 
 from compose import ConfigError
+from compose.base.local_tensor import local_tensor
 from compose.data.batches import Batches
-from compose.local import local_tensor
 from compose.profiling.memory import CATEGORIES
 from compose.profiling.shares import KINDS
 from compose.profiling.trace import Trace
-from compose.runtime import TrainingError
-from compose.trainer import Trainer
+from compose.runtime.processes import TrainingError
+from compose.train.trainer import Trainer
 from tests.helpers import make_job
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines

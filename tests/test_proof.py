@@ -27,11 +27,11 @@ from compose import (
     Trial,
     verify,
 )
-from compose.attention_blocks import plain_backward, plain_forward
 from compose.data import random_batch
 from compose.errors import ConfigError
-from compose.expert_parallel import ExpertParallel
-from compose.report import Report
+from compose.parallel.attention_blocks import plain_backward, plain_forward
+from compose.parallel.expert_parallel import ExpertParallel
+from compose.proof.report import Report
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.faults import Fault, reduce_scatter_keeps_own_part
@@ -96,7 +96,7 @@ def test_what_proves_nothing_is_refused(pool: Pool, change: str, message: str) -
 
 def _mean_unseen() -> Report:
     """As if the loss were not asked for twice the targets: what is left is the other split."""
-    with mutated("compose.one_process:_check_sum", "abs(twice - 2 * once) >", "0 >"):
+    with mutated("compose.proof.one_process:_check_sum", "abs(twice - 2 * once) >", "0 >"):
         return verify(
             layers(6, 8, 5),
             Plan(),
@@ -223,7 +223,7 @@ def test_a_gradient_that_cancels_is_compared_with_zero(
 def the_keys_bias_moves() -> Any:
     """Something is added to the gradient that should be zero."""
     add = "[p.grad.add_(1e-4) for n, p in model.named_parameters() if n == 'wk.bias']"
-    return mutated("compose.step:_run", "value.backward()", f"value.backward(); {add}")
+    return mutated("compose.train.step:_run", "value.backward()", f"value.backward(); {add}")
 
 
 def test_a_fault_in_what_cancels_is_seen(pool: Pool) -> None:
@@ -316,7 +316,7 @@ def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
 def _reaches(option: str, batch: dict[str, Tensor]) -> bool:
     """Whether ``apply`` is given what ``verify`` is."""
     seen: list[Options] = []
-    module = __import__("importlib").import_module("compose.verify")
+    module = __import__("importlib").import_module("compose.proof.verify")
     real = module.apply
 
     def spy(model: nn.Module, plan: Any, mesh: Any, options: Options) -> Composition:

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import models.qwen3
 from compose import Parallel
 from compose.errors import ConfigError
-from compose.local_parallel import _LocalRMSNorm
+from compose.parallel.local_parallel import _LocalRMSNorm
 from compose.plan import resolve
-from compose.report import Report
+from compose.proof.report import Report
 from models.layers.attention import AttentionCore
 from models.qwen3 import PRESETS, Config, Model
 from models.qwen3.hf import hf_name
@@ -240,7 +240,7 @@ def test_a_norm_of_heads_under_replicate_is_refused() -> None:
         resolve(wrong, model)
     assert str(raised.value).splitlines() == [
         f"plan.tensor: layers.*.attention.{name} is in a module with LocalInput, and has no style of"
-        " compose.local_parallel; give it one, or that module PrepareModuleInput"
+        " compose.parallel.local_parallel; give it one, or that module PrepareModuleInput"
         for name in ("q_norm", "k_norm")
     ]
 

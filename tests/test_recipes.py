@@ -11,9 +11,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compose import legality, loss_scale
+import compose.precision.loss_scale as loss_scale
+from compose import legality
 from compose.toml import load
-from compose.trainer import Trainer
+from compose.train.trainer import Trainer
 from tests.helpers import ROOT
 from tests.pool import Pool, make_mesh
 from tests.training import lines

@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from compose import Composition, Parallel, replicas
+from compose import Composition, Parallel
 from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.data import random_batch
-from compose.mesh import batch_share
-from compose.replicas import checksum, differences
-from compose.step import clip_grad_norm_, forward_backward
+from compose.parallel.mesh import batch_share
+from compose.train import replicas
+from compose.train.replicas import checksum, differences
+from compose.train.step import clip_grad_norm_, forward_backward
 from tests.checkpoints import shards
 from tests.experts import DEEPSEEK
 from tests.helpers import make_job

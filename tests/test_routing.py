@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from compose.metrics import MetricsWriter
+from compose.train.metrics import MetricsWriter
 from tests.experts import DEEPSEEK, QWEN
 from tests.pool import Pool
 from tests.training import STEP, keys_for, lines, train

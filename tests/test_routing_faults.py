@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import compose.expert_parallel
-import compose.prove
-import compose.step
-import compose.tensor_parallel
+import compose.parallel.expert_parallel
+import compose.parallel.tensor_parallel
+import compose.proof.prove
+import compose.train.step
 from compose import Composition, Options, Parallel, Plan, Trial, apply
 from compose.build import cut
-from compose.expert_parallel import ExpertParallel
-from compose.one_process import Arithmetic
-from compose.report import Report
-from compose.routing import begin_step, finish_step, routers
-from compose.verify import Run, Sides, compare
+from compose.parallel.expert_parallel import ExpertParallel
+from compose.parallel.routing import begin_step, finish_step, routers
+from compose.proof.one_process import Arithmetic
+from compose.proof.report import Report
+from compose.proof.verify import Run, Sides, compare
 from models.layers.moe import Experts, MoE
 from models.layers.router import count_rows
 from tests.experts import DEEPSEEK, QWEN, Tiny, keys_of
@@ -57,18 +57,18 @@ def an_experts_gradient_is_summed_over_too_many_ranks() -> Iterator[None]:
                 dist.all_reduce(parameter.grad.to_local())
         finish_step(model, mesh)
 
-    with mock.patch.object(compose.step, "finish_step", fake):
+    with mock.patch.object(compose.train.step, "finish_step", fake):
         yield
 
 
 @contextmanager
 def rows_come_back_in_another_order() -> Iterator[None]:
-    real = compose.expert_parallel._run_where_they_are
+    real = compose.parallel.expert_parallel._run_where_they_are
 
     def fake(*args: Any) -> Tensor:
         return real(*args).roll(1, 0)
 
-    with mock.patch.object(compose.expert_parallel, "_run_where_they_are", fake):
+    with mock.patch.object(compose.parallel.expert_parallel, "_run_where_they_are", fake):
         yield
 
 
@@ -79,7 +79,7 @@ def a_sequence_is_balanced_in_parts() -> Iterator[None]:
     def fake(group: Any, inner: Any, tensor: Tensor) -> Tensor:
         return inner(tensor)
 
-    with mock.patch.object(compose.expert_parallel, "_gather_sequence", fake):
+    with mock.patch.object(compose.parallel.expert_parallel, "_gather_sequence", fake):
         yield
 
 
@@ -90,7 +90,7 @@ def the_auxiliary_loss_is_a_mean_of_each_rank() -> Iterator[None]:
     def fake(model: nn.Module, tokens: int, loss_scale: float) -> None:
         begin_step(model, tokens // dist.get_world_size(), loss_scale)
 
-    with mock.patch.object(compose.step, "begin_step", fake):
+    with mock.patch.object(compose.train.step, "begin_step", fake):
         yield
 
 
@@ -113,7 +113,7 @@ def weights_are_applied_before_the_experts() -> Iterator[None]:
                 module.forward = partial(_weights_first, module)
         return composition
 
-    with mock.patch.object(compose.prove, "cut", fake):
+    with mock.patch.object(compose.proof.prove, "cut", fake):
         yield
 
 
@@ -125,13 +125,15 @@ def routers_act_on_their_own_counts() -> Iterator[None]:
         for router in routers(model).values():
             router.finish_step(router.tally)
 
-    with mock.patch.object(compose.step, "finish_step", fake):
+    with mock.patch.object(compose.train.step, "finish_step", fake):
         yield
 
 
 @contextmanager
 def what_heads_share_is_summed_over_this_ranks_alone() -> Iterator[None]:
-    with mock.patch.object(compose.tensor_parallel, "_summed_gradient", lambda *args: args[-1]):
+    with mock.patch.object(
+        compose.parallel.tensor_parallel, "_summed_gradient", lambda *args: args[-1]
+    ):
         yield
 
 

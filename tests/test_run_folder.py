@@ -20,17 +20,17 @@ import torch.distributed as dist
 from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress, changes
-from compose.checkpoint.exchange import export
 from compose.checkpoint.parts import Part
 from compose.checkpoint.state import named_tensors, staged
-from compose.cli import _run_dir
+from compose.commands.cli import _run_dir
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.folder import RunFolder
-from compose.job import Job
-from compose.metrics import MetricsWriter
+from compose.huggingface.conversion import export
+from compose.legality.job import Job
 from compose.toml import dump
-from compose.trainer import Trainer
+from compose.train.folder import RunFolder
+from compose.train.metrics import MetricsWriter
+from compose.train.trainer import Trainer
 from tests.helpers import make_job
 from tests.pool import make_mesh
 from tests.training import STEP

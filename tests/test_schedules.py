@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compose.errors import ConfigError
-from compose.schedules import (
+from compose.pipeline.schedules import (
     SCHEDULES,
     Action,
     Table,

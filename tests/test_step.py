@@ -21,8 +21,8 @@ from compose import (
     cross_entropy,
     forward_backward,
 )
-from compose.loss import IGNORE, count_targets
-from compose.step import samples_at_once
+from compose.loss.cross_entropy import IGNORE, count_targets
+from compose.train.step import samples_at_once
 from tests.collectives import counted_collectives
 from tests.pool import Pool, make_mesh
 

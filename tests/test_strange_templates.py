@@ -7,8 +7,8 @@ import pytest
 
 from compose.data import chat_template
 from compose.data.chat_template import ChatTemplate
+from compose.data.tokenizer import JsonTokenizer
 from compose.errors import ConfigError
-from compose.tokenizer import JsonTokenizer
 
 resource = pytest.importorskip("resource")
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -2,7 +2,10 @@
 
 import ast
 import dataclasses
+import importlib
 import inspect
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,51 +17,58 @@ import torch
 
 import train
 from compose import Composition, apply, legality, plan, registry
-from compose.options import Options
+from compose.base.former import FORMER
+from compose.composition.options import Options
 from tests.helpers import ROOT
 from tests.pool import Pool
 
 SOURCES = sorted((ROOT / "compose").rglob("*.py"))
-# What says how a model is cut and computed. It knows its own tables, and no run's whole config.
-TECHNIQUES = [
-    "activation_bytes",
-    "activation_checkpointing",
-    "activation_offload",
-    "apply",
-    "attention_blocks",
-    "chunked_loss",
-    "compilation",
-    "composition",
-    "context_parallel",
-    "data_parallel",
-    "evaluate",
-    "expert_parallel",
-    "float8",
-    "local",
-    "local_parallel",
-    "loss",
-    "loss_scale",
-    "mesh",
-    "near_shards",
-    "one_process",
-    "options",
-    "output",
-    "pipeline_parallel",
-    "pipeline_split",
-    "pipeline_stage",
-    "plan",
-    "precision",
-    "replicas",
-    "report",
-    "routing",
-    "schedules",
-    "step",
-    "tensor_parallel",
-    "ties",
-    "verify",
-    "weights",
-    "witness",
-]
+# Which room, or file at the top, imports which others. What is named in a line comes before it: nothing
+# leads back. The tables of train.toml (options.py of each room) are a layer of their own.
+MAY_IMPORT = {
+    "__main__": "commands errors legality parallel pipeline proof runtime toml",
+    "apply": "compiler composition errors loss memory parallel pipeline plan precision tables",
+    "base": "errors",
+    "build": "apply composition config errors huggingface legality loss optimizer registry weights",
+    "checkpoint": ("base composition config errors optimizer precision registry runtime toml weights"),
+    "commands": (
+        "apply base build checkpoint composition config data errors huggingface legality"
+        " optimizer parallel precision registry runtime toml train weights"
+    ),
+    "compiler": "base errors",
+    "compose": "base",
+    "composition": "base compiler loss memory parallel pipeline precision tables",
+    "config": "compiler composition memory parallel tables",
+    "data": "base config errors tables",
+    "huggingface": "base checkpoint composition config data errors legality registry toml",
+    "legality": (
+        "base compiler config errors memory optimizer parallel pipeline plan precision registry tables"
+    ),
+    "loss": "base errors parallel",
+    "memory": "base errors",
+    "optimizer": "base errors loss parallel plan tables weights",
+    "parallel": "base errors",
+    "pipeline": "base errors loss parallel plan",
+    "plan": "base errors parallel",
+    "precision": "base errors parallel plan tables",
+    "profiling": "base runtime tables",
+    "proof": (
+        "apply base build composition data errors legality loss optimizer parallel plan"
+        " precision tables train weights"
+    ),
+    "registry": "errors parallel plan",
+    "runtime": "base config errors parallel",
+    "tables": "base",
+    "toml": "base config errors registry",
+    "train": (
+        "base build checkpoint compiler composition config data errors legality loss"
+        " optimizer parallel precision profiling runtime tables toml"
+    ),
+    "weights": "base composition errors",
+}
+TECHNIQUES = ("parallel", "pipeline", "memory", "precision", "loss", "compiler", "optimizer")
+# Rooms and files that say how a model is cut and computed: they know tables, and no run's config.
+WITHOUT_CONFIG = (*TECHNIQUES, "composition", "plan", "apply", "weights")
 
 
 def module_of(path: Path) -> str:
@@ -96,15 +106,72 @@ def test_no_import_cycles() -> None:
         follow(name, ())
 
 
-def test_techniques_know_no_config() -> None:
-    """Neither a technique nor what it imports knows of compose.config, job or toml."""
+def room_of(module: str) -> str:
+    """The room of a module, or the file at the top that it is."""
+    parts = module.split(".")
+    if parts[-1] == "options" and parts[1] != "composition":
+        return "tables"
+    return parts[1] if len(parts) > 1 else "compose"
+
+
+def test_rooms_import_in_one_direction() -> None:
+    """Each room imports those of its line and no others, and no room leads back to itself."""
+    for path in SOURCES:
+        own = room_of(module_of(path))
+        for other in imports(path):
+            allowed = [own, *MAY_IMPORT[own].split()]
+            assert room_of(other) in allowed, f"{module_of(path)} imports {other}"
+
+    def reached(room: str, seen: set[str]) -> set[str]:
+        for other in set(MAY_IMPORT.get(room, "").split()) - seen:
+            seen.add(other)
+            reached(other, seen)
+        return seen
+
+    assert not [room for room in MAY_IMPORT if room in reached(room, set())]
+
+
+def reach(name: str) -> set[str]:
+    """All modules of compose that importing one imports."""
     of = {module_of(path): set(imports(path)) for path in SOURCES}
-    optimizer = [name for name in of if name.startswith("compose.optimizer.")]
-    reached = {f"compose.{name}" for name in TECHNIQUES} | set(optimizer)
-    assert reached <= of.keys()
-    while more := {other for name in reached for other in of.get(name, ())} - reached:
-        reached |= more
-    assert not reached & {"compose.config", "compose.job", "compose.toml", "compose.registry"}
+    found = {name}
+    while more := {other for one in found for other in of.get(one, ())} - found:
+        found |= more
+    return found
+
+
+def test_techniques_know_no_config() -> None:
+    """Neither what cuts and computes a model nor what it imports knows of a run's config."""
+    for path in SOURCES:
+        name = module_of(path)
+        if room_of(name) in WITHOUT_CONFIG or name == "compose.proof.verify":
+            found = reach(name) & {"compose.config", "compose.legality.job", "compose.toml"}
+            assert not found, (name, found)
+
+
+def test_one_technique_imports_no_other() -> None:
+    axes = {f"compose.parallel.{axis}_parallel" for axis in ("data", "tensor", "context", "expert")}
+    for axis in axes:
+        assert reach(axis) & axes == {axis}
+
+
+def test_importing_compose_imports_no_torch() -> None:
+    code = "import sys, compose; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_top_holds_few_files() -> None:
+    assert len(list((ROOT / "compose").glob("*.py"))) <= 10
+
+
+def test_former_names_are_the_same_modules() -> None:
+    """What imports a module as before gets that module, and no second one."""
+    for former, name in FORMER.items():
+        module = importlib.import_module(former)
+        assert module is importlib.import_module(name)
+        assert module.__name__ == name
+        assert module.__spec__ is not None
+        assert module.__spec__.name == name
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -170,10 +237,10 @@ def _start(words: list[str]) -> Counter[str]:
     resolve = counted("resolutions", plan.resolve)
     samples = counted("sets", opening.open_samples)
     with (
-        mock.patch("compose.job.find_model", find),
-        mock.patch("compose.job.resolve", resolve),
-        mock.patch("compose.legality.resolve", resolve),
-        mock.patch.dict(vars(__import__("sys").modules["compose.apply"]), {"resolve": resolve}),
+        mock.patch("compose.legality.job.find_model", find),
+        mock.patch("compose.legality.job.resolve", resolve),
+        mock.patch("compose.legality.table.resolve", resolve),
+        mock.patch.dict(vars(sys.modules["compose.apply"]), {"resolve": resolve}),
         mock.patch.object(opening, "open_samples", samples),
     ):
         train.main(words)

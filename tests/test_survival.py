@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from compose.checkpoint import store
-from compose.runtime import Notes
-from compose.watch import Silence, Watch
+from compose.runtime.heartbeat import Silence, Watch
+from compose.runtime.processes import Notes
 from tests.checkpoints import shards
 from tests.command_lines import QUICK, command, free_port, launch
 from tests.helpers import ROOT
@@ -327,7 +327,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
     def now() -> float:
         return real() + clock[0]
 
-    with mock.patch("compose.watch.time.monotonic", now):
+    with mock.patch("compose.runtime.heartbeat.time.monotonic", now):
         watch, ended, told = watched(store, limit=3.0)
         try:
             # So that both were heard once.
@@ -341,7 +341,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
 
 def test_a_failure_told_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within seconds, whatever they wait for; not before they had time to end by themselves."""
-    monkeypatch.setattr("compose.watch._ECHO", 0.3)
+    monkeypatch.setattr("compose.runtime.heartbeat._ECHO", 0.3)
     store = dist.HashStore()
     watch, ended, told = watched(store)
     assert not ended.wait(0.3)
@@ -379,7 +379,7 @@ def test_a_rank_ends_with_its_launcher() -> None:
     )
     before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     try:
-        with mock.patch("compose.watch._GRACE", 0.0):
+        with mock.patch("compose.runtime.heartbeat._GRACE", 0.0):
             watch.start()
             assert ended.wait(5)
     finally:
@@ -467,8 +467,8 @@ def test_a_restart_begins_with_nothing_of_the_attempt_before(tmp_path: Path) -> 
     script = tmp_path / "fails.py"
     script.write_text(
         "import os, time, torch, torch.distributed as dist\n"
-        "from compose.cli import parse, run\n"
-        "from compose.runtime import process_group\n"
+        "from compose.commands.cli import parse, run\n"
+        "from compose.runtime.processes import process_group\n"
         "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "def main(arguments):\n"
         "    time.sleep(attempt * int(os.environ['RANK']))\n"

@@ -12,9 +12,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from compose import ConfigError, Parallel, Plan, apply
+from compose.parallel.tensor_parallel import (
+    HeadParallel,
+    Replicated,
+    apply_tensor_parallel,
+    check_heads,
+)
 from compose.plan import resolve
 from compose.registry import find_model
-from compose.tensor_parallel import HeadParallel, Replicated, apply_tensor_parallel, check_heads
 from models.llama import Config, Model, plan
 from tests.pool import Pool, make_mesh
 

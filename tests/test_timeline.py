@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageColor
 
-from compose.schedules import SCHEDULES, Action, Table, build_table, stages_per_rank
-from compose.timeline import (
+from compose.pipeline.schedules import SCHEDULES, Action, Table, build_table, stages_per_rank
+from compose.pipeline.timeline import (
     IDLE,
     SHADES,
     Slot,

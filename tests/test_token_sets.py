@@ -13,14 +13,15 @@ import torch
 from tokenizers import Tokenizer
 
 from compose.__main__ import main
+from compose.base.own_files import LEADS_OUT
 from compose.config import Config, Data
 from compose.data import open_data, writing
 from compose.data.sources import open_samples
 from compose.data.token_set import MANIFEST, open_token_set
+from compose.data.tokenizer import open_tokenizer
 from compose.data.writing import Counts, describe_job, make_shard, make_token_set, units_of
 from compose.errors import ConfigError
-from compose.loss import IGNORE
-from compose.tokenizer import open_tokenizer
+from compose.loss.cross_entropy import IGNORE
 from tests.data_made import sets_of
 from tests.tokenizers_made import SPECIAL, TEXT, save_tokenizer
 
@@ -175,6 +176,10 @@ def test_damage_and_misfits_are_named(tmp_path: Path) -> None:
     assert problem.startswith(f"data.path: {out}/manifest.json: is not JSON: ")
     (out / MANIFEST).write_text(json.dumps({**json.loads(whole[MANIFEST]), "format": 2}))
     assert problems() == [f"data.path: {out}/manifest.json: is of format 2, this reads 1"]
+    (tmp_path / "elsewhere.json").write_bytes(whole[MANIFEST])
+    (out / MANIFEST).unlink()
+    (out / MANIFEST).symlink_to(tmp_path / "elsewhere.json")
+    assert problems() == [f"data.path: {out}/manifest.json: {LEADS_OUT}"]
 
 
 def test_tokenizers_must_agree(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -11,8 +12,8 @@ from compose.config import Data
 from compose.data import Batches
 from compose.data.opening import keep_tokenizer
 from compose.data.sources import open_samples
+from compose.data.tokenizer import JsonTokenizer, carry, open_tokenizer
 from compose.errors import ConfigError
-from compose.tokenizer import JsonTokenizer, carry, open_tokenizer
 from tests.data_made import token_set
 from tests.helpers import make_config
 from tests.tokenizers_made import save_tokenizer
@@ -73,6 +74,25 @@ def test_what_is_no_tokenizer_is_named(tokenizer: Path, content: bytes) -> None:
     (tokenizer / "tokenizer.json").write_bytes(content)
     (line,) = refused(tokenizer)
     assert line.startswith("tokenizer.json: is no tokenizer.json: ")
+
+
+def test_a_panic_of_its_library_is_named(tokenizer: Path) -> None:
+    """Where its Rust code panics, tokenizers raises what is no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Loaded:
+        @staticmethod
+        def from_str(text: str) -> None:
+            raise PanicException("range end index 18446744073709551615 out of range")
+
+    with mock.patch("tokenizers.Tokenizer", Loaded):
+        (line,) = refused(tokenizer)
+    assert (
+        line
+        == "tokenizer.json: is no tokenizer.json: range end index 18446744073709551615 out of range"
+    )
 
 
 def test_a_tokenizer_that_cannot_encode_is_named(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from compose import legality
-from compose.cli import parse
+from compose.base.fields import attribute, docs, toml_value
+from compose.commands.cli import parse
 from compose.config import TABLES, Config
 from compose.errors import ConfigError
-from compose.fields import attribute, docs, toml_value
 from compose.toml import dump, load
 from tests.helpers import ROOT
 
@@ -355,6 +355,13 @@ def test_dump_is_read_back_as_the_same(write: Write) -> None:
             {"train.global_batch": "12"},
             "train.global_batch: 12 is not a multiple of dp_replicate x dp_shard x train.micro_batch"
             " = 4 x 2 = 8; nearest: 16, or train.micro_batch = 1",
+        ),
+        (
+            1,
+            {"train.global_batch": "3", "train.micro_batch": "9000000000000000000"},
+            "train.global_batch: 3 is not a multiple of dp_replicate x dp_shard x train.micro_batch"
+            " = 1 x 9000000000000000000 = 9000000000000000000; nearest: 9000000000000000000, or"
+            " train.micro_batch = 3",
         ),
         (
             2,

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose import trainer as trainer_module
 from compose.optimizer import learning_rate
-from compose.runtime import TrainingError
-from compose.signals import Signals
+from compose.runtime.processes import TrainingError
 from compose.toml import tomllib
-from compose.trainer import Trainer
+from compose.train import trainer as trainer_module
+from compose.train.signals import Signals
+from compose.train.trainer import Trainer
 from tests.command_lines import QUICK, answered, command, execute, launch
 from tests.helpers import ROOT, SMALL, make_job
 from tests.pool import Pool, make_mesh
@@ -285,8 +285,8 @@ def test_a_ranks_failure_is_shown_once(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"
-        "from compose.cli import parse, run\n"
-        "from compose.runtime import process_group\n"
+        "from compose.commands.cli import parse, run\n"
+        "from compose.runtime.processes import process_group\n"
         "def main(arguments):\n"
         "    with process_group(parse(arguments, 'fails.py').config):\n"
         "        if dist.get_rank() == 1:\n"

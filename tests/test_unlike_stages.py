@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from compose import Composition
+from compose.base.local_tensor import local_tensor
 from compose.build import cut
-from compose.local import local_tensor
-from compose.trainer import Trainer
+from compose.train.trainer import Trainer
 from tests.experts import DEEPSEEK, QWEN, keys_of
 from tests.helpers import agreed, make_job, prove_case, tier
 from tests.pool import Pool, make_mesh
@@ -80,7 +80,7 @@ def _resumed(folder: str) -> list[bool]:
     mesh, cpu = make_mesh(job.degrees), torch.device("cpu")
     trained = Trainer(job, mesh, cpu)
     trained.run()
-    with mock.patch("compose.trainer.cut", _cut_without_weights):
+    with mock.patch("compose.train.trainer.cut", _cut_without_weights):
         again = Trainer(job, mesh, cpu)
     again.held.release()
     models = again.composition.model, trained.composition.model

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from compose import Plan, Trial, verify
 from compose.config import Parallel
 from compose.data import random_batch
-from compose.report import Report, Row
+from compose.proof.report import Report, Row
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan

@@ -8,10 +8,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compose import trainer as trainer_module
-from compose.metrics import StepMetrics
-from compose.runtime import TrainingError
-from compose.trainer import Trainer
+from compose.runtime.processes import TrainingError
+from compose.train import trainer as trainer_module
+from compose.train.metrics import StepMetrics
+from compose.train.trainer import Trainer
 from tests.helpers import make_job
 from tests.pool import make_mesh
 

@@ -21,19 +21,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from compose.base.fields import toml_value
+from compose.base.own_files import open_own, write_whole
 from compose.checkpoint import store
 from compose.checkpoint.loading import cause_of, damage, load, model_fields
 from compose.checkpoint.parts import Part, SaveParts
 from compose.checkpoint.state import named_tensors, parts, staged
 from compose.checkpoint.storage import PartsWriter
-from compose.composition import Composition
+from compose.composition.state import Composition
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.fields import toml_value
-from compose.loss_scale import LossScale
 from compose.optimizer import OffloadedAdamW
-from compose.own_files import open_own, write_whole
-from compose.runtime import start_timeout
+from compose.precision.loss_scale import LossScale
+from compose.runtime.processes import start_timeout
 from compose.toml import dump, tomllib
 
 # Keys that change nothing of what is trained, or that the data's own line tells.

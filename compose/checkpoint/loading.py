@@ -15,7 +15,7 @@ from compose.checkpoint import store
 from compose.checkpoint.parts import LoadParts, mismatches
 from compose.checkpoint.state import named_tensors, parts, spread
 from compose.checkpoint.storage import PartsReader
-from compose.composition import Composition
+from compose.composition.state import Composition
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.optimizer import make_state

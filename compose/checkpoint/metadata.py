@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from compose.base.json_files import Count, parse_json, read_json
+from compose.base.own_files import open_own
+from compose.base.safetensors_files import NAMES
 from compose.errors import ConfigError
-from compose.json_files import Count, parse_json, read_json
-from compose.own_files import open_own
-from compose.safetensors_files import NAMES
 
 METADATA = "metadata.json"
 PICKLED = ".metadata"  # what was there before it

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from compose.fields import NonNegative, Positive
+from compose.base.fields import NonNegative, Positive
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from compose.base.local_tensor import local_tensor
 from compose.checkpoint.parts import Part, part_of
-from compose.composition import Composition, module_of
-from compose.local import local_tensor
+from compose.composition.state import Composition, module_of
 
 
 def named_tensors(

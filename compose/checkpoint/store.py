@@ -18,10 +18,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from compose.base.json_files import Count, read_json
+from compose.base.own_files import open_own, write_whole
 from compose.checkpoint.metadata import METADATA, PICKLED, read_metadata, shards
 from compose.errors import ConfigError
-from compose.json_files import Count, read_json
-from compose.own_files import open_own, write_whole
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"

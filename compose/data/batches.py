@@ -12,17 +12,17 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from compose.base.batch import IGNORE
 from compose.data.order import Interleaving, shuffled
 from compose.data.sources import Samples
-from compose.loss import IGNORE
 
 
 class Batches:
     """The global batch of any step, cut for one rank.
 
     weights: of each of ``sets``, of samples; None is by their sizes. ``share`` is (index, count), as
-    ``compose.mesh.batch_share`` gives it: of ``count`` equal slices of the global batch this reads the
-    ``index``-th.
+    ``compose.parallel.mesh.batch_share`` gives it: of ``count`` equal slices of the global batch this
+    reads the ``index``-th.
     """
 
     def __init__(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from compose.base.own_files import read_file
 from compose.data.limits import TooLong, limited
+from compose.data.tokenizer import CONFIG, JsonTokenizer
 from compose.errors import ConfigError
-from compose.own_files import read_file
-from compose.tokenizer import CONFIG, JsonTokenizer
 
 # What writing a chat may take, far beyond what one is: templates are code, and come with a download.
 _SECONDS = 10.0

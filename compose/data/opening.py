@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from compose.config import Config
 from compose.data.batches import Batches
 from compose.data.sources import Samples, open_samples
+from compose.data.tokenizer import FILE, MODEL, carry, keep, open_tokenizer
 from compose.errors import ConfigError
-from compose.tokenizer import FILE, MODEL, carry, keep, open_tokenizer
 
 
 class OpenData(NamedTuple):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from compose.fields import Weight
+from compose.base.fields import Weight
 
 
 @dataclass(frozen=True)

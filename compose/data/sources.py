@@ -25,8 +25,8 @@ from compose.data.packing import pack
 from compose.data.rows import Row, Stored, check_ids
 from compose.data.token_files import open_bin, open_npy
 from compose.data.token_set import MANIFEST, TokenSet, open_token_set
+from compose.data.tokenizer import SEPARATOR
 from compose.errors import ConfigError
-from compose.tokenizer import SEPARATOR
 
 _CHECKED = 1 << 27  # tokens of a file whose ids are checked at the start; the rest, as they are read
 

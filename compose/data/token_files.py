@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from compose.base.own_files import state_of
 from compose.data.rows import Stored
 from compose.errors import ConfigError
-from compose.own_files import state_of
 
 
 def open_bin(path: Path, name: str, dtype: str) -> Stored:

@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
+from compose.base.json_files import Count, read_json
+from compose.base.own_files import LEADS_OUT, leads_out
 from compose.data.rows import Row, Stored
+from compose.data.tokenizer import carried
 from compose.errors import ConfigError
-from compose.json_files import Count, read_json
-from compose.own_files import LEADS_OUT, leads_out
-from compose.tokenizer import carried
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -71,6 +71,8 @@ def open_token_set(folder: Path) -> TokenSet:
     """The token set in ``folder``. Raises ConfigError with a line for each file that is missing, leads
     out of the folder, or is not what the manifest says."""
     path = folder / MANIFEST
+    if leads_out(path, folder):
+        raise ConfigError(f"{path}: {LEADS_OUT}")
     version = read_json(path, _Format).format
     if version != FORMAT:
         raise ConfigError(f"{path}: is of format {version}, this reads {FORMAT}")

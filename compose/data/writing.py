@@ -19,12 +19,12 @@ from typing import IO, Any
 
 import numpy as np
 
+from compose.base.json_files import Count, read_json
+from compose.base.own_files import LEADS_OUT, leads_out, state_of, write_whole
 from compose.data.chat_template import ChatTemplate, encode, read_messages
 from compose.data.token_set import FORMAT, MANIFEST
+from compose.data.tokenizer import JsonTokenizer, carry
 from compose.errors import ConfigError
-from compose.json_files import Count, read_json
-from compose.own_files import LEADS_OUT, leads_out, state_of, write_whole
-from compose.tokenizer import JsonTokenizer, carry
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit

@@ -1,91 +1,38 @@
-"""What must hold between keys: one table of rules, each with its condition, its reason and a cure.
+"""What must hold between keys: one table of rules, checked before a process group is started. Exports
+the check, which returns the job of a config."""
 
-Checks run before any process group is started, and nothing else refuses a composition.
-``docs/composition.md`` is printed from this table by ``python -m compose.legality``.
-"""
+from typing import TYPE_CHECKING
 
-import itertools
-import math
-from collections.abc import Iterator
-from dataclasses import replace
+from compose.base.lazy import export
 
-from compose.config import Config
-from compose.errors import ConfigError
-from compose.job import Job, make_job
-from compose.legality.degrees import DEGREES
-from compose.legality.profile import PROFILE
-from compose.legality.rule import Rule, micro_batches
-from compose.legality.step import STEP
-from compose.mesh import AXES, resolve_degrees
-from compose.pipeline_split import balanced
-from compose.plan import resolve
-from compose.registry import find_model
-from compose.schedules import placement
+if TYPE_CHECKING:
+    from compose.legality.job import Job, make_job
+    from compose.legality.rule import Rule, micro_batches
+    from compose.legality.table import RULES, check, meshes, problems_of, survey
 
-__all__ = ["RULES", "Rule", "check", "meshes", "micro_batches", "problems_of", "survey"]
+__all__ = [
+    "RULES",
+    "Job",
+    "Rule",
+    "check",
+    "make_job",
+    "meshes",
+    "micro_batches",
+    "problems_of",
+    "survey",
+]
 
-RULES = DEGREES + STEP + PROFILE
-
-
-def problems_of(job: Job) -> list[tuple[Rule, str]]:
-    """Return all that is wrong with a job, by the rule that says so."""
-    found = []
-    for rule in RULES:
-        try:
-            rule.check(job)
-        except ConfigError as error:
-            found += [(rule, problem) for problem in error.problems]
-    return found
-
-
-def check(config: Config, world_size: int) -> Job:
-    """Work out what ``config`` is on so many ranks, and hold it against the table.
-
-    Args:
-        config: One degree may still be -1, and the layers of the stages unknown.
-        world_size: Number of ranks.
-
-    Returns:
-        The job; in its config degrees and layers are known.
-
-    Raises:
-        ConfigError: The config cannot be, with all that is wrong.
-    """
-    degrees = resolve_degrees(config.parallel, world_size)
-    job = make_job(replace(config, parallel=degrees), world_size)
-    problems = list(dict.fromkeys(problem for _, problem in problems_of(job)))
-    if problems:
-        raise ConfigError(*problems)
-    return _with_layers(job) if degrees.pp > 1 and not degrees.pp_layers else job
-
-
-def _with_layers(job: Job) -> Job:
-    config, degrees = job.config, job.degrees
-    stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
-    assert job.plan.pipeline is not None
-    layers = balanced(job.model, job.plan.pipeline, stages, config.train.seq_len)
-    return replace(job, config=replace(config, parallel=replace(degrees, pp_layers=layers)))
-
-
-def meshes(world_size: int) -> Iterator[dict[str, int]]:
-    """Every assignment of degrees to the axes whose product is ``world_size``."""
-    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    for degrees in itertools.product(divisors, repeat=len(AXES)):
-        if math.prod(degrees) == world_size:
-            yield dict(zip(AXES, degrees, strict=True))
-
-
-def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], list[str]]]:
-    """Each mesh of so many ranks, with what the table has against ``config`` on it."""
-    folder, shape = find_model(config.model.name), config.model.config
-    model = folder.on_meta(shape)
-    for degrees in meshes(world_size):
-        parallel = replace(config.parallel, **degrees)
-        here = replace(config, parallel=parallel)
-        try:
-            plan = folder.plan(shape, parallel)
-            job = Job(here, world_size, model, plan, resolve(plan, model))
-        except ConfigError as error:
-            yield degrees, error.problems
-            continue
-        yield degrees, [problem for _, problem in problems_of(job)]
+export(
+    __name__,
+    {
+        "Job": "compose.legality.job",
+        "RULES": "compose.legality.table",
+        "Rule": "compose.legality.rule",
+        "check": "compose.legality.table",
+        "make_job": "compose.legality.job",
+        "meshes": "compose.legality.table",
+        "micro_batches": "compose.legality.rule",
+        "problems_of": "compose.legality.table",
+        "survey": "compose.legality.table",
+    },
+)

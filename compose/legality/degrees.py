@@ -2,16 +2,18 @@
 
 from typing import Any
 
-from compose.context_parallel import check_ulysses
 from compose.errors import ConfigError
-from compose.expert_parallel import check_experts
-from compose.job import Job
+from compose.legality.job import Job
 from compose.legality.rule import Rule, micro_batches
-from compose.mesh import resolve_degrees
-from compose.near_shards import check_near
-from compose.pipeline_split import check_layers, check_stages, layer_names
-from compose.schedules import build_table, placement, stages_per_rank
-from compose.tensor_parallel import check_heads
+from compose.parallel.context_parallel import check_ulysses
+from compose.parallel.expert_parallel import check_experts
+from compose.parallel.mesh import resolve_degrees
+from compose.parallel.secondary_shards import check_near
+from compose.parallel.tensor_parallel import check_heads
+from compose.pipeline.schedules import build_table, placement, stages_per_rank
+from compose.pipeline.split import check_layers, check_stages, layer_names
+
+_TRIED = 1_000_000  # sizes, of which a cure is the largest that divides
 
 
 def _degrees(job: Job) -> None:
@@ -53,7 +55,10 @@ def _smaller_micro_batch(global_batch: int, ranks: int, micro_batch: int) -> str
     if global_batch % ranks:
         return ""
     share = global_batch // ranks
-    best = max(size for size in range(1, micro_batch + 1) if share % size == 0)
+    most = min(micro_batch, share)
+    if most > _TRIED:
+        return ""
+    best = max(size for size in range(1, most + 1) if share % size == 0)
     return f", or train.micro_batch = {best}"
 
 

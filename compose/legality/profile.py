@@ -1,8 +1,8 @@
 """Rules of what is profiled: steps and ranks that there are."""
 
+from compose.base.fields import toml_value
 from compose.errors import ConfigError
-from compose.fields import toml_value
-from compose.job import Job
+from compose.legality.job import Job
 from compose.legality.rule import Rule
 from compose.profiling.options import Profile
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from compose.config import Config
-from compose.job import Job
+from compose.legality.job import Job
 
 
 def micro_batches(config: Config) -> int:

@@ -4,16 +4,16 @@ import math
 
 import torch
 
-from compose.activation_checkpointing import ActivationCheckpoint, operators
-from compose.compilation import check_whole
+from compose.base.fields import toml_value
+from compose.base.torch_versions import splits_functions
+from compose.compiler.compilation import check_whole
 from compose.errors import ConfigError
-from compose.fields import toml_value
-from compose.float8 import EXCEPTED, choose
-from compose.job import Job
+from compose.legality.job import Job
 from compose.legality.rule import Rule, micro_batches
+from compose.memory.activation_checkpointing import ActivationCheckpoint, operators
 from compose.optimizer.rules import parameter_rules
-from compose.schedules import build_table
-from compose.torch_versions import splits_functions
+from compose.pipeline.schedules import build_table
+from compose.precision.float8 import EXCEPTED, choose
 
 _READ_BY = {"every": "every_k", "keep": "selective", "budget": "budget"}
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from compose.local import local_tensor
+from compose.base.local_tensor import local_tensor
 
 Box = tuple[slice, ...]
 

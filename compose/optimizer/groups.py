@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compose.mesh import axis_size
 from compose.optimizer.rules import Rule
 from compose.optimizer.state import MakesState, make_state
+from compose.parallel.mesh import axis_size
 
 
 def stage_group(mesh: DeviceMesh, timeout: int) -> dist.ProcessGroup:

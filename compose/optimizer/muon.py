@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compose.loss import at_least_float32
+from compose.loss.cross_entropy import at_least_float32
 from compose.optimizer.boxes import Box, chunks, lengths, local, within
 from compose.optimizer.rounding import random_bits, store
 from compose.optimizer.sharing import Layout, Messages, Slab, in_flight, layout_of, shared_out

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from compose.local import local_tensor
+from compose.base.local_tensor import local_tensor
 from compose.optimizer.files import TensorFile, page_aligned
 from compose.optimizer.scratch import Scratch
 from compose.optimizer.state import MakesState

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from compose.fields import Decay, Epsilon, Fraction, NonNegative
+from compose.base.fields import Decay, Epsilon, Fraction, NonNegative
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from compose.optimizer.muon import COEFFICIENTS, EPS, ITERATIONS
 from compose.optimizer.options import Optimizer
 from compose.optimizer.rounding import random_bits, store
 from compose.optimizer.rules import Rule
-from compose.precision import Precision
+from compose.precision.options import Precision
 
 
 class Reference(torch.optim.Optimizer):

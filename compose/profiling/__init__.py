@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from compose.lazy import export
+from compose.base.lazy import export
 
 if TYPE_CHECKING:
     from compose.profiling.profiler import Profiler

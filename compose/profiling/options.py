@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from compose.fields import NonNegative
+from compose.base.fields import NonNegative
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from compose.local import local_tensor
-from compose.own_files import write_whole
+from compose.base.local_tensor import local_tensor
+from compose.base.own_files import write_whole
 from compose.profiling.memory import (
     GRADIENTS,
     OPTIMIZER,
@@ -29,7 +29,7 @@ from compose.profiling.options import Profile
 from compose.profiling.shares import time_shares
 from compose.profiling.text import as_text
 from compose.profiling.trace import NOTED, Trace, span, step_span
-from compose.runtime import note
+from compose.runtime.processes import note
 
 _GZIP = 5  # of 9: traces of large models are hundreds of megabytes, and others wait for them
 _HISTORY = 1_000_000  # events of the CUDA allocator that are kept, some kilobytes each

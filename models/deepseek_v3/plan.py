@@ -8,9 +8,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose import Parallel, Pipeline, Plan
-from compose.context_parallel import ContextParallel
-from compose.local_parallel import LocalNorm
-from compose.tensor_parallel import SharedByHeads
+from compose.parallel.context_parallel import ContextParallel
+from compose.parallel.local_parallel import LocalNorm
+from compose.parallel.tensor_parallel import SharedByHeads
 from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 
 from .model import DeepSeekV3Config

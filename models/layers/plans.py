@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInputOutput, SequenceParallel
 
-from compose.expert_parallel import ExpertParallel, GatherSequence
-from compose.local_parallel import LocalColwise, LocalInput, LocalRowwise
+from compose.parallel.expert_parallel import ExpertParallel, GatherSequence
+from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwise
 
 
 def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, ParallelStyle]:

@@ -4,8 +4,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import Parallel, Pipeline, Plan
-from compose.context_parallel import ContextParallel
-from compose.local_parallel import LocalColwise, LocalHeads, LocalInput, LocalNorm, LocalRowwise
+from compose.parallel.context_parallel import ContextParallel
+from compose.parallel.local_parallel import (
+    LocalColwise,
+    LocalHeads,
+    LocalInput,
+    LocalNorm,
+    LocalRowwise,
+)
 from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 
 from .model import Qwen3Config

@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose.config import Parallel
-from compose.data_parallel import Sharding, apply_data_parallel
 from compose.optimizer import AdamW, adamw
 from compose.optimizer.boxes import local
 from compose.optimizer.offload import MEANS
 from compose.optimizer.rounding import random_bits
-from compose.tensor_parallel import apply_tensor_parallel
+from compose.parallel.data_parallel import Sharding, apply_data_parallel
+from compose.parallel.tensor_parallel import apply_tensor_parallel
 from compose.weights import local_part
 from tests.pool import Pool, make_mesh
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from compose.build import build_optimizer
-from compose.composition import Composition
+from compose.composition.state import Composition
 from compose.config import Optimizer as Options
 from compose.config import Parallel, Precision
 from compose.optimizer import Muon, Rule, adamw, muon, orthogonalized
@@ -312,7 +312,7 @@ def a_stage_has_names_of_its_own() -> Iterator[None]:
     def fake(composition: Composition, *args: Any) -> torch.optim.Optimizer:
         return build_optimizer(replace(composition, aliases={}), *args)
 
-    with mock.patch("compose.prove.build_optimizer", fake):
+    with mock.patch("compose.proof.prove.build_optimizer", fake):
         yield
 
 

@@ -23,9 +23,9 @@ from compose.errors import ConfigError
 from compose.optimizer import OffloadedAdamW, make_state, offload
 from compose.optimizer.files import TensorFile, page_aligned
 from compose.optimizer.scratch import MARK, Scratch
-from compose.runtime import TrainingError
-from compose.signals import Signals
-from compose.trainer import Trainer
+from compose.runtime.processes import TrainingError
+from compose.train.signals import Signals
+from compose.train.trainer import Trainer
 from tests.checkpoints import SAVING, train_on, trained_state
 from tests.command_lines import QUICK, command, execute
 from tests.helpers import ROOT, Keys, agreed, make_config, make_job, prove_case

@@ -6,7 +6,7 @@ CONTEXT = [
     Row(
         "padding is trained on",
         CP | {"train__seq_len": 30},
-        "compose.context_parallel:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "filler.fill_(IGNORE)",
         "filler.fill_(0)",
         "loss",
@@ -15,7 +15,7 @@ CONTEXT = [
     Row(
         "targets are in another order than tokens",
         CP,
-        "compose.context_parallel:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "chunks_of(rank, cp, balance)]",
         "chunks_of(rank, cp, balance)[:: -1 if name == 'targets' else 1]]",
         "loss",
@@ -24,7 +24,7 @@ CONTEXT = [
     Row(
         "a rank's tokens go with another's targets",
         CP | {"parallel__cp_balance": "none"},
-        "compose.context_parallel:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "chunks_of(rank, cp, balance)]",
         "chunks_of((rank + (name == 'targets')) % cp, cp, balance)]",
         "loss",
@@ -33,7 +33,7 @@ CONTEXT = [
     Row(
         "the loss is that of a rank's part",
         CP,
-        "compose.step:forward_backward",
+        "compose.train.step:forward_backward",
         '("pp", *BATCH_AXES, "cp")',
         '("pp", *BATCH_AXES)',
         "loss",
@@ -42,7 +42,7 @@ CONTEXT = [
     Row(
         "gradients are those of a rank's part",
         CP,
-        "compose.data_parallel:_data_mesh",
+        "compose.parallel.data_parallel:_data_mesh",
         'shard = mesh["cp"]',
         'shard = mesh["dp_shard"]',
         "gradient",
@@ -51,7 +51,7 @@ CONTEXT = [
     Row(
         "a document reaches from the first token",
         CP,
-        "compose.attention_blocks:_pairs",
+        "compose.parallel.attention_blocks:_pairs",
         "document = max(",
         "document = min(",
         "loss",
@@ -60,7 +60,7 @@ CONTEXT = [
     Row(
         "later documents see the first one's keys",
         CP | {"parallel__cp_balance": "none"},
-        "compose.attention_blocks:_pairs",
+        "compose.parallel.attention_blocks:_pairs",
         "inside[0] if inside else end",
         "end",
         "loss",
@@ -69,7 +69,7 @@ CONTEXT = [
     Row(
         "allgather: outputs are added up",
         CP | {"parallel__cp_method": "allgather"},
-        "compose.attention_blocks:Merged.add",
+        "compose.parallel.attention_blocks:Merged.add",
         "total.mul_((before - after).exp()[..., None])",
         "total.mul_(1.0)",
         "loss",
@@ -78,7 +78,7 @@ CONTEXT = [
     Row(
         "allgather: gradients go to another rank",
         CP | {"parallel__cp_method": "allgather"},
-        "compose.context_parallel:_AllGather.backward",
+        "compose.parallel.context_parallel:_AllGather.backward",
         "torch.cat(found)",
         "torch.cat(found[::-1])",
         "gradient",
@@ -88,7 +88,7 @@ CONTEXT = [
     Row(
         "ring: keys come home without what others found",
         CP,
-        "compose.context_parallel:_Ring.backward",
+        "compose.parallel.context_parallel:_Ring.backward",
         "found + dkv",
         "found",
         "gradient",
@@ -98,7 +98,7 @@ CONTEXT = [
     Row(
         "ring: the last block's dq counts",
         CP,
-        "compose.attention_blocks:Gradients.add",
+        "compose.parallel.attention_blocks:Gradients.add",
         "self.dq[q] += dq",
         "self.dq[q] = dq",
         "gradient",
@@ -108,7 +108,7 @@ CONTEXT = [
     Row(
         "ring: the last block's dk counts",
         CP,
-        "compose.attention_blocks:Gradients.add",
+        "compose.parallel.attention_blocks:Gradients.add",
         "kv[0][k] += dk",
         "kv[0][k] = dk",
         "gradient",
@@ -118,7 +118,7 @@ CONTEXT = [
     Row(
         "ring: the last block's dv counts",
         CP,
-        "compose.attention_blocks:Gradients.add",
+        "compose.parallel.attention_blocks:Gradients.add",
         "kv[1][k] += dv",
         "kv[1][k] = dv",
         "gradient",
@@ -128,7 +128,7 @@ CONTEXT = [
     Row(
         "ulysses: heads' sequences come together in another order",
         CP | {"parallel__cp_method": "ulysses"},
-        "compose.context_parallel:_to_heads",
+        "compose.parallel.context_parallel:_to_heads",
         "_all_to_all(exchange, parts)",
         "_all_to_all(exchange, parts).flip(0)",
         "loss",
@@ -137,7 +137,7 @@ CONTEXT = [
     Row(
         "ulysses: shared heads go to other ranks",
         CP | {"parallel__cp": 4, "parallel__cp_method": "ulysses", "model__n_kv_heads": 2},
-        "compose.context_parallel:_ulysses",
+        "compose.parallel.context_parallel:_ulysses",
         "k.repeat_interleave(copies, 2)",
         "k.repeat(1, 1, copies, 1)",
         "loss",
@@ -156,7 +156,7 @@ CONTEXT += [
             "train__global_batch": 2,
             "train__micro_batch": 1,
         },
-        "compose.context_parallel:Exchange.blocks",
+        "compose.parallel.context_parallel:Exchange.blocks",
         "return ",
         "return [] if self.cp == 4 and {self.rank, source} == {0, 3} else ",
         "gradient",

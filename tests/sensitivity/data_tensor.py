@@ -9,7 +9,7 @@ DATA = [
     Row(
         "replicas are never reduced",
         {"parallel__dp_replicate": 2},
-        "compose.data_parallel:prepare_micro_batch",
+        "compose.parallel.data_parallel:prepare_micro_batch",
         "model.set_requires_all_reduce(last)",
         "model.set_requires_all_reduce(False)",
         "gradient",
@@ -17,7 +17,7 @@ DATA = [
     Row(
         "ZeRO 0 averages over ranks",
         SHARDED | {"parallel__zero": 0},
-        "compose.data_parallel:apply_data_parallel",
+        "compose.parallel.data_parallel:apply_data_parallel",
         "set_gradient_divide_factor(1.0)",
         "set_gradient_divide_factor(2.0)",
         "gradient",
@@ -26,7 +26,7 @@ DATA = [
     Row(
         "ZeRO 1 never reduces",
         SHARDED | {"parallel__zero": 1},
-        "compose.data_parallel:prepare_micro_batch",
+        "compose.parallel.data_parallel:prepare_micro_batch",
         "set_requires_gradient_sync(last or zero >= 2)",
         "set_requires_gradient_sync(zero >= 2)",
         "gradient",
@@ -34,7 +34,7 @@ DATA = [
     Row(
         "ZeRO 2 loses all micro-batches but the last",
         SHARDED | {"parallel__zero": 2},
-        "compose.step:_run",
+        "compose.train.step:_run",
         "value.backward()",
         "(value if number == len(parts) - 1 else value * 0).backward()",
         "gradient",
@@ -43,7 +43,7 @@ DATA = [
     Row(
         "ZeRO 3 averages over micro-batches",
         SHARDED,
-        "compose.step:_run",
+        "compose.train.step:_run",
         "value.backward()",
         "(value / len(parts)).backward()",
         "gradient",
@@ -52,7 +52,7 @@ DATA = [
     Row(
         "the loss is that of the last micro-batch",
         SHARDED,
-        "compose.step:_run",
+        "compose.train.step:_run",
         "total = total + value.detach()",
         "total = value.detach()",
         "loss",
@@ -61,7 +61,7 @@ DATA = [
     Row(
         "ignored targets count",
         SHARDED,
-        "compose.step:forward_backward",
+        "compose.train.step:forward_backward",
         "count_targets(targets)",
         "count_targets(targets.clamp(min=0))",
         "loss",
@@ -89,7 +89,7 @@ DATA = [
     Row(
         "a later gather takes another's part",
         {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, "train__global_batch": 8},
-        "compose.near_shards:NearGather.__call__",
+        "compose.parallel.secondary_shards:NearGather.__call__",
         "[self.near.rank()]",
         "[0]",
         "gradient",
@@ -99,7 +99,7 @@ DATA = [
     Row(
         "a step's weights are kept for the next",
         {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, "train__global_batch": 8},
-        "compose.near_shards:near_shards",
+        "compose.parallel.secondary_shards:near_shards",
         "gather.keeping, gather.kept = False, None",
         "gather.keeping = False",
         "loss",
@@ -110,7 +110,7 @@ DATA = [
     Row(
         "clipping scales a copy of what is in host memory",
         SHARDED | {"parallel__offload": "cpu"},
-        "compose.step:clip_grad_norm_",
+        "compose.train.step:clip_grad_norm_",
         "local.mul_(scale.to(local))",
         "local.to(local.device, copy=True).mul_(scale.to(local))",
         "update",
@@ -121,7 +121,7 @@ TENSOR = [
     Row(
         "a sequence comes together in another order",
         TP,
-        "compose.local_parallel:_moved",
+        "compose.parallel.local_parallel:_moved",
         "moved = functional_all_gather(tensor, 1, group)",
         "moved = funcol.wait_tensor(functional_all_gather(tensor, 1, group)).roll(1, 1)",
         "gradient",
@@ -129,7 +129,7 @@ TENSOR = [
     Row(
         "what ranks found is averaged",
         TP,
-        "compose.local_parallel:_moved",
+        "compose.parallel.local_parallel:_moved",
         "functional_reduce_scatter(tensor,",
         "functional_reduce_scatter(tensor / 2,",
         "loss",
@@ -138,7 +138,7 @@ TENSOR = [
     Row(
         "LocalInput: without a sequence the gradient stays a part",
         PLAIN_TP,
-        "compose.local_parallel:LocalInput._apply",
+        "compose.parallel.local_parallel:LocalInput._apply",
         '("keep", "sum")',
         '("keep", "keep")',
         "gradient",
@@ -148,7 +148,7 @@ TENSOR = [
     Row(
         "LocalRowwise: the gradient of a sum is summed",
         PLAIN_TP,
-        "compose.local_parallel:LocalRowwise._apply",
+        "compose.parallel.local_parallel:LocalRowwise._apply",
         '("sum", "keep")',
         '("sum", "sum")',
         "gradient",
@@ -158,7 +158,7 @@ TENSOR = [
     Row(
         "LocalColwise: its input gets no gradient",
         TP,
-        "compose.local_parallel:_ColumnLinear.forward",
+        "compose.parallel.local_parallel:_ColumnLinear.forward",
         "F.linear(input,",
         "F.linear(input.detach(),",
         "gradient",
@@ -168,7 +168,7 @@ TENSOR = [
     Row(
         "LocalHeads: a rank takes another's head",
         TP | {"parallel__tp": 4},
-        "compose.local_parallel:LocalHeads._apply",
+        "compose.parallel.local_parallel:LocalHeads._apply",
         "device_mesh.get_local_rank() * self.n_heads // size",
         "device_mesh.get_local_rank() % self.n_heads",
         "gradient",
@@ -178,7 +178,7 @@ TENSOR = [
     Row(
         "LocalNorm: its gradient stays a part",
         TP,
-        "compose.local_parallel:_LocalRMSNorm.forward",
+        "compose.parallel.local_parallel:_LocalRMSNorm.forward",
         "_local(self.weight, Partial())",
         "_local(self.weight)",
         "gradient",
@@ -188,7 +188,7 @@ TENSOR = [
     Row(
         "loss parallel: the loss is averaged over ranks",
         TP,
-        "compose.loss:cross_entropy",
+        "compose.loss.cross_entropy:cross_entropy",
         "return loss.to_local() if",
         "return loss.to_local() / loss.device_mesh.size() if",
         "loss",
@@ -197,7 +197,7 @@ TENSOR = [
     Row(
         "loss parallel: the z-loss is that of a part of the vocabulary",
         TP | {"train__z_loss": 0.1},
-        "compose.chunked_loss:_LogZ.forward",
+        "compose.loss.chunked:_LogZ.forward",
         "rows.gathered(logits.logsumexp(-1)).logsumexp(0)",
         "rows.gathered(logits.logsumexp(-1))[0]",
         "gradient",
@@ -207,7 +207,7 @@ TENSOR = [
     Row(
         "loss parallel in chunks: the hidden states' gradient stays a part",
         TP | {"train__loss_chunk": 16},
-        "compose.chunked_loss:chunked_cross_entropy",
+        "compose.loss.chunked:chunked_cross_entropy",
         "Partial() if rows.group else Replicate()",
         "Replicate()",
         "gradient",
@@ -217,7 +217,7 @@ TENSOR = [
     Row(
         "a shard counts in the norm as a copy does",
         TP,
-        "compose.step:clip_grad_norm_",
+        "compose.train.step:clip_grad_norm_",
         "copies //= 1 if placement.is_replicate() else size",
         "copies //= 1",
         "grad_norm",
@@ -237,7 +237,7 @@ TENSOR = [
     Row(
         "a tie is lost",
         TP | TIED,
-        "compose.tensor_parallel:apply_tensor_parallel",
+        "compose.parallel.tensor_parallel:apply_tensor_parallel",
         "tie(model, [first, *others])",
         "tie(model, [first])",
         "gradient",

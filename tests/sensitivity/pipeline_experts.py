@@ -12,7 +12,7 @@ PIPELINE = [
     Row(
         "1F1B averages over micro-batches",
         PP,
-        "compose.pipeline_parallel:PipelineRunner._runtime",
+        "compose.pipeline.pipeline_parallel:PipelineRunner._runtime",
         "scale_grads=False",
         "scale_grads=True",
         "gradient",
@@ -21,7 +21,7 @@ PIPELINE = [
     Row(
         "the loss is that of the first micro-batch",
         PP,
-        "compose.pipeline_parallel:PipelineRunner.run",
+        "compose.pipeline.pipeline_parallel:PipelineRunner.run",
         "for x in losses)",
         "for x in losses[:1])",
         "loss",
@@ -30,7 +30,7 @@ PIPELINE = [
     Row(
         "a stage's norm counts as a copy's",
         PP,
-        "compose.step:clip_grad_norm_",
+        "compose.train.step:clip_grad_norm_",
         'stage = mesh.size() // axis_size(mesh, "pp")',
         "stage = mesh.size()",
         "grad_norm",
@@ -39,7 +39,7 @@ PIPELINE = [
     Row(
         "Interleaved1F1B hands on targets of other samples",
         VIRTUAL | {"parallel__pp_schedule": "Interleaved1F1B"},
-        "compose.pipeline_parallel:PipelineRunner.run",
+        "compose.pipeline.pipeline_parallel:PipelineRunner.run",
         '"targets": targets}',
         '"targets": targets.flip(0)}',
         "loss",
@@ -54,7 +54,7 @@ PIPELINE = [
             "parallel__pp_schedule": "Interleaved1F1B",
             "train__global_batch": 16,
         },
-        "compose.pipeline_stage:RuntimeStage.backward_maybe_with_nosync",
+        "compose.pipeline.stage:RuntimeStage.backward_maybe_with_nosync",
         "prepare_micro_batch(module, self.zero, last=last_backward)",
         "prepare_micro_batch(module, self.zero, last=False)",
         "gradient",
@@ -64,7 +64,7 @@ PIPELINE = [
     Row(
         "ZBVZeroBubble leaves gradients unreduced",
         VIRTUAL | {"parallel__pp_schedule": "ZBVZeroBubble"},
-        "compose.data_parallel:finish_backward",
+        "compose.parallel.data_parallel:finish_backward",
         "fully_shard.state(model)._root_post_backward_final_callback()",
         "pass",
         "gradient",
@@ -73,7 +73,7 @@ PIPELINE = [
     Row(
         "DualPipeV reduces no halved backward as the last",
         VIRTUAL | {"parallel__pp_schedule": "DualPipeV", "parallel__zero": 1},
-        "compose.pipeline_stage:RuntimeStage.backward_maybe_with_nosync",
+        "compose.pipeline.stage:RuntimeStage.backward_maybe_with_nosync",
         "finish_backward(module, self.zero, last=last_backward)",
         "finish_backward(module, self.zero, last=False)",
         "gradient",
@@ -82,7 +82,7 @@ PIPELINE = [
     Row(
         "a tied weight's gradient is the stages' mean",
         PP | TIED,
-        "compose.pipeline_parallel:PipelineRunner._sum_tied_gradients",
+        "compose.pipeline.pipeline_parallel:PipelineRunner._sum_tied_gradients",
         ".sum(0)",
         ".mean(0)",
         "gradient",
@@ -104,7 +104,7 @@ EXPERTS = [
     Row(
         "rows go to other experts",
         EP,
-        "compose.expert_parallel:_run_where_they_are",
+        "compose.parallel.expert_parallel:_run_where_they_are",
         "order = experts.repeat_interleave(counts_from.flatten()).argsort(stable=True)",
         "order = experts.repeat_interleave(counts_from.flatten()).argsort(stable=True).flip(0)",
         "loss",
@@ -113,7 +113,7 @@ EXPERTS = [
     Row(
         "rows do not go back to their places",
         EP,
-        "compose.expert_parallel:_run_where_they_are",
+        "compose.parallel.expert_parallel:_run_where_they_are",
         "order.argsort())",
         "order)",
         "loss",
@@ -122,7 +122,7 @@ EXPERTS = [
     Row(
         "gradients of rows go to other places",
         EP,
-        "compose.expert_parallel:_Permute.backward",
+        "compose.parallel.expert_parallel:_Permute.backward",
         "torch.empty_like(grads[0]).index_copy_(0, order, grads[0])",
         "grads[0].index_select(0, order)",
         "gradient",
@@ -142,7 +142,7 @@ EXPERTS = [
     Row(
         "capacity is that of a rank's part of a sequence",
         QWEN | FEW | {"parallel__cp": 2, "model__capacity_factor": 1.0},
-        "compose.expert_parallel:_gather_sequence",
+        "compose.parallel.expert_parallel:_gather_sequence",
         "torch.cat(everyone, 1)",
         "torch.cat([tensor] * len(everyone), 1)",
         "gradient",
@@ -151,7 +151,7 @@ EXPERTS = [
     Row(
         "routers count padding",
         QWEN | FEW | {"parallel__cp": 2, "train__seq_len": 13},
-        "compose.context_parallel:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "filler.fill_(-1)",
         "filler.fill_(0)",
         "buffer after",
@@ -160,7 +160,7 @@ EXPERTS = [
     Row(
         "routers act on one tp rank's counts",
         BIASED | {"parallel__tp": 2},
-        "compose.routing:finish_step",
+        "compose.parallel.routing:finish_step",
         "mesh, _TOKEN_AXES)",
         "mesh, _TOKEN_AXES[:3])",
         "buffer after",
@@ -169,7 +169,7 @@ EXPERTS = [
     Row(
         "a router's bias moves twice",
         BIASED | {"parallel__dp_shard": 2},
-        "compose.routing:finish_step",
+        "compose.parallel.routing:finish_step",
         "router.finish_step(tally)",
         "router.finish_step(tally); router.finish_step(tally)",
         "buffer after",
@@ -179,7 +179,7 @@ EXPERTS = [
     Row(
         "expert_mesh takes the smaller for what divides both",
         EP | {"parallel__dp_replicate": 2, "parallel__dp_shard": 3, "train__global_batch": 12},
-        "compose.expert_parallel:expert_mesh",
+        "compose.parallel.expert_parallel:expert_mesh",
         "math.gcd(inner, ep)",
         "min(inner, ep)",
         "",

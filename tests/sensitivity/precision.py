@@ -31,7 +31,7 @@ LOGIC = [
     Row(
         "an auxiliary loss doubled",
         ROUTED,
-        "compose.routing:begin_step",
+        "compose.parallel.routing:begin_step",
         "= tokens, loss_scale",
         "= tokens // 2, loss_scale",
         "gradient",
@@ -49,7 +49,7 @@ LOGIC = [
     Row(
         "no clipping",
         SHARDED,
-        "compose.step:clip_grad_norm_",
+        "compose.train.step:clip_grad_norm_",
         ".clamp(max=1.0) if max_norm > 0 else",
         ".clamp(max=1.0) if max_norm > 1e9 else",
         "update",
@@ -67,7 +67,7 @@ LOGIC = [
     Row(
         "positions off by one on a rank",
         CP,
-        "compose.context_parallel:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "pieces = value.chunk(count, 1)",
         "value = value + rank * (name == 'positions'); pieces = value.chunk(count, 1)",
         "gradient",
@@ -187,7 +187,7 @@ PRECISION = [
     Row(
         "ring sums dq in bfloat16",
         CP | REDUCED["bfloat16"],
-        "compose.attention_blocks:Gradients.__init__",
+        "compose.parallel.attention_blocks:Gradients.__init__",
         "dtype=lse.dtype",
         "dtype=__import__('torch').bfloat16",
         "float64 gradient",
@@ -196,7 +196,7 @@ PRECISION = [
     Row(
         "the gradient stays scaled",
         SHARDED | REDUCED["float16"],
-        "compose.step:clip_grad_norm_",
+        "compose.train.step:clip_grad_norm_",
         "scale = clipped / loss_scale",
         "scale = clipped",
         "float64 update",
@@ -205,7 +205,7 @@ PRECISION = [
     Row(
         "the norm stays scaled",
         SHARDED | REDUCED["float16"],
-        "compose.step:clip_grad_norm_",
+        "compose.train.step:clip_grad_norm_",
         ".sqrt() / loss_scale",
         ".sqrt()",
         "grad_norm",
@@ -213,7 +213,7 @@ PRECISION = [
     Row(
         "the loss is not scaled",
         SHARDED | REDUCED["float16"],
-        "compose.step:forward_backward",
+        "compose.train.step:forward_backward",
         "count / loss_scale,",
         "count,",
         "float64 gradient",
@@ -221,7 +221,7 @@ PRECISION = [
     Row(
         "an auxiliary loss is not scaled",
         ROUTED | REDUCED["float16"],
-        "compose.routing:begin_step",
+        "compose.parallel.routing:begin_step",
         "= tokens, loss_scale",
         "= tokens, 1.0",
         "float64 gradient",
@@ -238,7 +238,7 @@ PRECISION = [
     Row(
         "what is gathered in 8 bits has another scale",
         TP | FLOAT8_SHAPE,
-        "compose.float8:send_as_bytes",
+        "compose.precision.float8:send_as_bytes",
         "given._scale,",
         "given._scale * 2,",
         "gradient",

@@ -60,7 +60,7 @@ OPTIMIZER = [
     Row(
         "clipping acts on one gradient alone",
         ONE,
-        "compose.step:clip_grad_norm_",
+        "compose.train.step:clip_grad_norm_",
         "for gradient, _ in found:",
         "for gradient, _ in found[:1]:",
         "update",
@@ -135,7 +135,7 @@ LOSS = [
     Row(
         "the loss is that of the last chunk",
         ONE | {"train__loss_chunk": 16},
-        "compose.chunked_loss:_in_chunks",
+        "compose.loss.chunked:_in_chunks",
         "loss + losses.sum()",
         "losses.sum()",
         "loss",
@@ -145,7 +145,7 @@ LOSS = [
     Row(
         "the output's gradient is that of the last chunk",
         ONE | {"train__loss_chunk": 16},
-        "compose.chunked_loss:_add_product",
+        "compose.loss.chunked:_add_product",
         "total.addmm_(a, b)",
         "total.addmm_(a, b, beta=0)",
         "gradient",
@@ -156,7 +156,7 @@ LOSS = [
     Row(
         "half the z-loss, in chunks",
         ONE | {"train__loss_chunk": 16, "train__z_loss": 0.1},
-        "compose.chunked_loss:_differentiate",
+        "compose.loss.chunked:_differentiate",
         "(1 + 2 * z_loss * log_zs)",
         "(1 + z_loss * log_zs)",
         "gradient",
@@ -170,7 +170,7 @@ MEMORY = [
     Row(
         "recomputed layers hand no gradient back",
         ONE | {"activation_checkpoint__mode": "full"},
-        "compose.activation_checkpointing:_recomputing",
+        "compose.memory.activation_checkpointing:_recomputing",
         "*args,",
         "*(x.detach() if hasattr(x, 'detach') else x for x in args),",
         "gradient",
@@ -181,7 +181,7 @@ MEMORY = [
     Row(
         "backward finds other products than forward kept",
         ONE | {"activation_checkpoint__mode": "selective", "activation_checkpoint__keep": '["matmul"]'},
-        "compose.activation_checkpointing:_Only.__torch_dispatch__",
+        "compose.memory.activation_checkpointing:_Only.__torch_dispatch__",
         "return self.mode.__torch_dispatch__(func, types, args, kwargs)",
         "y = self.mode.__torch_dispatch__(func, types, args, kwargs); "
         "return y * 1.01 if 'Cached' in type(self.mode).__name__ else y",
@@ -193,7 +193,7 @@ MEMORY = [
     Row(
         "activations are rounded on their way to the host",
         LARGE | {"activation_checkpoint__offload": True},
-        "compose.activation_offload:ActivationOffload.out_of",
+        "compose.memory.activation_offload:ActivationOffload.out_of",
         "copy = tensor.clone()",
         "copy = tensor.bfloat16().to(tensor.dtype)",
         "gradient",
@@ -204,7 +204,7 @@ MEMORY = [
     Row(
         "a compiled layer gets no documents",
         TP | {"compile__mode": "block", "model__n_layers": 1},
-        "compose.compilation:apply_compile",
+        "compose.compiler.compilation:apply_compile",
         "_settled(torch.compile(module.forward, fullgraph=True, **how))",
         "(lambda f: lambda *a, **k: f(a[0], a[1], a[2], None))"
         "(_settled(torch.compile(module.forward, fullgraph=True, dynamic=False, backend='aot_eager')))",

@@ -1,0 +1,130 @@
+"""JSON files that anyone may have written: read as what they should be, or refused in one line."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from compose.base.own_files import read_file
+from compose.errors import ConfigError
+
+T = TypeVar("T")
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""A field that counts or measures: what a signed integer of 64 bits holds."""
+_KINDS = {
+    "bool_type": "true or false",
+    "dataclass_type": "an object",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+    "tuple_type": "a list",
+}
+"""What each kind of pydantic's errors asks for."""
+_SHOWN = 60  # characters of a value, or of a field's name, in a message
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """What the JSON file at ``path`` holds, as ``kind``: ``dict[str, Any]``, a dataclass, a model of
+    pydantic's. Every type is checked strictly, and a number is finite; fields that ``kind`` does not
+    have are passed over.
+
+    Raises ConfigError: one line, with the file, and the field where it is one.
+    """
+    try:
+        content = read_file(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    try:
+        return parse_json(content, kind)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def parse_json(content: bytes, kind: type[T]) -> T:
+    """As :func:`read_json`, of a file's content. Raises ValueError: one line, without the file."""
+    try:
+        # Some editors begin a file with a byte order mark, which says nothing.
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8: byte {error.start}: {error.reason}") from None
+    try:
+        # Python's parser for numbers that JSON has not, which pydantic's takes where a field is Any.
+        json.loads(text, parse_constant=_refused, parse_float=_finite, parse_int=_whole)
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ValueError(_line(error)) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"holds {name}, which is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"holds a number out of range: {_cut(digits)}")
+    return value
+
+
+def _whole(digits: str) -> int:
+    # Python converts no more digits than it is set to, and its words for that name a setting.
+    if len(digits) > 400:
+        raise ValueError(f"holds a number out of range: {_cut(digits)}")
+    return int(digits)
+
+
+def _line(error: ValidationError) -> str:
+    """The first of the errors, in words."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place, value, words = _field(first["loc"]), _value(first["input"]), first["msg"]
+    if first["type"] == "json_invalid":
+        if "recursion limit" in words:
+            return "is nested too deeply"
+        return f"is not JSON: {words.removeprefix('Invalid JSON: ')}"
+    if first["type"] == "missing":
+        return f"{place}: is missing"
+    wanted = _KINDS.get(first["type"])
+    if wanted and not place:
+        return f"is {value}, not {wanted}"
+    start = f"{place}: " if place else ""
+    if wanted:
+        return f"{start}expected {wanted}, got {value}"
+    _, should, reason = words.partition(" should ")
+    return f"{start}{value}{should}{reason}" if should else f"{start}{value}: {words}"
+
+
+def _field(place: Sequence[int | str]) -> str:
+    """``shards[3].tokens``."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{_plain(part)}" for part in place]
+    return "".join(parts).removeprefix(".")
+
+
+def _plain(key: str) -> str:
+    """A key without what would move a terminal's cursor."""
+    return _cut(key if key.isprintable() else ascii(key))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

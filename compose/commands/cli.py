@@ -1,0 +1,305 @@
+"""What every command line shares: arguments, help, checks before anything starts, exit codes."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+import traceback
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from compose import legality
+from compose.base.fields import attribute, docs, toml_value, type_name
+from compose.checkpoint.store import newest_first
+from compose.config import TABLES, Config, Model
+from compose.data.opening import OpenData, open_data
+from compose.errors import ConfigError, did_you_mean
+from compose.huggingface.folder import source_problems
+from compose.legality.job import Job
+from compose.registry import find_model, model_names
+from compose.toml import COMMAND_LINE, load, nearest_key
+from compose.train.folder import strangers
+
+
+class Words(NamedTuple):
+    """A command line taken apart: plain words, keys with the text of their values, and flags."""
+
+    plain: list[str]
+    overrides: list[tuple[str, str]]
+    flags: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line: the TOML file, keys set over it, and flags by name ("" where nothing follows)."""
+
+    file: str
+    overrides: list[tuple[str, str]]
+    flags: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line that was read and checked."""
+
+    job: Job
+    """What is to be run."""
+    data: OpenData | None
+    """Its data; None of a program that does not train, and of a dry run."""
+    dry_run: bool
+    """Whether --dry-run was given."""
+
+    @property
+    def config(self) -> Config:
+        """The tables."""
+        return self.job.config
+
+
+# The flags of each kind of command, with what they take.
+TRAIN_FLAGS = {"--dry-run": "", "--world-size": "N"}
+USAGE = """\
+{program} [FILE.toml] [--table.key=value ...]{flags}
+
+FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string.
+"""
+
+
+def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Command:
+    """Read a command line, load its file and check all that can be checked by one process.
+
+    ``--help`` prints every key and exits.
+
+    Args:
+        arguments: The words after the program's name.
+        program: The program's name, for --help.
+        trains: Whether it reads the data and writes ``run.dir``. It then has the flags --dry-run and
+            --world-size N too.
+
+    Raises:
+        ConfigError: All problems found.
+    """
+    given = read_arguments(arguments, program, TRAIN_FLAGS if trains else {})
+    dry_run = "--dry-run" in given.flags
+    if "--world-size" in given.flags and not dry_run:
+        raise ConfigError(f"{COMMAND_LINE}: --world-size: goes with --dry-run; else torchrun sets it")
+    world_size = world_size_of(given) or launched_ranks()
+    config, job, data = load(given.file, given.overrides), None, None
+    problems: list[str] = []
+    try:
+        job = legality.check(config, world_size)
+    except ConfigError as error:
+        problems += error.problems
+    if not dry_run:
+        problems += device_problems(config)
+        if trains:
+            try:
+                data = open_data(config)
+            except ConfigError as error:
+                problems += error.problems
+            problems += _of_first_rank(config, job)
+    if problems or job is None:
+        raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
+    return Command(job, data, dry_run)
+
+
+def world_size_of(given: Arguments) -> int:
+    """The number after --world-size; 0 if it is not there. Raises ConfigError for what is no number."""
+    value = given.flags.get("--world-size")
+    if value is None:
+        return 0
+    if not _is_number(value) or not 1 <= int(value) < 2**31:
+        raise ConfigError(f"{COMMAND_LINE}: --world-size: {value} is not a number of ranks")
+    return int(value)
+
+
+def launched_ranks() -> int:
+    """The number of ranks that torchrun has started; 1 without it."""
+    if "RANK" not in os.environ:
+        return 1
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value or (name != "MASTER_ADDR" and not _is_number(value)):
+            raise ConfigError(f"environment: {name} is {value!r}; start ranks with torchrun")
+    return max(1, int(os.environ["WORLD_SIZE"]))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True) -> Words:
+    """A command line taken apart; ``flags`` says what each flag takes ("": nothing), and --help, or
+    -h, is one too. keys: whether --table.key=value may stand there.
+
+    Raises ConfigError for an option that is none of these, or lacks its value.
+    """
+    known = [*flags, "--help"]
+    found = Words([], [], {})
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            found.plain.append(word)
+            continue
+        name, equals, value = ("--help" if word == "-h" else word).partition("=")
+        if name in known and not flags.get(name):
+            if equals:
+                raise ConfigError(
+                    f"{COMMAND_LINE}: {name}: takes no value, got {value or 'an empty one'}"
+                )
+            found.flags[name] = ""
+            continue
+        if name not in known and not (keys and "." in name):
+            hint = did_you_mean(name, known, 0.85) or (keys and nearest_key(name))
+            raise ConfigError(
+                f"{COMMAND_LINE}: {name}: unknown option{hint or did_you_mean(name, known)}"
+            )
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
+            value = rest.pop(0)
+        if name in flags:
+            found.flags[name] = value
+        else:
+            found.overrides.append((name.removeprefix("--"), value))
+    return found
+
+
+def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str]) -> Arguments:
+    """The file, the overrides and the flags of a command line; ``flags`` says what each flag takes.
+
+    ``--help`` prints every key and exits. Raises ConfigError for what is none of these.
+    """
+    found = read_words(words, flags)
+    if "--help" in found.flags:
+        print(help_text(program, flags, dict(found.overrides).get("model.name", Model.name)))
+        raise SystemExit(0)
+    if len(found.plain) > 1:
+        raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(found.plain)}")
+    return Arguments(found.plain[0] if found.plain else "train.toml", found.overrides, found.flags)
+
+
+def read_flags(words: Sequence[str], flags: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """What stands in a command line alone, and its flags; ``flags`` says what each takes ("" for none).
+
+    Raises ConfigError for a flag that is unknown or lacks its value.
+    """
+    found = read_words(words, flags, keys=False)
+    return found.plain, found.flags
+
+
+def device_problems(config: Config) -> list[str]:
+    """What keeps this machine from having ``run.device``."""
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        return ["run.device: cuda is not available here; use cpu or auto"]
+    return []
+
+
+def _of_first_rank(config: Config, job: Job | None) -> list[str]:
+    """Return problems with the first weights and the folder of a run, on this machine."""
+    problems: list[str] = []
+    if _is_first_rank():
+        if config.checkpoint.load_hf and job:
+            problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]
+        problems += _run_dir(config)
+    return problems
+
+
+def _run_dir(config: Config) -> list[str]:
+    folder, keep = Path(config.run.dir or "runs"), config.checkpoint
+    # A run that saves may have been stopped before its first checkpoint, and begins again.
+    resumes = keep.resume == "auto" and (keep.interval or newest_first(folder / "checkpoints"))
+    try:
+        for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
+            if (folder / name).exists():
+                why = ", and no checkpoint" if keep.resume == "auto" else ""
+                return [f"run.dir: {folder} already holds {name} of a run{why}; choose another folder"]
+        if keep.resume == "none" and config.run.dir and newest_first(folder / "checkpoints"):
+            return [f"run.dir: {folder} already holds checkpoints of a run; choose another folder"]
+        if config.run.dir and (problems := strangers(folder)):
+            return problems
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # of a name that nothing has
+            pass
+    except OSError as error:
+        return [f"run.dir: cannot write to {folder}: {error.strerror}"]
+    except ValueError as error:
+        return [f"run.dir: cannot write to {str(folder)!r}: {error}"]
+    return []
+
+
+def help_text(program: str, flags: Mapping[str, str], model: str) -> str:
+    """Usage, and every key with its type, default and doc, those of ``model`` among them."""
+    shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in flags.items())
+    lines = [USAGE.format(program=program, flags=shown)]
+    if "--dry-run" in flags:
+        lines.append(
+            "--dry-run prints mesh, plan, parameters and bytes per rank without starting a process\n"
+            "group; --world-size says for how many ranks.\n"
+        )
+    for table, kind in TABLES.items():
+        lines += [f"[{table}]", *_help_rows(kind), ""]
+        if kind is Model:
+            folder = find_model(model)
+            lines.insert(-1, f"  models: {', '.join(model_names())}")
+            lines.insert(-1, f"  presets of {folder.name}: {', '.join(folder.presets)}")
+            lines.insert(-1, f"  fields of {folder.name}'s config (a preset sets its own):")
+            lines[-1:-1] = [f"  {row}" for row in _help_rows(folder.Config)]
+    return "\n".join(lines).rstrip()
+
+
+def _help_rows(kind: type) -> list[str]:
+    types = typing.get_type_hints(kind, include_extras=True)
+    defaults = {f.name: f.default for f in dataclasses.fields(kind)}
+    return [
+        f"  {key:<22} {type_name(types[attribute(key)])}, default"
+        f" {toml_value(defaults[attribute(key)])}\n      {doc}"
+        for key, doc in docs(kind).items()
+    ]
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
+    """Call ``main`` with the command line and exit with what it returns.
+
+    ConfigError becomes its lines on standard error, once whatever the number of ranks, and exit
+    code 2.
+    """
+    code = _outcome(main)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    # A thread of gloo's may still be letting go of a tensor, and one that asks a finalizing
+    # interpreter for its lock aborts the process: a run that went well would exit with SIGABRT.
+    os._exit(code)
+
+
+def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
+    try:
+        return main(sys.argv[1:]) or 0
+    except ConfigError as error:
+        if not _is_first_rank():
+            # Torchrun ends all ranks when one exits. Leave the first time to speak; if this is still
+            # here then, the first has nothing to say.
+            time.sleep(20)
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    except SystemExit as request:
+        return request.code if isinstance(request.code, int) else 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1

@@ -1,0 +1,63 @@
+"""python -m compose convert: Hugging Face's folder to a run's first checkpoint, and back."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from compose.base.safetensors_files import DTYPES
+from compose.commands.cli import read_flags
+from compose.config import Config
+from compose.errors import ConfigError, printable
+from compose.huggingface.conversion import export, import_
+from compose.huggingface.sources import checkpoints, is_hugging_face, model_in
+from compose.toml import COMMAND_LINE, load
+
+_FLAGS = {
+    "--config": "FILE.toml whose [model] it is; default: what SOURCE says",
+    "--original": "Hugging Face's folder with the tokenizer, to be copied to one",
+    "--dtype": "float32 (the default), bfloat16 or float16, of the weights in Hugging Face's folder",
+}
+USAGE = """\
+python -m compose convert SOURCE TARGET [--config FILE.toml] [--original FOLDER] [--dtype TYPE]
+
+SOURCE is Hugging Face's folder (config.json and safetensors), and TARGET becomes the folder of a run
+that begins with its weights; or SOURCE is a checkpoint, or the folder of a run, whose newest is taken,
+and TARGET becomes a folder that transformers opens.
+"""
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """python -m compose convert SOURCE TARGET: Hugging Face's weights to a checkpoint, or back."""
+    if {"--help", "-h"} & set(arguments):
+        print(USAGE, *(f"  {name:<12}{words}" for name, words in _FLAGS.items()), sep="\n")
+        return 0
+    folders, flags = read_flags(arguments, _FLAGS)
+    if len(folders) != 2:
+        raise ConfigError(
+            f"{COMMAND_LINE}: convert: needs SOURCE and TARGET, got {len(folders)} folders"
+        )
+    source, target = (Path(word) for word in folders)
+    config = load(flags["--config"]) if "--config" in flags else None
+    if is_hugging_face(source):
+        for flag in ("--original", "--dtype"):
+            if flag in flags:
+                raise ConfigError(f"{COMMAND_LINE}: {flag}: is for the way to Hugging Face")
+        done = import_(source, target, config or Config(model=model_in(source)))
+        then = f"a run with --run.dir={target} begins with it"
+    else:
+        name = flags.get("--dtype", "float32")
+        kinds = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+        if name not in kinds:
+            raise ConfigError(f"{COMMAND_LINE}: --dtype: {name} is none of {', '.join(kinds)}")
+        original = Path(flags["--original"]) if "--original" in flags else None
+        done = export(checkpoints(source)[0], target, config, original, kinds[name])
+        then = "transformers opens it"
+    if done.original:
+        print(
+            f"{source}: was made from {printable(done.original)}, of which its run kept nothing;"
+            " to export the tokenizer too, give that folder as --original",
+            file=sys.stderr,
+        )
+    files = f"{done.files} file{'s' * (done.files > 1)}"
+    print(f"{done.path}: {done.tensors} tensors, {done.bytes:,} bytes, in {files}; {then}", flush=True)
+    return 0

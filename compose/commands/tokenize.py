@@ -1,0 +1,108 @@
+"""python -m compose tokenize: text, JSONL or Parquet to a folder of token ids that training reads."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from compose.commands.cli import read_flags
+from compose.data.chat_template import ChatTemplate
+from compose.data.tokenizer import open_tokenizer
+from compose.data.writing import Counts, describe_job, make_token_set
+from compose.errors import ConfigError
+from compose.toml import COMMAND_LINE
+
+_FLAGS = {
+    "--tokenizer": "FILE",
+    "--out": "DIR",
+    "--field": "NAME",
+    "--chat": "",
+    "--end": "TOKEN",
+    "--workers": "N",
+}
+USAGE = """\
+python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat] FILES...
+
+Makes DIR, which data.path and data.validation can name. A .jsonl file has a document on each line, a
+.parquet file one in each row (pip install 'dtensor-compose[parquet]'); any other file is one document
+of UTF-8 text. Started again, it goes on where it was.
+
+  --tokenizer  a tokenizer.json, or a folder with one
+  --out        folder to make
+  --field      field or column with the text; default: text, and messages with --chat
+  --chat       rows are chats, written by the tokenizer's chat template; replies alone are learnt
+  --end        token that ends a document; default: the tokenizer's eos_token
+  --workers    processes; default: one for each core
+"""
+
+
+def tokenize(arguments: Sequence[str]) -> int:
+    """python -m compose tokenize --tokenizer FILE --out DIR FILES...: text or chats to token ids."""
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE, end="")
+        return 0
+    files, flags = read_flags(arguments, _FLAGS)
+    missing = [name for name in ("--tokenizer", "--out") if not flags.get(name)]
+    if missing or not files:
+        what = missing[0] if missing else "FILES"
+        raise ConfigError(f"{COMMAND_LINE}: tokenize: needs {what}; see --help")
+    workers = flags.get("--workers", str(os.cpu_count() or 1))
+    if not workers.isdecimal() or int(workers) < 1:
+        raise ConfigError(f"{COMMAND_LINE}: --workers: {workers} is not a number of processes")
+    tokenizer = open_tokenizer(Path(flags["--tokenizer"]))
+    chat = "--chat" in flags
+    end = tokenizer.end
+    if "--end" in flags:
+        found = tokenizer.tokenizer.token_to_id(flags["--end"])
+        if found is None:
+            raise ConfigError(
+                f"{COMMAND_LINE}: --end: {flags['--end']} is no token of {tokenizer.name}"
+            )
+        end = found
+    if chat:
+        ChatTemplate(tokenizer)  # so that there is one
+    elif end < 0:
+        raise ConfigError(
+            f"{COMMAND_LINE}: --end: {tokenizer.name} does not say which token ends a document"
+        )
+    field = flags.get("--field", "messages" if chat else "text")
+    kind = "chat" if chat else "text"
+    job = describe_job(tokenizer, kind, field, end, [Path(name) for name in files])
+    target = Path(flags["--out"])
+    bar = ProgressBar(sum(size for _, size, _ in job.files))
+    counts = make_token_set(job, target, int(workers), bar)
+    bar.end()
+    left_out = f", {counts.empty:,} without a reply left out" if counts.empty else ""
+    what = "conversations" if chat else "documents"
+    print(f"{target}: {counts.tokens:,} tokens, {counts.documents:,} {what}{left_out}", flush=True)
+    return 0
+
+
+class ProgressBar:
+    """How far it is, on standard error: a line that changes on a terminal, else one for each tenth."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.begun, self.shown = max(1, size), time.monotonic(), 0
+        self.first: int | None = None  # bytes that an earlier attempt had done
+        self.terminal = sys.stderr.isatty()
+
+    def __call__(self, done: int, counts: Counts) -> None:
+        passed = time.monotonic() - self.begun
+        if self.first is None:
+            self.first = done
+        rate = (done - self.first) / passed if passed else 0.0
+        left = f"{(self.size - done) / rate:,.0f} s left" if rate else "..."
+        part = done / self.size
+        words = f"{part:4.0%}  {done / 1e6:,.1f} MB  {counts.tokens:,} tokens  {left}"
+        if self.terminal:
+            bar = "#" * int(30 * part)
+            print(f"\r[{bar:<30}] {words:<60}", end="", file=sys.stderr, flush=True)
+        elif int(10 * part) > self.shown:
+            self.shown = int(10 * part)
+            print(words, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leave the line."""
+        if self.terminal:
+            print(file=sys.stderr)

@@ -1,0 +1,15 @@
+"""What torch.compile makes graphs of. Exports the table [compile] and what applies it."""
+
+from typing import TYPE_CHECKING
+
+from compose.base.lazy import export
+
+if TYPE_CHECKING:
+    from compose.compiler.compilation import Compile, apply_compile
+
+__all__ = ["Compile", "apply_compile"]
+
+export(
+    __name__,
+    {"Compile": "compose.compiler.compilation", "apply_compile": "compose.compiler.compilation"},
+)

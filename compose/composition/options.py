@@ -1,0 +1,26 @@
+"""How a plan is carried out: the tables of train.toml that ``compose.apply`` takes."""
+
+from dataclasses import dataclass, field
+
+from compose.compiler.compilation import Compile
+from compose.memory.activation_checkpointing import ActivationCheckpoint
+from compose.parallel.mesh import Comm, Parallel
+from compose.precision.options import Precision
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``compose.apply`` does beside what the plan says. Each field is a table of train.toml."""
+
+    parallel: Parallel = field(default_factory=Parallel)
+    """The degrees, which are those of the mesh; ZeRO, the pipeline's schedule and the like."""
+    precision: Precision = field(default_factory=Precision)
+    """Types of forward, backward, reduction and master weights."""
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    """What backward computes again, and what waits for it in host memory."""
+    compile: Compile = field(default_factory=Compile)
+    """What torch.compile makes graphs of."""
+    comm: Comm = field(default_factory=Comm)
+    """When FSDP begins its gathers; the limits of time are the trainer's."""
+    seq_len: int = 2048
+    """Tokens of a sample. FLOPs and bytes, by which layers are shared out, depend on it."""

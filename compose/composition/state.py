@@ -1,0 +1,63 @@
+"""What ``compose.apply`` returns: the model as it was cut, and what was done to it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from compose.loss.output import Output
+from compose.memory.activation_offload import ActivationOffload
+from compose.parallel.context_parallel import Balance
+from compose.parallel.secondary_shards import NearGather
+from compose.pipeline.pipeline_parallel import PipelineRunner
+from compose.precision.float8 import NOTHING, Choice
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A model that was cut over a mesh, with all that the functions need that later run it.
+
+    It holds the model and does not wrap it: ``model`` is the module that ``compose.apply`` was given.
+    """
+
+    model: nn.Module
+    """The module, of which this rank keeps its part."""
+    mesh: DeviceMesh
+    """The mesh of ``compose.init_mesh``."""
+    zero: int = 3
+    """The ZeRO stage."""
+    balance: Balance = "headtail"
+    """How context parallel expects sequences to be cut."""
+    pipeline: PipelineRunner | None = None
+    """What runs the model if it is cut into stages."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Of parameters that have another name in the whole model: that name, by the one they have here."""
+    output: Output | None = None
+    """The projection that Plan.output names."""
+    offload: bool = False
+    """Whether parameters are in host memory between their uses."""
+    activations: ActivationOffload | None = None
+    """What moves to host memory what units save for backward."""
+    float8: Choice = NOTHING
+    """The layers that compute in float8."""
+    gathers: Sequence[NearGather] = ()
+    """Gathers of units that neighbours keep between them for a step."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters, each by its name in the whole model.
+
+        Where a pipeline's stages share a parameter, a rank may hold several copies under one name.
+        """
+        for name, parameter in self.model.named_parameters():
+            yield self.aliases.get(name, name), parameter
+
+    def holders(self, name: str) -> int:
+        """Return how many stages of the pipeline hold the parameter ``name`` of the whole model."""
+        ties = self.pipeline.ties if self.pipeline else ()
+        return next((len(tied.holders) for tied in ties if tied.name == name), 1)
+
+
+def module_of(whole: nn.Module | Composition) -> nn.Module:
+    """Return the module of a model that was not cut, or of what ``compose.apply`` returned."""
+    return whole.model if isinstance(whole, Composition) else whole

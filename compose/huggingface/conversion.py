@@ -1,0 +1,281 @@
+"""Hugging Face's folder to a checkpoint and back, one tensor in memory at a time, on one process."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from compose.base.json_files import parse_json
+from compose.base.own_files import write_whole
+from compose.base.safetensors_files import Planned, TensorFiles, write_files
+from compose.checkpoint import store
+from compose.checkpoint.checkpointer import Progress
+from compose.checkpoint.loading import cause_of
+from compose.checkpoint.parts import LoadParts, Part, SaveParts, mismatches
+from compose.checkpoint.state import named_tensors
+from compose.checkpoint.storage import PartsReader, PartsWriter
+from compose.config import Config, Model
+from compose.data.tokenizer import MODEL, TOKENIZER, carry, keep
+from compose.errors import ConfigError
+from compose.huggingface.folder import (
+    config_problems,
+    differences,
+    fill_part,
+    find_hf,
+    name_of,
+    published,
+    read_config,
+)
+from compose.huggingface.sources import kept_tokenizer
+from compose.registry import find_model, model_names
+from compose.toml import dump
+
+SHARD_BYTES = 5 * 10**9
+# Keys of config.json that the original knows better.
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """path: what was written. bytes: of tensors. files: that hold them. original: the folder that the
+    model was made from, where that is not known here, so that nothing of it was taken."""
+
+    path: Path
+    tensors: int
+    bytes: int
+    files: int
+    original: str = ""
+
+
+def import_(source: Path, target: Path, config: Config) -> Converted:
+    """Make of Hugging Face's folder ``source`` a run's folder ``target``, with a checkpoint of step 0.
+
+    It holds the model of ``config`` alone, in float32: a run begins with it. Raises ConfigError where
+    ``source`` is another model, or ``target`` exists.
+    """
+    name, shape = config.model.name, config.model.config
+    problems = config_problems(source, name, shape)
+    if problems:
+        raise ConfigError(*problems)
+    whole, files, hf_name = _on_meta(config.model), TensorFiles(source), name_of(name, shape)
+    problems = differences(files, whole, hf_name)
+    if problems:
+        raise ConfigError(*problems)
+    theirs = {f"model.{ours}": there for ours, there, _ in published(whole, hf_name)}
+    tensors = {ours: copies[0] for ours, copies in named_tensors(whole, None).items()}
+
+    def read(key: str) -> Tensor:
+        if key not in theirs:  # a buffer that is not published: as it is in a new model
+            return tensors[key].clone()
+        part = _whole(tensors[key], "cpu")
+        fill_part(files, theirs[key], part)
+        return part.local
+
+    _absent(target)
+    root = target / "checkpoints"
+    state = {
+        **dataclasses.asdict(Progress()),
+        "model": {"name": name, **dataclasses.asdict(shape)},
+        "seed": config.train.seed,
+        "ranks": 1,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "hugging_face": str(source.resolve()),
+    }
+    try:
+        target.mkdir(parents=True)  # here alone, so that what is removed on a failure is ours
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+    try:
+        folder = store.begin(root, 0)
+        writer = PartsWriter(folder)
+        with _alone():
+            dcp.save(
+                {key: _whole(tensor, "meta") for key, tensor in tensors.items()},
+                storage_writer=writer,
+                planner=_Streamed(read),
+                no_dist=True,
+            )
+        write_whole(folder / store.STATE, json.dumps(state, indent=1))
+        write_whole(folder / "config.toml", dump(config))
+        others = store.described(p for p in folder.iterdir() if p.name not in writer.entries)
+        written = store.publish(folder, others | writer.entries)
+        store.mark(target)
+        keep(source, target / TOKENIZER)
+    except BaseException as error:
+        shutil.rmtree(target, ignore_errors=True)
+        if not isinstance(error, (OSError, CheckpointException)):
+            raise
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return Converted(written, len(tensors), size, len(list(written.glob("*.safetensors"))))
+
+
+def export(
+    source: Path,
+    target: Path,
+    config: Config | None = None,
+    original: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Make of a checkpoint a folder that transformers opens.
+
+    config: whose model it is; None: what the checkpoint says. original: Hugging Face's folder with the
+    tokenizer, which is copied; None: what its run has kept of a tokenizer. dtype: of parameters;
+    buffers stay in float32. shard_bytes: of tensors in a file. Raises ConfigError where the checkpoint
+    is damaged or of another model, or ``target`` exists.
+    """
+    damage = store.problems(source)
+    if damage:
+        raise ConfigError(*(f"{source}: damaged: {problem}" for problem in damage))
+    known = store.read_state(source)
+    model = config.model if config else _model_of(source, known)
+    try:
+        values = find_hf(model.name).hf_config(model.config)
+    except ValueError as error:
+        raise ConfigError(f"{source}: model.{error}") from None
+    whole, reader = _on_meta(model), _Reader(source)
+    wanted = list(published(whole, name_of(model.name, model.config)))
+    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, _, tensor in wanted}
+    problems = mismatches(parts, reader.read_metadata())
+    if problems:
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
+
+    plan: list[list[Planned]] = []
+    for _, theirs, tensor in wanted:
+        shape, stored = (
+            tuple(tensor.shape),
+            dtype if isinstance(tensor, nn.Parameter) else torch.float32,
+        )
+        if "{}" in theirs:
+            plan.append([Planned(theirs.format(i), shape[1:], stored) for i in range(shape[0])])
+        else:
+            plan.append([Planned(theirs, shape, stored)])
+
+    def tensors() -> Iterator[Tensor]:
+        for (ours, theirs, tensor), planned in zip(wanted, plan, strict=True):
+            value = _read(reader, f"model.{ours}", tensor)
+            for part in value if "{}" in theirs else [value]:
+                yield part.to(planned[0].dtype)
+
+    kept = kept_tokenizer(source)
+    unknown = "" if original or (kept / MODEL).exists() else known.hugging_face or ""
+    original = original or (kept if kept.is_dir() else None)
+    values |= {
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if original and not original.is_dir():
+        raise ConfigError(f"{original}: no such folder")
+    if original and (original / MODEL).exists():
+        there = read_config(original)
+        values |= {key: there[key] for key in _KEPT if key in there}
+    _absent(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # The name is new, so that nothing of anybody else's is removed.
+        aside = Path(tempfile.mkdtemp(prefix=f".writing-{target.name}-", dir=target.parent))
+        aside.chmod(0o777 & ~_umask())
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+    try:
+        flat = [one for part in plan for one in part]
+        written = write_files(aside, flat, tensors(), shard_bytes)
+        (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
+        if original:
+            carry(original, aside)
+        aside.rename(target)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if not isinstance(error, (OSError, CheckpointException)):
+            raise
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+    return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
+
+
+class _Streamed(SaveParts):
+    """Plans the writing of Parts on meta, each of which ``read`` makes when it is its turn."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.read(index.fqn)
+
+
+class _Reader(PartsReader):
+    """Reads the checkpoint's own description once, not again for each tensor."""
+
+    known: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self.known is None:
+            self.known = super().read_metadata(*args, **kwargs)
+        return self.known
+
+
+def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
+    part = _whole(like, "cpu")
+    with _alone():
+        dcp.load({key: part}, storage_reader=reader, planner=LoadParts(), no_dist=True)
+    return part.local
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Without DCP's warning of what is meant: that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _whole(like: Tensor, device: str) -> Part:
+    """All of a tensor of the shape and type of ``like``, not filled."""
+    local = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return Part(like.shape, torch.Size([0] * like.ndim), local)
+
+
+def _on_meta(model: Model) -> nn.Module:
+    return find_model(model.name).on_meta(model.config)
+
+
+def _model_of(folder: Path, known: store.State) -> Model:
+    """The model of a checkpoint, by what stands in its state.json."""
+    there, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
+    kind = find_model(name).Config if name in model_names() else None
+    if not kind:
+        raise ConfigError(f"{there}.name: {name!r} is none of {', '.join(model_names())}")
+    unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})
+    if unknown:
+        raise ConfigError(f"{there}: {name} has no {', '.join(unknown)}")
+    try:
+        return Model(name=name, config=parse_json(json.dumps(fields).encode(), kind))
+    except ValueError as error:
+        raise ConfigError(f"{there}: {error}") from None
+
+
+def _umask() -> int:
+    """The process's own, which can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _absent(target: Path) -> None:
+    if os.path.lexists(target):
+        raise ConfigError(f"{target}: exists already; choose another target")

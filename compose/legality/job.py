@@ -1,0 +1,60 @@
+"""A run that was checked, with all that the check worked out."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from compose.config import Config
+from compose.parallel.mesh import Parallel
+from compose.plan import Plan, Resolved, resolve
+from compose.registry import find_model
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config on so many ranks. What is below a check takes this and makes none of it again."""
+
+    config: Config
+    """The tables. The degrees are known, and of a checked job the layers of each stage too."""
+    world_size: int
+    """Number of ranks."""
+    model: nn.Module
+    """The whole model, on meta. Whoever changes it copies it before."""
+    plan: Plan
+    """The model's plan for the config's degrees."""
+    resolved: Resolved
+    """The plan, met with the model."""
+
+    @property
+    def degrees(self) -> Parallel:
+        """The table [parallel]."""
+        return self.config.parallel
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the run is on a GPU, as far as this machine can tell."""
+        return self.config.run.device != "cpu" and torch.cuda.is_available()
+
+    @property
+    def device_type(self) -> str:
+        """The device's type, as far as this machine can tell."""
+        return "cuda" if self.on_cuda else "cpu"
+
+
+def make_job(config: Config, world_size: int) -> Job:
+    """Build the model of ``config`` on meta, and resolve its plan.
+
+    Args:
+        config: Its degrees are known.
+        world_size: Number of ranks.
+
+    Returns:
+        The job; legality has not looked at it.
+
+    Raises:
+        ConfigError: The model cannot be built, or the plan does not fit it.
+    """
+    folder, shape = find_model(config.model.name), config.model.config
+    model, plan = folder.on_meta(shape), folder.plan(shape, config.parallel)
+    return Job(config, world_size, model, plan, resolve(plan, model))

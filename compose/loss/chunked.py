@@ -1,0 +1,212 @@
+"""Cross-entropy fused with the projection onto the vocabulary, a chunk of tokens at a time.
+
+The logits (T, V) of T tokens exist for one chunk only, in forward and in backward. A chunk's gradients
+follow from its logits at once, so forward finds them too, and backward only scales them: no product is
+computed twice. With C tokens in a chunk and V here the rows of the vocabulary that this rank holds:
+
+    lives for a chunk        C V logits, and as many in float32
+    lives until backward     T D of the hidden states' gradient, V D of the weight's in float32
+
+A vocabulary sharded over ranks costs one all-gather of 2 C numbers for each chunk.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from compose.base.batch import IGNORE
+from compose.errors import ConfigError
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """``cross_entropy(hidden @ weight.T, targets)``, and the sum of (log Z)^2 over targets; scalars.
+
+    hidden: (..., D). weight: (V, D), of the same type; as a DTensor on one axis it is whole or sharded
+    over V, and hidden then whole on every rank, a DTensor or not. targets: (...), int64; IGNORE counts
+    for nothing. chunk: tokens at a time. Both results are float32 (float64 of float64), local, and the
+    same on every rank of the axis.
+
+    The gradient is that of the first plus ``z_loss`` times the second, the z-loss of Chowdhery et al.
+    2022, arXiv:2204.02311, section 5. The weight's is summed over chunks, each rounded to its
+    type, in float32; that of the hidden states is rounded once more than with whole logits.
+
+    A target that is no row of the vocabulary makes the loss infinite. Raises ValueError where targets
+    are not one for each token.
+    """
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(f"hidden {list(hidden.shape)} is not for targets {list(targets.shape)}")
+    rows = _Rows()
+    if isinstance(weight, DTensor):
+        rows = _Rows.of(weight)
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+        # Each rank finds what its own rows add to the gradient.
+        grad = Partial() if rows.group else Replicate()
+        hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[grad])
+        weight = weight.to_local()
+    with_gradients = torch.is_grad_enabled()
+    with torch.no_grad():
+        loss, squares, d_hidden, d_weight = _in_chunks(
+            hidden.flatten(0, -2),
+            weight,
+            targets.flatten(),
+            chunk,
+            z_loss,
+            rows,
+            with_gradients and hidden.requires_grad,
+            with_gradients and weight.requires_grad,
+        )
+    # Where a pipeline halves backward, what joins the two paths must be an operation of PyTorch's own:
+    # torch 2.11 cannot begin at another (torch/autograd/graph.py, _input_metadata).
+    for tensor, gradient in ((hidden, d_hidden), (weight, d_weight)):
+        if gradient is not None:
+            loss = loss + cast(Tensor, _Known.apply(tensor, gradient.view_as(tensor)))
+    return loss, squares
+
+
+def log_z(logits: Tensor) -> Tensor:
+    """Of logits (..., V), local or a DTensor sharded over V on one axis: log sum exp, (...), local."""
+    if not isinstance(logits, DTensor):
+        return logits.logsumexp(-1)
+    (placement,) = logits.placements
+    if not placement.is_shard(logits.ndim - 1):
+        raise ValueError(f"logits are sharded otherwise than over the vocabulary: {placement}")
+    return cast(Tensor, _LogZ.apply(logits.to_local(), _Rows(0, logits.device_mesh.get_group())))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of the vocabulary that are here. group: of the ranks that have the others, or None."""
+
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(weight: DTensor) -> "_Rows":
+        mesh = weight.device_mesh
+        if weight.placements == (Replicate(),):
+            return _Rows()
+        if weight.placements != (Shard(0),):
+            raise ConfigError(
+                f"plan.output: a weight placed {weight.placements} is neither whole nor sharded over"
+                " the vocabulary"
+            )
+        return _Rows(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), mesh.get_group())
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """(ranks, ...): every rank's."""
+        if self.group is None:
+            return tensor[None]
+        parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
+        dist.all_gather(parts, tensor, group=self.group)
+        return torch.stack(parts)
+
+
+class _Known(torch.autograd.Function):
+    """Zero, in float32 or wider, whose gradient with respect to a tensor is known."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = tensor.dtype
+        return gradient.new_zeros((), dtype=torch.promote_types(gradient.dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Not in place: backward may come twice. Rounded when it is scaled: before, it may be more than
+        # float16 holds.
+        (gradient,) = ctx.saved_tensors
+        scaled = torch.empty_like(gradient, dtype=ctx.dtype)
+        return torch.mul(gradient, grads[0], out=scaled), None
+
+
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    z_loss: float,
+    rows: _Rows,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """For hidden (T, D) and targets (T,): loss, sum of squares, and the gradients asked for."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    d_hidden = torch.empty_like(hidden) if of_hidden else None
+    d_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
+    loss, squares = torch.zeros(2, dtype=wide, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        d_part = None if d_hidden is None else d_hidden[part]
+        losses, log_zs = _one_chunk(hidden[part], weight, targets[part], z_loss, rows, d_part, d_weight)
+        loss, squares = loss + losses.sum(), squares + log_zs.square().sum()
+    return loss, squares, d_hidden, d_weight
+
+
+def _one_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    z_loss: float,
+    rows: _Rows,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Each token's loss and log Z, (C,); fills ``d_hidden`` and adds to ``d_weight``, where given."""
+    # Nothing of a chunk's size outlives this function, or the next chunk would stand beside it.
+    logits = (hidden @ weight.T).to(torch.promote_types(weight.dtype, torch.float32))
+    losses, log_zs = _differentiate(logits, targets, z_loss, rows)
+    d_logits = logits.to(hidden.dtype)
+    if d_hidden is not None:
+        torch.mm(d_logits, weight, out=d_hidden)
+    if d_weight is not None:
+        _add_product(d_weight, d_logits.T, hidden)
+    return losses, log_zs
+
+
+def _differentiate(
+    logits: Tensor, targets: Tensor, z_loss: float, rows: _Rows
+) -> tuple[Tensor, Tensor]:
+    """Each token's loss and log Z, (C,), zero at IGNORE; logits (C, V here) become the gradient."""
+    at = (targets - rows.start)[:, None]
+    here = (at >= 0) & (at < logits.shape[1])
+    at = at.clamp(0, logits.shape[1] - 1)
+    # What no rank has stays -inf.
+    target = logits.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
+    top = logits.amax(1)
+    total = logits.sub_(top[:, None]).exp_().sum(1)
+    parts = rows.gathered(torch.stack([top + total.log(), target]))
+    log_zs, target = parts[:, 0].logsumexp(0), parts[:, 1].amax(0)
+    # d/dlogits of log Z - target + z_loss (log Z)^2; IGNORE is no row, and needs no more than a zero.
+    ignored = targets == IGNORE
+    factor = (top - log_zs).exp() * (1 + 2 * z_loss * log_zs)
+    logits.mul_(factor.masked_fill(ignored, 0.0)[:, None])
+    logits.scatter_add_(1, at, -here.to(logits.dtype))
+    return (log_zs - target).masked_fill(ignored, 0.0), log_zs.masked_fill(ignored, 0.0)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, in the type of ``total``, which may be wider."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+class _LogZ(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: _Rows) -> Tensor:
+        found = rows.gathered(logits.logsumexp(-1)).logsumexp(0)
+        ctx.save_for_backward(logits, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, found = ctx.saved_tensors
+        return grads[0][..., None] * (logits - found[..., None]).exp(), None

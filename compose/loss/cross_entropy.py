@@ -1,0 +1,48 @@
+"""The loss: cross-entropy summed over target tokens, of whole or vocabulary-sharded logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from compose.base.batch import IGNORE
+from compose.errors import ConfigError
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""Of a model's output and its targets: a sum over targets, a scalar."""
+
+
+def logits_of(output: Any) -> Any:
+    """``output`` of a model, or what it calls its logits, as models of transformers do."""
+    return output if isinstance(output, Tensor) else getattr(output, "logits", output)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over targets other than IGNORE of -log softmax(logits)[target], in nats; a scalar.
+
+    logits: (B, L, V), of any float type, local or a DTensor sharded over V (then call it, and its
+    backward, under ``torch.distributed.tensor.parallel.loss_parallel``). targets: (B, L), int64.
+    An object that holds them as ``.logits`` will do. Raises ConfigError for anything else.
+    """
+    logits = logits_of(logits)
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            f"loss_function: cross_entropy takes logits, and the model returned a"
+            f" {type(logits).__name__}; give a loss_function that takes that"
+        )
+    wide = at_least_float32(logits.flatten(0, 1))
+    loss = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """``tensor`` in float32, or as it is where its type is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def count_targets(targets: Tensor) -> Tensor:
+    """How many targets are trained on; a scalar, int64."""
+    return torch.count_nonzero(targets != IGNORE)

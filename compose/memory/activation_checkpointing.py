@@ -1,0 +1,180 @@
+"""Activation checkpointing: what of a unit's forward is kept for backward, and what is computed again.
+
+    full       of each unit its input alone (Chen et al. 2016, arXiv:1604.06174)
+    every_k    the same, of every k-th unit; the others keep everything
+    selective  the input, and what chosen operators returned: with products and attention kept, only
+               cheap operations run again (after Korthikanti et al. 2022, arXiv:2205.05198, section 5)
+    budget     for each unit one of the above, or everything: as much as a share of all bytes allows
+
+Values are the same in each: what runs again runs the same kernels on the same inputs.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from compose.base.fields import Fraction, Positive
+from compose.base.torch_versions import bypass_saved_tensors_hooks
+from compose.errors import ConfigError, did_you_mean
+from compose.memory.activation_bytes import UnitCost, unit_costs
+
+Operators = frozenset[torch._ops.OpOverload]
+
+# Operators of aten by the name that a group of them has in ``keep``.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
+    """What backward computes again: full: all but each unit's input; every_k: the same of every k-th
+    unit; selective: all but the input and what keep names; budget: what does not fit in it."""
+    every: Positive = 2
+    """With every_k: k."""
+    keep: tuple[str, ...] = ("matmul", "attention")
+    """With selective: the operators whose results are kept: matmul, attention, or aten's by name."""
+    budget: Fraction = 0.5
+    """With budget: what may be kept as a fraction of what mode none keeps in the units."""
+    offload: bool = False
+    """Keep what units save for backward in host memory."""
+
+
+Recompute = ActivationCheckpoint
+"""Its former name."""
+
+
+def operators(names: Iterable[str]) -> Operators:
+    """The operators that ``names`` (``matmul``, ``attention``, ``mm``, ``aten.mm``) stand for.
+
+    Raises ConfigError where there is no such.
+    """
+    found = set[torch._ops.OpOverload]()
+    for name in names:
+        for operator in GROUPS.get(name, (name.removeprefix("aten."),)):
+            packet = getattr(torch.ops.aten, operator, None)
+            if isinstance(packet, torch._ops.OpOverloadPacket):
+                found.update(getattr(packet, overload) for overload in packet.overloads())
+            elif name not in GROUPS:
+                near = did_you_mean(name, [*GROUPS, *dir(torch.ops.aten)])
+                raise ConfigError(
+                    f"activation_checkpoint.keep: {name!r} is neither {' nor '.join(GROUPS)} nor an"
+                    f" operator of aten{near}"
+                )
+    return frozenset(found)
+
+
+def recomputed_units(
+    model: nn.Module, units: Sequence[str], options: ActivationCheckpoint, seq_len: int
+) -> dict[str, Operators]:
+    """The units to recompute, by name; of each the operators whose results are kept.
+
+    The same on every rank, since it looks at the whole ``model`` alone, whose ``units`` are given in
+    the order they run. Raises ConfigError where ``options`` say what there is not.
+    """
+    if options.mode == "full":
+        return dict.fromkeys(units, frozenset())
+    if options.mode == "every_k":
+        return dict.fromkeys(units[options.every - 1 :: options.every], frozenset())
+    if options.mode == "selective":
+        return dict.fromkeys(units, operators(options.keep))
+    if options.mode == "budget":
+        kept = within(unit_costs(model, units, seq_len), options.budget)
+        return {name: operators(groups) for name, groups in kept.items() if groups is not None}
+    return {}
+
+
+def within(costs: Mapping[str, UnitCost], budget: float) -> dict[str, tuple[str, ...] | None]:
+    """Of each unit the groups of operators to keep, or None for everything, so that no more than
+    ``budget`` of all bytes are kept; nowhere less than the input, whatever ``budget`` says.
+
+    Step by step the change is made that spares the most FLOPs of recomputation for each byte it keeps,
+    and among equal ones the first unit's.
+    """
+    levels = {name: cost.levels() for name, cost in costs.items()}
+    chosen = dict.fromkeys(costs, 0)
+    left = budget * sum(cost.everything for cost in costs.values())
+    left -= sum(cost.input for cost in costs.values())
+    while True:
+        best: tuple[float, str, int] | None = None
+        for name, options in levels.items():
+            now = options[chosen[name]]
+            for number, level in enumerate(options):
+                more = level.bytes - now.bytes
+                gain = (level.flops - now.flops) / more if more > 0 else 0.0
+                if 0 < more <= left and gain >= 0 and (best is None or gain > best[0]):
+                    best = gain, name, number
+        if best is None:
+            return {name: levels[name][number].keep for name, number in chosen.items()}
+        _, name, number = best
+        left -= levels[name][number].bytes - levels[name][chosen[name]].bytes
+        chosen[name] = number
+
+
+def apply_activation_checkpointing(model: nn.Module, units: Mapping[str, Operators]) -> None:
+    """Recompute ``units`` of ``model`` in backward, but for what their operators returned."""
+    for name, kept in units.items():
+        module = model.get_submodule(name)
+        options: dict[str, Any] = {"use_reentrant": False}
+        if kept:
+            options["context_fn"] = partial(_contexts, kept)
+        # Around forward only, so that hooks and names stay where they are.
+        module.forward = _recomputing(module.forward, options)
+
+
+def _recomputing(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    # A function and no partial: torch.compile does not look into one of checkpoint, its own.
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
+
+
+def _contexts(kept: Operators) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Of the forward pass, which keeps, and of its repetition, which finds."""
+    keeping, finding = create_selective_checkpoint_contexts(partial(_policy, kept))
+    if torch.compiler.is_compiling():  # the compiler asks of every operator whether it is kept
+        return keeping, finding
+    bypass_saved_tensors_hooks(keeping)
+    return _Only(kept, keeping), _Only(kept, finding)
+
+
+def _policy(
+    kept: Operators, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Only(TorchDispatchMode):
+    """Shows ``mode`` the operators that are kept and no other: it would want to see each again, and
+    FSDP, which gathers a unit within this one, does not do the same in both passes."""
+
+    def __init__(self, kept: Operators, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self.kept, self.mode = kept, mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in self.kept:
+            return func(*args, **(kwargs or {}))
+        return self.mode.__torch_dispatch__(func, types, args, kwargs)

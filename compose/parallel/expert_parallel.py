@@ -1,0 +1,156 @@
+"""Expert parallel: each rank of the ep axis holds some experts, and tokens travel to them and back.
+
+The axis is not one more factor of the world: it is laid over the innermost of the data, context and
+tensor axes, whose ranks hold different tokens anyway (Lepikhin et al. 2020, arXiv:2006.16668). Of the
+ranks that hold the same experts, each keeps a shard of them (``apply_data_parallel``).
+
+Per layer and direction a rank sends its rows twice, to the experts and back: 2 T k D elements forward
+and as many backward, (ep - 1) / ep of it to others where the load is even, T being its tokens.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from compose.errors import ConfigError
+from compose.parallel.mesh import axis_size
+
+
+class Experts(Protocol):
+    """A module of stacked experts: its forward(rows, counts) is run(rows, counts, *its parameters).
+
+    rows: (N, D), sorted by expert. counts: (E,), how many rows each has. Every parameter is (E, ...).
+    """
+
+    def run(self, rows: Tensor, counts: Tensor, *weights: Tensor) -> Tensor: ...
+
+
+class ExpertParallel(ParallelStyle):
+    """For a module of stacked experts (:class:`Experts`): dim 0 of its parameters is sharded.
+
+    The module's own forward is replaced by one that sends each row to the rank that holds its expert,
+    runs the experts there, and brings the rows back in their order. Loads may be uneven: an expert, or
+    a rank, may get no row. On an axis of one rank nothing is sent. Raises ConfigError where the experts
+    cannot be dealt out evenly.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_experts(len(next(module.parameters())), device_mesh.size())
+        distribute_module(module, device_mesh, partial(_shard_experts, self.src_data_rank))
+        module.forward = partial(_run_where_they_are, module, device_mesh.get_group())
+        return module
+
+    def __repr__(self) -> str:
+        return "ExpertParallel()"
+
+
+class GatherSequence(ParallelStyle):
+    """For a router that looks at whole sequences, on an axis whose ranks hold parts of them.
+
+    ``module.gather_sequence``, of tensors (B, L, n), is made to reach the other ranks' too. Applied on
+    several axes, one after another, it reaches all of them.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        router = cast(Any, module)
+        router.gather_sequence = partial(
+            _gather_sequence, device_mesh.get_group(), router.gather_sequence
+        )
+        return module
+
+    def __repr__(self) -> str:
+        return "GatherSequence()"
+
+
+def check_experts(n_experts: int, ep: int) -> None:
+    """Raise ConfigError unless ``ep`` ranks can hold equally many of ``n_experts``."""
+    if n_experts % ep:
+        allowed = [d for d in range(1, n_experts + 1) if n_experts % d == 0]
+        raise ConfigError(
+            f"parallel.ep: {ep} does not divide {n_experts} experts"
+            f" (allowed: {', '.join(map(str, allowed))})"
+        )
+
+
+def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+    """The ranks of ``mesh`` again, with axes pp, expert_replicate, expert_shard, ep.
+
+    ep neighbours in (dp_replicate, dp_shard, cp, tp), the innermost axes first, hold all experts
+    between them. The others that hold the same ones share their shards, but for those on dp_replicate,
+    which are replicas as far as ep leaves them. Creates process groups: every rank calls it. Raises
+    ConfigError where ep does not divide the ranks.
+    """
+    replicas = axis_size(mesh, "dp_replicate")
+    inner = math.prod(axis_size(mesh, axis) for axis in ("dp_shard", "cp", "tp"))
+    if replicas * inner % ep:
+        raise ConfigError(
+            f"parallel.ep: {ep} does not divide dp_replicate x dp_shard x cp x tp = {replicas * inner}"
+        )
+    shared = math.gcd(inner, ep)
+    shape = (axis_size(mesh, "pp"), replicas // (ep // shared), inner // shared, ep)
+    names = ("pp", "expert_replicate", "expert_shard", "ep")
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape), mesh_dim_names=names)
+
+
+def _shard_experts(
+    src_data_rank: int | None, name: str, module: nn.Module, device_mesh: DeviceMesh
+) -> None:
+    for leaf, parameter in module.named_parameters(recurse=False):
+        shard = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=src_data_rank)
+        module.register_parameter(leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+
+
+def _run_where_they_are(
+    module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts: Tensor
+) -> Tensor:
+    """``module``'s forward, of whose experts each rank of ``group`` holds as many, in order."""
+    weights = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    run = cast(Experts, module).run
+    if group.size() == 1:
+        return run(rows, counts, *weights)
+    # counts_from[i, j]: rows that rank i sends for this rank's j-th expert.
+    counts_to = counts.view(group.size(), -1)
+    counts_from = torch.empty_like(counts_to)
+    dist.all_to_all_single(counts_from, counts_to.contiguous(), group=group)
+    # The one place where the host waits for the device: sizes of messages are known to it alone.
+    sent, received = torch.stack([counts_to.sum(1), counts_from.sum(1)]).tolist()
+    arrived = all_to_all_single_autograd(rows, received, sent, group)
+    # They come by rank, and are wanted by expert.
+    experts = torch.arange(counts_to.shape[1], device=rows.device).repeat(group.size())
+    order = experts.repeat_interleave(counts_from.flatten()).argsort(stable=True)
+    found = run(_Permute.apply(arrived, order), counts_from.sum(0), *weights)
+    back = _Permute.apply(found, order.argsort())
+    return all_to_all_single_autograd(back, sent, received, group)
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order. The gradient goes the same way back: as if indexing, but no row is added
+    to another, which would take atomic operations."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return torch.empty_like(grads[0]).index_copy_(0, order, grads[0]), None
+
+
+def _gather_sequence(
+    group: dist.ProcessGroup, inner: Callable[[Tensor], Tensor], tensor: Tensor
+) -> Tensor:
+    tensor = inner(tensor).contiguous()
+    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(everyone, tensor, group=group)
+    return torch.cat(everyone, 1)

@@ -1,0 +1,261 @@
+"""Tensor parallel with plain activations: PyTorch's styles, at a fraction of what they cost the host.
+
+PyTorch's styles make DTensors of activations; each operator then finds out how its result is laid out,
+forward and backward, which for a small model is most of a step. Here weights alone are DTensors.
+Between messages there are local tensors, and the messages are Megatron's (Shoeybi et al. 2019,
+arXiv:1909.08053), or with a sequence-parallel stream those of Korthikanti et al. 2022
+(arXiv:2205.05198).
+
+A plain tensor does not tell whether its gradient is yet to be summed over the axis. After LocalInput it
+is: so whatever has weights in that module must have a style of this file, each of which takes part in
+that sum.
+"""
+
+import inspect
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from compose.base.torch_versions import functional_all_gather, functional_reduce_scatter
+from compose.errors import ConfigError
+from compose.parallel.tensor_parallel import HeadParallel
+
+Kind = Literal["keep", "sum", "gather", "scatter"]
+
+
+class LocalInput(PrepareModuleInput):
+    """Brings a module's first input together over the axis, for the LocalColwise and LocalHeads in it.
+
+    stream: of that input (B, L, D), Shard(1) or Replicate(). The module is given all of it, plain; its
+    gradient, of which each rank has a part, is summed.
+    """
+
+    def __init__(self, stream: Placement, inputs: int = 1) -> None:
+        """inputs: how many the module takes, by position."""
+        others = (None,) * (inputs - 1)
+        super().__init__(input_layouts=(stream, *others), desired_input_layouts=(Replicate(), *others))
+        self.stream, self.inputs = stream, inputs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        there, back = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")
+        if device_mesh.size() > 1:
+            send = partial(_send, there, back, device_mesh.get_group().group_name)
+            name = next(iter(inspect.signature(module.forward).parameters), "")
+
+            def sent(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+                if args:
+                    return (send(args[0]), *args[1:]), kwargs
+                if name not in kwargs:
+                    raise ConfigError(
+                        f"LocalInput: {type(module).__name__} was called without its input {name}"
+                    )
+                return args, {**kwargs, name: send(kwargs[name])}
+
+            module.register_forward_pre_hook(sent, with_kwargs=True)
+        return module
+
+    def by_dtensors(self) -> ParallelStyle:
+        """PyTorch's style for the same."""
+        return PrepareModuleInput(
+            input_layouts=self.input_layouts, desired_input_layouts=self.desired_input_layouts
+        )
+
+
+class LocalColwise(ColwiseParallel):
+    """An nn.Linear (D, N), of whose N outputs each rank has a part; inside a LocalInput.
+
+    even: whether the axis' size divides N; PyTorch's style has to know.
+    """
+
+    def __init__(self, even: bool = True) -> None:
+        # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
+        super().__init__(output_layouts=Shard(2), use_local_output=even)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _become(module, nn.Linear, _ColumnLinear, self)
+        return distribute_module(module, device_mesh, self._partition_linear_fn)
+
+    def by_dtensors(self) -> ParallelStyle:
+        """PyTorch's style for the same."""
+        return ColwiseParallel(output_layouts=Shard(2), use_local_output=self.use_local_output)
+
+
+class LocalRowwise(RowwiseParallel):
+    """An nn.Linear (N, D) without bias, of whose N inputs each rank has a part. stream: of the output
+    (B, L, D), Shard(1) or Replicate()."""
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__(output_layouts=stream)
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _become(module, nn.Linear, _RowLinear, self)
+        there, back = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
+        if device_mesh.size() > 1:
+            send = partial(_send, there, back, device_mesh.get_group().group_name)
+
+            def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+                return send(output)
+
+            module.register_forward_hook(sent)
+        return distribute_module(module, device_mesh, self._partition_linear_fn)
+
+    def by_dtensors(self) -> ParallelStyle:
+        """PyTorch's style for the same."""
+        return RowwiseParallel(output_layouts=self.stream)
+
+
+class LocalHeads(HeadParallel):
+    """HeadParallel inside a LocalInput: where ranks share a head, what sums the gradient of the weight
+    also sums that of the input, of which each rank has its own head's part."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        size = device_mesh.size()
+        if self.n_heads % size == 0:
+            colwise = LocalColwise()
+            colwise.src_data_rank = self.src_data_rank
+            return colwise._apply(module, device_mesh)
+        self._check(size)
+        _become(module, nn.Linear, _HeadLinear, self)
+        assert isinstance(module, _HeadLinear)
+        module.n_heads, module.head = self.n_heads, device_mesh.get_local_rank() * self.n_heads // size
+        return distribute_module(module, device_mesh, self._replicate)
+
+    def by_dtensors(self) -> ParallelStyle:
+        """HeadParallel itself."""
+        return HeadParallel(self.n_heads)
+
+
+class LocalNorm(SequenceParallel):
+    """An nn.RMSNorm, whole on every rank, of local tensors (tokens or heads are cut): its gradient is
+    summed over the axis."""
+
+    def __init__(self, sequence_dim: int = 1) -> None:
+        super().__init__(sequence_dim=sequence_dim, use_local_output=True)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _become(module, nn.RMSNorm, _LocalRMSNorm, self)
+        return distribute_module(module, device_mesh, self._replicate_module_fn)
+
+    def by_dtensors(self) -> ParallelStyle:
+        """PyTorch's style for the same."""
+        dim = self.sequence_sharding[0].dim
+        return SequenceParallel(sequence_dim=dim, use_local_output=True)
+
+
+LOCAL = (LocalInput, LocalColwise, LocalRowwise, LocalHeads, LocalNorm)
+
+
+def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list[str]:
+    """One line for each module whose input's gradient would be summed twice, or never."""
+    placed = dict(styles)
+    inputs = {name for name, style in placed.items() if isinstance(style, LocalInput)}
+    problems = []
+    for name, module in model.named_modules():
+        style, around = placed.get(name), any(name.startswith(f"{outer}.") for outer in inputs)
+        has_weights = any(True for _ in module.parameters(recurse=False))
+        if around and has_weights and not isinstance(style, LOCAL):
+            problems.append(
+                f"plan.tensor: {name} is in a module with LocalInput, and has no style of"
+                " compose.parallel.local_parallel; give it one, or that module PrepareModuleInput"
+            )
+        if isinstance(style, (LocalColwise, LocalHeads)) and not around:
+            problems.append(
+                f"plan.tensor: {name} has {type(style).__name__}, and is in no module with LocalInput,"
+                " which sums the gradient of its input"
+            )
+    # Layers that are alike make one line.
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", problem) for problem in problems))
+
+
+def by_dtensors(styles: Iterable[tuple[str, ParallelStyle]]) -> list[tuple[str, ParallelStyle]]:
+    """``styles`` with PyTorch's for those of this file."""
+    return [(name, s.by_dtensors() if isinstance(s, LOCAL) else s) for name, s in styles]
+
+
+class _ColumnLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, _local(self.weight), None if self.bias is None else _local(self.bias))
+
+
+class _RowLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, _local(self.weight))
+
+
+class _HeadLinear(nn.Linear):
+    n_heads: int
+    head: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else _local(self.bias, Partial())
+        heads = F.linear(input, _local(self.weight, Partial()), bias)
+        return heads.unflatten(-1, (self.n_heads, -1))[..., self.head, :]
+
+
+class _LocalRMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else _local(self.weight, Partial())
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
+    """This rank's part of a parameter. gradient: how that is laid out, if not as the parameter is."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=None if gradient is None else [gradient])
+
+
+def _become(
+    module: nn.Module, kind: type[nn.Module], local: type[nn.Module], style: ParallelStyle
+) -> None:
+    """Give ``module``, which must be of ``kind`` itself, the forward of ``local``."""
+    if type(module) is not kind:
+        raise ConfigError(f"{type(style).__name__}: {module} is no nn.{kind.__name__}")
+    if local is _RowLinear and module.bias is not None:
+        raise ConfigError(f"{type(style).__name__}: {module} has a bias, which would be summed")
+    module.__class__ = local
+
+
+def _send(there: Kind, back: Kind, group: Any, tensor: Tensor) -> Tensor:
+    return _Message.apply(tensor, there, back, group)  # type: ignore[no-any-return]
+
+
+class _Message(torch.autograd.Function):
+    """``there`` forward and ``back`` backward, of (B, L, D) along L."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, there: Kind, back: Kind, group: Any) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return _moved(tensor, there, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _moved(gradient, ctx.back, ctx.group), None, None, None
+
+
+def _moved(tensor: Tensor, kind: Kind, group: Any) -> Tensor:
+    if kind == "keep":
+        return tensor.view_as(tensor)
+    tensor = tensor.contiguous()
+    if kind == "gather":
+        moved = functional_all_gather(tensor, 1, group)
+    elif kind == "scatter":
+        moved = functional_reduce_scatter(tensor, "sum", 1, group)
+    else:
+        moved = funcol.all_reduce(tensor, "sum", group)
+    return funcol.wait_tensor(moved)

@@ -1,0 +1,173 @@
+"""Degrees to one DeviceMesh with named axes.
+
+From the outside in: pp, dp_replicate, dp_shard, cp, tp. Ranks that are neighbours differ in tp, whose
+messages are largest and on the critical path; pp's are smallest and cross nodes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from compose.base.fields import NonNegative, Positive
+from compose.errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# The axes over which samples differ.
+BATCH_AXES = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    dp_replicate: int = 1
+    """Data-parallel replicas, each holding its own copy of the sharded state (HSDP's outer axis)."""
+    dp_shard: int = -1
+    """Data-parallel ranks that share one copy of the state. One degree may be -1: what is left."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """What dp_shard shards: 0 nothing (DDP), 1 optimizer state, 2 and gradients, 3 and parameters."""
+    zero3_reshard: NonNegative = 0
+    """With zero 3: neighbours that keep a unit between them after its first gather of a step, so that
+    the others stay near; 0: all that share it."""
+    offload: Literal["none", "cpu"] = "none"
+    """cpu: with zero 3, parameters, gradients and optimizer are in host memory between their uses."""
+    cp: int = 1
+    """Context-parallel degree: ranks that share each sequence."""
+    cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
+    """How attention reaches the other ranks' keys."""
+    cp_balance: Literal["headtail", "none"] = "headtail"
+    """headtail: each rank holds a piece from the front and one from the back of a sequence."""
+    tp: int = 1
+    """Tensor-parallel degree."""
+    pp: int = 1
+    """Pipeline-parallel degree; a step's micro-batches are those of train.micro_batch."""
+    pp_schedule: str = "1F1B"
+    """GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, or a
+    .csv file of actions."""
+    pp_virtual_stages: NonNegative = 0
+    """Stages on each pipeline rank; 0: as many as the schedule is made for."""
+    pp_layers: tuple[NonNegative, ...] = ()
+    """Layers of each stage, in order; empty: balanced by FLOPs, the output projection counted."""
+    ep: Positive = 1
+    """Expert-parallel degree, laid over the innermost of the other axes but pp: no ranks of its own."""
+    sequence: bool = True
+    """With tp: shard the sequence between layers (norms, residuals) over tp."""
+    loss: bool = True
+    """With tp: keep the logits sharded over the vocabulary and compute the loss so."""
+
+
+@dataclass(frozen=True)
+class Comm:
+    timeout: Positive = 600
+    """Seconds after which a collective that a rank has not joined is an error."""
+    start_timeout: Positive = 1800
+    """The same until the first step has ended, which loads, compiles and connects; at least timeout."""
+    prefetch: NonNegative = 0
+    """Units (layers) whose gather begins before the one ahead of them runs, in forward and backward; 0:
+    the next one, in backward."""
+    check_every: NonNegative = 0
+    """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
+
+
+def resolve_degrees(parallel: Parallel, world_size: int) -> Parallel:
+    """``parallel`` with the -1 filled in; the degrees' product is ``world_size``.
+
+    Raises ConfigError, with the nearest legal degree, where that cannot be.
+    """
+    degrees = {axis: getattr(parallel, axis) for axis in AXES}
+    bad = [
+        f"parallel.{axis}: {degree} is not a degree (1 or more, or -1 for what is left)"
+        for axis, degree in degrees.items()
+        if degree < 1 and degree != -1
+    ]
+    free = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(free) > 1:
+        keys = " and ".join(f"parallel.{axis}" for axis in free)
+        bad.append(f"{keys}: only one degree may be -1")
+    if bad:
+        raise ConfigError(*bad)
+    fixed = math.prod(degree for degree in degrees.values() if degree != -1)
+    if free:
+        if world_size % fixed == 0:
+            return dataclasses.replace(parallel, **{free[0]: world_size // fixed})
+        raise ConfigError(_misfit(degrees, free[0], fixed, world_size))
+    if fixed != world_size:
+        raise ConfigError(_misfit(degrees, None, fixed, world_size))
+    return parallel
+
+
+def _misfit(degrees: dict[str, int], free: str | None, fixed: int, world_size: int) -> str:
+    """One line: the product, the world size, and the nearest single change that fits."""
+    product = " x ".join(f"{a} {d}" for a, d in degrees.items() if d not in (1, -1)) or "1"
+    relation = "does not divide" if free else "is not"
+    cures = []
+    for axis, degree in degrees.items():
+        others = fixed // degree if degree != -1 else fixed
+        if world_size % others or degree == -1:
+            continue
+        most = world_size // others
+        options = [d for d in range(1, most + 1) if most % d == 0] if free else [most]
+        best = min((d for d in options if d != degree), key=lambda d: abs(d - degree), default=None)
+        if best is not None:
+            cures.append((abs(best - degree), degree == 1, f"parallel.{axis} = {best}"))
+    # Prefer changing an axis that is in use, then the smallest change.
+    cure = min(cures, key=lambda c: (c[1], c[0]))[2] if cures else f"{fixed} ranks"
+    return (
+        f"parallel: the degrees' product {product}{f' = {fixed}' if ' x ' in product else ''}"
+        f" {relation} the world size {world_size}; nearest: {cure}"
+    )
+
+
+def check_same_degrees(parallel: Parallel, mesh: DeviceMesh) -> None:
+    """Raise ConfigError unless ``mesh`` is what :func:`init_mesh` makes of ``parallel``."""
+    wanted = _shape(resolve_degrees(parallel, mesh.size()))
+    for axis, degree in zip(AXES, wanted, strict=True):
+        if axis_size(mesh, axis) != degree:
+            raise ConfigError(
+                f"parallel.{axis}: {degree}, but the mesh has {axis_size(mesh, axis)}; give the"
+                " Parallel that the mesh was made of"
+            )
+
+
+def init_mesh(parallel: Parallel, device_type: str = "cpu") -> DeviceMesh:
+    """The five-axis mesh over the default process group; ``parallel`` may still hold a -1.
+
+    With zero = 0 nothing is sharded over dp_shard, so its ranks are counted as replicas.
+    """
+    degrees = _shape(resolve_degrees(parallel, dist.get_world_size()))
+    return init_device_mesh(device_type, degrees, mesh_dim_names=AXES)
+
+
+def _shape(parallel: Parallel) -> tuple[int, ...]:
+    if parallel.zero == 0:
+        replicas = parallel.dp_replicate * parallel.dp_shard
+        parallel = dataclasses.replace(parallel, dp_replicate=replicas, dp_shard=1)
+    return tuple(getattr(parallel, axis) for axis in AXES)
+
+
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Ranks along ``axis`` of ``mesh``; cheap, where ``mesh[axis].size()`` makes a mesh each time."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(axis))
+
+
+def batch_share(mesh: DeviceMesh) -> tuple[int, int]:
+    """(index, count): which of how many equal parts of the global batch this rank trains on."""
+    index, count = 0, 1
+    for axis in BATCH_AXES:
+        size = axis_size(mesh, axis)
+        index, count = index * size + mesh.get_local_rank(axis), count * size
+    return index, count
+
+
+def sum_over(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str]) -> torch.Tensor:
+    """``tensor`` summed over every rank that differs from this one in ``axes`` only; a new tensor."""
+    tensor = tensor.detach().clone()
+    for axis in axes:
+        if axis_size(mesh, axis) > 1:
+            dist.all_reduce(tensor, group=mesh.get_group(axis))
+    return tensor

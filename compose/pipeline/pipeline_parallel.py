@@ -1,0 +1,342 @@
+"""Pipeline parallel: stages on different ranks, micro-batches run through them by a schedule.
+
+A schedule's table (schedules.py) is executed by the runtime of ``torch.distributed.pipelining``. What
+is added here is what that leaves to others: ZeRO stages that keep their meaning (data_parallel.py), a
+parameter shared by several stages, and stages that need no shapes from the user.
+
+Per micro-batch and cut one activation goes forward and its gradient back: 2 B L D elements, 1/tp of it
+with sequence parallel, and nothing else. The price is idle time (``python -m compose schedule``).
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+from torch.distributed.tensor import DTensor
+
+from compose.errors import ConfigError
+from compose.loss.output import StepLoss
+from compose.parallel.data_parallel import finish_backward
+from compose.pipeline.schedules import Schedule, build_table, forwards, placement
+from compose.pipeline.split import Stage, Tied, balanced, check_layers, layer_names, split
+from compose.pipeline.stage import PlainStage, RuntimeStage, plain_stream
+from compose.plan import Pipeline
+
+
+def apply_pipeline_parallel(
+    model: nn.Module,
+    pipeline: Pipeline | None,
+    mesh: DeviceMesh,
+    schedule: Schedule,
+    zero: int,
+    seq_len: int,
+) -> "PipelineRunner":
+    """Keep of ``model``, in place, what this rank of the 1-D ``mesh`` runs.
+
+    Args:
+        model: The whole model.
+        pipeline: How it can be cut.
+        mesh: Of the pp axis.
+        schedule: How the stages run. Without ``layers`` they are balanced by FLOPs.
+        zero: The ZeRO stage.
+        seq_len: Tokens of a sample, at which FLOPs are counted.
+
+    Returns:
+        What runs the stages.
+
+    Raises:
+        ConfigError: There is no ``pipeline``, or the model cannot be cut as ``schedule`` asks.
+    """
+    if pipeline is None:
+        raise ConfigError("plan.pipeline: says nothing, which parallel.pp needs")
+    ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
+    layers = schedule.layers or balanced(model, pipeline, len(ranks), seq_len)
+    check_layers(layers, len(ranks), len(layer_names(model, pipeline)))
+    mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
+    stages, ties = split(model, pipeline, layers, mine)
+    model.forward = _not_whole
+    return PipelineRunner(stages, ties, ranks, schedule, mesh, zero)
+
+
+def _not_whole(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this rank holds some stages of the model: run it by compose.forward_backward")
+
+
+class PipelineRunner:
+    """Runs this rank's stages, in step with those of the other ranks of the pp axis.
+
+    placement: the pp rank of every stage. ties: what stages share, the same list on every rank.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        ties: Sequence[Tied],
+        placement: Sequence[int],
+        schedule: Schedule,
+        mesh: DeviceMesh,
+        zero: int,
+    ) -> None:
+        self.stages, self.ties = stages, ties
+        self.placement, self.schedule, self.zero = placement, schedule, zero
+        self.device_type = mesh.device_type
+        self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
+        # Of the last batch's shapes: it holds buffers for every micro-batch.
+        self.runtime: tuple[Any, _PipelineScheduleRuntime] | None = None
+        # By the shapes of a micro-batch, what then goes from stage to stage.
+        self.streams: dict[Any, Tensor] = {}
+        self.loss: StepLoss | None = None
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """What had another name in the whole model: that name, by the one it has in a stage."""
+        return {name: tied.name for tied in self.ties for _, name in tied.holders if name != tied.name}
+
+    def is_last(self, stage: Stage) -> bool:
+        """Whether ``stage`` ends the model."""
+        return stage.index == len(self.placement) - 1
+
+    def forward_order(self, micro_batches: int) -> dict[str, list[int]]:
+        """Of every module of this rank's stages, by name: its micro-batches in the order they run."""
+        per_rank = len(self.placement) // self.pp
+        table = build_table(self.schedule.name, self.pp, per_rank, micro_batches)
+        return {
+            name: [a.micro_batch for a in table[self.rank] if (a.kind, a.stage) == ("F", stage.index)]
+            for stage in self.stages
+            for name, _ in stage.module.named_modules()
+        }
+
+    def run(self, batch: Mapping[str, Tensor], micro_batch: int, loss: StepLoss) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of the losses if the last stage is here,
+        else zero.
+
+        batch: (samples, ...), the same on every rank of the axis. Raises ConfigError where the samples
+        are no whole micro-batches, or the schedule cannot run their number.
+        """
+        samples = len(batch["targets"])
+        _check_whole(samples, micro_batch)
+        inputs = dict(batch)
+        targets, first = inputs.pop("targets"), inputs.pop(self.first_argument)
+        key = (samples // micro_batch, *((v.shape, v.dtype) for v in (first, *inputs.values())))
+        if self.runtime is None or self.runtime[0] != key:
+            self.runtime = key, self._runtime(first, inputs, micro_batch)
+        self.loss = loss
+        earlier = self._take_tied_gradients()
+        losses: list[Tensor] = []
+        arguments = (first,) if self.placement[0] == self.rank else ()
+        self.runtime[1].step(
+            *arguments,
+            target=targets,
+            losses=losses,
+            return_outputs=False,
+            **cast(Any, {**inputs, "targets": targets}),
+        )
+        self._sum_tied_gradients(earlier)
+        total = torch.zeros((), device=targets.device)
+        return total + sum(x.detach() for x in losses)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        parts: Sequence[Mapping[str, Tensor]],
+        each: Callable[[Tensor, Mapping[str, Tensor]], None],
+        before: Callable[[Mapping[str, Tensor]], None],
+    ) -> None:
+        """Forward alone of every micro-batch, the same ``parts`` on every rank of the axis; ``before``
+        gets the part ahead of the last stage, and ``each`` then what that gives, on the rank it is on.
+
+        Raises ConfigError where the parts are not alike.
+        """
+        inputs = [{k: v for k, v in part.items() if k != "targets"} for part in parts]
+        firsts = [part.pop(self.first_argument) for part in inputs]
+        _check_whole(sum(map(len, firsts)), len(firsts[0]))
+        stream = self._stream(firsts[0], inputs[0])
+        modules = {stage.index: stage.module for stage in self.stages}
+        # What has come to a stage that is here, or is on its way to it; and what leaves.
+        inbox: dict[tuple[int, int], _Message] = {}
+        sent: list[_Message] = []
+        # The two ranks of a message begin it at the same place of one order, so that no two wait for
+        # each other.
+        for stage, _, number in forwards(self.placement, len(parts)):
+            rank = self.placement[stage]
+            after = self.placement[stage + 1] if stage + 1 < len(self.placement) else None
+            if rank == self.rank:
+                if after is None:
+                    before(parts[number])
+                stream_in = inbox.pop((stage, number)).wait() if stage else firsts[number]
+                output = modules[stage](stream_in, **inputs[number])
+                if after is None:
+                    each(output, parts[number])
+                elif after == rank:
+                    inbox[stage + 1, number] = _Message(plain_stream(output))
+                else:
+                    stream_out = plain_stream(output).contiguous()
+                    sent.append(self._message(dist.isend, stream_out, after))
+            elif after == self.rank:
+                buffer = torch.empty_like(stream, device=firsts[0].device)
+                inbox[stage + 1, number] = self._message(dist.irecv, buffer, rank)
+        for message in sent:
+            message.wait()
+        for module in modules.values():
+            finish_backward(module, self.zero, last=True)
+
+    def _runtime(
+        self, first: Tensor, inputs: Mapping[str, Tensor], micro_batch: int
+    ) -> _PipelineScheduleRuntime:
+        count = len(first) // micro_batch
+        name, per_rank = self.schedule.name, len(self.placement) // self.pp
+        table = build_table(name, self.pp, per_rank, count)
+        sample = first[:micro_batch].to("meta")
+        stream = self._stream(first[:micro_batch], {k: v[:micro_batch] for k, v in inputs.items()})
+        last = len(self.placement) - 1
+        stages: list[Any] = [
+            RuntimeStage(
+                PlainStage(stage.module, self._step_loss, last=stage.index == last),
+                stage.index,
+                last + 1,
+                first.device,
+                input_args=sample if stage.index == 0 else stream,
+                output_args=stream,  # of the last nobody asks
+                group=self.group,
+            )
+            for stage in self.stages
+        ]
+        for stage in stages:
+            stage.zero = self.zero
+        runtime = _PipelineScheduleRuntime(
+            # The last stage has found it.
+            stages,
+            count,
+            loss_fn=lambda loss, targets: loss,
+            scale_grads=False,
+        )
+        runtime._prepare_schedule_with_comms(
+            {
+                rank: [_Action(a.stage, _ComputationType(a.kind), a.micro_batch) for a in row]
+                for rank, row in enumerate(table)
+            }
+        )
+        return runtime
+
+    def _step_loss(self) -> StepLoss:
+        assert self.loss is not None
+        return self.loss
+
+    def _stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """What goes from stage to stage for one micro-batch, on meta: the first stage tries it once."""
+        key = tuple((value.shape, value.dtype) for value in (first, *inputs.values()))
+        if key not in self.streams:
+            self.streams[key] = self._try_stream(first, inputs)
+        return self.streams[key]
+
+    def _try_stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        found: list[Any] = [None]
+        source = self.placement[0]
+        if source == self.rank:
+            try:
+                with torch.no_grad():
+                    output = plain_stream(self.stages[0].module(first, **inputs))
+                found = [(output.shape, output.dtype)]
+            except ConfigError as error:
+                found = [error.problems]
+        dist.broadcast_object_list(
+            found, src=dist.get_global_rank(self.group, source), group=self.group
+        )
+        if isinstance(found[0], list):
+            raise ConfigError(*found[0])
+        shape, dtype = found[0]
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    def _take_tied_gradients(self) -> dict[str, Tensor]:
+        """Gradients that tied parameters have from before, by name; taken, since they are sums."""
+        earlier = {}
+        for tied in self.ties:
+            for stage, name in tied.holders:
+                if self.placement[stage] == self.rank:
+                    parameter = self._parameter(stage, name)
+                    if parameter.grad is not None:
+                        earlier[tied.name] = _local_gradient(parameter)
+                        parameter.grad = None
+        return earlier
+
+    def _sum_tied_gradients(self, earlier: Mapping[str, Tensor]) -> None:
+        """Give every copy of a tied parameter the sum of their gradients, and ``earlier`` ones, bitwise
+        the same."""
+        for tied in self.ties:
+            ranks = sorted({self.placement[stage] for stage, _ in tied.holders})
+            held = {
+                stage: self._parameter(stage, name)
+                for stage, name in tied.holders
+                if self.placement[stage] == self.rank
+            }
+            if not any(parameter.requires_grad for parameter in held.values()):
+                continue
+            # Messages are of the device, where gradients need not be.
+            gradients = {s: _local_gradient(p).to(self.device_type) for s, p in held.items()}
+            like = next(iter(gradients.values()))
+            operations = []
+            for stage, _ in tied.holders:
+                source = self.placement[stage]
+                for other in ranks:
+                    if source == self.rank != other:
+                        operations.append(self._p2p(dist.isend, gradients[stage], other))
+                if source != self.rank:
+                    gradients[stage] = torch.empty_like(like)
+                    operations.append(self._p2p(dist.irecv, gradients[stage], source))
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+            # In the order of stages on every rank: floating-point sums depend on it.
+            total = torch.stack([gradients[stage] for stage, _ in tied.holders]).sum(0)
+            if tied.name in earlier:
+                total += earlier[tied.name].to(total)
+            for parameter in held.values():
+                _local_gradient(parameter).copy_(total)
+
+    def _parameter(self, index: int, name: str) -> nn.Parameter:
+        """A parameter of a stage that is here, by the name it has there."""
+        return next(s.module for s in self.stages if s.index == index).get_parameter(name)
+
+    def _p2p(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+
+    def _message(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> "_Message":
+        return _Message(tensor, dist.batch_isend_irecv([self._p2p(operation, tensor, peer)]))
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A tensor that is on its way to another rank or from one, or is there already."""
+
+    tensor: Tensor
+    works: Sequence[dist.Work] = ()
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.tensor
+
+
+def _check_whole(samples: int, micro_batch: int) -> None:
+    if samples % micro_batch:
+        raise ConfigError(
+            f"micro_batch: {samples} samples are no whole number of micro-batches of {micro_batch},"
+            " which a pipeline needs"
+        )
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

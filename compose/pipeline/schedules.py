@@ -1,0 +1,350 @@
+"""Pipeline schedules as tables: what each rank does, action after action.
+
+A table is what the runtime executes, ``python -m compose schedule`` draws and a CSV file holds:
+one row per pipeline rank, one cell per action, as ``2F0``: stage 2, forward, micro-batch 0. F is a
+forward, B a whole backward, I the part of it that finds the input's gradient and W the part that finds
+the weights' (Qi et al. 2023, arXiv:2401.10241). The tables of named schedules are those of
+``torch.distributed.pipelining``.
+"""
+
+import csv
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from compose.errors import ConfigError, did_you_mean
+from compose.parallel.mesh import Parallel
+
+# Names, and the stages each rank holds where nothing else is asked for.
+SCHEDULES = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+# Those that are defined for that number only.
+_FIXED = ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV")
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a pipeline runs.
+
+    Args:
+        name: Of a schedule in SCHEDULES, or of a CSV file.
+        virtual_stages: Stages on each rank. 0: as many as the schedule is made for.
+        layers: Of each stage, in order. Empty: balanced by FLOPs.
+    """
+
+    name: str = "1F1B"
+    virtual_stages: int = 0
+    layers: Sequence[int] = ()
+
+
+def schedule_of(parallel: Parallel) -> Schedule:
+    """Return what the table [parallel] says of the pipeline."""
+    return Schedule(parallel.pp_schedule, parallel.pp_virtual_stages, parallel.pp_layers)
+
+
+class Action(NamedTuple):
+    """One cell: F, B, I or W of one micro-batch on one stage."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Table = list[list[Action]]
+"""For each pipeline rank its actions, in order."""
+
+
+def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
+    """How many stages each rank holds: ``virtual_stages``, or what the schedule is made for if 0.
+
+    Raises ConfigError for a name that is neither a schedule nor a CSV file, or a number it cannot have.
+    """
+    if schedule.endswith(".csv"):
+        return virtual_stages or 1
+    if schedule not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        near = did_you_mean(schedule, SCHEDULES)
+        raise ConfigError(
+            f"parallel.pp_schedule: unknown schedule {schedule!r}{near} (known: {known}, or a .csv"
+            " file)"
+        )
+    usual = SCHEDULES[schedule]
+    if schedule in _FIXED and virtual_stages not in (0, usual):
+        raise ConfigError(
+            f"parallel.pp_virtual_stages: {schedule} has {usual} on each rank, not {virtual_stages};"
+            f" use {usual}, or another parallel.pp_schedule"
+        )
+    return virtual_stages or usual
+
+
+def build_table(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Table:
+    """The table of a named schedule, or of a CSV file, for ``pp`` ranks of so many stages each.
+
+    Raises ConfigError where the schedule cannot be, with the nearest number of micro-batches that can.
+    """
+    per_rank = stages_per_rank(schedule, virtual_stages)
+    if schedule.endswith(".csv"):
+        table = read_table(schedule)
+        _check_shape(table, schedule, pp, per_rank, micro_batches)
+        check_table(table, schedule)
+        return table
+    try:
+        return _table_of_torch(schedule, pp, per_rank, micro_batches)
+    except ValueError as error:
+        reason = str(error).strip().rstrip(".")
+    raise ConfigError(
+        f"parallel.pp_schedule: {schedule} with parallel.pp {pp} cannot run {micro_batches}"
+        f" micro-batches (PyTorch: {' '.join(reason.split())}); nearest:"
+        f" {_nearest(schedule, pp, per_rank, micro_batches)}"
+    )
+
+
+def _nearest(schedule: str, pp: int, per_rank: int, micro_batches: int) -> str:
+    """The nearest number below that can run, and the nearest above."""
+    above = itertools.count(micro_batches + 1)
+    found = [
+        next((n for n in numbers if _exists(schedule, pp, per_rank, n)), None)
+        for numbers in (range(micro_batches - 1, 0, -1), above)
+    ]
+    return " or ".join(str(n) for n in found if n is not None)
+
+
+def _exists(schedule: str, pp: int, per_rank: int, micro_batches: int) -> bool:
+    try:
+        _table_of_torch(schedule, pp, per_rank, micro_batches)
+    except ValueError:
+        return False
+    return True
+
+
+def _table_of_torch(schedule: str, pp: int, per_rank: int, micro_batches: int) -> Table:
+    if schedule in _SINGLE:
+        return [_SINGLE[schedule](rank, pp, micro_batches) for rank in range(pp)]
+    # A schedule reads no more of its stages than these numbers until it runs.
+    stage: Any = SimpleNamespace(
+        group_rank=0, group_size=pp, num_stages=pp * per_rank, stage_index=0, submod=nn.Module()
+    )
+    kind: Any = get_schedule_class(schedule)
+    order = kind([stage] * per_rank, micro_batches).pipeline_order
+    return [_own_actions(order[rank]) for rank in range(pp)]
+
+
+def _gpipe(rank: int, pp: int, micro_batches: int) -> list[Action]:
+    """All forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965)."""
+    return [Action(rank, kind, n) for kind in "FB" for n in range(micro_batches)]
+
+
+def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Action]:
+    """PipeDream-flush (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1)."""
+    warmup = min(pp - 1 - rank, micro_batches)
+    forwards = [Action(rank, "F", n) for n in range(micro_batches)]
+    backwards = [Action(rank, "B", n) for n in range(micro_batches)]
+    steady = itertools.zip_longest(forwards[warmup:], backwards)
+    return forwards[:warmup] + [a for pair in steady for a in pair if a is not None]
+
+
+# PyTorch runs these two by loops of their own; its table of 1F1B lacks the last rank's first forward.
+_SINGLE = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}
+
+
+def _own_actions(actions: Sequence[Any]) -> list[Action]:
+    """Compute actions alone; those that overlap one another are, on one device, one after another."""
+    found: list[Action] = []
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions is not None:
+            found += _own_actions(action.sub_actions)
+        elif action.computation_type.value in ("F", "B", "I", "W"):
+            found.append(
+                Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+            )
+    return found
+
+
+def forwards(ranks: Sequence[int], micro_batches: int) -> list[Action]:
+    """Every forward of a pipeline that runs no backward, in an order in which they can run.
+
+    ranks: that of each stage. In each turn a rank runs the deepest of its stages that has an input, so
+    what waits between stages is little, and a V-schedule's ranks are busy too.
+    """
+    # For each stage the micro-batches that have come to it; behind the last, those that are done.
+    come = [micro_batches, *[0] * len(ranks)]
+    order: list[Action] = []
+    while come[-1] < micro_batches:
+        turn = {rank: i for i, rank in enumerate(ranks) if come[i + 1] < come[i]}
+        for stage in turn.values():
+            order.append(Action(stage, "F", come[stage + 1]))
+            come[stage + 1] += 1
+    return order
+
+
+def read_table(path: str) -> Table:
+    """The table of a CSV file: a row per rank, cells as ``2F0``, empty cells ignored."""
+    try:
+        rows = list(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ConfigError(f"parallel.pp_schedule: cannot read {path}: {reason}") from None
+    table: Table = []
+    for number, row in enumerate(rows):
+        actions = []
+        for text in filter(None, (cell.strip() for cell in row)):
+            match = _CELL.fullmatch(text)
+            if not match:
+                raise ConfigError(
+                    f"parallel.pp_schedule: {path}, row {number + 1}: {text!r} is not an action"
+                    " (stage, F, B, I or W, micro-batch: 2F0)"
+                )
+            actions.append(Action(int(match[1]), match[2], int(match[3])))
+        if actions:
+            table.append(actions)
+    if not table:
+        raise ConfigError(f"parallel.pp_schedule: {path} holds no action")
+    return table
+
+
+def write_table(table: Table, path: str) -> None:
+    """``table`` as a CSV file that :func:`read_table` reads."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([map(str, row) for row in table])
+
+
+def placement(schedule: str, pp: int, virtual_stages: int) -> list[int]:
+    """The pipeline rank of each stage: round and round, or there and back for V-schedules."""
+    if schedule.endswith(".csv"):
+        table = read_table(schedule)
+        stages = {action.stage for row in table for action in row}
+        if stages != set(range(len(stages))):
+            raise ConfigError(
+                f"parallel.pp_schedule: {schedule} has stages {_span(stages)}; count them from 0 on"
+            )
+        return stage_ranks(table)
+    there = list(range(pp))
+    if schedule in ("ZBVZeroBubble", "DualPipeV"):
+        return there + there[::-1]
+    return there * stages_per_rank(schedule, virtual_stages)
+
+
+def stage_ranks(table: Table) -> list[int]:
+    """The pipeline rank of each stage."""
+    ranks = {action.stage: rank for rank, row in enumerate(table) for action in row}
+    return [ranks[stage] for stage in range(len(ranks))]
+
+
+def _check_shape(table: Table, name: str, pp: int, per_rank: int, micro_batches: int) -> None:
+    stages = {a.stage for row in table for a in row}
+    found = {a.micro_batch for row in table for a in row}
+    problems = []
+    if len(table) != pp:
+        problems.append(f"{len(table)} rows, one for each rank; parallel.pp is {pp}")
+    if stages != set(range(pp * per_rank)):
+        problems.append(
+            f"stages {_span(stages)}; parallel.pp {pp} and parallel.pp_virtual_stages ask for"
+            f" 0 to {pp * per_rank - 1}"
+        )
+    if found != set(range(micro_batches)):
+        problems.append(
+            f"micro-batches {_span(found)}; train.global_batch and train.micro_batch make"
+            f" {micro_batches}, 0 to {micro_batches - 1}"
+        )
+    if problems:
+        raise ConfigError(*(f"parallel.pp_schedule: {name} has {problem}" for problem in problems))
+
+
+def _span(numbers: set[int]) -> str:
+    whole = numbers == set(range(len(numbers))) and numbers
+    return f"0 to {max(numbers)}" if whole else ", ".join(map(str, sorted(numbers))) or "none"
+
+
+def check_table(table: Table, name: str) -> None:
+    """Raise ConfigError unless ``table`` is a whole, possible step.
+
+    Every stage runs each micro-batch forward once, then B once, or I and then W; it stands on one
+    rank; the last runs forwards in order, by which PyTorch's runtime finds the losses; and no two
+    ranks wait for each other.
+    """
+
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError(f"parallel.pp_schedule: {name}: {problem}")
+
+    rank_of: dict[int, int] = {}
+    seen: set[Action] = set()
+    for rank, row in enumerate(table):
+        for a in row:
+            if rank_of.setdefault(a.stage, rank) != rank:
+                raise refuse(f"stage {a.stage} is on ranks {rank_of[a.stage]} and {rank}; use one")
+            if a in seen:
+                raise refuse(f"{a} stands there twice")
+            before = {"B": "F", "I": "F", "W": "I"}.get(a.kind)
+            if before and a._replace(kind=before) not in seen:
+                raise refuse(f"{a} stands before {a._replace(kind=before)}")
+            seen.add(a)
+    last = max(rank_of)
+    kinds_of: dict[tuple[int, int], set[str]] = {}
+    for a in seen:
+        kinds_of.setdefault((a.stage, a.micro_batch), set()).add(a.kind)
+    for stage, rank in rank_of.items():
+        for micro_batch in {number for _, number in kinds_of}:
+            kinds = kinds_of.get((stage, micro_batch), set())
+            if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                raise refuse(
+                    f"stage {stage} has {' and '.join(sorted(kinds)) or 'nothing'} of micro-batch"
+                    f" {micro_batch}; it takes F and B, or F, I and W"
+                )
+        if stage == last:
+            order = [a.micro_batch for a in table[rank] if (a.stage, a.kind) == (last, "F")]
+            if order != sorted(order):
+                raise refuse(f"stage {stage}, the last, runs its forwards out of order")
+    stuck = sorted(seen.difference(execution_order(table)))
+    if stuck:
+        raise refuse(f"ranks wait for each other; {stuck[0]} can never run")
+
+
+def needs(action: Action, last_stage: int) -> list[set[Action]]:
+    """What must have run before ``action``: one of each set."""
+    stage, kind, micro_batch = action
+    if kind == "F":
+        return [{Action(stage - 1, "F", micro_batch)}] if stage > 0 else []
+    if kind == "W":
+        return [{Action(stage, "I", micro_batch)}]
+    own = {Action(stage, "F", micro_batch)}
+    if stage == last_stage:
+        return [own]
+    return [own, {Action(stage + 1, "B", micro_batch), Action(stage + 1, "I", micro_batch)}]
+
+
+def execution_order(table: Table) -> list[Action]:
+    """All actions in an order in which they can run, or those that can if ranks wait for each other."""
+    last = max(a.stage for row in table for a in row)
+    place = [0] * len(table)
+    done: dict[Action, None] = {}
+    while True:
+        before = len(done)
+        for rank, row in enumerate(table):
+            while place[rank] < len(row):
+                action = row[place[rank]]
+                if not all(any(a in done for a in options) for options in needs(action, last)):
+                    break
+                done[action] = None
+                place[rank] += 1
+        if len(done) == before:
+            return list(done)

@@ -1,0 +1,358 @@
+"""What one process computes in plain PyTorch: what the proof holds a composition against.
+
+It runs several times: as the composition computes, and exactly, in float64. How far the two are apart
+is the error that one process makes by rounding, and the measure of what a composition may differ by.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from compose.errors import ConfigError
+from compose.loss.cross_entropy import LossFunction, count_targets
+from compose.parallel.routing import routers
+from compose.precision.float8 import NOTHING, Choice, Recipe, apply_float8
+from compose.precision.options import Precision
+from compose.proof.routing_trace import Choices, follow
+
+Named = Iterable[tuple[str, nn.Parameter]]
+State = Literal["", "zero", "unused"]
+
+# A float64 rounds 2^29 times finer than a float32.
+_FINER = 2.0**-29
+# A sum of parts that cancel leaves 2^-29 of the error that float32 makes there, another gradient
+# a million times that error or so.
+_ZERO = 1e-4
+# How many times the greatest change of a routing's margin by rounding still counts as a tie.
+_TIE = 2.0
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The types that a training step computes in. The defaults are float32 throughout."""
+
+    param: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+    state: torch.dtype = torch.float32
+    float8: Recipe = "off"
+
+    @property
+    def reduced(self) -> bool:
+        """Whether anything rounds more coarsely than float32 does."""
+        types = (self.param, self.reduce, self.master, self.state)
+        return self.float8 != "off" or any(kind.itemsize < 4 for kind in types)
+
+    def __str__(self) -> str:
+        if not self.reduced:
+            return str(self.param).removeprefix("torch.")
+        names = {"param": self.param, "reduce": self.reduce, "master": self.master, "state": self.state}
+        parts = [f"{name} {str(kind).removeprefix('torch.')}" for name, kind in names.items()]
+        return ", ".join([*parts, *([f"float8 {self.float8}"] if self.float8 != "off" else [])])
+
+
+def arithmetic_of(precision: Precision) -> Arithmetic:
+    """Return what ``precision`` says in torch's types."""
+    return Arithmetic(
+        precision.param_dtype,
+        precision.reduce_dtype,
+        precision.master_dtype,
+        precision.state_dtype,
+        precision.float8,
+    )
+
+
+def precision_of(arithmetic: Arithmetic) -> Precision:
+    """Return the table [precision] for ``arithmetic``, which may be float64 as no file can say."""
+    kinds = (arithmetic.param, arithmetic.reduce, arithmetic.master, arithmetic.state)
+    param, reduce, master, state = (str(kind).removeprefix("torch.") for kind in kinds)
+    return Precision(
+        param=cast(Any, param),
+        reduce=cast(Any, reduce),
+        float8=arithmetic.float8,
+        master=cast(Any, master),
+        optimizer_state=cast(Any, state),
+    )
+
+
+EXACT = Arithmetic(torch.float64, torch.float64, torch.float64, torch.float64)
+"""That of a proof's logic: rounding is too small to hide a fault."""
+
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+OptimizerOf = Callable[[Arithmetic, Named], torch.optim.Optimizer]
+"""Makes one process's optimizer for some arithmetic, from named whole parameters."""
+
+
+class OneProcess:
+    """Optimizer steps on the global batch, of the whole model, without any of compose's techniques.
+
+    Plain PyTorch, but for three things: float8 layers are made by ``compose.apply_float8`` (torchao's,
+    in the reduced run alone), routers are told what compose/parallel/routing.py tells them, and where
+    a routing is a tie it goes as in the composition.
+
+    micro_batch: samples of one forward; None: all. tie: a margin of a routing that is as good as none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arithmetic: Arithmetic,
+        loss_function: LossFunction,
+        optimizer: OptimizerOf,
+        *,
+        max_norm: float,
+        micro_batch: int | None,
+        loss_scale: float,
+        tie: float,
+        float8: Choice = NOTHING,
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.arithmetic, self.loss_function = arithmetic, loss_function
+        self.max_norm, self.micro_batch = max_norm, micro_batch
+        self.loss_scale, self.tie = loss_scale, tie
+        if arithmetic.float8 != "off":
+            apply_float8(self.model, float8)
+        wide = torch.promote_types(arithmetic.param, torch.float32)
+        self.parameters = dict(self.model.named_parameters())
+        for parameter in self.parameters.values():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(arithmetic.master).to(wide)
+        self.initial = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.optimizer = optimizer(arithmetic, self.parameters.items())
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.choices: dict[str, Choices] = {}
+
+    def step(self, batch: Mapping[str, Tensor], found: Mapping[str, Sequence[Choices]]) -> None:
+        """One optimizer step; notes loss and norm, and of the first step the gradients.
+
+        Where routing is a tie, it goes as in the other run, which ``found``.
+        """
+        targets = batch["targets"]
+        count = count_targets(targets).clamp(min=1)
+        routing = routers(self.model).values()
+        for router in routing:
+            router.tokens_per_step, router.loss_scale = targets.numel(), self.loss_scale
+        ids = torch.arange(targets.numel()).view(targets.shape)
+        calls = ids.split(self.micro_batch or len(ids))
+        with follow(self.model, found, calls, self.tie) as self.choices:
+            self.losses.append(self._accumulate(batch, count))
+        for router in routing:
+            router.finish_step(router.tally)
+        found_gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        for gradient in found_gradients.values():
+            gradient /= self.loss_scale
+        if not self.norms:
+            self.gradients = {name: gradient.clone() for name, gradient in found_gradients.items()}
+        limit = self.max_norm if self.max_norm > 0 else float("inf")
+        self.norms.append(nn.utils.clip_grad_norm_(list(self.parameters.values()), limit))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _accumulate(self, batch: Mapping[str, Tensor], count: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=count.device)
+        samples = len(batch["targets"])
+        size = self.micro_batch or samples
+        for start in range(0, samples, size):
+            part = {name: value[start : start + size] for name, value in batch.items()}
+            targets = part.pop("targets")
+            output = self._forward(part)
+            if not self.norms and not start and self.arithmetic == EXACT:
+                _check_sum(self.loss_function, output, targets)
+            loss = self.loss_function(output, targets) / count
+            (loss * self.loss_scale).backward()
+            total += loss.detach()
+            if self.arithmetic.reduce.itemsize < 4:
+                for parameter in self.parameters.values():
+                    if parameter.grad is not None:
+                        parameter.grad = parameter.grad.to(self.arithmetic.reduce).to(parameter.dtype)
+        return total
+
+    @torch.no_grad()
+    def natural(self, batch: Mapping[str, Tensor]) -> dict[str, Choices]:
+        """What routers choose by themselves, by their names."""
+        inputs = {name: value for name, value in batch.items() if name != "targets"}
+        targets = batch["targets"]
+        ids = torch.arange(targets.numel()).view(targets.shape)
+        size = self.micro_batch or len(ids)
+        with follow(self.model, {}, ids.split(size), 0.0) as choices:
+            for start in range(0, len(ids), size):
+                self._forward({n: v[start : start + size] for n, v in inputs.items()})
+        return choices
+
+    def _forward(self, inputs: Mapping[str, Tensor]) -> Any:
+        kind = self.arithmetic.param
+        inputs = {n: v.to(kind) if v.is_floating_point() else v for n, v in inputs.items()}
+        cast = {n: p.to(kind) if p.is_floating_point() else p for n, p in self.parameters.items()}
+        return torch.func.functional_call(self.model, cast, args=(), kwargs=dict(inputs))
+
+    def change(self, name: str) -> Tensor:
+        """Of a parameter over all steps."""
+        return self.parameters[name].detach() - self.initial[name]
+
+
+def _check_sum(loss_function: LossFunction, output: object, targets: Tensor) -> None:
+    """A sum over targets doubles when all targets come twice; a mean does not."""
+    if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != len(targets):
+        return
+    with torch.no_grad():
+        once = float(loss_function(output, targets))
+        twice = float(loss_function(torch.cat([output, output]), torch.cat([targets, targets])))
+    if abs(twice - 2 * once) > 1e-2 * abs(once):
+        ratio = twice / once if once else float("inf")
+        raise ConfigError(
+            f"loss_function: all targets twice give {ratio:.3g} times the loss, not 2: it has to return"
+            ' the sum over targets, not their mean; with PyTorch\'s losses, reduction="sum"'
+        )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A value that one process found. rounding: the norm of its own error. exact: the same in float64.
+
+    state: "zero" where nothing but rounding is left of it, since what adds up to it cancels; "unused"
+    where nothing adds up to it at all. Neither can show a fault as others do.
+    """
+
+    value: Tensor
+    rounding: float = 0.0
+    exact: Tensor | None = None
+    state: State = ""
+
+
+class References:
+    """One process, run as the composition computes, and otherwise to know its rounding.
+
+    In a reduced precision the run that is ``own`` takes the composition's micro-batches, so that it
+    rounds as often. Else it takes other ones, on which nothing that is right depends.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arithmetic: Arithmetic,
+        loss_function: LossFunction,
+        optimizer: OptimizerOf,
+        *,
+        max_norm: float,
+        micro_batch: int | None,
+        samples: int,
+        loss_scale: float,
+        tie: float,
+        float8: Choice = NOTHING,
+    ) -> None:
+        self.model, self.tie = model, tie
+        run = partial(
+            OneProcess, model, loss_function=loss_function, optimizer=optimizer, max_norm=max_norm
+        )
+        run = partial(run, loss_scale=loss_scale, tie=tie)
+        other = _other_split(micro_batch, samples)
+        self.exact = run(EXACT, micro_batch=other)
+        self.again: OneProcess | None = None
+        if arithmetic == EXACT:
+            self.own = self.exact
+            self.again = run(EXACT, micro_batch=micro_batch)
+            self.coarse = run(Arithmetic(), micro_batch=other)
+        else:
+            split = micro_batch if arithmetic.reduced else other
+            self.own = self.coarse = run(arithmetic, micro_batch=split, float8=float8)
+        self.initial_buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+
+    @property
+    def _runs(self) -> list[OneProcess]:
+        runs = {id(run): run for run in (self.own, self.exact, self.again, self.coarse) if run}
+        return list(runs.values())
+
+    def step(self, batch: Mapping[str, Tensor], found: Mapping[str, Sequence[Choices]]) -> None:
+        """One optimizer step of each run."""
+        if self.own.arithmetic.reduced and found:
+            # What rounding moves on one process it may move here; independently, so both ways.
+            moved = _moved(self.own.natural(batch), self.exact.natural(batch))
+            self.tie = max(self.tie, _TIE * moved)
+        for run in self._runs:
+            run.tie = self.tie
+            run.step(batch, found)
+
+    def expected(self, of: Callable[[OneProcess], Tensor]) -> Expected:
+        """What the own run has, with its error."""
+        own, exact, coarse = of(self.own), of(self.exact), of(self.coarse)
+        rounding = _distance(coarse, exact)
+        size = float(exact.double().norm())
+        state: State = "zero" if size <= _ZERO * rounding else ""
+        if size == 0 and rounding == 0:
+            state = "unused"
+        if self.again:
+            rounding = max(rounding * _FINER, _distance(of(self.again), own))
+        return Expected(own, rounding, exact, state)
+
+    def gradient(self, name: str) -> Expected:
+        """Of a parameter, on the first step."""
+        like = self.model.get_parameter(name)
+        return self.expected(lambda run: run.gradients.get(name, torch.zeros_like(like)))
+
+    def update(self, name: str) -> Expected:
+        """Of a parameter, over all steps. That a learning rate of 0 leaves it as it was is a result
+        like others: what has no gradient is named by its gradient."""
+        found = self.expected(lambda run: run.change(name))
+        return replace(found, state="") if found.state == "unused" else found
+
+    def buffer(self, name: str) -> Expected:
+        """After all steps."""
+        return replace(self.expected(lambda run: run.model.get_buffer(name)), state="")
+
+    def loss(self) -> Expected:
+        """Of the last step."""
+        return self.expected(lambda run: run.losses[-1])
+
+    def norm(self) -> Expected:
+        """Of all gradients in the last step, before clipping."""
+        return self.expected(lambda run: run.norms[-1])
+
+
+def _moved(own: Mapping[str, Choices], exact: Mapping[str, Choices]) -> float:
+    """The greatest change of a margin by rounding, of tokens that went to the same experts."""
+    greatest = 0.0
+    for name, choices in own.items():
+        other = exact[name]
+        place = torch.empty_like(other.ids)
+        place[other.ids] = torch.arange(len(place))
+        at = place[choices.ids]
+        same = (choices.experts.sort(1).values == other.experts[at].sort(1).values).all(1)
+        moved = (choices.margins.double() - other.margins[at].double()).abs()[same]
+        greatest = max([greatest, *moved[moved.isfinite()].tolist()])
+    return greatest
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm())
+
+
+def _other_split(micro_batch: int | None, samples: int) -> int | None:
+    """Samples of one forward where the composition takes ``micro_batch``."""
+    if micro_batch is not None and micro_batch < samples:
+        return None
+    return (samples + 1) // 2
+
+
+class RoundedWeights(torch.optim.Optimizer):
+    """An optimizer's steps on weights of a coarser type, whose values wide parameters hold."""
+
+    def __init__(self, make: OptimizerFactory, dtype: torch.dtype, named: Named) -> None:
+        self.pairs = [(name, p, nn.Parameter(p.detach().to(dtype))) for name, p in named]
+        super().__init__([p for _, p, _ in self.pairs], {})
+        self.inner = make([(name, rounded) for name, _, rounded in self.pairs])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take the inner optimizer's step, and hold what it left."""
+        for _, wide, rounded in self.pairs:
+            rounded.grad = None if wide.grad is None else wide.grad.to(rounded.dtype)
+        self.inner.step()
+        for _, wide, rounded in self.pairs:
+            wide.copy_(rounded)

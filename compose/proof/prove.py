@@ -1,0 +1,100 @@
+"""The proof for a job: the run that ``train.py`` would start, held against one process."""
+
+import copy
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from compose.build import build_optimizer, cut, fill, loss_function
+from compose.composition.state import Composition
+from compose.data.packing import random_batch
+from compose.legality.job import Job
+from compose.optimizer.reference import Reference
+from compose.optimizer.rules import parameter_rules
+from compose.precision.float8 import choose
+from compose.precision.loss_scale import first_scale
+from compose.precision.options import Precision
+from compose.proof.one_process import EXACT, Arithmetic, Named, arithmetic_of, precision_of
+from compose.proof.report import Report
+from compose.proof.verify import Sides, Trial, prove_both
+
+STEPS = 2
+# AdamW divides by a gradient's own size plus eps: with 1e-8 one element whose gradient is rounding
+# noise takes a full-sized step of random sign, and a small tensor fails for it.
+EPS = 1e-6
+# Of train.max_norm. First gradients are hardly larger than it, and clipping has to act to be seen.
+CLIP = 0.1
+
+
+def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
+    """Compare a job on ``mesh`` with one process over two steps on random documents.
+
+    The composition is made as training makes it, from meta, so initial weights are compared too.
+
+    Args:
+        job: Of the ranks of ``mesh``.
+        mesh: Of ``compose.init_mesh``.
+        device: Of this rank.
+
+    Returns:
+        What was compared, and the verdict; the same on every rank.
+
+    Raises:
+        ConfigError: The job cannot run.
+    """
+    whole = copy.deepcopy(job.model)
+    if dist.get_rank() == 0:
+        fill(whole, job, device)
+    eps = max(job.config.optimizer.eps, EPS)
+    config = replace(job.config, optimizer=replace(job.config.optimizer, eps=eps))
+    job = replace(job, config=config)
+    train, vocabulary = config.train, config.model.config.vocab_size
+    batches = [
+        {
+            name: value.to(device)
+            for name, value in random_batch(
+                train.global_batch, train.seq_len, vocabulary, train.seed + step
+            ).items()
+        }
+        for step in range(STEPS)
+    ]
+    scale = first_scale(config.precision)
+    rules = parameter_rules(job.model, job.plan, config.optimizer)
+
+    def compose(arithmetic: Arithmetic) -> Composition:
+        options = replace(config.options, precision=precision_of(arithmetic))
+        composition = cut(job, mesh, device, options)
+        fill(composition, job, device)
+        return composition
+
+    def optimizer(arithmetic: Arithmetic, composition: Composition) -> torch.optim.Optimizer:
+        # On CUDA Muon's products are in bfloat16 by default, too coarse for another proof.
+        muon_dtype = None if arithmetic.reduced else arithmetic.param
+        return build_optimizer(composition, _in(arithmetic, job), muon_dtype)
+
+    def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
+        here = _in(arithmetic, job).config
+        return Reference(dict(named), rules, here.optimizer, here.precision, train.seed)
+
+    sides = Sides(
+        compose,
+        optimizer,
+        reference_optimizer,
+        float8=choose(
+            job.model, job.resolved, job.degrees.tp, config.precision.float8, mesh.device_type
+        ),
+        # The offloaded optimizer's memory and files are float32.
+        logic=EXACT if config.optimizer.offload == "none" else Arithmetic(),
+        loss_scale=scale.value if scale else 1.0,
+    )
+    trial = Trial(train.micro_batch, loss_function(config), max_norm=CLIP * train.max_norm)
+    return prove_both(whole, batches, arithmetic_of(config.precision), sides, trial)
+
+
+def _in(arithmetic: Arithmetic, job: Job) -> Job:
+    """``job`` as it is, or in full precision where ``arithmetic`` is."""
+    if arithmetic.reduced:
+        return job
+    return replace(job, config=replace(job.config, precision=Precision()))

@@ -1,0 +1,387 @@
+"""The proof that a composition equals one process: loss, norm, every gradient, the weights after.
+
+Rank 0 runs the whole batch through the whole model as compose/proof/one_process.py does. Every rank
+then holds what the composition gave it against that, since replicas that have drifted apart look right
+on one rank. Where a composition computes in a reduced precision, its logic runs in float64 first: there
+a fault cannot hide behind rounding.
+"""
+
+import copy
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from compose.apply import apply
+from compose.base.local_tensor import local_tensor
+from compose.composition.options import Options
+from compose.composition.state import Composition
+from compose.errors import ConfigError
+from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
+from compose.optimizer.adamw import AdamW
+from compose.parallel.mesh import axis_size, batch_share
+from compose.parallel.routing import routers
+from compose.plan import Plan, resolve
+from compose.precision.float8 import NOTHING as WHOLE
+from compose.precision.float8 import Choice, choose
+from compose.precision.options import Precision
+from compose.proof.one_process import (
+    EXACT,
+    Arithmetic,
+    Expected,
+    Named,
+    OptimizerFactory,
+    OptimizerOf,
+    References,
+    RoundedWeights,
+    arithmetic_of,
+    precision_of,
+)
+from compose.proof.report import Judge, Report, Tolerance, joined, tolerance_of
+from compose.proof.routing_trace import (
+    Choices,
+    Difference,
+    compare_choices,
+    gathered,
+    ids_of_calls,
+    watch,
+)
+from compose.train.step import clip_grad_norm_, forward_backward
+from compose.weights import local_part, named_generator
+
+# Of what is added to weights that are all alike, as zeros are.
+_SPREAD = 0.02
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The training step that a proof takes."""
+
+    micro_batch: int | None = None
+    """Samples in one forward; None is a rank's whole share."""
+    loss_function: LossFunction = cross_entropy
+    """As ``forward_backward`` takes it."""
+    optimizer: OptimizerFactory | None = None
+    """Makes an optimizer from parameters; None: AdamW. With master weights in bfloat16 it is given
+    pairs of name and parameter, as ``compose.optimizer.AdamW`` takes them."""
+    max_norm: float = 1.0
+    """The limit of ``clip_grad_norm_``."""
+    tolerance: Tolerance | None = None
+    """Of the run in the types asked for; None: ``compose.proof.report.tolerance_of`` them."""
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+    options: Options | None = None,
+    trial: Trial | None = None,
+) -> Report:
+    """Prove that ``plan`` on ``mesh`` trains ``model`` as one process does.
+
+    Every option takes part. A reduced precision is run twice: in float64, without float8, and as it
+    is.
+
+    Args:
+        model: Holds its weights, those of rank 0 counting; it is left as it was. Where a parameter is
+            the same number throughout, as zeros are, the proof adds noise to it: behind a projection
+            of zeros no gradient would be seen.
+        plan: The model's parallelization.
+        mesh: Of ``compose.init_mesh``.
+        batch: The global batch, the same on every rank, as ``forward_backward`` takes it. A list of
+            batches runs one optimizer step for each; gradients are compared on the first.
+        options: As ``compose.apply`` takes them.
+        trial: The training step; None: the defaults.
+
+    Returns:
+        What was compared, and the verdict; the same on every rank.
+
+    Raises:
+        ConfigError: The plan does not fit the model, no target is trained on, or ``loss_function``
+            returns a mean.
+    """
+    trial = trial or Trial()
+    asked = options.precision if options else Precision()
+    chosen = replace(arithmetic_of(asked), state=asked.master_dtype)
+    resolved = resolve(plan, model)
+
+    def compose(arithmetic: Arithmetic) -> Composition:
+        here = options if options is None else replace(options, precision=precision_of(arithmetic))
+        return apply(copy.deepcopy(model), resolved, mesh, here)
+
+    def optimizer_for(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
+        if arithmetic.master.itemsize < 4:
+            return (trial.optimizer or partial(AdamW, lr=1e-3))(named)
+        default = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
+        return (trial.optimizer or default)(parameter for _, parameter in named)
+
+    def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
+        if arithmetic.master.itemsize < 4:
+            return RoundedWeights(trial.optimizer or partial(AdamW, lr=1e-3), arithmetic.master, named)
+        return optimizer_for(arithmetic, named)
+
+    sides = Sides(
+        compose,
+        lambda arithmetic, composition: optimizer_for(arithmetic, list(composition.named_parameters())),
+        reference_optimizer,
+        float8=choose(model, resolved, axis_size(mesh, "tp"), asked.float8, mesh.device_type),
+    )
+    return prove_both(model, list(_batches(batch)), chosen, sides, trial)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """How the two sides of a comparison are made for some arithmetic."""
+
+    compose: Callable[[Arithmetic], Composition]
+    """Makes the composition."""
+    optimizer: Callable[[Arithmetic, Composition], torch.optim.Optimizer]
+    """Makes the composition's optimizer."""
+    reference_optimizer: OptimizerOf
+    """Makes one process's optimizer."""
+    float8: Choice = WHOLE
+    """The layers that compute in float8 on one process."""
+    logic: Arithmetic = EXACT
+    """What the logic of a reduced precision runs in."""
+    loss_scale: float = 1.0
+    """By which the loss is multiplied before backward."""
+
+
+def prove_both(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Tensor]],
+    arithmetic: Arithmetic,
+    sides: Sides,
+    trial: Trial,
+) -> Report:
+    """Prove a composition in ``arithmetic``; where this is reduced, its logic first."""
+    reports = []
+    for kind in [sides.logic, arithmetic] if arithmetic.reduced else [arithmetic]:
+        composition = sides.compose(kind)
+        # Only the run in the types asked for is allowed what the caller says.
+        how = trial if kind is arithmetic else replace(trial, tolerance=None)
+        label = f"{kind} " if arithmetic.reduced and kind is sides.logic else ""
+        reports.append(compare(model, composition, batches, Run(kind, sides, label), how))
+    return joined(reports)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a proof, in one arithmetic. label: stands before each quantity."""
+
+    arithmetic: Arithmetic
+    sides: Sides
+    label: str = ""
+
+
+def compare(
+    model: nn.Module,
+    composition: Composition,
+    batches: Sequence[Mapping[str, Tensor]],
+    run: Run,
+    trial: Trial,
+) -> Report:
+    """Make the comparison of :func:`verify`, of a model that the caller has cut and filled."""
+    arithmetic, loss_scale, mesh = run.arithmetic, run.sides.loss_scale, composition.mesh
+    micro_batch, max_norm = trial.micro_batch, trial.max_norm
+    composed = composition.model
+    optimizer = run.sides.optimizer(arithmetic, composition)
+    # DTensor warns that full_tensor() of a strided shard takes two collectives.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    _check_batches(batches, mesh)
+    tolerance = trial.tolerance or tolerance_of(arithmetic)
+    index, count = batch_share(mesh)
+    judge = Judge(torch.device(mesh.device_type), tolerance, run.label)
+    held = _held(composition)
+    first = dist.get_rank() == 0
+
+    model = copy.deepcopy(model) if first else model
+    _judge_beginning(judge, model, composition, arithmetic.master if first else None)
+    _spread(model, composition, first)
+
+    reference: References | None = None
+    if first:
+        reference = References(
+            model,
+            arithmetic,
+            trial.loss_function,
+            run.sides.reference_optimizer,
+            max_norm=max_norm,
+            micro_batch=micro_batch,
+            samples=len(batches[0]["targets"]),
+            loss_scale=loss_scale,
+            tie=tolerance.loss,
+            float8=run.sides.float8,
+        )
+
+    def expected(of: Callable[[References], Expected]) -> Expected | None:
+        return of(reference) if reference else None
+
+    before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
+    differences: list[Difference] = []
+    for step, batch in enumerate(batches):
+        share = {name: _slice(value, index, count) for name, value in batch.items()}
+        with watch(composed) as witness:
+            loss = forward_backward(
+                composition,
+                share,
+                micro_batch=micro_batch,
+                loss_function=trial.loss_function,
+                loss_scale=loss_scale,
+            )
+        seen: dict[str, list[Choices]] = {}
+        if routers(model):
+            calls = ids_of_calls(composition, batch["targets"].shape, micro_batch)
+            seen = gathered(witness.choices(calls))
+        _on_first_rank(partial(reference.step, batch, seen) if reference else None)
+        if reference:
+            differences += [
+                compare_choices(name, step + 1, natural, seen.get(name, []))
+                for name, natural in reference.own.choices.items()
+            ]
+        for name, parameter in model.named_parameters() if step == 0 else ():
+            gradients = [_gradient(p) / loss_scale for p in held.get(name, ())]
+            right = expected(lambda r, name=name: r.gradient(name))
+            judge.tensor("gradient", name, gradients, parameter.shape, right, tolerance.gradient)
+            if arithmetic.reduced:
+                judge.rounding(gradients, parameter.shape, right)
+        norm = clip_grad_norm_(composition, max_norm, loss_scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        row = f"step {step + 1}"
+        judge.tensor("loss", row, [loss], loss.shape, expected(References.loss), tolerance.loss)
+        right = expected(References.norm)
+        judge.tensor("grad_norm", row, [norm], norm.shape, right, tolerance.gradient)
+    # A lone data rank reduces nothing.
+    reduces = arithmetic.reduce.itemsize < 4 and axis_size(mesh, "cp") * count > 1
+    if arithmetic.param.itemsize < 4 or arithmetic.float8 != "off" or reduces:
+        judge.same_rounding()
+    for name, shape, values in _buffers(model, composed):
+        right = expected(lambda r, name=name: r.buffer(name))
+        judge.tensor("buffer after", name, values, shape, right, tolerance.loss)
+    after = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
+    for name, parameter in model.named_parameters():
+        pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
+        changes = [new.double() - old.double() for new, old in pairs]
+        right = expected(lambda r, name=name: r.update(name))
+        allowed = tolerance.update_of(parameter.numel()) if arithmetic.reduced else tolerance.update
+        judge.tensor("update", name, changes, parameter.shape, right, allowed)
+        judge.same_everywhere(name, after.get(name, ()))
+    for tied in composition.pipeline.ties if composition.pipeline else ():
+        judge.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
+    return judge.report(differences, reference.tie if reference else tolerance.loss)
+
+
+def _judge_beginning(
+    judge: Judge, model: nn.Module, composition: Composition, master: torch.dtype | None
+) -> None:
+    """Compare weights and buffers before the first step; ``master`` is None but on the first rank."""
+    held = _held(composition)
+    for name, parameter in model.named_parameters():
+        values = [whole(p) for p in held.get(name, [])]
+        right = None if master is None else Expected(parameter.detach().to(master))
+        judge.tensor("initial weight", name, values, parameter.shape, right, 0.0)
+    whole_buffers = dict(model.named_buffers())
+    for name, shape, values in _buffers(model, composition.model):
+        right = None if master is None else Expected(whole_buffers[name])
+        judge.tensor("buffer", name, values, shape, right, 0.0)
+
+
+def _buffers(model: nn.Module, composed: nn.Module) -> Iterator[tuple[str, torch.Size, list[Tensor]]]:
+    """Name and shape of each buffer of the whole model, and what this rank has of it."""
+    here = dict(composed.named_buffers())
+    for name, buffer in model.named_buffers():
+        yield name, buffer.shape, [here[name]] if name in here else []
+
+
+def _check_batches(batches: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh) -> None:
+    _, count = batch_share(mesh)
+    samples = {len(value) for batch in batches for value in batch.values()}
+    if any(number % count for number in samples):
+        raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
+    for batch in batches:
+        if not count_targets(batch["targets"]):
+            raise ConfigError(
+                "batch: no target is trained on, so that nothing can be proved; give targets other"
+                " than -100"
+            )
+
+
+@torch.no_grad()
+def _spread(model: nn.Module, composition: Composition, first: bool) -> None:
+    """Add noise to the parameters that are one number throughout, in the whole model on the first rank
+    and in what each rank holds. Zeros hide what is behind them, and ones an order of shards."""
+    alike = [
+        name
+        for name, p in model.named_parameters()
+        if first and p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all())
+    ]
+    shared = [alike]
+    dist.broadcast_object_list(shared, src=0)
+    for name, parameter in [
+        *composition.named_parameters(),
+        *(model.named_parameters() if first else ()),
+    ]:
+        if name in shared[0]:
+            noise = torch.empty(parameter.shape, dtype=torch.float32)
+            noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
+            local = local_tensor(parameter)
+            changed = local.float() + local_part(noise, parameter).to(local.device)
+            local.copy_(changed)
+
+
+def _held(composition: Composition) -> dict[str, list[nn.Parameter]]:
+    """This rank's parameters by their names in the whole model, of which it may have copies."""
+    held: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in composition.named_parameters():
+        held.setdefault(name, []).append(parameter)
+    return held
+
+
+def _batches(
+    batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+) -> Sequence[Mapping[str, Tensor]]:
+    return [batch] if isinstance(batch, Mapping) else batch
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros(parameter.shape, device=parameter.device)
+    return whole(parameter.grad)
+
+
+def _on_first_rank(work: Callable[[], None] | None) -> None:
+    """Do what rank 0 alone has to do; if it raises, every rank does, rather than wait for it."""
+    problem: list[list[str] | str | None] = [None]
+    try:
+        if work:
+            work()
+    except ConfigError as error:
+        problem[0] = error.problems
+    except Exception:
+        problem[0] = traceback.format_exc()
+    dist.broadcast_object_list(problem, src=0)
+    if isinstance(problem[0], list):
+        raise ConfigError(*problem[0])
+    if problem[0] is not None:
+        raise RuntimeError(f"the model failed on one process:\n{problem[0]}")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor (a collective), or the tensor itself; a detached copy."""
+    if isinstance(tensor, DTensor):  # whose part may be in host memory, where no collective reaches
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return tensor.detach().clone()
+
+
+def _slice(value: Tensor, index: int, count: int) -> Tensor:
+    share = len(value) // count
+    return value[index * share : (index + 1) * share]

@@ -1,0 +1,104 @@
+"""Forward alone, on any mesh: the loss of a batch, or what the model says to it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from compose.composition.state import Composition
+from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
+from compose.loss.output import step_loss
+from compose.parallel.data_parallel import finish_backward
+from compose.parallel.mesh import BATCH_AXES, sum_over
+from compose.train.step import local_batch, micro_batches, samples_at_once
+
+
+def evaluate(
+    composition: Composition,
+    batch: Mapping[str, Tensor],
+    *,
+    micro_batch: int | None = None,
+    loss_function: LossFunction = cross_entropy,
+) -> tuple[Tensor, Tensor]:
+    """Find the loss of a batch, and change nothing: the next step is what it would have been.
+
+    Dropout and the like are off. There are no gradients, and routers neither count nor balance.
+
+    Args:
+        composition: What ``compose.apply`` returned.
+        batch: As ``forward_backward`` takes it. A row that fills up a share has IGNORE as its targets
+            and positions of -1.
+        micro_batch: Samples in one forward; None is the whole share.
+        loss_function: As ``forward_backward`` takes it.
+
+    Returns:
+        The sum of the loss over all targets of all ranks, float64, and the targets' number, int64.
+
+    Raises:
+        ValueError: ``micro_batch`` is below 1.
+    """
+    mesh = composition.mesh
+    total = torch.zeros((), dtype=torch.float64, device=batch["targets"].device)
+
+    with step_loss(loss_function, torch.ones_like(total), composition.output) as loss:
+
+        def add(output: Tensor, part: Mapping[str, Tensor]) -> None:
+            total.add_(loss(output, part["targets"]))
+
+        def expect(part: Mapping[str, Tensor]) -> None:
+            loss.expect(part["targets"])
+
+        forward(composition, batch, micro_batch=micro_batch, each=add, before=expect)
+    count = sum_over(count_targets(batch["targets"]), mesh, BATCH_AXES)
+    return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp")), count
+
+
+@torch.no_grad()
+def forward(
+    composition: Composition,
+    batch: Mapping[str, Tensor],
+    *,
+    micro_batch: int | None = None,
+    each: Callable[[Tensor, Mapping[str, Tensor]], None],
+    before: Callable[[Mapping[str, Tensor]], None] = lambda part: None,
+) -> None:
+    """Run a batch through the model, which is left as it was.
+
+    Args:
+        composition: What ``compose.apply`` returned.
+        batch: As ``forward_backward`` takes it; the model does not see ``targets``.
+        micro_batch: Samples in one forward; None is the whole share.
+        each: Called as ``each(output, part)`` for every micro-batch in order. With cp, ``part`` is what
+            this rank has of each sequence. In a pipeline it is called where the last stage is.
+        before: Called with each part ahead of its forward, where ``each`` is called.
+
+    Raises:
+        ValueError: ``micro_batch`` is below 1.
+    """
+    model, pipeline = composition.model, composition.pipeline
+    size = samples_at_once(batch, micro_batch)
+    parts = list(micro_batches(local_batch(composition, batch), size))
+    stages = [stage.module for stage in pipeline.stages] if pipeline else []
+    with loss_parallel(), _evaluating(model, *stages):
+        if pipeline:
+            pipeline.forward(parts, each, before)
+            return
+        for part in parts:
+            before(part)
+            each(model(**{name: value for name, value in part.items() if name != "targets"}), part)
+        finish_backward(model, composition.zero, last=True)
+
+
+@contextmanager
+def _evaluating(*models: nn.Module) -> Iterator[None]:
+    """In evaluation mode, each module of ``models``; then in the mode it had."""
+    training = [module for model in models for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,95 @@
+"""The folder of a run: the same on every rank, and of one run at a time."""
+
+import fcntl
+import os
+import stat
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+import torch.distributed as dist
+
+from compose.base.own_files import LEADS_OUT, leads_out, open_own
+from compose.checkpoint.store import MARK, newest_first
+from compose.errors import ConfigError
+
+_FILES = (".lock", "config.toml", "metrics.jsonl", MARK)
+_FOLDERS = ("checkpoints", "traces", "tokenizer")
+
+
+def strangers(folder: Path) -> list[str]:
+    """One line for each of a run's files or folders in ``folder`` that is a link, which could lead
+    anywhere, or another kind of thing; and for each checkpoint that a link names elsewhere."""
+    problems = []
+    for name in (*_FILES, *_FOLDERS):
+        try:
+            mode = (folder / name).lstat().st_mode
+        except OSError:
+            continue
+        wanted, right = ("file", stat.S_ISREG) if name in _FILES else ("folder", stat.S_ISDIR)
+        if stat.S_ISLNK(mode):
+            problems.append(f"run.dir: {folder / name} is a symbolic link; a run writes within run.dir")
+        elif not right(mode):
+            problems.append(f"run.dir: {folder / name} is not a {wanted}; move it away")
+    outside = [] if problems else newest_first(folder / "checkpoints")
+    return problems + [f"run.dir: {p}: {LEADS_OUT}" for p in outside if leads_out(p, folder)]
+
+
+class RunFolder:
+    """``run.dir``, or a new folder named by the time; making one is a collective.
+
+    The first rank creates it, and holds its lock until :meth:`release` or its end. Raises ConfigError
+    where another run holds it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._lock: IO[str] | None = None
+        found: list[str] = ["", ""]
+        if dist.get_rank() == 0:
+            folder = Path(name) if name else _new()
+            folder.mkdir(parents=True, exist_ok=True)
+            found = [str(folder), "\n".join(strangers(folder)) or self._take(folder)]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(found, src=0)
+        if found[1]:
+            raise ConfigError(*found[1].splitlines())
+        self.path = Path(found[0])
+
+    def _take(self, folder: Path) -> str:
+        """Lock the folder; what is wrong if that cannot be."""
+        try:
+            file = open_own(folder / ".lock", "a+")
+        except OSError as error:
+            return f"run.dir: cannot write to {folder}: .lock: {error.strerror}"
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            return f"run.dir: {folder} is in use by another run ({holder})"
+        except OSError:
+            return ""  # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        self._lock = file
+        return ""
+
+    def release(self) -> None:
+        """Let another run have the folder."""
+        if self._lock:
+            self._lock.close()
+
+
+def _new() -> Path:
+    """A new folder, whose name another run may have taken already."""
+    while True:
+        folder = Path(f"runs/{datetime.now():%Y%m%d-%H%M%S}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            time.sleep(0.1)
+        else:
+            return folder

@@ -1,0 +1,236 @@
+"""What a run reports of each step: metrics.jsonl, the console, TensorBoard."""
+
+import contextlib
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from compose.base.own_files import open_own, write_whole
+from compose.errors import ConfigError
+from compose.precision.options import Precision
+
+# Dense peak FLOP/s by a part of torch.cuda.get_device_name(), first match wins; bfloat16 and float8
+# without sparsity, from the makers' data sheets (docs/metrics.md names them).
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "GB200": {"bfloat16": 2.5e15, "float8": 5.0e15},
+    "B200": {"bfloat16": 2.25e15, "float8": 4.5e15},
+    "H200": {"bfloat16": 989e12, "float8": 1979e12},
+    "H100 NVL": {"bfloat16": 835e12, "float8": 1671e12},
+    "H100 PCIe": {"bfloat16": 756e12, "float8": 1513e12},
+    "H100": {"bfloat16": 989e12, "float8": 1979e12},
+    "H20": {"bfloat16": 148e12, "float8": 296e12},
+    "A100": {"bfloat16": 312e12},
+    "A40": {"bfloat16": 149.7e12},
+    "L40S": {"bfloat16": 362e12, "float8": 733e12},
+    "L4": {"bfloat16": 121e12, "float8": 242e12},
+    "MI325X": {"bfloat16": 1307e12, "float8": 2615e12},
+    "MI300X": {"bfloat16": 1307e12, "float8": 2615e12},
+    "MI250X": {"bfloat16": 383e12},
+}
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense peak of one device in FLOP/s, None where it is not known: then MFU is null."""
+    for name, rates in PEAK_FLOPS.items():
+        if name in device_name:
+            return rates.get(dtype)
+    return None
+
+
+def device_peak(device: torch.device, precision: Precision) -> float | None:
+    """Peak FLOP/s of ``device`` in the precision of forward and backward."""
+    if device.type != "cuda":
+        return None
+    # The half types have one peak.
+    dtype = "bfloat16" if precision.param == "float16" else precision.param
+    return peak_flops(torch.cuda.get_device_name(device), dtype)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this rank has used: of the GPU's allocator, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl; docs/metrics.md defines each field."""
+
+    step: int
+    loss: float | None  # null where it was not finite
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    samples: int
+    tokens_per_second: float
+    mfu: float | None
+    memory: int
+    z_loss: float | None = None  # of the model's own logits
+    loss_scale: float | None = None  # that the step's loss was multiplied by, in float16
+    epochs: Mapping[str, float] = field(default_factory=dict)  # of each of several sets of data
+    validation_loss: float | None = None  # where it was measured
+    skipped: int = 0  # steps of this process that were not finite
+    routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
+    checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
+    recompiles: int | None = None  # graphs compiled, with torch.compile
+    offload: Mapping[str, float] = field(default_factory=dict)  # what left the device
+
+    def console(self, steps: int, seconds_left: float) -> str:
+        """The step as a line for a person, with the time left."""
+        minutes, seconds = divmod(round(seconds_left), 60)
+        mfu = "" if self.mfu is None else f"  mfu {self.mfu:.1%}"
+        loads = [report["load"] for report in self.routing.values() if "load" in report]
+        validation = (
+            "" if self.validation_loss is None else f"  validation_loss {self.validation_loss:.4f}"
+        )
+        load = f"  load {max(loads):.2f}" if loads else ""
+        return (
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {_shown(self.loss, 4)}{validation}"
+            f"  grad_norm {_shown(self.grad_norm, 3)}  lr {self.lr:.2e}"
+            f"  {self.tokens_per_second:,.0f} tokens/s{mfu}{load}  {self.memory / 2**30:.2f} GiB"
+            f"  sample {self.samples:,}  left {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+        )
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+class MetricsWriter:
+    """Writes steps into ``folder``, after the lines that are there of the first ``steps``: a run that
+    goes on leaves one line a step. Made by one rank; the others have none.
+
+    Where nothing can be written, it says so once, keeps the lines, and writes them when it can. Raises
+    ConfigError where the file that is there cannot be read or replaced.
+    """
+
+    def __init__(self, folder: Path, tensorboard: bool, steps: int = 0) -> None:
+        self.path = folder / "metrics.jsonl"
+        try:
+            kept, strange = _lines_of(self.path, steps)
+            if strange:
+                names = (self.path.with_name(f"{self.path.name}.damaged-{i}") for i in range(1, 10**6))
+                aside = next(name for name in names if not os.path.lexists(name))
+                self.path.rename(aside)
+                _say(f"{self.path}: {strange} of its lines are no steps; it is kept as {aside}")
+            # A new file in its place, so that a crash leaves the old one or the new one.
+            write_whole(self.path, b"".join(kept))
+            self.file: IO[bytes] = open_own(self.path, "ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"run.dir: {self.path}: {error.strerror}") from None
+        self.size, self.waiting, self.problem = sum(map(len, kept)), b"", ""
+        self.events: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # half a second to import
+
+            self.events = SummaryWriter(str(folder), purge_step=steps + 1 if steps else None)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one line, on disk when this returns if it can be, and one event per number."""
+        values = asdict(metrics)
+        optional = (
+            "z_loss",
+            "loss_scale",
+            "epochs",
+            "validation_loss",
+            "routing",
+            "checkpoint",
+            "offload",
+            "recompiles",
+        )
+        for name in optional:
+            if values[name] is None or values[name] == {}:  # nothing to say
+                del values[name]
+        if not values["skipped"]:
+            del values["skipped"]
+        self._append(json.dumps(values).encode() + b"\n")
+        if self.events:
+            values |= {f"checkpoint/{k}": v for k, v in values.pop("checkpoint", {}).items()}
+            values |= {f"offload/{k}": v for k, v in values.pop("offload", {}).items()}
+            values |= {f"epochs/{k}": v for k, v in values.pop("epochs", {}).items()}
+            for router, report in values.pop("routing", {}).items():
+                values |= {f"{key}/{router}": value for key, value in report.items()}
+            try:
+                for name, value in values.items():
+                    if name != "step" and value is not None:
+                        self.events.add_scalar(name, value, metrics.step)
+            except OSError as error:  # of its own thread, which then writes no more
+                self.events = None
+                _say(f"TensorBoard's events cannot be written: {error.strerror}; training goes on")
+
+    def _append(self, line: bytes) -> None:
+        """Write what waits and ``line``, all or nothing."""
+        self.waiting += line
+        try:
+            left = memoryview(self.waiting)
+            while left:
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.file.fileno(), self.size)  # half a line would spoil the next one
+            if not self.problem:
+                self.problem = error.strerror or str(error)
+                _say(f"{self.path} cannot be written: {self.problem}; training goes on")
+            return
+        self.size += len(self.waiting)
+        self.waiting = b""
+        if self.problem:
+            self.problem = ""
+            _say(f"{self.path} is written again, no line of it is lost")
+
+    def close(self) -> None:
+        """Close the files."""
+        if self.waiting:
+            self._append(b"")
+        if self.waiting:
+            count = self.waiting.count(b"\n")
+            _say(f"{self.path}: the last {count} steps are not in it: {self.problem}")
+        self.file.close()
+        if self.events:
+            try:
+                self.events.close()
+            except OSError as error:
+                _say(f"TensorBoard's events cannot be written: {error.strerror}")
+
+
+def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
+    """The lines of the first ``steps`` steps, once each, and how many there are that no run leaves, not
+    even one that is killed: no steps, in front of the last line."""
+    try:
+        with open_own(path) as file:
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return [], 0
+    kept: dict[int, bytes] = {}
+    strange = 0
+    for place, line in enumerate(lines):
+        step = _step_of(line)
+        if step is None:
+            strange += place + 1 < len(lines)  # the last was cut short
+        elif step <= steps:
+            strange += step in kept
+            kept.setdefault(step, line)
+    return list(kept.values()), strange
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step that a whole line is of."""
+    try:
+        values = json.loads(line.decode("utf-8")) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    step = values.get("step") if isinstance(values, dict) else None
+    return step if type(step) is int and step > 0 else None
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

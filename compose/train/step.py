@@ -1,0 +1,161 @@
+"""One optimizer step's forward, backward and clipping, the same on every mesh."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from compose.base.local_tensor import local_tensor
+from compose.composition.state import Composition
+from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
+from compose.loss.output import StepLoss, step_loss
+from compose.parallel.context_parallel import shard_sequence
+from compose.parallel.data_parallel import prepare_micro_batch
+from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
+from compose.parallel.routing import begin_step, finish_step
+from compose.parallel.secondary_shards import near_shards
+from compose.precision.float8 import shared_scales
+
+
+def forward_backward(
+    composition: Composition,
+    batch: Mapping[str, Tensor],
+    *,
+    micro_batch: int | None = None,
+    loss_function: LossFunction = cross_entropy,
+    loss_scale: float = 1.0,
+) -> Tensor:
+    """Accumulate the gradient of the global batch's mean loss.
+
+    The loss is divided by the number of targets in the *global* batch. So it does not matter how
+    samples, or masked targets, fall on ranks and micro-batches. Routers (compose/parallel/routing.py)
+    act on what the whole batch counted.
+
+    Args:
+        composition: What ``compose.apply`` returned.
+        batch: This rank's share of the global batch, each tensor (samples, ...). ``targets`` goes to
+            ``loss_function``, all else to the model by name. With cp, each tensor is cut along its
+            second dim.
+        micro_batch: Samples in one forward; None is the whole share.
+        loss_function: Of (output, targets), returns a sum over targets. A CrossEntropy with ``chunk``
+            (compose/loss/output.py) has the model's last projection find it, and needs Plan.output.
+        loss_scale: Multiplies the gradients, not what is returned. ``clip_grad_norm_`` takes it away
+            again.
+
+    Returns:
+        The mean loss of the global batch, a float64 scalar, the same on every rank.
+
+    Raises:
+        ValueError: ``micro_batch`` is below 1.
+    """
+    model, mesh = composition.model, composition.mesh
+    targets = batch["targets"]
+    micro_batch = samples_at_once(batch, micro_batch)
+    count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
+    begin_step(model, targets.numel() * batch_share(mesh)[1], loss_scale)
+
+    batch = local_batch(composition, batch)
+    # loss_parallel only changes what cross-entropy does with DTensors.
+    losses = step_loss(loss_function, count / loss_scale, composition.output)
+    scales, near = shared_scales(model, composition.float8), near_shards(composition.gathers)
+    with scales, loss_parallel(), near, losses as loss:
+        if composition.pipeline:
+            total = composition.pipeline.run(batch, micro_batch, loss)
+        else:
+            total = _run(model, batch, micro_batch, loss, composition.zero)
+    finish_step(model, mesh)
+    return sum_over(total.double(), mesh, ("pp", *BATCH_AXES, "cp")) / loss_scale
+
+
+def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
+    """``micro_batch``; None is all samples of ``batch``. Raises ValueError below 1."""
+    size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
+    if size < 1:
+        raise ValueError(f"micro_batch: {size} should be at least 1")
+    return size
+
+
+def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return what this rank runs of its share of a batch: with cp, its part of each sequence."""
+    mesh = composition.mesh
+    if axis_size(mesh, "cp") == 1:
+        return batch
+    return shard_sequence(batch, mesh["cp"], composition.balance, multiple=axis_size(mesh, "tp"))
+
+
+def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """``batch`` in parts of ``size`` samples; the last may have fewer."""
+    for start in range(0, len(next(iter(batch.values()))), size):
+        yield {name: value[start : start + size] for name, value in batch.items()}
+
+
+def _run(
+    model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int, loss: StepLoss, zero: int
+) -> Tensor:
+    """Forward and backward of one micro-batch after another; the sum of their losses."""
+    total = torch.zeros((), device=batch["targets"].device)
+    parts = list(micro_batches(batch, micro_batch))
+    for number, part in enumerate(parts):
+        prepare_micro_batch(model, zero, last=number == len(parts) - 1)
+        targets = part.pop("targets")
+        loss.expect(targets)
+        value = loss(model(**part), targets)
+        value.backward()
+        total = total + value.detach()  # which may be wider than float32
+    return total
+
+
+@torch.no_grad()
+def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float = 1.0) -> Tensor:
+    """Scale all gradients in place so that their global 2-norm is at most ``max_norm``.
+
+    The norm counts every element of every parameter once, wherever it is sharded or replicated. The
+    formula is that of ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        composition: What ``compose.apply`` returned.
+        max_norm: The limit; 0 leaves the norm as it is.
+        loss_scale: By which the gradients are divided first.
+
+    Returns:
+        The norm before clipping and without the scale, a float64 scalar, the same on every rank.
+
+    Raises:
+        ValueError: A gradient has not been summed over ranks yet.
+    """
+    mesh = composition.mesh
+    found = [
+        (p.grad, composition.holders(name))
+        for name, p in composition.named_parameters()
+        if p.grad is not None
+    ]
+    stage = mesh.size() // axis_size(mesh, "pp")
+    norms: dict[int, list[Tensor]] = {}
+    for gradient, holders in found:
+        # A stage's parameters are on one rank of the pp axis; tied ones on one for each holder.
+        local, copies = gradient, stage * holders
+        if isinstance(gradient, DTensor):
+            local = gradient.to_local()
+            for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+                if placement.is_partial():
+                    raise ValueError(f"a gradient is still to be summed: {gradient.placements}")
+                copies //= 1 if placement.is_replicate() else size
+        wide = torch.promote_types(local.dtype, torch.float32)
+        norms.setdefault(copies, []).append(torch.linalg.vector_norm(local, dtype=wide))
+    # An element that n ranks hold adds n times an nth of its square to the sum over all ranks.
+    squares = [torch.stack(some).double().square().sum() / copies for copies, some in norms.items()]
+    total = (
+        torch.stack(squares).sum().to(mesh.device_type)  # gradients may be in host memory
+        if squares
+        else torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+    )
+    norm = sum_over(total, mesh, AXES).sqrt() / loss_scale
+    if max_norm > 0 or loss_scale != 1:
+        clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+        scale = clipped / loss_scale
+        for gradient, _ in found:
+            local = local_tensor(gradient)
+            local.mul_(scale.to(local))
+    return norm

@@ -1,0 +1,307 @@
+"""The training loop: the same few lines for every model and every mesh."""
+
+import math
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from compose.base.own_files import write_whole
+from compose.build import build_optimizer, cut, fill, loss_function
+from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.compiler.compilation import GraphCount
+from compose.data.opening import (
+    OpenData,
+    described,
+    keep_tokenizer,
+    open_data,
+    training_batches,
+)
+from compose.data.tokenizer import TOKENIZER
+from compose.errors import ConfigError
+from compose.legality.job import Job
+from compose.optimizer.offload import OffloadedAdamW
+from compose.optimizer.rates import learning_rate, set_learning_rate
+from compose.parallel.mesh import batch_share
+from compose.parallel.routing import routing_metrics
+from compose.precision.loss_scale import first_scale
+from compose.profiling import Profiler, span
+from compose.runtime.processes import TrainingError, note, set_timeout, start_timeout
+from compose.toml import dump
+from compose.train.folder import RunFolder
+from compose.train.garbage import collected_between_steps
+from compose.train.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
+from compose.train.replicas import differences
+from compose.train.signals import Signals
+from compose.train.step import clip_grad_norm_, forward_backward
+from compose.train.validation import Validation
+
+
+class Trainer:
+    """One run, from what was checked to its last step.
+
+    Making one makes everything: the model is cut, and filled from the newest whole checkpoint in
+    ``run.dir``, or with first weights where there is none. Then :meth:`run` trains it.
+    """
+
+    def __init__(
+        self, job: Job, mesh: DeviceMesh, device: torch.device, data: OpenData | None = None
+    ) -> None:
+        """Prepare a run; a collective.
+
+        Args:
+            job: What to train.
+            mesh: Of ``compose.init_mesh``.
+            device: Of this rank.
+            data: Of the job, opened; None: opened here.
+
+        Raises:
+            ConfigError: The data, the checkpoint, the first weights or the folder cannot be used.
+        """
+        config = job.config
+        self.config, self.mesh, self.device = config, mesh, device
+        train, shape = config.train, config.model.config
+        self.composition = cut(job, mesh, device)
+        self.loss = loss_function(config)
+        data = data or open_data(config)
+        self.batches = training_batches(config, data, batch_share(mesh))
+        self.last_step = min(train.stop_after or train.steps, train.steps)
+        self.validation = Validation(config, data.validation, device, self.last_step)
+        self.step_tokens = train.global_batch * train.seq_len
+        peak = device_peak(device, config.precision)
+        # Tokens per second at which every device would run at its peak.
+        self.peak_rate = peak and peak * mesh.size() / shape.flops_per_token(train.seq_len)
+        self.held = RunFolder(config.run.dir)
+        self.folder = self.held.path
+        self.optimizer = build_optimizer(self.composition, job, folder=self.folder)
+        self.checkpointer = Checkpointer(
+            config, self.composition, self.optimizer, self.folder, described(self.batches, config)
+        )
+        found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
+        if found is None:
+            fill(self.composition, job, device)
+        self.resumed, self.skipped = found is not None, 0
+        begun, scale = found or Progress(), first_scale(config.precision)
+        self.progress = replace(begun, scale=scale and (begun.scale or scale))
+        self.profiler = Profiler(
+            config.profile,
+            self.folder,
+            self.composition.model,
+            self.optimizer,
+            device,
+            self.progress.step,
+        )
+        self.graphs = GraphCount(config.compile.mode)
+        self.writer: MetricsWriter | None = None
+        if dist.get_rank() == 0:
+            self.writer = self._begin(job)
+
+    def _begin(self, job: Job) -> MetricsWriter:
+        """On the first rank: say what is run, and open what it writes."""
+        config, train = self.config, self.config.train
+        try:
+            write_whole(self.folder / "config.toml", dump(config))
+        except OSError as error:
+            reason = f"config.toml: {error.strerror}"
+            raise ConfigError(f"run.dir: cannot write to {self.folder}: {reason}") from None
+        keep_tokenizer(config, self.batches, self.folder / TOKENIZER)
+        writer = MetricsWriter(self.folder, config.metrics.tensorboard, self.progress.step)
+        if self.resumed and self.progress.step >= self.last_step:
+            key = "stop_after" if self.last_step == train.stop_after else "steps"
+            print(
+                f"{self.folder}: {self.progress.step} steps are done, and train.{key} ="
+                f" {self.last_step}: nothing is left to train",
+                flush=True,
+            )
+        count = sum(p.numel() for p in job.model.parameters())
+        print(f"{self.folder}: {count:,} parameters", flush=True)
+        if self.composition.float8.recipe != "off":
+            print(self.composition.float8, flush=True)
+        return writer
+
+    def run(self) -> None:
+        """Train to the end, or until a signal asks for it, after which the step at hand is finished and
+        the run saved first.
+
+        Raises TrainingError where a loss or gradient is not finite, before it reaches the weights, or
+        where saving fails too often; KeyboardInterrupt after Ctrl-C.
+        """
+        try:
+            with Signals(self.device) as signals, collected_between_steps() as collect:
+                set_timeout(start_timeout(self.config.comm), but=self.checkpointer.group)
+                first = self.progress.step + 1
+                while self.progress.step < self.last_step:
+                    with self.profiler.step(self.progress.step + 1):
+                        metrics = self.step()
+                    done = self.progress.step
+                    metrics = replace(
+                        metrics, validation_loss=self.validation.loss(self.composition, done)
+                    )
+                    if done == first:
+                        limit = timedelta(seconds=self.config.comm.timeout)
+                        set_timeout(limit, but=self.checkpointer.group)
+                    if self.writer:
+                        self._write(self.writer, metrics)
+                    asked = signals.asked()
+                    if asked:
+                        self._stop(asked)
+                        return
+                    self._save(done)
+                    collect(done)
+                # What asks a run to end that is at its end waits for the last save too.
+                self.checkpointer.wait()
+                self.checkpointer.finished()
+        except TrainingError:  # on every rank: what was saved before is whole, so let it be published
+            self.checkpointer.wait()
+            raise
+        finally:
+            self.profiler.close()
+            if isinstance(self.optimizer, OffloadedAdamW):
+                self.optimizer.close()
+            if self.writer:
+                self.writer.close()
+            self.held.release()
+
+    def _save(self, done: int) -> None:
+        """The checkpoint that is due after ``done`` steps, if one is."""
+        every = self.config.checkpoint.interval
+        if self._any(self.checkpointer.failed_too_often):
+            raise TrainingError(
+                f"step {done}: {self.config.checkpoint.fail_after} checkpoints could not be saved"
+                " (checkpoint.fail_after)"
+            )
+        if every and (done % every == 0 or done == self.last_step):
+            self.checkpointer.save(self.progress)
+
+    def _stop(self, asked: signal.Signals) -> None:
+        """Save, and say how to go on; raise KeyboardInterrupt if it was Ctrl-C."""
+        self.profiler.finish()
+        interrupted = asked == signal.SIGINT
+        saved = ""
+        if not interrupted or self.config.checkpoint.interval:
+            self.checkpointer.save(self.progress, wait=True)
+            report = self.checkpointer.finished()
+            if report and not report.problem:
+                saved = f"; saved: the same command with --run.dir={self.folder} goes on"
+        name = "Ctrl-C" if interrupted else asked.name
+        self._say(f"stopped by {name} after step {self.progress.step}{saved}")
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def step(self) -> StepMetrics:
+        """The next optimizer step; the same metrics on every rank, but for those of saving."""
+        config, start, before = self.config, time.perf_counter(), self.progress
+        step, train = before.step, config.train
+        scale = before.scale.value if before.scale else 1.0
+        note(f"the data of step {step + 1}")
+        with span("data"):
+            batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
+        note(f"forward and backward of step {step + 1}")
+        loss = forward_backward(
+            self.composition,
+            batch,
+            micro_batch=train.micro_batch,
+            loss_function=self.loss,
+            loss_scale=scale,
+        ).item()
+        with span("optimizer"):
+            norm = clip_grad_norm_(self.composition, train.max_norm, scale).item()
+        note(f"the optimizer's part of step {step + 1}")
+        finite = self._finite(step, loss, norm)
+        self._check_copies(step)
+        lr = learning_rate(step, train.steps, config.optimizer)
+        set_learning_rate(self.optimizer, lr)
+        with span("optimizer"):
+            if finite:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.progress = Progress(
+            step + 1,
+            before.samples + train.global_batch,
+            before.tokens + self.step_tokens,
+            before.scale and before.scale.after(finite),
+        )
+        z_loss = self.loss.mean_square(self.mesh) if train.z_loss else None
+        if self.device.type == "cuda":  # which may still be at the optimizer's step
+            torch.cuda.synchronize(self.device)
+        rate = self.step_tokens / (time.perf_counter() - start)
+        report = self.checkpointer.finished()
+        return StepMetrics(
+            step=self.progress.step,
+            samples=self.progress.samples,
+            tokens=self.progress.tokens,
+            loss_scale=before.scale and before.scale.value,
+            loss=loss if math.isfinite(loss) else None,
+            grad_norm=norm if math.isfinite(norm) else None,
+            z_loss=z_loss if z_loss is None or math.isfinite(z_loss) else None,
+            skipped=self.skipped,
+            lr=lr,
+            tokens_per_second=rate,
+            mfu=self.peak_rate and rate / self.peak_rate,
+            memory=peak_memory(self.device),
+            epochs=self.batches.epochs(self.progress.samples),
+            routing=routing_metrics(self.composition.model, self.mesh),
+            checkpoint=report.metrics() if report else {},
+            recompiles=self.graphs.after_step(self._say),
+            offload=self._offloaded(),
+        )
+
+    def _offloaded(self) -> dict[str, float]:
+        """Bytes that went off the device and onto it in this step, and seconds waited for them."""
+        activations = self.composition.activations
+        optimizer = self.optimizer.metrics if isinstance(self.optimizer, OffloadedAdamW) else {}
+        return optimizer | (activations.metrics() if activations else {})
+
+    def _finite(self, step: int, loss: float, norm: float) -> bool:
+        """Whether the step can be taken. Raises TrainingError if not, unless it may be skipped, as
+        where float16 overflows."""
+        scale = self.progress.scale
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if math.isfinite(value):
+                continue
+            if scale and scale.may_overflow(loss):
+                self.skipped += 1
+                return False
+            if self.config.train.skip_nonfinite:
+                self.skipped += 1
+                self._say(f"step {step + 1}: the {name} is {value}; skipped, {self.skipped} in all")
+                return False
+            raise TrainingError(
+                f"step {step + 1}: the {name} is {value}; the weights are still those of step"
+                f" {step} (a lower optimizer.lr or a longer optimizer.warmup may help)"
+            )
+        return True
+
+    def _check_copies(self, step: int) -> None:
+        """Raise TrainingError where ranks differ that must not, every ``comm.check_every`` steps."""
+        every = self.config.comm.check_every
+        if every and (step + 1) % every == 0:
+            found = differences(self.composition, self.optimizer)
+            if found:
+                raise TrainingError(
+                    f"step {step + 1}: {'; '.join(found)}: silent corruption; the last checkpoint is"
+                    " of before, and these machines want a test"
+                )
+
+    def _write(self, writer: MetricsWriter, metrics: StepMetrics) -> None:
+        writer.write(metrics)
+        every, step = self.config.metrics.console_every, metrics.step
+        if step in (1, self.last_step) or step % every == 0 or metrics.validation_loss is not None:
+            left = (self.last_step - step) * self.step_tokens / metrics.tokens_per_second
+            print(metrics.console(self.config.train.steps, left), flush=True)
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any rank: all must leave after the same step."""
+        if not self.config.checkpoint.fail_after:
+            return False
+        found = torch.tensor(flag, dtype=torch.int32, device=self.device)
+        dist.all_reduce(found)
+        return bool(found.item())
+
+    def _say(self, text: str) -> None:
+        if self.writer:
+            print(text, flush=True)

@@ -1,0 +1,37 @@
+"""The loss on data that is not trained on, the same on every mesh."""
+
+import torch
+
+from compose.build import loss_function
+from compose.composition.state import Composition
+from compose.config import Config
+from compose.data.batches import in_order
+from compose.data.sources import Samples
+from compose.parallel.mesh import batch_share
+from compose.runtime.processes import note
+from compose.train.evaluate import evaluate
+
+
+class Validation:
+    """Measures ``data.validation`` every ``train.validate_every`` steps, and after the last."""
+
+    def __init__(
+        self, config: Config, samples: Samples | None, device: torch.device, last_step: int
+    ) -> None:
+        self.config, self.samples, self.device, self.last_step = config, samples, device, last_step
+        self.function = loss_function(config)
+
+    def loss(self, composition: Composition, step: int) -> float | None:
+        """Return the mean over all targets, in nats, after ``step`` steps; None where it is not due."""
+        train = self.config.train
+        if not self.samples or not (step % train.validate_every == 0 or step == self.last_step):
+            return None
+        note(f"validation after step {step}")
+        total, count = 0.0, 0
+        for batch in in_order(self.samples, train.global_batch, batch_share(composition.mesh)):
+            here = {name: value.to(self.device) for name, value in batch.items()}
+            loss, targets = evaluate(
+                composition, here, micro_batch=train.micro_batch, loss_function=self.function
+            )
+            total, count = total + loss.item(), count + int(targets.item())
+        return total / max(1, count)
