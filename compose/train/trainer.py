@@ -87,14 +87,8 @@ class Trainer:
         self.resumed, self.skipped = found is not None, 0
         begun, scale = found or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
-        self.profiler = Profiler(
-            config.profile,
-            self.folder,
-            self.composition.model,
-            self.optimizer,
-            device,
-            self.progress.step,
-        )
+        model, done = self.composition.model, self.progress.step
+        self.profiler = Profiler(config.profile, self.folder, model, self.optimizer, device, done)
         self.graphs = GraphCount(config.compile.mode)
         self.writer: MetricsWriter | None = None
         if dist.get_rank() == 0:
@@ -138,9 +132,8 @@ class Trainer:
                     with self.profiler.step(self.progress.step + 1):
                         metrics = self.step()
                     done = self.progress.step
-                    metrics = replace(
-                        metrics, validation_loss=self.validation.loss(self.composition, done)
-                    )
+                    measured = self.validation.loss(self.composition, done)
+                    metrics = replace(metrics, validation_loss=measured)
                     if done == first:
                         limit = timedelta(seconds=self.config.comm.timeout)
                         set_timeout(limit, but=self.checkpointer.group)
