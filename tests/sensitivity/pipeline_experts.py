@@ -64,8 +64,8 @@ PIPELINE = [
     Row(
         "ZBVZeroBubble leaves gradients unreduced",
         VIRTUAL | {"parallel__pp_schedule": "ZBVZeroBubble"},
-        "compose.parallel.data_parallel:finish_backward",
-        "fully_shard.state(model)._root_post_backward_final_callback()",
+        "compose.base.torch_versions:finish_fsdp_backward",
+        "state._root_post_backward_final_callback()",
         "pass",
         "gradient",
         untouched=("loss", "step 1"),
