@@ -19,7 +19,12 @@ from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import axis_size, check_same_degrees
 from compose.parallel.secondary_shards import NearGather, near_groups
-from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, check_heads
+from compose.parallel.tensor_parallel import (
+    Replicated,
+    apply_tensor_parallel,
+    check_columns,
+    check_heads,
+)
 from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
 from compose.pipeline.schedules import schedule_of
 from compose.pipeline.split import Stage
@@ -64,6 +69,7 @@ def apply(
     resolved = plan if isinstance(plan, Resolved) else resolve(plan, model)
     if resolved.heads:
         check_heads(*resolved.heads, tp)
+    check_columns(model, resolved.tensor, tp)
     units = recompute.mode != "none" or recompute.offload
     _check_named(resolved, cp, ep, units, compile.mode, float8)
     choice = choose(model, resolved, tp, float8, mesh.device_type)

@@ -1,6 +1,7 @@
 """Models with experts, and a mesh in a few words."""
 
 import math
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -53,10 +54,11 @@ def keys_of(model: dict[str, object], case: str) -> tuple[int, dict[str, object]
 class Tiny(nn.Module):
     """A model of the user's own, whose experts are on another mesh than the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_factor: float = 0.0) -> None:
         super().__init__()
         self.first = nn.Linear(5, 6)
-        self.moe = MoE(6, MoEConfig(n_experts=4, top_k=2, expert_dim=3, balance_weight=0.1))
+        config = MoEConfig(n_experts=4, top_k=2, expert_dim=3, balance_weight=0.1)
+        self.moe = MoE(6, replace(config, capacity_factor=capacity_factor))
         self.last = nn.Linear(6, 7)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Faults of routing and of expert parallel: each is put in on purpose, and named by what it harmed."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -204,14 +204,45 @@ def test_fault_is_named(
 def _routes_elsewhere(change: float, gate_rows_alike: bool) -> Report:
     """A bias that one process has not, for one expert; with its like, it decides a tie."""
     torch.manual_seed(3)
-    model, parallel = Tiny(), Parallel(dp_shard=2, ep=2)
+    model = Tiny()
     if gate_rows_alike:
         with torch.no_grad():
             model.moe.router.gate.weight[1] = model.moe.router.gate.weight[0]
     batch = {"input": torch.randn(4, 6, 5), "targets": torch.randint(7, (4, 6))}
-    plan = Plan(expert={"moe.experts": ExpertParallel()})
+
+    def change_bias(composed: nn.Module) -> None:
+        composed.get_buffer("moe.router.bias")[1] += change
+
+    return _compare_changed(model, batch, change_bias)
+
+
+def _drops_elsewhere(change: float, tokens_alike: bool) -> Report:
+    """Scores in reverse order are a little higher where rows are dropped, alone in the composition."""
+    torch.manual_seed(3)
+    model = Tiny(capacity_factor=0.7)
+    batch = {"input": torch.randn(4, 6, 5), "targets": torch.randint(7, (4, 6))}
+    if tokens_alike:
+        batch["input"][:] = batch["input"][:, :1]
+
+    def change_scores(composed: nn.Module) -> None:
+        router: Any = composed.get_submodule("moe.router")
+        own = router.keep
+
+        def keep(chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]:
+            places = torch.arange(scores.shape[1])[:, None]
+            return own(chosen, scores * (1 + change * places), everyone)
+
+        router.keep = keep
+
+    return _compare_changed(model, batch, change_scores)
+
+
+def _compare_changed(
+    model: Tiny, batch: dict[str, Tensor], change: Callable[[nn.Module], None]
+) -> Report:
+    plan, parallel = Plan(expert={"moe.experts": ExpertParallel()}), Parallel(dp_shard=2, ep=2)
     composition = apply(copy.deepcopy(model), plan, make_mesh(parallel), Options(parallel))
-    composition.model.get_buffer("moe.router.bias")[1] += change
+    change(composition.model)
     sides = Sides(
         lambda _: composition,
         lambda _, made: torch.optim.AdamW(made.model.parameters(), foreach=False),
@@ -251,3 +282,26 @@ def test_a_tie_is_told_from_a_fault(pool: Pool) -> None:
         ("buffer", "moe.router.bias"),
         ("buffer after", "moe.router.bias"),
     }
+
+
+def test_rows_that_are_dropped_elsewhere_are_reported(pool: Pool) -> None:
+    report = pool.run(_drops_elsewhere, 2, 0.2, False)[0]
+    (row,) = (row for row in report.failed if row.quantity == "capacity")
+    assert row.name == "moe.router, step 1"
+    assert 0.001 < row.error < 0.3
+    (note,) = report.notes
+    assert note.endswith(
+        " of 24 tokens had other rows dropped than one process would, for a margin of at most"
+        f" {row.error:.1e}"
+    )
+    assert "moe.experts.w1" in {row.name for row in report.failed}
+
+
+def test_a_tie_at_the_capacity_is_told_from_a_fault(pool: Pool) -> None:
+    """Tokens that score alike, of which an expert drops some: the one process drops the same ones."""
+    report = pool.run(_drops_elsewhere, 2, 1e-6, True)[0]
+    assert report.ok, str(report)
+    (row,) = (row for row in report.rows if row.quantity == "capacity")
+    assert row.error <= 1e-5
+    (note,) = report.notes
+    assert note.endswith(": a tie")

@@ -1,5 +1,6 @@
 """The styles alone, in plain parallelize_module."""
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from compose.parallel.tensor_parallel import (
     HeadParallel,
     Replicated,
     apply_tensor_parallel,
+    check_columns,
     check_heads,
 )
 from compose.plan import resolve
@@ -91,6 +93,23 @@ def test_check_heads() -> None:
                 f"parallel.tp: {tp} does not divide {n_heads} query heads with {n_kv_heads} key/value"
                 f" heads (allowed: {listed})"
             )
+
+
+def test_check_columns() -> None:
+    served = lambda columns, tp: len(torch.empty(3, columns).chunk(tp, 1))  # noqa: E731
+    for columns, tp in itertools.product(range(1, 30), range(1, 20)):
+        model = nn.ModuleDict({"up": nn.Linear(3, columns), "down": nn.Linear(columns, 3)})
+        styles = [("up", ColwiseParallel()), ("down", RowwiseParallel())]
+        if (ranks := served(columns, tp)) == tp:
+            check_columns(model, styles, tp)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            check_columns(model, styles, tp)
+        nearest = max(t for t in range(1, tp) if served(columns, t) == t)
+        assert str(caught.value) == (
+            f"parallel.tp: {tp} leaves {tp - ranks} of the ranks without a column of down.weight,"
+            f" which has {columns}; nearest: {nearest}"
+        )
 
 
 def _plain_parallelize_module() -> float:

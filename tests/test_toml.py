@@ -374,6 +374,12 @@ def test_dump_is_read_back_as_the_same(write: Write) -> None:
             {"parallel.tp": "3", "parallel.sequence": "false"},
             "parallel.tp: 3 does not divide 8 query heads with 2 key/value heads (allowed: 1, 2, 4, 8)",
         ),
+        (
+            8,
+            {"parallel.tp": "8", "model.hidden_dim": "20"},
+            "parallel.tp: 8 leaves 1 of the ranks without a column of layers.0.feed_forward.w2.weight,"
+            " which has 20; nearest: 7",
+        ),
     ],
 )
 def test_what_cannot_work_together(world_size: int, overrides: dict[str, str], expected: str) -> None:

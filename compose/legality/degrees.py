@@ -9,7 +9,7 @@ from compose.parallel.context_parallel import check_ulysses
 from compose.parallel.expert_parallel import check_experts
 from compose.parallel.mesh import resolve_degrees
 from compose.parallel.secondary_shards import check_near
-from compose.parallel.tensor_parallel import check_heads
+from compose.parallel.tensor_parallel import check_columns, check_heads
 from compose.pipeline.schedules import build_table, placement, stages_per_rank
 from compose.pipeline.split import check_layers, check_stages, layer_names
 
@@ -65,6 +65,10 @@ def _smaller_micro_batch(global_batch: int, ranks: int, micro_batch: int) -> str
 def _heads(job: Job) -> None:
     if job.plan.heads:
         check_heads(*job.plan.heads, job.degrees.tp)
+
+
+def _columns(job: Job) -> None:
+    check_columns(job.model, job.resolved.tensor, job.degrees.tp)
 
 
 def _sequence(job: Job) -> None:
@@ -200,6 +204,12 @@ DEGREES = [
         "tp divides the query heads, and divides or is divided by the key/value heads",
         "a rank computes whole heads; fewer key/value heads than ranks are shared by neighbours",
         _heads,
+    ),
+    Rule(
+        "every tp rank gets a column of each weight that is cut by columns",
+        "a rank without one has an empty shard, whose shape FSDP gets wrong",
+        _columns,
+        upstream="torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _get_dim_chunked_size",
     ),
     Rule(
         "with sequence, or with experts, and without cp, seq_len is a multiple of tp",

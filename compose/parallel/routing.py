@@ -20,10 +20,13 @@ _TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 class Router(Protocol):
     """What is asked of a router, whose forward returns a named tuple with ``experts`` (B, L, k), their
-    ``weights`` (B, L, k), and the ``margin`` (B, L) of the choice.
+    ``weights`` (B, L, k), the ``margin`` (B, L) of the choice, and the rows that are ``kept``
+    (B, L, k; None: all are).
 
     choose(scores): of (B, L, E), those experts, and by how much of its score the last was ahead of
     the next.
+    keep(chosen, scores, everyone): where experts have a capacity, those rows, and by how much of its
+    score each was ahead of the first that is dropped, or behind the last that is kept.
     tokens_per_step: of the whole batch, by which it divides its auxiliary losses; set before forward.
     loss_scale: by which it multiplies their gradients; set before forward.
     tally: what it counted in backward since the last ``finish_step``; 1-D, float64.
@@ -37,6 +40,8 @@ class Router(Protocol):
     last: Mapping[str, Tensor]
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def keep(self, chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def finish_step(self, tally: Tensor) -> None: ...
 

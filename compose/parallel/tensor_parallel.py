@@ -19,7 +19,12 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from compose.base.tied import tie, tied_names
 from compose.errors import ConfigError
@@ -124,6 +129,29 @@ def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
         )
 
 
+def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> None:
+    """Raise ConfigError unless ``tp`` ranks each get a column of every weight that is cut by columns.
+
+    Columns are cut as Tensor.chunk cuts them, so the last ranks may get none: 10 over 8 are 2 for each
+    of 5. FSDP then takes the rank's shard for one without rows and without columns, and a collective of
+    DTensor's that asks for all columns never ends (torch 2.11 to 2.15).
+    """
+    for name, style in styles:
+        module = model.get_submodule(name)
+        if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear):
+            columns = module.in_features
+            served = -(-columns // -(-columns // tp))
+            if served < tp:
+                raise ConfigError(
+                    f"parallel.tp: {tp} leaves {tp - served} of the ranks without a column of"
+                    f" {name}.weight, which has {columns}; nearest: {_most_served(columns, tp)}"
+                )
+
+
+def _most_served(columns: int, tp: int) -> int:
+    return next(t for t in range(tp, 0, -1) if -(-columns // -(-columns // t)) == t)
+
+
 def apply_tensor_parallel(
     model: nn.Module,
     styles: Iterable[tuple[str, ParallelStyle]],
@@ -174,4 +202,11 @@ def _replicated_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: D
     return first, *inputs[1:]
 
 
-__all__ = ["HeadParallel", "Replicated", "SharedByHeads", "apply_tensor_parallel", "check_heads"]
+__all__ = [
+    "HeadParallel",
+    "Replicated",
+    "SharedByHeads",
+    "apply_tensor_parallel",
+    "check_columns",
+    "check_heads",
+]

@@ -316,7 +316,7 @@ class References:
 
 
 def _moved(own: Mapping[str, Choices], exact: Mapping[str, Choices]) -> float:
-    """The greatest change of a margin by rounding, of tokens that went to the same experts."""
+    """The greatest change of a margin by rounding, of what was decided the same way."""
     greatest = 0.0
     for name, choices in own.items():
         other = exact[name]
@@ -324,8 +324,14 @@ def _moved(own: Mapping[str, Choices], exact: Mapping[str, Choices]) -> float:
         place[other.ids] = torch.arange(len(place))
         at = place[choices.ids]
         same = (choices.experts.sort(1).values == other.experts[at].sort(1).values).all(1)
-        moved = (choices.margins.double() - other.margins[at].double()).abs()[same]
-        greatest = max([greatest, *moved[moved.isfinite()].tolist()])
+        pairs = [(choices.margins[same], other.margins[at][same])]
+        if choices.drops and other.drops:
+            here, there = choices.drops, other.drops
+            alike = (here.experts == there.experts[at]) & (here.kept == there.kept[at])
+            pairs.append((here.margins[alike], there.margins[at][alike]))
+        for one, another in pairs:
+            moved = (one.double() - another.double()).abs()
+            greatest = max([greatest, *moved[moved.isfinite()].tolist()])
     return greatest
 
 

@@ -325,7 +325,7 @@ class Judge:
             allowed = self.tolerance.allowed(row.tolerance, own, means[row.quantity])
             rows.append(replace(row, error=error, rank=rank, tolerance=allowed))
         rows += [
-            Row(f"{self.prefix}routing", f"{d.router}, step {d.step}", d.margin, tie, 0)
+            Row(f"{self.prefix}{d.kind}", f"{d.router}, step {d.step}", d.margin, tie, 0)
             for d in routing
         ]
         if self.tolerance.same_bits:

@@ -1,14 +1,15 @@
-"""Which experts each token was sent to, recorded on two runs and compared.
+"""What routers decided, recorded on two runs and compared: the experts of each token, and which of its
+rows were dropped.
 
-Routing is a choice: where two experts' scores for a token are as close as rounding, two correct runs
-may choose otherwise, and all that follows differs. So the one process follows the other run there, and
-the proof says where that was; what differs by more than rounding is a failure of its own.
+Such a decision is a choice. Where two scores are as close as rounding, two correct runs may decide
+otherwise, and all that follows differs. So the one process follows the other run there, and the proof
+says where that was. What differs by more than rounding is a failure of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,19 +22,34 @@ from compose.parallel.routing import routers
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Of one router and one step: ids of tokens (T,), their experts (T, k), and their margins (T,)."""
+class Drops:
+    """Of one router and one step: the experts (T, k) of each token's rows, which rows they took (T, k),
+    and by what margins (T, k)."""
 
-    ids: Tensor
     experts: Tensor
+    kept: Tensor
     margins: Tensor
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Of one router and one step: tokens of which other experts were chosen than one process did.
+class Choices:
+    """Of one router and one step: ids of tokens (T,), their experts (T, k), and their margins (T,).
 
-    margin: the greatest by which one process chose for one of them.
+    drops: Where experts have a capacity. In a run that follows another its experts are those followed.
+    """
+
+    ids: Tensor
+    experts: Tensor
+    margins: Tensor
+    drops: Drops | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one router and one step: tokens for which it decided otherwise than one process did.
+
+    margin: the greatest by which one process decided for one of them. kind: of experts, or of the rows
+    that are beyond an expert's capacity.
     """
 
     router: str
@@ -41,19 +57,27 @@ class Difference:
     tokens: int
     of: int
     margin: float
+    kind: Literal["routing", "capacity"] = "routing"
 
     def __str__(self) -> str:
+        what = "chose other experts" if self.kind == "routing" else "had other rows dropped"
         return (
-            f"{self.router}, step {self.step}: {self.tokens} of {self.of} tokens chose other experts"
+            f"{self.router}, step {self.step}: {self.tokens} of {self.of} tokens {what}"
             f" than one process would, for a margin of at most {self.margin:.1e}"
         )
 
 
+class _Call(NamedTuple):
+    experts: Tensor
+    margin: Tensor
+    kept: Tensor | None
+
+
 class Witness:
-    """What every router of a model chose, in the order of its forward calls."""
+    """What every router of a model decided, in the order of its forward calls."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+        self.calls: dict[str, list[tuple[int, _Call]]] = {}
         self.count = 0
 
     def choices(self, ids: Mapping[str, Sequence[Tensor]]) -> dict[str, Choices]:
@@ -62,14 +86,23 @@ class Witness:
         for name, calls in self.calls.items():
             # Backward recorded them, in an order of its own.
             calls.sort(key=lambda call: call[0])
-            tokens = torch.cat([x.flatten() for x in ids[name]])
-            # In host memory, as ids are: what a GPU's rank finds, another's compares.
-            experts = torch.cat([experts.flatten(0, 1) for _, experts, _ in calls]).cpu()
-            margins = torch.cat([margins.flatten() for _, _, margins in calls]).cpu()
-            real = tokens >= 0
-            result[name] = Choices(tokens[real], experts[real], margins[real])
+            result[name] = _choices(ids[name], [call for _, call in calls])
         self.calls = {}
         return result
+
+
+def _choices(ids: Sequence[Tensor], calls: Sequence[_Call]) -> Choices:
+    """In host memory, as ids are: what a GPU's rank finds, another's compares."""
+    tokens = torch.cat([x.flatten() for x in ids])
+    real = tokens >= 0
+    experts = torch.cat([call.experts.flatten(0, 1) for call in calls]).cpu()[real]
+    margins = torch.cat([call.margin.flatten() for call in calls]).cpu()[real]
+    drops = None
+    if calls[0].kept is not None:
+        kept = torch.cat([cast(Tensor, call.kept).flatten(0, 1) for call in calls]).cpu()[real]
+        # Nobody asks by what margin another run dropped.
+        drops = Drops(experts, kept, torch.zeros(kept.shape))
+    return Choices(tokens[real], experts, margins, drops)
 
 
 @contextmanager
@@ -80,7 +113,7 @@ def watch(model: nn.Module) -> Iterator[Witness]:
 
         def see(module: nn.Module, inputs: Any, routing: Any, name: str = name) -> Any:
             witness.count += 1
-            seen = (name, witness.count, routing.experts, routing.margin)
+            seen = (name, witness.count, _Call(routing.experts, routing.margin, routing.kept))
             # Recomputation runs this again, but backward goes through the first.
             return routing._replace(weights=_Seen.apply(routing.weights, witness, seen))
 
@@ -94,9 +127,7 @@ def watch(model: nn.Module) -> Iterator[Witness]:
 
 class _Seen(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, weights: Tensor, witness: Witness, seen: tuple[str, int, Tensor, Tensor]
-    ) -> Any:
+    def forward(ctx: Any, weights: Tensor, witness: Witness, seen: tuple[str, int, _Call]) -> Any:
         ctx.witness, ctx.seen = witness, seen
         return weights.view_as(weights)
 
@@ -133,45 +164,74 @@ def ids_of_calls(
 def follow(
     model: nn.Module, found: Mapping[str, Sequence[Choices]], ids: Sequence[Tensor], within: float
 ) -> Iterator[dict[str, Choices]]:
-    """Have the routers of a whole ``model`` choose as another run did where their own margin is at most
-    ``within``; what they would have chosen, filled in as they run.
+    """Have the routers of a whole ``model`` decide as another run did where their own margin is at most
+    ``within``; what they would have decided, filled in at the end.
 
-    found: by router, what ranks chose of the tokens that each saw. ids: of the tokens of each call.
+    found: by router, what ranks decided for the tokens that each saw. ids: of the tokens of each call.
     """
-    tokens = sum(x.numel() for x in ids)
     natural: dict[str, Choices] = {}
-    for name, router in routers(model).items():
-        calls = iter(ids)
-        given: Tensor | None = None
-        for choices in found.get(name, ()):
-            if given is None:
-                given = torch.full((tokens, choices.experts.shape[1]), -1)
-            given[choices.ids] = choices.experts
-
-        def choose(
-            scores: Tensor,
-            name: str = name,
-            own: Any = router.choose,
-            calls: Iterator[Tensor] = calls,
-            given: Tensor | None = given,
-        ) -> tuple[Tensor, Tensor]:
-            experts, margin = own(scores)
-            here = next(calls)
-            seen = Choices(here.flatten(), experts.flatten(0, 1).cpu(), margin.flatten().cpu())
-            before = natural.get(name)
-            natural[name] = seen if before is None else _joined([before, seen])
-            if given is not None:
-                other = given[here].to(experts.device)
-                tie = (margin <= within) & (other[..., 0] >= 0)
-                experts = torch.where(tie[..., None], other, experts)
-            return experts, margin
-
-        cast(Any, router).choose = choose
+    followers = {
+        name: _Follower(router, _joined(found[name]) if found.get(name) else None, ids, within)
+        for name, router in routers(model).items()
+    }
     try:
         yield natural
     finally:
-        for router in routers(model).values():
-            del cast(Any, router).choose
+        for name, follower in followers.items():
+            follower.stop()
+            if follower.choices:
+                natural[name] = _joined(follower.choices)
+
+
+class _Follower:
+    """Decides in place of ``router``; its own decisions are ``choices``, one for each call."""
+
+    def __init__(
+        self, router: object, found: Choices | None, ids: Sequence[Tensor], within: float
+    ) -> None:
+        self.router, self.found, self.within = cast(Any, router), found, within
+        self.calls = iter(ids)
+        self.place = torch.full((sum(x.numel() for x in ids),), -1)
+        if found is not None:
+            self.place[found.ids] = torch.arange(len(found.ids))
+        self.choices: list[Choices] = []
+        self.own_choose, self.own_keep = self.router.choose, self.router.keep
+        self.router.choose, self.router.keep = self.choose, self.keep
+
+    def stop(self) -> None:
+        del self.router.choose, self.router.keep
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        experts, margin = self.own_choose(scores)
+        ids = next(self.calls).flatten()
+        self.choices.append(Choices(ids, experts.flatten(0, 1).cpu(), margin.flatten().cpu()))
+        if self.found is not None:
+            place = self.place[ids]
+            other = self.found.experts[place].view_as(experts).to(experts.device)
+            seen = (place >= 0).view(margin.shape).to(margin.device)
+            experts = torch.where((seen & (margin <= self.within))[..., None], other, experts)
+        return experts, margin
+
+    def keep(self, chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]:
+        kept, margins = self.own_keep(chosen, scores, everyone)
+        rows = [x.flatten(0, 1).cpu() for x in (chosen, kept, margins)]
+        call = self.choices[-1]
+        self.choices[-1] = replace(call, drops=Drops(*rows))
+        if self.found is not None and self.found.drops is not None:
+            place = self.place[call.ids]
+            other, seen = _kept_there(self.found.drops, place, rows[0])
+            seen &= (place >= 0)[:, None] & (rows[2] <= self.within)
+            kept = torch.where(seen, other, rows[1]).view(kept.shape).to(kept.device)
+        return kept, margins
+
+
+def _kept_there(found: Drops, place: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows by token and expert, (T, k) each: whether another run kept them, and whether it had them.
+
+    It may name a token's experts in another order. place: of the tokens in ``found``.
+    """
+    same = experts[:, :, None] == found.experts[place][:, None, :]
+    return (same & found.kept[place][:, None, :]).any(-1), same.any(-1)
 
 
 def gathered(found: Mapping[str, Choices]) -> dict[str, list[Choices]]:
@@ -185,16 +245,26 @@ def gathered(found: Mapping[str, Choices]) -> dict[str, list[Choices]]:
 
 
 def _joined(choices: Sequence[Choices]) -> Choices:
+    drops = [c.drops for c in choices if c.drops is not None]
     return Choices(
         torch.cat([c.ids for c in choices]),
         torch.cat([c.experts for c in choices]),
         torch.cat([c.margins for c in choices]),
+        Drops(
+            torch.cat([d.experts for d in drops]),
+            torch.cat([d.kept for d in drops]),
+            torch.cat([d.margins for d in drops]),
+        )
+        if drops
+        else None,
     )
 
 
-def compare_choices(router: str, step: int, expected: Choices, found: Sequence[Choices]) -> Difference:
-    """``found``: what ranks chose of the tokens that each saw; if none saw one, the margin is inf."""
-    joined = _joined(found)
+def compare_choices(
+    router: str, step: int, expected: Choices, found: Sequence[Choices]
+) -> list[Difference]:
+    """``found``: what ranks decided for the tokens each saw. One that none saw makes the margin inf."""
+    joined, of = _joined(found), len(expected.ids)
     lost = len(set(expected.ids.tolist()) - set(joined.ids.tolist()))
     place = torch.empty_like(expected.ids)
     place[expected.ids] = torch.arange(len(place))
@@ -202,4 +272,12 @@ def compare_choices(router: str, step: int, expected: Choices, found: Sequence[C
     differs = (expected.experts[at].sort(1).values != joined.experts.sort(1).values).any(1)
     margin = float(expected.margins[at][differs].max()) if differs.any() else 0.0
     tokens = int(joined.ids[differs].unique().numel()) + lost
-    return Difference(router, step, tokens, len(expected.ids), torch.inf if lost else margin)
+    result = [Difference(router, step, tokens, of, torch.inf if lost else margin)]
+    if expected.drops is not None and joined.drops is not None:
+        own = expected.drops
+        there, had = _kept_there(joined.drops, torch.arange(len(at)), own.experts[at])
+        other = had & (there != own.kept[at])
+        margin = float(own.margins[at][other].max()) if other.any() else 0.0
+        tokens = int(joined.ids[other.any(1)].unique().numel())
+        result.append(Difference(router, step, tokens, of, margin, "capacity"))
+    return result

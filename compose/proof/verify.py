@@ -243,10 +243,8 @@ def compare(
             seen = gathered(witness.choices(calls))
         _on_first_rank(partial(reference.step, batch, seen) if reference else None)
         if reference:
-            differences += [
-                compare_choices(name, step + 1, natural, seen.get(name, []))
-                for name, natural in reference.own.choices.items()
-            ]
+            for name, natural in reference.own.choices.items():
+                differences += compare_choices(name, step + 1, natural, seen.get(name, []))
         for name, parameter in model.named_parameters() if step == 0 else ():
             gradients = [_gradient(p) / loss_scale for p in held.get(name, ())]
             right = expected(lambda r, name=name: r.gradient(name))

@@ -158,7 +158,7 @@ class Router(nn.Module):
             everyone_BSK = self.gather_sequence(chosen_BLK)
         if c.capacity_factor:
             assert everyone_BSK is not None
-            kept_BLK = self._within_capacity(chosen_BLK, picked_BLK.detach(), everyone_BSK)
+            kept_BLK, _ = self.keep(chosen_BLK, picked_BLK.detach(), everyone_BSK)
         if torch.is_grad_enabled():
             probabilities = scores_BLE / scores_BLE.sum(-1, keepdim=True) if sigmoid else scores_BLE
             balance = self._balance(probabilities, real_BL, everyone_BSK)
@@ -211,22 +211,44 @@ class Router(nn.Module):
             share = (counts_BE / counts_BE.sum(-1, keepdim=True).clamp(min=1))[:, None]
         return c.n_experts * ((probabilities * share).sum(-1) * real_BL).sum()
 
-    def _within_capacity(self, chosen_BLK: Tensor, scores_BLK: Tensor, everyone_BSK: Tensor) -> Tensor:
-        """True for the best-scored rows of each expert in each sequence, as many as it takes."""
+    def keep(
+        self, chosen_BLK: Tensor, scores_BLK: Tensor, everyone_BSK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Which rows their expert takes: the best-scored ones of each sequence, up to its capacity.
+
+        Args:
+            chosen_BLK: The expert of each row; E for padding, which is not taken.
+            scores_BLK: The score of each row for its expert.
+            everyone_BSK: ``chosen_BLK`` of whole sequences.
+
+        Returns:
+            True where a row is taken (B, L, k), and its margin (B, L, k), relative to the greater
+            score: how far a taken row is ahead of the first that is beyond the capacity, or how far
+            another is behind the last that is within it; inf where the expert has room for all.
+        """
         c = self.config
         scores_BSK = self.gather_sequence(scores_BLK)
-        limits = []
+        within, beyond = [], []
         for chosen, scores in zip(everyone_BSK.flatten(1), scores_BSK.flatten(1), strict=True):
             counts = count_rows(chosen, c.n_experts)
             capacity = (c.capacity_factor * counts.sum() / c.n_experts).ceil().long().clamp(min=1)
             order = scores.argsort(descending=True)
-            order = order[chosen[order].argsort(stable=True)]
+            best = scores[order[chosen[order].argsort(stable=True)]]
+            full = counts > capacity
             last = counts.cumsum(0) - counts + torch.minimum(counts, capacity) - 1
-            limits.append(torch.where(counts > capacity, scores[order][last], -torch.inf))
-        # A place for padding, which takes none.
-        limit = F.pad(torch.stack(limits), (0, 1), value=torch.inf)
-        at = limit.gather(1, chosen_BLK.flatten(1)).view_as(chosen_BLK)
-        return scores_BLK >= at
+            within.append(torch.where(full, best[last], -torch.inf))
+            beyond.append(torch.where(full, best[(last + 1).clamp(max=len(best) - 1)], -torch.inf))
+
+        def of_rows(limits: list[Tensor]) -> Tensor:
+            # A place for padding, which takes none.
+            limit = F.pad(torch.stack(limits), (0, 1), value=torch.inf)
+            return limit.gather(1, chosen_BLK.flatten(1)).view_as(chosen_BLK)
+
+        last_within = of_rows(within)
+        kept = scores_BLK >= last_within
+        ahead = torch.where(kept, scores_BLK, last_within)
+        behind = torch.where(kept, of_rows(beyond), scores_BLK)
+        return kept, _relative(ahead, behind)
 
     @torch.no_grad()
     def finish_step(self, tally: Tensor) -> None:
@@ -256,8 +278,11 @@ class Router(nn.Module):
 
 def _lead(best: Tensor) -> Tensor:
     """Of descending scores (..., n): by how much the last but one exceeds the last, relative to it."""
-    ahead, behind = best[..., -2], best[..., -1]
-    return (ahead - behind) / ahead.abs().clamp(min=torch.finfo(best.dtype).tiny)
+    return _relative(best[..., -2], best[..., -1])
+
+
+def _relative(ahead: Tensor, behind: Tensor) -> Tensor:
+    return (ahead - behind) / ahead.abs().clamp(min=torch.finfo(ahead.dtype).tiny)
 
 
 def _alone(tensor: Tensor) -> Tensor:
