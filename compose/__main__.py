@@ -44,13 +44,12 @@ def _schedule(arguments: Sequence[str]) -> int:
     degrees = [getattr(config.parallel, axis) for axis in AXES]
     world_size = world_size_of(given) or math.prod(max(1, degree) for degree in degrees)
     try:
-        config = legality.check(config, world_size).config
-        if config.parallel.pp == 1:
+        job = legality.check(config, world_size)
+        if job.degrees.pp == 1:
             raise ConfigError("parallel.pp: 1 has no schedule; set --parallel.pp=2 or more")
     except ConfigError as error:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
-    parallel = config.parallel
-    micro_batches = legality.micro_batches(config)
+    parallel, micro_batches = job.degrees, job.micro_batches
     name, virtual_stages = parallel.pp_schedule, parallel.pp_virtual_stages
     table = build_table(name, parallel.pp, virtual_stages, micro_batches)
     title = (

@@ -1,5 +1,7 @@
 """Where a Plan meets a model and a mesh: the one place, in one fixed order."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -7,8 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from compose.compiler.compilation import apply_compile, check_whole
+from compose.compiler.compilation import apply_compile
 from compose.composition.options import Options
+from compose.composition.rules import check_setup
+from compose.composition.setup import Setup
 from compose.composition.state import Composition
 from compose.errors import ConfigError
 from compose.loss.output import Output
@@ -17,20 +21,14 @@ from compose.memory.activation_offload import ActivationOffload
 from compose.parallel.context_parallel import Balance, ContextParallel
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
-from compose.parallel.mesh import axis_size, check_same_degrees
+from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.secondary_shards import NearGather, near_groups
-from compose.parallel.tensor_parallel import (
-    Replicated,
-    apply_tensor_parallel,
-    check_columns,
-    check_heads,
-)
+from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
 from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
 from compose.pipeline.schedules import schedule_of
 from compose.pipeline.split import Stage
 from compose.plan import Plan, Resolved, resolve
 from compose.precision.float8 import Choice, apply_float8, choose, float8_styles
-from compose.precision.options import Precision
 
 
 def apply(
@@ -56,22 +54,14 @@ def apply(
     Raises:
         ConfigError: The plan does not fit the model, or the options do not fit the mesh.
     """
-    if options is None:
-        options = Options()
-    else:
-        check_same_degrees(options.parallel, mesh)
+    options = _with_degrees(options, mesh)
     parallel, precision, recompute = options.parallel, options.precision, options.activation_checkpoint
     zero, ep, compile = parallel.zero, parallel.ep, options.compile
     offload, float8 = parallel.offload == "cpu", precision.float8
-    _check_types(model, precision)
+    _check_types(model, precision.master_dtype)
     pp, cp, tp = (axis_size(mesh, axis) for axis in ("pp", "cp", "tp"))
-    check_whole(compile.mode, tp)
     resolved = plan if isinstance(plan, Resolved) else resolve(plan, model)
-    if resolved.heads:
-        check_heads(*resolved.heads, tp)
-    check_columns(model, resolved.tensor, tp)
-    units = recompute.mode != "none" or recompute.offload
-    _check_named(resolved, cp, ep, units, compile.mode, float8)
+    check_setup(Setup(model, resolved, options, mesh.size(), mesh.device_type))
     choice = choose(model, resolved, tp, float8, mesh.device_type)
     _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
@@ -79,17 +69,19 @@ def apply(
             parameter.data = parameter.data.to(precision.master_dtype)
     # Of the whole model, as every rank knows it.
     recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.seq_len)
-    # Of the whole plan: a stage without attention cuts its sequences as the others do.
+    # Of the whole plan: a stage without attention or norms cuts its sequences as the others do.
     balances: list[Balance] = [
         style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
     ]
     balance: Balance = balances[0] if balances else "headtail"
+    shared_by = sequence_ranks(resolved.tensor, tp)
     # All ranks make its groups, also those whose stage has no experts. With tp experts are not split as
     # other weights are, but lie on other axes even where ep is 1.
     over = expert_mesh(mesh, ep) if ep > 1 or (tp > 1 and resolved.expert) else None
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]
     if pp > 1:
+        assert resolved.pipeline is not None, "checked with the setup"
         runner = apply_pipeline_parallel(
             model, resolved.pipeline, mesh["pp"], schedule_of(parallel), zero, options.seq_len
         )
@@ -135,40 +127,37 @@ def apply(
             gathers += apply_data_parallel(stage.module, here.shard, mesh, how, experts, ends)
     # On a rank without the last stage this is an identity that nothing calls.
     output = Output(model.get_submodule(resolved.output)) if resolved.output else None
-    aliases = runner.aliases if runner else {}
     return Composition(
-        model, mesh, zero, balance, runner, aliases, output, offload, activations, choice, gathers
+        model,
+        mesh,
+        zero=zero,
+        balance=balance,
+        sequence_ranks=shared_by,
+        pipeline=runner,
+        output=output,
+        offload=offload,
+        activations=activations,
+        float8=choice,
+        gathers=gathers,
     )
 
 
-def _check_types(model: nn.Module, precision: Precision) -> None:
-    wide = torch.promote_types(torch.float32, precision.master_dtype)
+def _with_degrees(options: Options | None, mesh: DeviceMesh) -> Options:
+    if options is not None:
+        check_same_degrees(options.parallel, mesh)
+    options = options or Options()
+    degrees = {axis: axis_size(mesh, axis) for axis in AXES}
+    return replace(options, parallel=replace(options.parallel, **degrees))
+
+
+def _check_types(model: nn.Module, master: torch.dtype) -> None:
+    wide = torch.promote_types(torch.float32, master)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in (torch.float32, wide):
             raise ConfigError(
                 f"parameter {name} is {parameter.dtype}: master weights are float32; call"
                 " model.float(), and give precision.param for forward and backward"
             )
-    if precision.master not in ("float32", precision.param):
-        raise ConfigError(
-            f"precision.master: {precision.master} is neither float32 nor precision.param"
-        )
-
-
-def _check_named(resolved: Resolved, cp: int, ep: int, units: bool, compile: str, float8: str) -> None:
-    """Of the whole model: a stage of it may well hold none of these."""
-    wants = (
-        (cp > 1, resolved.context, "context: names no attention core", "parallel.cp"),
-        (ep > 1, resolved.expert, "expert: names no experts", "parallel.ep"),
-        (units, resolved.checkpoint, "checkpoint: names no unit", "activation checkpointing"),
-        (compile == "block", resolved.compile, "compile: names no unit", "compile.mode"),
-        (float8 != "off", resolved.float8, "float8: names no linear layer", "precision.float8"),
-    )
-    problems = [
-        f"plan.{lack}, which {why} needs" for wanted, names, lack, why in wants if wanted and not names
-    ]
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _broadcast(model: nn.Module, device_type: str) -> None:

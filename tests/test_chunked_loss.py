@@ -394,7 +394,7 @@ def test_plan_without_output(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError) as caught:
         make_config(1, train__loss_chunk=8)
     assert caught.value.problems == [
-        "model.name: the plan of llama has nothing under output; add it, or use train.loss_chunk = 0"
+        "plan.output: the model's plan has nothing under it; add it, or use train.loss_chunk = 0"
     ]
 
 

@@ -1,16 +1,21 @@
 """The table of rules: every mesh is proved or refused by it; pages and commands say the same."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from compose import legality
+from compose import ConfigError, Options, Parallel, Precision, apply, legality
+from compose.compiler.compilation import Compile
 from compose.config import Config
 from compose.legality.__main__ import markdown
+from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.toml import load
+from models.llama import Config as ShapeOfLlama
+from models.llama import Model, plan
 from tests.command_lines import answered
 from tests.helpers import ROOT, SMALL, agreed, prove_case
-from tests.pool import Pool
+from tests.pool import Pool, make_mesh
 
 RANKS = 8
 KEYS: dict[str, object] = {
@@ -172,3 +177,31 @@ def test_schedule_draws(tmp_path: Path) -> None:
         assert "bubble fraction 27.3%" in done.stdout
         assert "textbook: (p-1)/(m+p-1) = 27.3%" in done.stdout
         assert "rank 0: 4, rank 1: 3, rank 2: 2, rank 3: 1" in done.stdout
+
+
+def _library_refusals() -> list[str]:
+    config, parallel = ShapeOfLlama(dim=32, n_heads=4, n_kv_heads=2, n_layers=1), Parallel(tp=2, zero=2)
+    options = Options(
+        replace(parallel, offload="cpu"),
+        Precision(param="float16", master="bfloat16"),
+        ActivationCheckpoint(every=3),
+        Compile("model", async_tp=True),
+    )
+    with pytest.raises(ConfigError) as caught:
+        apply(Model(config), plan(config, parallel), make_mesh(parallel), options)
+    return caught.value.problems
+
+
+def test_a_caller_of_the_library_meets_the_same_rules(pool: Pool) -> None:
+    """All at once, in the words of Options' fields."""
+    assert pool.run(_library_refusals, 2)[0] == [
+        "activation_checkpoint.every: 3 is read in another mode; set activation_checkpoint.mode ="
+        ' "every_k"',
+        'compile.mode: "model" with parallel.tp = 2: Dynamo cannot trace the hooks by which styles'
+        ' change tensors between modules; use compile.mode = "block"',
+        "compile.async_tp: true needs CUDA; use compile.async_tp = false",
+        "precision.master: bfloat16 keeps less than precision.param = float16 uses; use"
+        ' precision.param = "bfloat16"',
+        "parallel.zero: 2 keeps whole parameters on the device, and parallel.offload ="
+        ' "cpu" none; use parallel.zero = 3, or parallel.offload = "none"',
+    ]

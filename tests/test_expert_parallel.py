@@ -245,5 +245,5 @@ def test_dense_model_has_no_experts_to_spread() -> None:
     with pytest.raises(ConfigError) as error:
         make_config(2, parallel__ep=2)
     assert error.value.problems == [
-        "model.name: the plan of llama has nothing under expert; add it, or use parallel.ep = 1"
+        "plan.expert: the model's plan has nothing under it; add it, or use parallel.ep = 1"
     ]

@@ -436,7 +436,11 @@ class Two(nn.Module):
             Plan(float8=["iner"]),
             "plan.float8: pattern 'iner' matches no module; did you mean inner?",
         ),
-        (Plan(), "plan.float8: names no linear layer, which precision.float8 needs"),
+        (
+            Plan(),
+            "plan.float8: the model's plan has nothing under it; add it, or use precision.float8 ="
+            ' "off"',
+        ),
     ],
 )
 def test_plans_are_strict(pool: Pool, plan: Plan, message: str) -> None:

@@ -336,7 +336,7 @@ def test_refusals(pool: Pool) -> None:
     assert uncounted.startswith("parallel.pp_layers: cannot count the FLOPs of Nested (")
     assert uncounted.endswith("); give the layers of each stage")
     assert found == [
-        "plan.pipeline: says nothing, which parallel.pp needs",
+        "plan.pipeline: the model's plan has nothing under it; add it, or use parallel.pp = 1",
         "parallel.pp_schedule: unknown schedule '2F2B' (known:"
         f" {', '.join(SCHEDULES)}, or a .csv file)",
         "this rank holds some stages of the model: run it by compose.forward_backward",

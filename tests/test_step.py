@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 from compose import (
     Composition,
+    ConfigError,
     Options,
     Parallel,
     Pipeline,
@@ -19,10 +20,15 @@ from compose import (
     apply,
     clip_grad_norm_,
     cross_entropy,
+    evaluate,
     forward_backward,
 )
+from compose.data import random_batch
 from compose.loss.cross_entropy import IGNORE, count_targets
 from compose.train.step import samples_at_once
+from models.llama import Config as ShapeOfLlama
+from models.llama import Model as Llama
+from models.llama import plan as llama_plan
 from tests.collectives import counted_collectives
 from tests.pool import Pool, make_mesh
 
@@ -236,3 +242,21 @@ def test_gradients_are_added_up_in_the_type_of_reduce(pool: Pool, zero: int) -> 
     # From stage 2 on, what was reduced is added up in float32.
     expected = 3.0 if zero < 2 else 3 + 3 * small
     assert pool.run(_reduced, 2, zero, "bfloat16", [1.0, small]) == [expected] * 2
+
+
+def _unequal_parts(work: str) -> str:
+    parallel, config = Parallel(tp=2), ShapeOfLlama(dim=32, n_heads=4, n_kv_heads=2, n_layers=1)
+    composition = apply(Llama(config), llama_plan(config, parallel), make_mesh(parallel))
+    batch = random_batch(2, 13, config.vocab_size, seed=0)
+    with pytest.raises(ConfigError) as caught:
+        {"train": forward_backward, "evaluate": evaluate}[work](composition, batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("work", ["train", "evaluate"])
+def test_sequences_that_tp_cannot_share(pool: Pool, work: str) -> None:
+    """Their parts would be taken for equal ones: messages of other sizes than the receiver expects."""
+    assert pool.run(_unequal_parts, 2, work)[0] == (
+        "batch: sequences of 13 tokens cannot be shared by the 2 ranks of tp, as SequenceParallel in"
+        " the plan has them; nearest: 14, padded"
+    )

@@ -37,12 +37,12 @@ MAY_IMPORT = {
     ),
     "compiler": "base errors",
     "compose": "base",
-    "composition": "base compiler loss memory parallel pipeline precision tables",
+    "composition": "base compiler errors loss memory parallel pipeline plan precision tables",
     "config": "compiler composition memory parallel tables",
     "data": "base config errors tables",
     "huggingface": "base checkpoint composition config data errors legality registry toml",
     "legality": (
-        "base compiler config errors memory optimizer parallel pipeline plan precision registry tables"
+        "base composition config errors optimizer parallel pipeline plan precision registry tables"
     ),
     "loss": "base errors parallel",
     "memory": "base errors",
@@ -263,3 +263,71 @@ def test_every_option_is_a_field_of_the_config() -> None:
         if field.name != "seq_len":
             assert TABLES[field.name] is field.default_factory
     assert legality.RULES
+
+
+# Functions that raise ConfigError for what is no composition, by what they look at.
+OTHER_INPUT = {
+    "the model": (
+        "apply._check_types weights.materialize memory.activation_bytes.unit_costs"
+        " pipeline.split._costs pipeline.stage.plain_stream pipeline.pipeline_parallel._try_stream"
+        " loss.cross_entropy.cross_entropy"
+    ),
+    "the plan's styles": (
+        "plan.resolve apply._tensor parallel.tensor_parallel.apply_tensor_parallel"
+        " parallel.tensor_parallel._check parallel.local_parallel._apply"
+        " parallel.local_parallel._become parallel.local_parallel.sent loss.chunked.of"
+        " loss.output.step_loss"
+    ),
+    "the mesh that a caller made": "parallel.mesh.check_same_degrees",
+    "the batch": "pipeline.pipeline_parallel._check_whole",
+    "a schedule's file": "pipeline.schedules.refuse",
+    "folders and room on a disk": (
+        "optimizer.files.__init__ optimizer.scratch.__init__ optimizer.scratch._take"
+        " optimizer.scratch._refused"
+    ),
+    "all rules at once": "composition.rules.check_setup",
+}
+
+
+def _functions_of(path: Path) -> dict[str, tuple[set[str], bool]]:
+    """By the name of each function of a file: the functions that it names, by module, and whether it
+    makes a ConfigError."""
+    tree, own = ast.parse(path.read_text()), module_of(path)
+    known = {node.name: own for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            known |= {alias.asname or alias.name: node.module for alias in node.names}
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            calls = {f"{known[name]}.{name}" for name in names if name in known}
+            makes = any(
+                isinstance(inner, ast.Call)
+                and isinstance(inner.func, ast.Name)
+                and inner.func.id == "ConfigError"
+                for inner in ast.walk(node)
+            )
+            before, made = found.get(node.name, (set(), False))
+            found[node.name] = before | calls, made or makes
+    return found
+
+
+def test_nothing_but_a_rule_refuses_a_composition() -> None:
+    """Every ConfigError of what cuts and computes a model is raised by a rule of the table; the others
+    look at something else, which is listed."""
+    functions = {
+        f"{module_of(path)}.{name}": found
+        for path in SOURCES
+        for name, found in _functions_of(path).items()
+    }
+    checks = {rule.check for rule in legality.RULES}
+    reached = {f"{check.__module__}.{check.__name__}" for check in checks}
+    while more := {c for name in reached for c in functions.get(name, ((), 0))[0]} - reached:
+        reached |= more
+    others = {
+        name.removeprefix("compose.")
+        for name, (_, makes) in functions.items()
+        if makes and name not in reached and room_of(name.rpartition(".")[0]) in WITHOUT_CONFIG
+    }
+    assert others == {name for names in OTHER_INPUT.values() for name in names.split()}

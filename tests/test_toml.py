@@ -342,7 +342,7 @@ def test_dump_is_read_back_as_the_same(write: Write) -> None:
         (
             2,
             {"parallel.ep": "2"},
-            "model.name: the plan of llama has nothing under expert; add it, or use parallel.ep = 1",
+            "plan.expert: the model's plan has nothing under it; add it, or use parallel.ep = 1",
         ),
         (
             4,
@@ -391,8 +391,8 @@ def test_several_rules_at_once() -> None:
     overrides = [("parallel.tp", "3"), ("train.global_batch", "3")]
     found = problems_of(load(str(ROOT / "train.toml"), overrides), 6)
     assert [problem.split(":")[0] for problem in found] == [
-        "train.global_batch",
         "parallel.tp",
+        "train.global_batch",
         "train.seq_len",
     ]
 

@@ -1,7 +1,7 @@
 """What ``compose.apply`` returns: the model as it was cut, and what was done to it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,10 +29,10 @@ class Composition:
     """The ZeRO stage."""
     balance: Balance = "headtail"
     """How context parallel expects sequences to be cut."""
+    sequence_ranks: int = 1
+    """Ranks of tp that share a sequence between layers, which have to hold equal parts of it."""
     pipeline: PipelineRunner | None = None
     """What runs the model if it is cut into stages."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Of parameters that have another name in the whole model: that name, by the one they have here."""
     output: Output | None = None
     """The projection that Plan.output names."""
     offload: bool = False
@@ -43,6 +43,11 @@ class Composition:
     """The layers that compute in float8."""
     gathers: Sequence[NearGather] = ()
     """Gathers of units that neighbours keep between them for a step."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Of parameters that have another name in the whole model: that name, by the one here."""
+        return self.pipeline.aliases if self.pipeline else {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters, each by its name in the whole model.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from compose.base.lazy import export
 
 if TYPE_CHECKING:
+    from compose.composition.setup import Rule
     from compose.legality.job import Job, make_job
-    from compose.legality.rule import Rule, micro_batches
     from compose.legality.table import RULES, check, meshes, problems_of, survey
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "check",
     "make_job",
     "meshes",
-    "micro_batches",
     "problems_of",
     "survey",
 ]
@@ -27,11 +26,10 @@ export(
     {
         "Job": "compose.legality.job",
         "RULES": "compose.legality.table",
-        "Rule": "compose.legality.rule",
+        "Rule": "compose.composition.setup",
         "check": "compose.legality.table",
         "make_job": "compose.legality.job",
         "meshes": "compose.legality.table",
-        "micro_batches": "compose.legality.rule",
         "problems_of": "compose.legality.table",
         "survey": "compose.legality.table",
     },

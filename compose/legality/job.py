@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from compose.composition.setup import Setup
 from compose.config import Config
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan, Resolved, resolve
@@ -40,6 +41,25 @@ class Job:
     def device_type(self) -> str:
         """The device's type, as far as this machine can tell."""
         return "cuda" if self.on_cuda else "cpu"
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one rank in a step; 0 where they are not whole."""
+        train, ranks = self.config.train, self.degrees.dp_replicate * self.degrees.dp_shard
+        whole, rest = divmod(train.global_batch, ranks * train.micro_batch)
+        return 0 if rest else whole
+
+    @property
+    def setup(self) -> Setup:
+        """What ``compose.apply`` will be asked for."""
+        return Setup(
+            self.model,
+            self.resolved,
+            self.config.options,
+            self.world_size,
+            self.device_type,
+            self.micro_batches,
+        )
 
 
 def make_job(config: Config, world_size: int) -> Job:

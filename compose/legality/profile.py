@@ -1,9 +1,9 @@
 """Rules of what is profiled: steps and ranks that there are."""
 
 from compose.base.fields import toml_value
+from compose.composition.setup import Rule
 from compose.errors import ConfigError
 from compose.legality.job import Job
-from compose.legality.rule import Rule
 from compose.profiling.options import Profile
 
 
@@ -54,7 +54,7 @@ def _read(job: Job) -> None:
         raise ConfigError(*problems)
 
 
-PROFILE = [
+PROFILE: list[Rule[Job]] = [
     Rule(
         "profile.steps is a first and a last step of this run, the last one not before the first",
         "a range that is never reached would leave nothing, without a word",

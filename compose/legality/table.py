@@ -1,6 +1,7 @@
 """What must hold between keys: one table of rules, each with its condition, its reason and a cure.
 
-Checks run before any process group is started, and nothing else refuses a composition.
+Checks run before any process group is started. ``compose.apply`` looks at the rules of the composition
+again, for those who call it without a config, and nothing else refuses a composition.
 ``docs/composition.md`` is printed from this table by ``python -m compose.legality``.
 """
 
@@ -8,34 +9,30 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+from compose.composition import setup
+from compose.composition.rules import COMPOSITION
+from compose.composition.setup import Rule
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.legality.degrees import DEGREES
 from compose.legality.job import Job, make_job
 from compose.legality.profile import PROFILE
-from compose.legality.rule import Rule, micro_batches
-from compose.legality.step import STEP
+from compose.legality.run import RUN
 from compose.parallel.mesh import AXES, resolve_degrees
 from compose.pipeline.schedules import placement
 from compose.pipeline.split import balanced
 from compose.plan import resolve
 from compose.registry import find_model
 
-__all__ = ["RULES", "Rule", "check", "meshes", "micro_batches", "problems_of", "survey"]
+__all__ = ["RULES", "Rule", "check", "meshes", "problems_of", "survey"]
 
-RULES = DEGREES + STEP + PROFILE
+RULES: list[Rule[Any]] = [*COMPOSITION, *RUN, *PROFILE]
 
 
-def problems_of(job: Job) -> list[tuple[Rule, str]]:
-    """Return all that is wrong with a job, by the rule that says so."""
-    found = []
-    for rule in RULES:
-        try:
-            rule.check(job)
-        except ConfigError as error:
-            found += [(rule, problem) for problem in error.problems]
-    return found
+def problems_of(job: Job) -> list[str]:
+    """Return all that is wrong with a job, one line each."""
+    return [*setup.problems_of(COMPOSITION, job.setup), *setup.problems_of([*RUN, *PROFILE], job)]
 
 
 def check(config: Config, world_size: int) -> Job:
@@ -53,8 +50,7 @@ def check(config: Config, world_size: int) -> Job:
     """
     degrees = resolve_degrees(config.parallel, world_size)
     job = make_job(replace(config, parallel=degrees), world_size)
-    problems = list(dict.fromkeys(problem for _, problem in problems_of(job)))
-    if problems:
+    if problems := problems_of(job):
         raise ConfigError(*problems)
     return _with_layers(job) if degrees.pp > 1 and not degrees.pp_layers else job
 
@@ -88,4 +84,4 @@ def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], li
         except ConfigError as error:
             yield degrees, error.problems
             continue
-        yield degrees, [problem for _, problem in problems_of(job)]
+        yield degrees, problems_of(job)

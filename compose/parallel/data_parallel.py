@@ -59,6 +59,15 @@ class Sharding:
     """Of ``expert_mesh`` in expert_parallel.py: where experts are sharded."""
 
 
+def check_offload(zero: int, offload: str) -> None:
+    """Raise ConfigError unless ZeRO's stage ``zero`` leaves parameters free to be in host memory."""
+    if offload != "none" and zero != 3:
+        raise ConfigError(
+            f"parallel.zero: {zero} keeps whole parameters on the device, and parallel.offload ="
+            f' "{offload}" none; use parallel.zero = 3, or parallel.offload = "none"'
+        )
+
+
 def apply_data_parallel(
     model: nn.Module,
     units: Sequence[Sequence[str]],
@@ -83,15 +92,8 @@ def apply_data_parallel(
 
     Returns:
         The gathers that ``how.near`` asks for.
-
-    Raises:
-        ConfigError: The ZeRO stage does not fit the mesh, or parameters in host memory.
     """
     zero, near = how.zero, how.near
-    if zero == 0 and axis_size(mesh, "dp_shard") > 1:
-        raise ConfigError("zero: 0 shards nothing, but the mesh does; init_mesh(Parallel(zero=0, ...))")
-    if how.offload and zero != 3:
-        raise ConfigError(f"offload: takes zero = 3, not {zero}: others hold parameters on the device")
     data_mesh = _data_mesh(mesh)
     where = OffloadPolicy()
     if how.offload:

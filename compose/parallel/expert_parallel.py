@@ -81,20 +81,26 @@ def check_experts(n_experts: int, ep: int) -> None:
         )
 
 
+def check_expert_ranks(ep: int, ranks: int) -> None:
+    """Raise ConfigError unless ``ep`` divides the ``ranks`` of the data, context and tensor axes."""
+    if ranks % ep:
+        nearest = min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - ep))
+        raise ConfigError(
+            f"parallel.ep: {ep} does not divide dp_replicate x dp_shard x cp x tp = {ranks}, the ranks"
+            f" it is taken from; nearest: {nearest}"
+        )
+
+
 def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     """The ranks of ``mesh`` again, with axes pp, expert_replicate, expert_shard, ep.
 
     ep neighbours in (dp_replicate, dp_shard, cp, tp), the innermost axes first, hold all experts
     between them. The others that hold the same ones share their shards, but for those on dp_replicate,
-    which are replicas as far as ep leaves them. Creates process groups: every rank calls it. Raises
-    ConfigError where ep does not divide the ranks.
+    which are replicas as far as ep leaves them. Creates process groups: every rank calls it. ``ep``
+    divides these ranks (``check_expert_ranks``).
     """
     replicas = axis_size(mesh, "dp_replicate")
     inner = math.prod(axis_size(mesh, axis) for axis in ("dp_shard", "cp", "tp"))
-    if replicas * inner % ep:
-        raise ConfigError(
-            f"parallel.ep: {ep} does not divide dp_replicate x dp_shard x cp x tp = {replicas * inner}"
-        )
     shared = math.gcd(inner, ep)
     shape = (axis_size(mesh, "pp"), replicas // (ep // shared), inner // shared, ep)
     names = ("pp", "expert_replicate", "expert_shard", "ep")

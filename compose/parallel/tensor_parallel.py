@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -148,6 +149,12 @@ def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]],
                 )
 
 
+def sequence_ranks(styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> int:
+    """Of ``tp`` ranks, those that share a sequence between layers: all of them or, without a
+    SequenceParallel among ``styles``, one."""
+    return tp if any(isinstance(style, SequenceParallel) for _, style in styles) else 1
+
+
 def _most_served(columns: int, tp: int) -> int:
     return next(t for t in range(tp, 0, -1) if -(-columns // -(-columns // t)) == t)
 
@@ -209,4 +216,5 @@ __all__ = [
     "apply_tensor_parallel",
     "check_columns",
     "check_heads",
+    "sequence_ranks",
 ]

@@ -28,14 +28,14 @@ from compose.errors import ConfigError
 from compose.loss.output import StepLoss
 from compose.parallel.data_parallel import finish_backward
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
-from compose.pipeline.split import Stage, Tied, balanced, check_layers, layer_names, split
+from compose.pipeline.split import Stage, Tied, balanced, split
 from compose.pipeline.stage import PlainStage, RuntimeStage, plain_stream
 from compose.plan import Pipeline
 
 
 def apply_pipeline_parallel(
     model: nn.Module,
-    pipeline: Pipeline | None,
+    pipeline: Pipeline,
     mesh: DeviceMesh,
     schedule: Schedule,
     zero: int,
@@ -55,13 +55,10 @@ def apply_pipeline_parallel(
         What runs the stages.
 
     Raises:
-        ConfigError: There is no ``pipeline``, or the model cannot be cut as ``schedule`` asks.
+        ConfigError: The FLOPs of the model's layers cannot be counted.
     """
-    if pipeline is None:
-        raise ConfigError("plan.pipeline: says nothing, which parallel.pp needs")
     ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
     layers = schedule.layers or balanced(model, pipeline, len(ranks), seq_len)
-    check_layers(layers, len(ranks), len(layer_names(model, pipeline)))
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
     stages, ties = split(model, pipeline, layers, mine)
     model.forward = _not_whole

@@ -117,6 +117,22 @@ def build_table(schedule: str, pp: int, virtual_stages: int, micro_batches: int)
     )
 
 
+def splits_backward(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> bool:
+    """Tell whether a schedule runs the backward of inputs and of weights apart.
+
+    ``micro_batches`` of 0 stands for any number. False for a schedule that cannot be.
+    """
+    try:
+        if schedule.endswith(".csv"):
+            table = read_table(schedule)
+        else:
+            # Every named schedule runs so many.
+            table = build_table(schedule, pp, virtual_stages, micro_batches or 2 * pp)
+    except ConfigError:
+        return False
+    return any(action.kind in "IW" for row in table for action in row)
+
+
 def _nearest(schedule: str, pp: int, per_rank: int, micro_batches: int) -> str:
     """The nearest number below that can run, and the nearest above."""
     above = itertools.count(micro_batches + 1)

@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from compose.base.local_tensor import local_tensor
 from compose.composition.state import Composition
+from compose.errors import ConfigError
 from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
 from compose.loss.output import StepLoss, step_loss
 from compose.parallel.context_parallel import shard_sequence
@@ -49,6 +50,7 @@ def forward_backward(
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
+        ConfigError: The ranks of the mesh cannot share the sequences.
     """
     model, mesh = composition.model, composition.mesh
     targets = batch["targets"]
@@ -78,11 +80,23 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
 
 
 def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return what this rank runs of its share of a batch: with cp, its part of each sequence."""
+    """Return what this rank runs of its share of a batch: with cp, its part of each sequence.
+
+    Raises ConfigError where the ranks of tp cannot share the sequences.
+    """
     mesh = composition.mesh
     if axis_size(mesh, "cp") == 1:
+        _check_length(batch["targets"].shape, composition.sequence_ranks)
         return batch
     return shard_sequence(batch, mesh["cp"], composition.balance, multiple=axis_size(mesh, "tp"))
+
+
+def _check_length(shape: torch.Size, ranks: int) -> None:
+    if len(shape) > 1 and shape[1] % ranks:
+        raise ConfigError(
+            f"batch: sequences of {shape[1]} tokens cannot be shared by the {ranks} ranks of tp, as"
+            f" SequenceParallel in the plan has them; nearest: {-(-shape[1] // ranks) * ranks}, padded"
+        )
 
 
 def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:

@@ -1,0 +1,14 @@
+"""All rules of a composition, and the check that ``compose.apply`` makes."""
+
+from compose.composition.mesh_rules import MESH
+from compose.composition.setup import Rule, Setup, problems_of
+from compose.composition.step_rules import STEP
+from compose.errors import ConfigError
+
+COMPOSITION: list[Rule[Setup]] = MESH + STEP
+
+
+def check_setup(setup: Setup) -> None:
+    """Raise ConfigError, with all that is wrong, unless ``compose.apply`` can do what it is asked."""
+    if problems := problems_of(COMPOSITION, setup):
+        raise ConfigError(*problems)

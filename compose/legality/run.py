@@ -1,0 +1,182 @@
+"""Rules of a run: what its batch, data and optimizer ask for beside the composition."""
+
+import math
+
+from compose.composition.setup import Rule
+from compose.errors import ConfigError
+from compose.legality.job import Job
+from compose.optimizer.rules import parameter_rules
+from compose.parallel.tensor_parallel import sequence_ranks
+from compose.pipeline.schedules import build_table
+from compose.precision import float8
+
+_TRIED = 1_000_000  # sizes, of which a cure is the largest that divides
+
+
+def _global_batch(job: Job) -> None:
+    train, ranks = job.config.train, job.degrees.dp_replicate * job.degrees.dp_shard
+    unit = ranks * train.micro_batch
+    if train.global_batch % unit == 0:
+        return
+    nearest = max(1, round(train.global_batch / unit)) * unit
+    raise ConfigError(
+        f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
+        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}"
+        + _smaller_micro_batch(train.global_batch, ranks, train.micro_batch)
+    )
+
+
+def _smaller_micro_batch(global_batch: int, ranks: int, micro_batch: int) -> str:
+    if global_batch % ranks:
+        return ""
+    share = global_batch // ranks
+    most = min(micro_batch, share)
+    if most > _TRIED:
+        return ""
+    best = max(size for size in range(1, most + 1) if share % size == 0)
+    return f", or train.micro_batch = {best}"
+
+
+def _sequence(job: Job) -> None:
+    seq_len, tp = job.config.train.seq_len, job.degrees.tp
+    # With cp a sequence is padded to what both divide.
+    if seq_len % sequence_ranks(job.resolved.tensor, tp) == 0 or job.degrees.cp > 1:
+        return
+    nearest = max(1, round(seq_len / tp)) * tp
+    cure = "" if job.plan.expert else ", or parallel.sequence = false"
+    raise ConfigError(
+        f"train.seq_len: {seq_len} is not a multiple of parallel.tp {tp}, which"
+        f" {'a mixture of experts' if job.plan.expert else 'parallel.sequence'} needs;"
+        f" nearest: {nearest}{cure}"
+    )
+
+
+def _micro_batches(job: Job) -> None:
+    degrees, count = job.degrees, job.micro_batches
+    if degrees.pp == 1 or not count:
+        return
+    try:
+        build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
+    except ConfigError as error:
+        ranks = degrees.dp_replicate * degrees.dp_shard
+        unit = f" (train.global_batch is {ranks * job.config.train.micro_batch} times that)"
+        raise ConfigError(
+            *(f"{p}{unit if '; nearest: ' in p else ''}" for p in error.problems)
+        ) from None
+
+
+def _validation(job: Job) -> None:
+    every, path = job.config.train.validate_every, job.config.data.validation
+    if every and not path:
+        raise ConfigError(f"train.validate_every: {every} has nothing to measure; set data.validation")
+    if path and not every:
+        raise ConfigError(f"data.validation: {path} is never read; set train.validate_every too")
+
+
+def _optimizer(job: Job) -> None:
+    parameter_rules(job.model, job.plan, job.config.optimizer)
+
+
+def _output(job: Job) -> None:
+    if job.config.train.loss_chunk and not job.plan.output:
+        raise ConfigError(
+            "plan.output: the model's plan has nothing under it; add it, or use train.loss_chunk = 0"
+        )
+
+
+def _float8_tokens(job: Job) -> None:
+    train, cp, recipe = job.config.train, job.degrees.cp, job.config.precision.float8
+    rows, unit = train.micro_batch * train.seq_len, 16 * cp
+    if recipe in ("off", "rowwise_gw_hp") or rows % unit == 0 or float8.emulated(job.device_type):
+        return
+    part = unit // math.gcd(unit, train.micro_batch)
+    nearest = max(1, round(train.seq_len / part)) * part
+    raise ConfigError(
+        f"precision.float8: {recipe} sums gradients over train.micro_batch x seq_len / cp ="
+        f" {rows / cp:g} tokens, which is no multiple of 16; nearest: train.seq_len = {nearest}, or"
+        ' use precision.float8 = "rowwise_gw_hp"'
+    )
+
+
+def _optimizer_offload(job: Job) -> None:
+    options, precision = job.config.optimizer, job.config.precision
+    if options.offload == "none":
+        return
+    needs = {
+        "optimizer.name": (options.name, "adamw"),
+        "optimizer.implementation": (options.implementation, "fused"),
+        "precision.optimizer_state": (precision.optimizer_state, "float32"),
+        "precision.master": (precision.master, "float32"),
+    }
+    problems = [
+        f'{key}: {value} with optimizer.offload = "{options.offload}"; use "{needed}", or'
+        ' optimizer.offload = "none"'
+        for key, (value, needed) in needs.items()
+        if value != needed
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _muon_offload(job: Job) -> None:
+    if job.degrees.offload != "none" and job.config.optimizer.name != "adamw":
+        raise ConfigError(
+            f"optimizer.name: {job.config.optimizer.name} sends matrices from device to device, and"
+            f' parallel.offload = "cpu" has them in host memory; use "adamw", or parallel.offload ='
+            ' "none"'
+        )
+
+
+RUN: list[Rule[Job]] = [
+    Rule(
+        "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
+        "every rank runs the same number of equal micro-batches, since collectives must match",
+        _global_batch,
+    ),
+    Rule(
+        "with sequence, or with experts, and without cp, seq_len is a multiple of tp",
+        "a local tensor carries no global shape, so every rank must hold an equal part",
+        _sequence,
+    ),
+    Rule(
+        "the schedule can run as many micro-batches as global_batch and micro_batch make",
+        "interleaved schedules go in rounds of equal length; DualPipeV fills every stage first",
+        _micro_batches,
+        upstream="torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,"
+        " ScheduleInterleavedZeroBubble and ScheduleDualPipeV, __init__",
+    ),
+    Rule(
+        "with train.loss_chunk, the plan names the output projection",
+        "a loss in chunks takes its place",
+        _output,
+    ),
+    Rule(
+        "with precision.float8 tensorwise or rowwise, a rank's tokens in a micro-batch are a multiple"
+        " of 16, unless float8 is emulated",
+        "gradients of weights are sums over tokens, and the kernels take rows of 16 bytes",
+        _float8_tokens,
+        upstream="aten/src/ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_cuda",
+    ),
+    Rule(
+        "data.validation and train.validate_every go together",
+        "one says on what the loss is measured, the other when",
+        _validation,
+    ),
+    Rule(
+        "the patterns of lr_scale, weight_decay_scale and muon_except name parameters; with muon,"
+        " layers hold matrices",
+        "a mistyped pattern would leave what it means as it is, and muon without matrices is AdamW",
+        _optimizer,
+    ),
+    Rule(
+        "with optimizer.offload, the optimizer is the fused AdamW, its state and the weights float32",
+        "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
+        " written",
+        _optimizer_offload,
+    ),
+    Rule(
+        "with parallel.offload, the optimizer is AdamW",
+        "Muon's messages are the device's",
+        _muon_offload,
+    ),
+]
