@@ -364,8 +364,8 @@ def test_who_is_done_is_not_silent() -> None:
     assert not ended.is_set()
 
 
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + 60
+def wait_for(condition: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -386,6 +386,17 @@ def test_a_rank_ends_with_its_launcher() -> None:
         watch.stopped.set()
         signal.signal(signal.SIGTERM, before)
     assert signal.SIGTERM in asked
+
+
+def test_a_rank_is_heard_of_as_soon_as_it_watches() -> None:
+    """One that is stopped before its first word would be waited for as long as the group waits."""
+    store = dist.HashStore()
+    watch = Watch(store, 0, 2, 100.0, lambda *unused: None, "failed")
+    watch.start()
+    try:
+        wait_for(lambda: store.check(["compose/runs/0"]), 1.0)
+    finally:
+        watch.stop()
 
 
 @pytest.mark.full

@@ -105,6 +105,8 @@ class Watch:
         # Two are enough: one of them may be the silent one.
         keys = [self._key(rank) for rank in range(self.world_size if self.rank < 2 else 0)]
         try:
+            # At once: a rank that is stopped before its first word would be waited for, not missed.
+            self.store.set(self._key(self.rank), str(count))
             while not self.stopped.wait(self.every):
                 count += 1
                 self.store.set(self._key(self.rank), str(count))
