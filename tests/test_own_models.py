@@ -1,5 +1,10 @@
 """Models of other people: what they return and hand on, and how their modules are called."""
 
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +31,8 @@ from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwi
 from compose.pipeline.schedules import SCHEDULES
 from compose.plan import resolve
 from compose.proof.report import Report
-from tests.helpers import agreed
+from tests.command_lines import QUICK, command
+from tests.helpers import ROOT, agreed
 from tests.pool import Pool, make_mesh
 
 
@@ -166,3 +172,32 @@ def test_a_convolution_is_no_columns() -> None:
         "plan.tensor: conv is Conv1d, and ColwiseParallel cuts nn.Linear and nn.Embedding alone;"
         " list it in replicate, or give it another style"
     )
+
+
+def test_a_new_architecture_is_one_folder(tmp_path: Path) -> None:
+    """A copy of models/llama by another name trains as it does, in a checkout with no other edit."""
+    for name in ("compose", "models"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train.py", "train.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(tmp_path / "models" / "llama", tmp_path / "models" / "mine")
+
+    losses = {}
+    for name in ("llama", "mine"):
+        words = [
+            *QUICK,
+            "--train.steps=3",
+            f"--model.name={name}",
+            f"--run.dir={tmp_path / 'runs' / name}",
+        ]
+        subprocess.run(
+            command("train.py", *words),
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            check=True,
+            capture_output=True,
+        )
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+    assert len(losses["mine"]) > 1
+    assert losses["mine"] == losses["llama"]
