@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,9 +91,15 @@ def imports(path: Path) -> Iterator[str]:
                 yield from [name for name in (inner, node.module) if name in modules][:1]
 
 
+@cache
+def import_graph() -> dict[str, set[str]]:
+    """Every module of compose, with those that it imports."""
+    return {module_of(path): set(imports(path)) for path in SOURCES}
+
+
 def test_no_import_cycles() -> None:
     """No module leads back to itself."""
-    of = {module_of(path): set(imports(path)) for path in SOURCES}
+    of = import_graph()
     done: set[str] = set()
 
     def follow(name: str, way: tuple[str, ...]) -> None:
@@ -116,11 +123,11 @@ def room_of(module: str) -> str:
 
 def test_rooms_import_in_one_direction() -> None:
     """Each room imports those of its line and no others, and no room leads back to itself."""
-    for path in SOURCES:
-        own = room_of(module_of(path))
-        for other in imports(path):
+    for name, others in import_graph().items():
+        own = room_of(name)
+        for other in others:
             allowed = [own, *MAY_IMPORT[own].split()]
-            assert room_of(other) in allowed, f"{module_of(path)} imports {other}"
+            assert room_of(other) in allowed, f"{name} imports {other}"
 
     def reached(room: str, seen: set[str]) -> set[str]:
         for other in set(MAY_IMPORT.get(room, "").split()) - seen:
@@ -133,9 +140,8 @@ def test_rooms_import_in_one_direction() -> None:
 
 def reach(name: str) -> set[str]:
     """All modules of compose that importing one imports."""
-    of = {module_of(path): set(imports(path)) for path in SOURCES}
     found = {name}
-    while more := {other for one in found for other in of.get(one, ())} - found:
+    while more := {other for one in found for other in import_graph().get(one, ())} - found:
         found |= more
     return found
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from compose.checkpoint import store
 from compose.runtime.heartbeat import Silence, Watch
-from compose.runtime.processes import Notes
+from compose.runtime.stragglers import Stragglers
 from tests.checkpoints import shards
 from tests.command_lines import QUICK, command, free_port, launch
 from tests.helpers import ROOT
@@ -247,21 +247,20 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 
 def test_who_is_behind() -> None:
     """The rank that nobody saw give up; of several, the one that has come least far."""
-    store = dist.HashStore()
-    ranks = [Notes(store, rank, 4) for rank in range(4)]
-    assert ranks[0].laggard() == ""
-    for number in (2, 0, 3, 1):
-        ranks[number].note("the data of step 7")
-    assert ranks[0].laggard().startswith("rank 2 is behind: last heard of 0 s ago, before the data of")
-    for number in (0, 2, 3):
-        ranks[number].note("forward and backward of step 7")
-    assert ranks[0].laggard().startswith("rank 1 is behind")
-    ranks[1].note("forward and backward of step 7")
-    for number in (0, 1, 2):
-        ranks[number].give_up()
-    assert ranks[0].laggard().startswith("rank 3 is behind")
-    ranks[3].give_up()
-    assert ranks[0].laggard().startswith("rank 0 is behind")
+    ranks = Stragglers(dist.HashStore(), 4)
+    assert ranks.straggler() == ""
+    for rank in (2, 0, 3, 1):
+        ranks.report(rank, 7, "the data")
+    assert ranks.straggler() == "rank 2 is behind: last heard of 0 s ago, before the data of step 7"
+    for rank in (0, 2, 3):
+        ranks.report(rank, 7, "forward and backward")
+    assert ranks.straggler().startswith("rank 1 is behind")
+    ranks.report(1, 7, "forward and backward")
+    for rank in (0, 1, 2):
+        ranks.give_up(rank)
+    assert ranks.straggler().startswith("rank 3 is behind")
+    ranks.give_up(3)
+    assert ranks.straggler().startswith("rank 0 is behind")
 
 
 def test_who_is_silent() -> None:

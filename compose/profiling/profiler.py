@@ -29,7 +29,7 @@ from compose.profiling.options import Profile
 from compose.profiling.shares import time_shares
 from compose.profiling.text import as_text
 from compose.profiling.trace import NOTED, Trace, span, step_span
-from compose.runtime.processes import note
+from compose.runtime.stragglers import report_phase
 
 _GZIP = 5  # of 9: traces of large models are hundreds of megabytes, and others wait for them
 _HISTORY = 1_000_000  # events of the CUDA allocator that are kept, some kilobytes each
@@ -83,7 +83,7 @@ class Profiler:
         if not self.begun:
             return
         self.begun = False
-        note(f"writing the profile of step {self.done}")
+        report_phase(self.done, "the profile")
         result: dict[str, Any] | None = None
         steps = f"step{self.first}-{self.done}"
         if self.recording:

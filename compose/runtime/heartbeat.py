@@ -119,6 +119,8 @@ class Watch:
                 if now - before > self.limit / 2:  # this process was stopped, or the store was
                     silence.forget()
                 before = now
+                if self.store.check([_limit_key(self.rank)]):
+                    self.limit = float(self.store.get(_limit_key(self.rank)))
                 silence.limit = 0.75 * self.limit
                 if keys and self.store.check(keys):
                     found = silence.longest(self.store.multi_get(keys), time.monotonic())
@@ -150,6 +152,15 @@ class Watch:
 
     def _key(self, rank: int) -> str:
         return f"compose/runs/{rank}"
+
+
+def set_limit(store: dist.Store, rank: int, seconds: float) -> None:
+    """Change the limit of the watch of this ``rank``, which reads it from ``store``."""
+    store.set(_limit_key(rank), str(seconds))
+
+
+def _limit_key(rank: int) -> str:
+    return f"compose/limit/{rank}"
 
 
 def launcher() -> int:

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,67 +16,11 @@ import torch.distributed as dist
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.parallel.mesh import Comm
-from compose.runtime.heartbeat import Watch, launcher, store_in_first_rank
+from compose.runtime.heartbeat import Watch, launcher, set_limit, store_in_first_rank
+from compose.runtime.stragglers import Stragglers, behind, default_store
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
 _SAID = "compose/said"
-
-
-class Notes:
-    """What each rank was about to do, kept where the others can read it if it never ends."""
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.store, self.rank, self.world_size, self.count = store, rank, world_size, 0
-
-    def note(self, doing: str) -> None:
-        """Of this rank; every rank makes the same notes."""
-        self.count += 1
-        self.store.set(f"compose/seen/{self.rank}", f"{self.count} {time.time()} {doing}")
-
-    def give_up(self) -> None:
-        """This rank has failed, so it is none that hangs."""
-        self.store.set(f"compose/gave_up/{self.rank}", "")
-
-    def laggard(self, wait: float = 0.0) -> str:
-        """Which rank is behind: of those that have not given up within ``wait`` seconds, the one with
-        the fewest notes, heard of longest ago. Empty if none ever noted anything."""
-        end = time.monotonic() + wait
-        while len(self._waiting()) > 1 and time.monotonic() < end:
-            time.sleep(0.1)
-        waiting, seen = self._waiting(), []
-        for rank in range(self.world_size):
-            if self.store.check([f"compose/seen/{rank}"]):
-                count, when, doing = self.store.get(f"compose/seen/{rank}").decode().split(" ", 2)
-                seen.append((rank not in waiting, int(count), float(when), rank, doing))
-        if not seen:
-            return ""
-        _, _, when, rank, doing = min(seen)
-        return _behind(rank, time.time() - when, doing)
-
-    def silent(self, rank: int, seconds: float) -> str:
-        """That ``rank``, of which nothing was heard for so long, is behind."""
-        key = f"compose/seen/{rank}"
-        known = self.store.get(key).decode().split(" ", 2) if self.store.check([key]) else []
-        return _behind(rank, seconds, known[2] if known else "")
-
-    def _waiting(self) -> set[int]:
-        """Ranks that have not given up."""
-        return {r for r in range(self.world_size) if not self.store.check([f"compose/gave_up/{r}"])}
-
-
-def _behind(rank: int, seconds: float, doing: str) -> str:
-    before = f", before {doing}" if doing else ""
-    return f"rank {rank} is behind: last heard of {seconds:.0f} s ago{before}"
-
-
-_notes: Notes | None = None
-_watch: Watch | None = None
-
-
-def note(doing: str) -> None:
-    """Tell the other ranks what this one is about to do, so that they can say so if it never ends."""
-    if _notes:
-        _notes.note(doing)
 
 
 def start_timeout(comm: Comm) -> timedelta:
@@ -95,8 +39,7 @@ def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but:
             group.set_timeout(timeout)
-    if _watch:
-        _watch.limit = timeout.total_seconds()
+    set_limit(default_store(), dist.get_rank(), timeout.total_seconds())
 
 
 class TrainingError(Exception):
@@ -123,18 +66,8 @@ def process_group(config: Config) -> Iterator[torch.device]:
     # FSDP warns of a view that nothing here changes in place.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     store, rank, world_size = _rendezvous()
-    global _notes, _watch
-    notes = Notes(store, rank, world_size)
-    _watch = Watch(
-        store,
-        rank,
-        world_size,
-        start_timeout(config.comm).total_seconds(),
-        _report_silent,
-        failed=_SAID,
-        kept_by_first=store_in_first_rank(),
-        parent=launcher(),
-    )
+    timeout = start_timeout(config.comm)
+    watch: Watch | None = None
     try:
         device = pick_device(config.run.device)
         dist.init_process_group(
@@ -142,36 +75,47 @@ def process_group(config: Config) -> Iterator[torch.device]:
             store=dist.PrefixStore("compose", store),
             rank=rank,
             world_size=world_size,
-            timeout=start_timeout(config.comm),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        _notes = notes if world_size > 1 else None
-        _watch.start()
+        store = default_store()
+        watch = Watch(
+            store,
+            rank,
+            world_size,
+            timeout.total_seconds(),
+            partial(_report_silent, world_size),
+            failed=_SAID,
+            kept_by_first=store_in_first_rank(),
+            parent=launcher(),
+        )
+        watch.start()
         yield device
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         # No orderly shutdown: other ranks may be waiting in a collective until torchrun ends them.
         try:
-            _conclude(error, notes)
+            _conclude(error, store, rank, world_size)
         except RuntimeError:  # the store is gone, and with it torchrun or rank 0: nobody else tells
             _report(error, rank)
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ConfigError) else 1)
-    _watch.stop()
+    watch.stop()
     dist.destroy_process_group()
 
 
-def _conclude(error: Exception, notes: Notes) -> None:
+def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int) -> None:
     """Tell of ``error`` if this rank is the first to fail; else let the first have told."""
-    notes.give_up()
-    if notes.store.add("compose/failed", 1) == 1:
-        _report(error, notes.rank)
-        if _from_others(error) and (behind := notes.laggard(wait=_SKEW)):
-            print(behind, file=sys.stderr)
-        notes.store.set(_SAID, "")
+    stragglers = Stragglers(store, world_size)
+    stragglers.give_up(rank)
+    if store.add("compose/failed", 1) == 1:
+        _report(error, rank)
+        if _from_others(error) and (line := stragglers.straggler(wait=_SKEW)):
+            print(line, file=sys.stderr)
+        store.set(_SAID, "")
     else:
-        _wait_for_first(notes.store)
+        _wait_for_first(store)
 
 
 def _wait_for_first(store: dist.Store) -> None:
@@ -179,12 +123,12 @@ def _wait_for_first(store: dist.Store) -> None:
         store.wait([_SAID], timedelta(seconds=2 * _SKEW))
 
 
-def _report_silent(store: dist.Store | None, rank: int, seconds: float) -> None:
+def _report_silent(world_size: int, store: dist.Store | None, rank: int, seconds: float) -> None:
     """Tell which rank is silent, if nobody has told of anything. store: None where that rank has it."""
     if store is None:
-        print(_behind(rank, seconds, ""), file=sys.stderr, flush=True)
+        print(behind(rank, seconds, ""), file=sys.stderr, flush=True)
     elif store.add("compose/failed", 1) == 1:
-        print(Notes(store, 0, 0).silent(rank, seconds), file=sys.stderr, flush=True)
+        print(Stragglers(store, world_size).silent(rank, seconds), file=sys.stderr, flush=True)
         store.set(_SAID, "")
     else:
         _wait_for_first(store)

@@ -86,16 +86,18 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
     """
     mesh = composition.mesh
     if axis_size(mesh, "cp") == 1:
-        _check_length(batch["targets"].shape, composition.sequence_ranks)
+        # Generation has no targets.
+        _check_length(batch.get("targets", next(iter(batch.values()))), composition.sequence_ranks)
         return batch
     return shard_sequence(batch, mesh["cp"], composition.balance, multiple=axis_size(mesh, "tp"))
 
 
-def _check_length(shape: torch.Size, ranks: int) -> None:
-    if len(shape) > 1 and shape[1] % ranks:
+def _check_length(sequences: Tensor, ranks: int) -> None:
+    length = sequences.shape[1] if sequences.ndim > 1 else 0
+    if length % ranks:
         raise ConfigError(
-            f"batch: sequences of {shape[1]} tokens cannot be shared by the {ranks} ranks of tp, as"
-            f" SequenceParallel in the plan has them; nearest: {-(-shape[1] // ranks) * ranks}, padded"
+            f"batch: sequences of {length} tokens cannot be shared by the {ranks} ranks of tp, as"
+            f" SequenceParallel in the plan has them; nearest: {-(-length // ranks) * ranks}, padded"
         )
 
 

@@ -30,7 +30,8 @@ from compose.parallel.mesh import batch_share
 from compose.parallel.routing import routing_metrics
 from compose.precision.loss_scale import first_scale
 from compose.profiling import Profiler, span
-from compose.runtime.processes import TrainingError, note, set_timeout, start_timeout
+from compose.runtime.processes import TrainingError, set_timeout, start_timeout
+from compose.runtime.stragglers import report_phase
 from compose.toml import dump
 from compose.train.folder import RunFolder
 from compose.train.garbage import collected_between_steps
@@ -42,10 +43,9 @@ from compose.train.validation import Validation
 
 
 class Trainer:
-    """One run, from what was checked to its last step.
+    """One run: it is whole once it is made, and :meth:`run` trains it.
 
-    Making one makes everything: the model is cut, and filled from the newest whole checkpoint in
-    ``run.dir``, or with first weights where there is none. Then :meth:`run` trains it.
+    The model is cut, and filled from the newest whole checkpoint in ``run.dir`` or with first weights.
     """
 
     def __init__(
@@ -190,10 +190,10 @@ class Trainer:
         config, start, before = self.config, time.perf_counter(), self.progress
         step, train = before.step, config.train
         scale = before.scale.value if before.scale else 1.0
-        note(f"the data of step {step + 1}")
+        report_phase(step + 1, "the data")
         with span("data"):
             batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
-        note(f"forward and backward of step {step + 1}")
+        report_phase(step + 1, "forward and backward")
         loss = forward_backward(
             self.composition,
             batch,
@@ -203,7 +203,7 @@ class Trainer:
         ).item()
         with span("optimizer"):
             norm = clip_grad_norm_(self.composition, train.max_norm, scale).item()
-        note(f"the optimizer's part of step {step + 1}")
+        report_phase(step + 1, "the optimizer's part")
         finite = self._finite(step, loss, norm)
         self._check_copies(step)
         lr = learning_rate(step, train.steps, config.optimizer)

@@ -8,7 +8,7 @@ from compose.config import Config
 from compose.data.batches import in_order
 from compose.data.sources import Samples
 from compose.parallel.mesh import batch_share
-from compose.runtime.processes import note
+from compose.runtime.stragglers import report_phase
 from compose.train.evaluate import evaluate
 
 
@@ -26,7 +26,7 @@ class Validation:
         train = self.config.train
         if not self.samples or not (step % train.validate_every == 0 or step == self.last_step):
             return None
-        note(f"validation after step {step}")
+        report_phase(step, "validation")
         total, count = 0.0, 0
         for batch in in_order(self.samples, train.global_batch, batch_share(composition.mesh)):
             here = {name: value.to(self.device) for name, value in batch.items()}
