@@ -36,6 +36,7 @@ PRIVATE = {
         "torch.distributed.nn.functional",
     ),
     "torch.ops._c10d_functional": ("2.16", "the same operators under another namespace"),
+    "torch.distributed.distributed_c10d._get_default_store": ("2.16", "a store of compose's own"),
     "torch.distributed.distributed_c10d._world": ("2.16", "groups that compose makes and keeps itself"),
     # Data parallel.
     "torch.distributed.device_mesh.DeviceMesh._concatenate": ("2.16", "dp_mesh_dims of fully_shard"),

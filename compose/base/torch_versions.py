@@ -81,11 +81,15 @@ def bypass_saved_tensors_hooks(mode: Any) -> None:
     mode.respect_saved_tensors_hooks = False
 
 
-def enable_symmetric_memory(group: str) -> None:
-    """Let Inductor use symmetric memory in the process group of this name.
+def enable_async_tp(group: str) -> None:
+    """Have Inductor run products in pieces while their messages travel in the group of this name.
 
-    2.15 does so by itself. Before, Inductor asks whether this call was made, deprecated as it is.
+    The setting is private in 2.11 to 2.15. The messages take symmetric memory. Before 2.15 Inductor
+    uses it only after a call that is deprecated.
     """
+    from torch._inductor import config
+
+    config._micro_pipeline_tp = True
     if TorchVersion(torch.__version__) < "2.15":
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.base.local_tensor import arrived
-from compose.base.torch_versions import enable_symmetric_memory
+from compose.base.torch_versions import enable_async_tp
 from compose.errors import ConfigError
 
 
@@ -69,10 +69,7 @@ def apply_compile(
     if options.mode == "off":
         return
     if options.async_tp:
-        from torch._inductor import config as inductor_config
-
-        inductor_config._micro_pipeline_tp = True
-        enable_symmetric_memory(mesh.get_group().group_name)
+        enable_async_tp(mesh.get_group().group_name)
     how: dict[str, Any] = {"dynamic": False, "backend": options.backend}
     if options.mode == "block":
         for name in parts(model, units, opaque):
