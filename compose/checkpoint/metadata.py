@@ -195,7 +195,7 @@ def _overlap(chunks: Sequence[Chunk], dims: int) -> bool:
 
 
 class _Inert:
-    """Stands for an object of any class that a pickle names: it holds the arguments and runs no code."""
+    """Stands for an object of any class in a pickle: it holds the arguments and runs no code."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

@@ -62,7 +62,7 @@ def part_of(tensor: Tensor) -> Part:
 
 
 class SaveParts(DefaultSavePlanner):
-    """Plans the writing of a dict of Parts; a part that several ranks hold is written by one of them."""
+    """Plans the writing of a dict of Parts; one rank writes a part that several ranks hold."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -93,7 +93,10 @@ class SaveParts(DefaultSavePlanner):
 
 
 class LoadParts(DefaultLoadPlanner):
-    """Plans the reading of this rank's Parts, whoever wrote them; the checkpoint must have their names."""
+    """Plans the reading of this rank's Parts, whoever wrote them.
+
+    The checkpoint must have all their names.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -125,7 +128,9 @@ class LoadParts(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
-        """Refuse to read: a checkpoint holds tensors only, and DCP's own method would unpickle the rest.
+        """Refuse to read, since a checkpoint holds tensors only.
+
+        DCP's own method would unpickle anything else.
 
         Args:
             read_item: The item to read.

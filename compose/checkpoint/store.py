@@ -106,7 +106,7 @@ def name_of(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """Return the number of steps before the checkpoint in ``folder``, from its name; -1 if it has none."""
+    """Return the step in the name of a checkpoint's folder; -1 if there is none."""
     found = _NAME.fullmatch(folder.name)
     return int(found[1]) if found else -1
 
