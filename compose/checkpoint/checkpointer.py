@@ -201,7 +201,7 @@ class Checkpointer:
             self.thread.join()
 
     def _let_go(self) -> None:
-        """Before the optimizer's step: wait until a save has read the optimizer's files."""
+        """Wait, before the optimizer's step, until a save has read the optimizer's files."""
         begun = time.perf_counter()
         self.wait()
         if self.thread and self.report:
