@@ -29,9 +29,7 @@ from compose.optimizer.scratch import remove_left
 from compose.registry import InitialisedModel
 from compose.weights import init_weights, materialize
 
-_NOWHERE = (
-    "compose-offload-"  # prefix of folders in the system's temporary folder, for use without a run
-)
+_NOWHERE = "compose-offload-"  # prefix of temporary folders for files, without a run
 
 
 def loss_function(config: Config) -> CrossEntropy:

@@ -128,9 +128,7 @@ class Checkpointer:
         self.thread: threading.Thread | None = None
         self.report: Report | None = None
         self.failures = 0
-        self.stage: dict[str, Part] | None = (
-            None  # the copy of the last save, whose memory the next save uses
-        )
+        self.stage: dict[str, Part] | None = None  # the last copy, whose memory is used again
         self.in_files = isinstance(optimizer, OffloadedAdamW) and optimizer.folder is not None
         if self.in_files:
             optimizer.register_step_pre_hook(lambda *_: self._let_go())
