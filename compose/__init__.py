@@ -1,4 +1,8 @@
-"""PyTorch's parallelisms, composed: a Plan, a mesh, and the proof that they equal one process."""
+"""PyTorch's parallelisms, composed.
+
+This package exports the Plan, the mesh, the functions that apply and train with them, and the proof
+that the result equals one process.
+"""
 
 from typing import TYPE_CHECKING
 

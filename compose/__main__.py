@@ -1,4 +1,4 @@
-"""python -m compose COMMAND ...: tools beside training."""
+"""The tools besides training: python -m compose COMMAND ..."""
 
 import math
 import shutil
@@ -24,7 +24,7 @@ from compose.toml import load
 
 
 def _verify(arguments: Sequence[str]) -> int:
-    """torchrun -m compose verify FILE.toml: prove that the composition equals one process."""
+    """Prove that the composition equals one process: torchrun -m compose verify FILE.toml."""
     job = parse(arguments, program="python -m compose verify").job
     with process_group(job.config) as device:
         report = prove(job, init_mesh(job.degrees, device.type), device)
@@ -34,7 +34,7 @@ def _verify(arguments: Sequence[str]) -> int:
 
 
 def _schedule(arguments: Sequence[str]) -> int:
-    """python -m compose schedule FILE.toml [--out timeline.svg|.png]: draw the pipeline's timeline."""
+    """Draw the pipeline's timeline: python -m compose schedule FILE.toml [--out timeline.svg|.png]."""
     flags = {"--out": "FILE.svg or .png", "--world-size": "N"}
     given = read_arguments(arguments, "python -m compose schedule", flags)
     out = given.flags.get("--out", "")
@@ -72,7 +72,7 @@ def _schedule(arguments: Sequence[str]) -> int:
 
 
 def _legal(arguments: Sequence[str]) -> int:
-    """python -m compose legal FILE.toml --world-size N: which meshes of N ranks the config can have."""
+    """List the legal meshes of N ranks: python -m compose legal FILE.toml --world-size N."""
     given = read_arguments(arguments, "python -m compose legal", {"--world-size": "N"})
     world_size = world_size_of(given)
     if not world_size:
@@ -104,6 +104,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names, or list the commands."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("python -m compose COMMAND ...\n")
         for name, command in COMMANDS.items():

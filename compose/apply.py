@@ -1,4 +1,4 @@
-"""Where a Plan meets a model and a mesh: the one place, in one fixed order."""
+"""Applies a Plan to a model and a mesh: the one place where this happens, in a fixed order."""
 
 from dataclasses import replace
 
@@ -36,17 +36,17 @@ def apply(
 ) -> Composition:
     """Cut ``model`` over ``mesh`` in place, as ``plan`` says.
 
-    Make the optimizer afterwards: the parameters are new objects. In a pipeline the model keeps what
-    this rank's stages run, under the names it had. ``forward_backward`` and its kin take what is
-    returned here.
+    Make the optimizer afterwards: the parameters are new objects. In a pipeline the model keeps only
+    what this rank's stages run, under the same names. ``forward_backward`` and similar functions take
+    the returned composition.
 
     Args:
-        model: On meta, and ``compose.init_weights`` fills it afterwards. Or it holds weights, float32;
-            then those of rank 0 become everybody's, as in DistributedDataParallel.
-        plan: The model's parallelization, or what ``compose.plan.resolve`` made of it for this model.
-        mesh: Of ``compose.init_mesh``.
-        options: What else to do. None: the defaults, with the degrees of ``mesh``. Its degrees must be
-            those that ``mesh`` was made of.
+        model: A model on meta, which ``compose.init_weights`` fills afterwards. Or a model with float32
+            weights; then every rank gets those of rank 0, as in DistributedDataParallel.
+        plan: The model's parallelization, or the result of ``compose.plan.resolve`` for this model.
+        mesh: The mesh of ``compose.init_mesh``.
+        options: Further options, with the degrees that ``mesh`` was made of. None takes the defaults
+            with the degrees of ``mesh``.
 
     Returns:
         The composition, which holds ``model``.
@@ -67,16 +67,16 @@ def apply(
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(precision.master_dtype)
-    # Of the whole model, as every rank knows it.
+    # Choose from the whole model, so that every rank chooses alike.
     recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.seq_len)
-    # Of the whole plan: a stage without attention or norms cuts its sequences as the others do.
+    # Read the whole plan: a stage without attention or norms cuts sequences like the others.
     balances: list[Balance] = [
         style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
     ]
     balance: Balance = balances[0] if balances else "headtail"
     shared_by = sequence_ranks(resolved.tensor, tp)
-    # All ranks make its groups, also those whose stage has no experts. With tp experts are not split as
-    # other weights are, but lie on other axes even where ep is 1.
+    # All ranks make its groups, also ranks whose stage has no experts. With tp, experts are not split
+    # like other weights: they lie on other axes, even if ep is 1.
     over = expert_mesh(mesh, ep) if ep > 1 or (tp > 1 and resolved.expert) else None
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]
@@ -92,7 +92,7 @@ def apply(
         _tensor(model, resolved, mesh["tp"], choice)
     if over is not None:
         _expert(model, resolved, over["ep"])
-    # Flash attention in blocks needs no mask of documents, alone too; CUDA has it in half precision.
+    # Flash attention in blocks needs no document mask, also without cp. CUDA has it in half precision.
     flash = mesh.device_type == "cuda" and precision.param in ("bfloat16", "float16")
     opaque: list[str] = []
     if cp > 1 or (flash and resolved.context):
@@ -125,7 +125,7 @@ def apply(
             experts = [name for name, _ in here.expert]
             ends = runner is None or runner.is_last(stage)
             gathers += apply_data_parallel(stage.module, here.shard, mesh, how, experts, ends)
-    # On a rank without the last stage this is an identity that nothing calls.
+    # On a rank without the last stage this is an identity, and nothing calls it.
     output = Output(model.get_submodule(resolved.output)) if resolved.output else None
     return Composition(
         model,
@@ -162,9 +162,9 @@ def _check_types(model: nn.Module, master: torch.dtype) -> None:
 
 def _broadcast(model: nn.Module, device_type: str) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
-        return  # it holds no weights yet, only buffers that were made the same everywhere
+        return  # there are no weights yet, and buffers are the same on every rank
     for tensor in (*model.parameters(), *model.buffers()):
-        # NCCL takes none from host memory.
+        # NCCL cannot send from host memory.
         sent = tensor.detach().to(device_type)
         dist.broadcast(sent, src=0)
         tensor.detach().copy_(sent)

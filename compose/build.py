@@ -1,4 +1,4 @@
-"""From a checked job to a model that is cut and filled, its loss and its optimizer."""
+"""Builds a model from a checked job: cut and filled, with its loss and its optimizer."""
 
 import copy
 import tempfile
@@ -29,7 +29,7 @@ from compose.optimizer.scratch import remove_left
 from compose.registry import InitialisedModel
 from compose.weights import init_weights, materialize
 
-_NOWHERE = "compose-offload-"  # folders of files in the system's own, where there is no run
+_NOWHERE = "compose-offload-"  # prefix of temporary folders for files, without a run
 
 
 def loss_function(config: Config) -> CrossEntropy:
@@ -40,13 +40,16 @@ def loss_function(config: Config) -> CrossEntropy:
 def cut(
     job: Job, mesh: DeviceMesh, device: torch.device, options: Options | None = None
 ) -> Composition:
-    """Cut the job's model over ``mesh``, with memory on ``device`` for weights that are yet to come.
+    """Cut the job's model over ``mesh``, with memory on ``device`` but without values for the weights.
 
     Args:
-        job: Whose own model stays as it is.
-        mesh: Of ``compose.init_mesh``.
-        device: Where parameters are, unless they are offloaded.
-        options: Of ``compose.apply``; None: those of the job's config.
+        job: The job. Its own model is not changed.
+        mesh: The mesh of ``compose.init_mesh``.
+        device: The device of the parameters, unless they are offloaded.
+        options: Options of ``compose.apply``; None takes those of the job's config.
+
+    Returns:
+        The composition.
     """
     model = copy.deepcopy(job.model)
     composition = apply(model, job.resolved, mesh, options or job.config.options)
@@ -55,19 +58,28 @@ def cut(
 
 
 def build(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
-    """Cut the job's model over ``mesh``, and give it its first weights."""
+    """Cut the job's model over ``mesh``, and give it its first weights.
+
+    Args:
+        job: The job. Its own model is not changed.
+        mesh: The mesh of ``compose.init_mesh``.
+        device: The device of the parameters, unless they are offloaded.
+
+    Returns:
+        The composition.
+    """
     composition = cut(job, mesh, device)
     fill(composition, job, device)
     return composition
 
 
 def fill(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
-    """Give a model its first weights: of ``checkpoint.load_hf``, or drawn by ``train.seed``.
+    """Give a model its first weights, from ``checkpoint.load_hf`` or drawn by ``train.seed``.
 
     Args:
         whole: The job's model, on meta or on ``device``, or the composition of it.
-        job: Whose weights they are.
-        device: Where they are put.
+        job: The job that names the weights.
+        device: The device of the weights.
 
     Raises:
         ConfigError: The published weights do not fit.
@@ -91,19 +103,19 @@ def build_optimizer(
     muon_dtype: torch.dtype | None = None,
     folder: Path | None = None,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of a job; every rank calls it.
+    """Make the optimizer of a job; every rank must call it.
 
     Args:
-        composition: Of the job's model.
-        job: Its tables [optimizer] and [precision].
-        muon_dtype: Type of Muon's products; None: what Muon chooses for the device.
-        folder: Of the run. None: a new one where files are needed.
+        composition: The composition of the job's model.
+        job: The job, with its tables [optimizer] and [precision].
+        muon_dtype: Dtype of Muon's products; None lets Muon choose for the device.
+        folder: The folder of the run; None makes a new folder if files are needed.
 
     Returns:
         The optimizer, at the highest learning rate.
 
     Raises:
-        ConfigError: As ``parameter_rules`` does.
+        ConfigError: As in ``parameter_rules``.
     """
     config = job.config
     rules = parameter_rules(job.model, job.plan, config.optimizer)
@@ -129,7 +141,7 @@ def _muon(
     dtype: torch.dtype | None,
 ) -> Muon:
     state: torch.dtype = getattr(torch, config.precision.optimizer_state)
-    if dtype is not None and dtype == torch.float64:  # as in the proof, where nothing is to be rounded
+    if dtype is not None and dtype == torch.float64:  # as in the proof, which must not round
         state = dtype
     return Muon(
         groups,
@@ -170,13 +182,13 @@ def _adamw(
 
 
 def _scratch(config: Config, folder: Path | None) -> Path:
-    """This rank's own folder for what does not outlive the run."""
+    """Return this rank's own folder for files that are not needed after the run."""
     given, run = config.optimizer.offload_dir, config.run.dir or folder
     if not given and not run:
         remove_left(Path(tempfile.gettempdir()).glob(f"{_NOWHERE}*"))
         return Path(tempfile.mkdtemp(prefix=_NOWHERE))
     base = Path(given) if given else Path(run or "") / "offload"
-    if not given and base.is_symlink():  # a run writes nothing outside its folder unless told to
+    if not given and base.is_symlink():  # a run writes outside its folder only if told to
         raise ConfigError(
             f"optimizer.offload_dir: {base} is a link; give optimizer.offload_dir = where it leads"
         )
@@ -185,6 +197,6 @@ def _scratch(config: Config, folder: Path | None) -> Path:
 
 
 def _number(folder: Path) -> int:
-    """Of the rank whose folder it is; -1 where that is no number."""
+    """Return the rank in a folder's name; -1 if that is no number."""
     digits = folder.name.removeprefix("rank-")
     return int(digits) if digits.isdecimal() else -1

@@ -1,7 +1,7 @@
-"""A run's whole configuration: train.toml as one value.
+"""The whole configuration of a run: train.toml as one value.
 
-Each table is a frozen dataclass that stands beside what it is for, and is assembled here. Reading files
-and the command line is in toml.py; what holds between keys is in legality/
+Each table is a frozen dataclass next to the code that uses it. The tables are put together here. The
+code that reads files and the command line is in toml.py. The rules between keys are in legality/.
 """
 
 import dataclasses
@@ -40,6 +40,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Model:
+    """The table [model]: which model, and its shape."""
+
     name: str = "llama"
     """Folder under models/."""
     preset: str = "debug"
@@ -49,6 +51,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Config:
+    """All tables of a run."""
+
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -62,11 +66,11 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
     comm: Comm = field(default_factory=Comm)
-    source: str = "train.toml"  # the file's name, which begins every message about a key
+    source: str = "train.toml"  # the file's name; every message about a key begins with it
 
     @property
     def options(self) -> Options:
-        """What ``compose.apply`` is told."""
+        """The options for ``compose.apply``."""
         return Options(
             self.parallel,
             self.precision,

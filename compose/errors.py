@@ -1,4 +1,4 @@
-"""The one error that a person's input can cause, and the nearest right word for a wrong one."""
+"""The error for all mistakes in a user's input, and hints at the nearest known word."""
 
 import difflib
 import re
@@ -9,10 +9,11 @@ _LONG = re.compile(rf"\S{{{2 * _SHOWN},}}")
 
 
 class ConfigError(Exception):
-    """Input that cannot work. ``problems``: one line each, naming the key, the reason and a cure.
+    """Input that cannot work.
 
-    The command lines print the problems once, whatever the number of ranks, and exit with 2. What a
-    terminal would not print but obey, in a name or a value, is written as an escape.
+    ``problems`` has one line for each problem: the key, the reason and a cure. The command lines print
+    the problems once for all ranks, and exit with 2. Characters in a name or a value that a terminal
+    would obey are written as escapes.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -21,18 +22,27 @@ class ConfigError(Exception):
 
 
 def printable(text: str) -> str:
-    """``text`` on one line, with escapes for what is no visible character."""
+    """Return ``text`` on one line; invisible characters become escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(text: str) -> str:
-    """``text`` with the end of each long word left out: names and values in it have any length."""
+    """Return ``text`` with every long word cut: names and values in it may have any length."""
     return _LONG.sub(lambda word: f"{word[0][:_SHOWN]}...", text)
 
 
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """``; did you mean X?`` for the nearest known word, else an empty string."""
+    """Return ``; did you mean X?`` for the nearest known word, or an empty string.
+
+    Args:
+        word: The unknown word.
+        known: The known words.
+        likeness: How like the words must be, from 0 to 1.
+
+    Returns:
+        The hint.
+    """
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f"; did you mean {near[0]}?" if near else ""

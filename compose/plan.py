@@ -1,9 +1,9 @@
 """The Plan: a model's whole parallelization as one value, and its strict resolution.
 
-A pattern names modules by their path, with ``*`` for one part of it: ``layers.*.attention.wq``. It
+A pattern names modules by their path, with ``*`` for one part of it: ``layers.*.attention.wq``. This
 is the notation of ``torch.distributed.tensor.parallel.parallelize_module``, which takes
-``Plan.tensor`` unchanged; but where that only warns, here a pattern that matches nothing and a
-parameter that no pattern covers are errors.
+``Plan.tensor`` unchanged. That function only warns about mistakes. Here a pattern that matches nothing
+is an error, and so is a parameter that no pattern covers.
 """
 
 import re
@@ -26,7 +26,7 @@ from compose.base.tied import tied_names
 from compose.errors import ConfigError, did_you_mean
 from compose.parallel import local_parallel
 
-# Styles that only lay out activations: a parameter under them is not placed by them.
+# Styles that only lay out activations. They do not place the parameters of their module.
 _ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 
 _CURE = "; give its module a style, or list it in replicate if its input is the same on all tp ranks"
@@ -36,53 +36,64 @@ _CURE = "; give its module a style, or list it in replicate if its input is the 
 class Pipeline:
     """How a model can be cut into stages.
 
-    layers: the container (ModuleList, ModuleDict) whose children run one after another, each on the
-        stream that the one before returned; stages share them out. first: modules that only the stage
-        before the layers runs. last: modules that only the stage behind them runs.
-
-    A stage is the model's own forward with the missing modules replaced by the identity: its first
-    argument is then the stream, of one shape between all layers, and the others come to every stage.
+    A stage is the model's own forward, with the missing modules replaced by the identity. Its first
+    argument is then the stream, which has one shape between all layers. Every stage gets the other
+    arguments too.
     """
 
     first: Sequence[str]
+    """Modules that only the stage before the layers runs."""
     layers: str
+    """The container (ModuleList, ModuleDict) of the layers, which the stages share out.
+
+    Its children run one after another, each on the stream that the one before returned.
+    """
     last: Sequence[str]
+    """Modules that only the stage after the layers runs."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is particular to one model's parallelization.
-
-    tensor: styles on the tp axis.
-    replicate: modules whose parameters stay whole on the tp axis and whose input is the same on
-        every tp rank. With a non-empty ``tensor`` every parameter is placed by one of the two.
-    shard: FSDP units in order of use; a list of patterns is one unit of several modules. Empty: the
-        model is one unit. Otherwise every parameter belongs to exactly one unit.
-    context: styles on the cp axis.
-    checkpoint: activation-checkpoint units.
-    compile: what torch.compile makes one graph of, each.
-    float8: linear layers that may compute in float8; and modules whose PrepareModuleInput then casts
-        what it gathers, all that reads it being listed here too.
-    float8_except: modules that it leaves as they are, with all that is in them.
-    pipeline: how the model can be cut into stages; None where it cannot.
-    heads: query and key/value heads of each attention, which tp and ulysses divide.
-    expert: styles on the ep axis. What they name is placed by them alone, not by ``tensor``.
-    output: the projection onto the vocabulary (an nn.Linear without bias), of which forward returns the
-        output as it is; empty where there is none. A loss in chunks acts there.
-    """
+    """The parallelization of one model."""
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    """Styles on the tp axis."""
     replicate: Sequence[str] = ()
+    """Modules whose parameters stay whole on the tp axis.
+
+    Their input must be the same on every tp rank. If ``tensor`` is not empty, ``tensor`` and
+    ``replicate`` together must place every parameter.
+    """
     context: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    """Styles on the cp axis."""
     shard: Sequence[str | Sequence[str]] = ()
+    """FSDP units in order of use; a list of patterns is one unit of several modules.
+
+    If it is empty, the model is one unit. Otherwise every parameter must belong to exactly one unit.
+    """
     checkpoint: Sequence[str] = ()
+    """Activation-checkpoint units."""
     compile: Sequence[str] = ()
+    """Modules that torch.compile compiles, one graph each."""
     float8: Sequence[str] = ()
+    """Linear layers that may compute in float8.
+
+    It may also name modules whose PrepareModuleInput then casts what it gathers. Every layer that reads
+    the input of such a module must be listed here too.
+    """
     float8_except: Sequence[str] = ()
+    """Modules that float8 leaves as they are, with everything inside them."""
     pipeline: Pipeline | None = None
+    """How the model can be cut into stages; None if it cannot."""
     heads: tuple[int, int] | None = None
+    """Query and key/value heads of each attention, which tp and ulysses divide."""
     expert: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    """Styles on the ep axis. They alone place the modules that they name; ``tensor`` does not."""
     output: str = ""
+    """The projection onto the vocabulary (an nn.Linear without bias); empty if there is none.
+
+    The model's forward returns its output unchanged. A loss in chunks replaces it.
+    """
 
     def __str__(self) -> str:
         rows = [("tensor", key, repr(style)) for key, style in self.tensor.items()]
@@ -109,7 +120,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A plan met with a model: module names in place of patterns."""
+    """A plan resolved for a model: module names replace the patterns."""
 
     tensor: list[tuple[str, ParallelStyle]]
     replicate: list[str]
@@ -125,7 +136,7 @@ class Resolved:
     output: str
 
     def without(self, modules: Iterable[str]) -> "Resolved":
-        """What is left where ``modules``, and all that is in them, are elsewhere."""
+        """Return what is left if ``modules``, with everything inside them, are on other ranks."""
         gone = frozenset(modules)
 
         def here(name: str) -> bool:
@@ -149,7 +160,18 @@ class Resolved:
 
 
 def resolve(plan: Plan, model: nn.Module) -> Resolved:
-    """Match every pattern of ``plan``. Raises ConfigError with all that is wrong, in one go."""
+    """Match every pattern of a plan with a model's modules.
+
+    Args:
+        plan: The plan.
+        model: The model.
+
+    Returns:
+        The resolved plan.
+
+    Raises:
+        ConfigError: All problems of the plan.
+    """
     names = [name for name, _ in model.named_modules() if name]
     problems: list[str] = []
 
@@ -175,7 +197,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     excepted = [n for pattern in plan.float8_except for n in match("float8_except", pattern)]
     output = match("output", plan.output) if plan.output else []
 
-    if problems:  # what a mistyped pattern leaves uncovered is no news
+    if problems:  # after a mistyped pattern, uncovered parameters are no news
         raise ConfigError(*problems)
     problems += _twice("tensor or replicate", [n for n, _ in tensor] + replicate)
     problems += _twice("context", [n for n, _ in context])
@@ -213,7 +235,15 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
 
 
 def matching(pattern: str, names: Sequence[str]) -> tuple[list[str], str]:
-    """The names that ``pattern`` matches; if there are none, a hint at the nearest."""
+    """Return the names that ``pattern`` matches, and a hint if there are none.
+
+    Args:
+        pattern: The pattern.
+        names: The names of all modules.
+
+    Returns:
+        The matching names, and a hint at the nearest name or an empty string.
+    """
     found = [name for name in names if _matches(name, pattern)]
     return found, "" if found else did_you_mean(pattern, _as_patterns(names, pattern))
 
@@ -224,7 +254,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _as_patterns(names: Iterable[str], pattern: str) -> list[str]:
-    """``names`` with ``*`` wherever ``pattern`` has it, so that the nearest can be suggested."""
+    """Return ``names`` with ``*`` where ``pattern`` has it, so that the nearest can be suggested."""
     stars = [part == "*" for part in pattern.split(".")]
     starred = {
         ".".join("*" if star else part for star, part in zip(stars, name.split("."), strict=False))
@@ -235,7 +265,7 @@ def _as_patterns(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def _unfit_styles(styles: Iterable[tuple[str, ParallelStyle]], model: nn.Module) -> list[str]:
-    """One line per module that PyTorch's column and row styles cannot cut."""
+    """Return one line for each module that PyTorch's column and row styles cannot cut."""
     cut = (ColwiseParallel._apply, RowwiseParallel._apply)
     problems = []
     for name, style in styles:
@@ -249,7 +279,7 @@ def _unfit_styles(styles: Iterable[tuple[str, ParallelStyle]], model: nn.Module)
 
 
 def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
-    """One line per unit that ``fully_shard`` would refuse, or would quietly do wrong."""
+    """Return one line for each unit that ``fully_shard`` would refuse or silently handle wrongly."""
     problems = []
     unit_of = {name: unit for unit in units for name in unit}
     for name in unit_of:
@@ -268,7 +298,7 @@ def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
 
 
 def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
-    """One line per module that is not there, and per parameter that no stage would hold."""
+    """Return one line for each missing module, and each parameter that no stage would hold."""
     names = {name for name, _ in model.named_modules() if name}
     given = [*pipeline.first, pipeline.layers, *pipeline.last]
     problems = [
@@ -290,8 +320,7 @@ def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
 def _unfit_float8(
     names: list[str], excepted: list[str], styles: Mapping[str, ParallelStyle], model: nn.Module
 ) -> list[str]:
-    """One line per module that has no product to take in float8, and no input to cast; and per one
-    that is excepted from nothing."""
+    """Return one line for each module of float8 or float8_except that these cannot apply to."""
     problems = [
         f"plan.float8: {name} is {type(model.get_submodule(name)).__name__}: neither an nn.Linear nor a"
         " module with PrepareModuleInput"
@@ -308,7 +337,7 @@ def _unfit_float8(
 
 
 def _unfit_output(names: list[str], model: nn.Module) -> list[str]:
-    """One line if it is several modules, or not what a loss in chunks can stand in for."""
+    """Return one line if the output is several modules, or no nn.Linear without bias."""
     if len(names) > 1:
         return [f"plan.output: {' and '.join(names)} are several modules; name one"]
     modules = [model.get_submodule(name) for name in names]
@@ -320,12 +349,20 @@ def _unfit_output(names: list[str], model: nn.Module) -> list[str]:
 
 
 def inside(name: str, modules: Set[str]) -> bool:
-    """Whether the module or parameter ``name`` is somewhere in one of ``modules``."""
+    """Return whether a module or parameter is inside one of several modules.
+
+    Args:
+        name: Name of the module or parameter.
+        modules: Names of the modules that may hold it.
+
+    Returns:
+        True if it is inside one of them, at any depth.
+    """
     return any(outer in modules for outer in _around(name))
 
 
 def _around(name: str) -> list[str]:
-    """The names of the modules that ``name`` is in, but for the root."""
+    """Return the names of the modules that hold ``name``, without the root."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
@@ -336,17 +373,17 @@ def _twice(part: str, names: list[str]) -> list[str]:
 
 
 def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> list[str]:
-    """One line per parameter that is in none of ``modules``, under any of its (tied) names."""
+    """Return one line for each parameter that no module covers under any of its (tied) names."""
     within, covered = set(modules), set[int]()
     first_name: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name.setdefault(id(parameter), name)
         if inside(name, within):
             covered.add(id(parameter))
-    # What the root module itself owns no pattern can name; FSDP's root unit takes it.
+    # No pattern can name the root's own parameters; FSDP's root unit takes them.
     own = {id(p) for p in model.parameters(recurse=False)} if part == "shard" else set()
     lost = [name for key, name in first_name.items() if key not in covered | own]
-    # Layers that are alike make one line.
+    # Equal layers share one line.
     alike = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in lost)
     return [
         f"plan.{part}: parameter {name}{f' ({count} of them)' if count > 1 else ''} is matched by no"

@@ -1,4 +1,4 @@
-"""Models are found by their folder's name: ``models/<name>/`` exports Config, Model, PRESETS, plan."""
+"""Finds models by the name of their folder: ``models/<name>/`` exports Config, Model, PRESETS, plan."""
 
 import importlib
 import importlib.util
@@ -16,22 +16,36 @@ from compose.plan import Plan
 
 
 class ModelConfig(Protocol):
-    """What compose reads of any model's config; the rest is the model's own affair."""
+    """The part of any model's config that compose reads. The model may have more fields."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Size of the vocabulary."""
+        ...
 
-    def flops_per_token(self, seq_len: int) -> float: ...
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the FLOPs of forward and backward for a token of a sample of ``seq_len`` tokens."""
+        ...
 
 
 class InitialisedModel(Protocol):
-    """What the trainer asks of a model beside ``forward``: how one whole parameter is drawn."""
+    """What the trainer needs of a model besides ``forward``: the way to draw one whole parameter."""
 
-    def init_parameter(self, name: str, tensor: Tensor, generator: Generator) -> None: ...
+    def init_parameter(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """Fill a whole parameter with its first values.
+
+        Args:
+            name: Name of the parameter in the whole model.
+            tensor: The tensor to fill, float32, in the parameter's shape; for a stack, one slice.
+            generator: The source of random numbers.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class ModelFolder:
+    """What a model's folder exports."""
+
     name: str
     Config: type
     Model: Callable[[Any], nn.Module]
@@ -39,8 +53,11 @@ class ModelFolder:
     plan: Callable[[Any, Parallel], Plan]
 
     def on_meta(self, config: Any) -> nn.Module:
-        """The model of ``config``, without memory. Raises ConfigError where a weight has more elements
-        than torch can count."""
+        """Return the model of ``config`` on meta, without memory.
+
+        Raises:
+            ConfigError: A weight has more elements than torch can count.
+        """
         try:
             with torch.device("meta"):
                 return self.Model(config)
@@ -52,7 +69,7 @@ class ModelFolder:
 
 
 def model_names() -> list[str]:
-    """Folders under models/ that hold a plan.py."""
+    """Return the folders under models/ that hold a plan.py."""
     package = importlib.import_module("models")
     return sorted(
         found.name
@@ -62,7 +79,11 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str) -> ModelFolder:
-    """The model in ``models/<name>/``. Raises ConfigError if there is none, or parts of it lack."""
+    """Return the model in ``models/<name>/``.
+
+    Raises:
+        ConfigError: There is no such model, or its folder lacks some exports.
+    """
     known = model_names()
     if name not in known:
         raise ConfigError(
@@ -79,5 +100,5 @@ def find_model(name: str) -> ModelFolder:
 
 
 def training_fields(config: object) -> tuple[str, ...]:
-    """Fields of a model's config that change how it is trained, not what its weights mean."""
+    """Return the fields of a model's config that change its training, but not what its weights mean."""
     return getattr(config, "training_fields", ())

@@ -1,4 +1,4 @@
-"""From a TOML file and a command line to a Config, with every mistake named at once."""
+"""Reads a TOML file and a command line into a Config, and reports all mistakes at once."""
 
 import dataclasses
 import difflib
@@ -24,13 +24,13 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 COMMAND_LINE = "command line"
-_MOST_FILES = 100  # that extend one another
+_MOST_FILES = 100  # in a chain of files that extend one another
 _SHOWN = 200  # characters of a value in a message
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class _Vanished(float):
-    """A number of a file that is not 0, and so near it that a float is."""
+    """A number in a file that is not 0, but becomes 0 as a float."""
 
     text = ""
 
@@ -45,26 +45,50 @@ def _float(text: str) -> float:
 
 @dataclass
 class Keys:
-    """Raw values by (table, key), and the file or command line that each came from."""
+    """Raw values by (table, key), and the file or command line of each."""
 
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     origins: dict[tuple[str, str], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def set(self, table: str, key: str, value: Any, origin: str) -> None:
+        """Set a raw value.
+
+        Args:
+            table: The table.
+            key: The key in it.
+            value: The raw value.
+            origin: The file, or the command line.
+        """
         self.values[table, key] = value
         self.origins[table, key] = origin
 
     def problem(self, table: str, key: str, text: str) -> None:
+        """Note a problem with a key.
+
+        Args:
+            table: The table.
+            key: The key in it.
+            text: What is wrong.
+        """
         self.problems.append(f"{self.origins[table, key]}: {table}.{key}: {text}")
 
 
 def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = False) -> Config:
-    """Read ``file``, apply ``overrides`` (("train.steps", "20"), ...) and check each key by itself.
+    """Read a file, apply overrides, and check each key by itself.
 
-    alone: it is of a folder that anyone may have made, so that no other file is read on its account.
-    What holds between keys is checked by ``compose.legality.check``. Raises ConfigError with every
-    problem found.
+    ``compose.legality.check`` checks the rules between keys.
+
+    Args:
+        file: The TOML file.
+        overrides: Keys with the text of their values: (("train.steps", "20"), ...).
+        alone: The file comes from a folder that anyone may have made, so it may not name another file.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigError: Every problem found.
     """
     keys = Keys()
     _read(file, keys, (), alone)
@@ -72,7 +96,18 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = Fal
 
 
 def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
-    """``config`` with ``overrides`` on top, checked as :func:`load` does."""
+    """Return ``config`` with overrides applied, checked as in :func:`load`.
+
+    Args:
+        config: The config.
+        overrides: Keys with the text of their values.
+
+    Returns:
+        A new config.
+
+    Raises:
+        ConfigError: Every problem found.
+    """
     keys = Keys()
     for table, key, value in _values(config):
         keys.set(table, key, value, config.source)
@@ -101,7 +136,7 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
         )
     text = ""
     try:
-        # Not Path.resolve, to which a loop of links is an error.
+        # Not Path.resolve, which fails for a loop of links.
         place = os.path.realpath(file)
         if place in above:
             raise ConfigError(f"{file}: extends itself")
@@ -131,7 +166,7 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
 
 
 def _text(file: str, alone: bool) -> str:
-    # Some editors begin a file with a byte order mark, which says nothing.
+    # Some editors begin a file with a byte order mark, which has no meaning.
     if not alone:
         return Path(file).read_text(encoding="utf-8-sig")
     with open_own(Path(file), "r") as opened:
@@ -139,7 +174,7 @@ def _text(file: str, alone: bool) -> str:
 
 
 def _syntax_error(text: str, error: ValueError) -> str:
-    """The parser's words, with the text of the line they speak of."""
+    """Return the parser's message with the text of the line that it names."""
     words = str(error)
     place = words.partition("(at line ")[2].partition(",")[0]
     if not place.isdigit():
@@ -149,17 +184,27 @@ def _syntax_error(text: str, error: ValueError) -> str:
 
 
 def _parse_value(text: str) -> Any:
-    """``text`` as a TOML value; what is none is a string."""
+    """Return ``text`` as a TOML value; a text that is none stays a string."""
     try:
         found = tomllib.loads(f"value = {text}", parse_float=_float)
     except (ValueError, RecursionError):
         return text
-    return found["value"] if len(found) == 1 else text  # more lines are no value
+    return found["value"] if len(found) == 1 else text  # several lines are not one value
 
 
 def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
-    """A hint for an unknown key: a table of that name, the same key of another table, or a like one of
-    ``table`` or of any."""
+    """Return a hint for an unknown key, or an empty string.
+
+    The hint is a table of that name, the same key of another table, or a similar key.
+
+    Args:
+        key: The unknown key.
+        table: The table in which it was given, if any.
+        known: The keys of that table.
+
+    Returns:
+        The hint.
+    """
     key = key.lstrip("-")
     if key in TABLES:
         return f"; it is a table: --{key}.key=value, or [{key}] in a file"
@@ -177,7 +222,7 @@ def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
 
 
 def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[str, Any]:
-    """The values given for ``table``, each of the type its field has; else a problem for each."""
+    """Return the values of ``table`` with the type of their field; note a problem for others."""
     types = typing.get_type_hints(kind, include_extras=True)
     good = {}
     for (name, key), value in keys.values.items():
@@ -190,7 +235,7 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
         if vanished:
             keys.problem(table, key, f"{vanished[0].text} is too near 0 for a float, which would be 0")
             continue
-        # A frozen dataclass holds a tuple where TOML has an array.
+        # A frozen dataclass has tuples for TOML's arrays.
         given = tuple(value) if isinstance(value, list) else value
         try:
             good[key] = TypeAdapter(types[attribute(key)], config=_STRICT).validate_python(given)
@@ -218,7 +263,7 @@ def _table(table: str, kind: type, keys: Keys) -> Any:
 
 
 def _model(keys: Keys) -> Model:
-    """[model]: its name and preset, and the fields of that model's own config."""
+    """Return the table [model]: name, preset, and the fields of that model's own config."""
     chosen = {k: v for k, v in keys.values.items() if k[1] in ("name", "preset")}
     words = _checked("model", Model, Keys(chosen, keys.origins, keys.problems), ["name", "preset"])
     if len(words) < len([key for key in chosen if key[0] == "model"]):
@@ -256,7 +301,7 @@ def _model_config(folder: ModelFolder, preset: ModelConfig, keys: Keys) -> Any:
 
 
 def dump(config: Config) -> str:
-    """``config`` as TOML: every key of every table, so that nothing depends on a default."""
+    """Return ``config`` as TOML, with every key of every table, so that no default matters."""
     tables: dict[str, list[str]] = {}
     for table, key, value in _values(config):
         tables.setdefault(table, []).append(f"{key} = {toml_value(value)}")
@@ -264,7 +309,7 @@ def dump(config: Config) -> str:
 
 
 def _values(config: Config) -> Iterator[tuple[str, str, Any]]:
-    """(table, key, value) of every key; those of the model's own config among them."""
+    """Yield (table, key, value) of every key, with those of the model's own config."""
     for table, kind in TABLES.items():
         values = getattr(config, table)
         yield from ((table, key, getattr(values, attribute(key))) for key in docs(kind))

@@ -1,4 +1,4 @@
-"""Initial weights that no mesh can change: each is drawn by the seed and its own name."""
+"""Initial weights that do not depend on the mesh: each is drawn by the seed and its own name."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -16,18 +16,18 @@ from compose.errors import ConfigError
 
 @torch.no_grad()
 def materialize(whole: nn.Module | Composition, device: torch.device) -> None:
-    """Move a model from meta to ``device``: parameters get memory without values, buffers keep theirs.
+    """Move a model from meta to ``device``.
 
-    A model that is there already is left as it is. Parameters that are offloaded are put into host
-    memory.
+    Parameters get memory without values, and buffers keep their values. A model that is on the device
+    already does not change. Offloaded parameters go into host memory.
 
     Args:
         whole: A model that was not cut, or what ``compose.apply`` returned.
-        device: Where it is moved to.
+        device: The device to move to.
 
     Raises:
-        ConfigError: A buffer is on meta: nothing here could know its values. Or a module is given that
-            was cut.
+        ConfigError: A buffer is on meta, so its values are unknown. Or ``whole`` is a module that was
+            cut.
     """
     model = module_of(whole)
     if model is whole and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -42,7 +42,7 @@ def materialize(whole: nn.Module | Composition, device: torch.device) -> None:
     values = {name: buffer.clone() for name, buffer in buffers.items()}
     ties = tied_names(model)
     model.to_empty(device=home)
-    for names in ties:  # to_empty gives each name a parameter of its own
+    for names in ties:  # to_empty makes a new parameter for each name
         tie(model, names)
     for name, value in values.items():
         module, _, own = name.rpartition(".")
@@ -56,20 +56,21 @@ def init_weights(
     seed: int,
     device: torch.device,
 ) -> None:
-    """Move a model from meta to ``device``, if it is not there, and fill it.
+    """Move a model from meta to ``device`` if needed, and fill it.
 
-    The weights are bitwise the same on every mesh. One whole parameter is held at a time; of a stack
-    (3 dims), one slice, and only of the slices that the rank has a part of. Buffers keep their values.
+    The weights are bitwise the same on every mesh. One whole parameter is in memory at a time. For a
+    stack (3 dims) it is one slice, and only slices of which the rank has a part are drawn. Buffers keep
+    their values.
 
     Args:
         whole: A model that was not cut, or what ``compose.apply`` returned.
         init_parameter: ``init_parameter(name, tensor, generator)`` fills ``tensor``, the whole float32
             parameter; a rank then keeps its own part.
-        seed: Of all weights. Each is drawn by it and its own name.
-        device: Where parameters are drawn, and put unless they are offloaded.
+        seed: The seed of all weights. Each weight is drawn by the seed and its own name.
+        device: The device for drawing, and for the parameters unless they are offloaded.
 
     Raises:
-        ConfigError: As :func:`materialize` does.
+        ConfigError: As in :func:`materialize`.
     """
     materialize(whole, device)
     for name, parameter in whole.named_parameters():
@@ -88,17 +89,31 @@ def init_weights(
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of ``whole`` that this rank holds of a DTensor placed as ``like``; a view. All of it if
-    ``like`` is a plain tensor."""
+    """Return this rank's part of ``whole``, as a view.
+
+    Args:
+        whole: The whole tensor.
+        like: A DTensor of the same shape, whose placement says which part; for a plain tensor it is
+            all.
+
+    Returns:
+        The part.
+    """
     return whole[local_box(like)]
 
 
 def local_box(like: Tensor, coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
-    """Where in the whole of a DTensor the part lies that the rank at ``coordinate`` of its mesh holds
-    (None: this rank); one slice for each dim, all of it if ``like`` is a plain tensor.
+    """Return the place of a rank's part in the whole of a DTensor.
 
-    FSDP cuts a dim after tensor parallel has (its placement is then a strided one). PyTorch's
-    ``distribute_tensor`` cuts uneven ones elsewhere than FSDP does: 257 rows over dp 4 x tp 2.
+    FSDP cuts a dim after tensor parallel has cut it (its placement is then a strided one). PyTorch's
+    ``distribute_tensor`` cuts uneven dims elsewhere than FSDP does: 257 rows over dp 4 x tp 2.
+
+    Args:
+        like: The DTensor, or a plain tensor.
+        coordinate: The rank's coordinate in the DTensor's mesh; None is this rank.
+
+    Returns:
+        One slice for each dim; for a plain tensor they cover all of it.
     """
     box = [range(size) for size in like.shape]
     if isinstance(like, DTensor):
@@ -110,12 +125,23 @@ def local_box(like: Tensor, coordinate: Sequence[int] | None = None) -> tuple[sl
             if isinstance(placement, (Shard, _StridedShard))
         ]
         for _, axis, dim in sorted(cuts):
-            each = -(-len(box[dim]) // like.device_mesh.size(axis))  # as Tensor.chunk cuts
+            each = -(-len(box[dim]) // like.device_mesh.size(axis))  # the rule of Tensor.chunk
             box[dim] = box[dim][place[axis] * each : (place[axis] + 1) * each]
     return tuple(slice(held.start, held.stop) for held in box)
 
 
 def named_generator(seed: int, name: str, device: torch.device | str = "cpu") -> Generator:
-    """A generator for one name, independent of all others: SHA-256 of the two, 63 bits of it."""
+    """Return a generator for one name, independent of all others.
+
+    Its seed is 63 bits of the SHA-256 of ``seed`` and ``name``.
+
+    Args:
+        seed: The seed of the run.
+        name: The name.
+        device: The device of the generator.
+
+    Returns:
+        The generator.
+    """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -1,2 +1,4 @@
-"""What every room may use: checked fields, files that stay within a folder, lazy names, one file for
-what differs between versions of torch. It knows nothing of training, and imports no other room."""
+"""This room answers what all other rooms need, and imports none of them.
+
+It has checked fields, safe files, lazy names, and the differences between versions of PyTorch.
+"""

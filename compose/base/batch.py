@@ -1,4 +1,4 @@
-"""What the tensors of a batch mean."""
+"""The meaning of the tensors of a batch."""
 
 IGNORE = -100
-"""The target of a token that nothing is learnt from, as in ``torch.nn.functional.cross_entropy``."""
+"""The target of a token from which nothing is learnt, as in ``torch.nn.functional.cross_entropy``."""

@@ -1,7 +1,7 @@
-"""What keys are made of: their types, the text under each, and how TOML writes a value.
+"""The parts of a config's keys: their types, their descriptions, and their values as TOML.
 
-A table of train.toml is a frozen dataclass beside what it is for. The text under a field is what
-``train.py --help`` prints; a field without text is no key.
+A table of train.toml is a frozen dataclass next to the code that uses it. ``train.py --help`` prints
+the text under each field. A field without text is no key.
 """
 
 import ast
@@ -33,13 +33,13 @@ Epsilon = Annotated[float, Field(ge=0), AfterValidator(_not_0_in_float32)]
 
 
 def attribute(key: str) -> str:
-    """The field of a key: Python's own words, as async, have an underscore there."""
+    """Return the field of a key: a keyword of Python, such as async, gets an underscore."""
     return f"{key}_" if keyword.iskeyword(key) else key
 
 
 @functools.cache
 def docs(table: type) -> dict[str, str]:
-    """The text under each field of a dataclass, by its key, in the fields' order."""
+    """Return the text under each field of a dataclass, by key, in the order of the fields."""
     inherited = [docs(base) for base in table.__bases__ if dataclasses.is_dataclass(base)]
     body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0].body  # type: ignore[attr-defined]
     return {name: text for base in inherited for name, text in base.items()} | {
@@ -54,7 +54,7 @@ def docs(table: type) -> dict[str, str]:
 
 
 def type_name(kind: Any) -> str:
-    """``int``, or ``"a" | "b"`` for a choice."""
+    """Return the name of a type, such as ``int``; for a choice ``"a" | "b"``."""
     if get_origin(kind) is Annotated:
         return type_name(get_args(kind)[0])
     if get_origin(kind) is Literal:
@@ -67,7 +67,7 @@ def type_name(kind: Any) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """One value as TOML writes it."""
+    """Return a value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -82,6 +82,6 @@ def toml_value(value: Any) -> str:
         return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
-    if isinstance(value, int) and value.bit_length() > 4096:  # Python writes no such number in decimal
+    if isinstance(value, int) and value.bit_length() > 4096:  # Python refuses to write it in decimal
         return hex(value)
     return repr(value)

@@ -1,4 +1,4 @@
-"""Modules by the names that they had before they stood in rooms, for code that imports them so."""
+"""Former names of modules, for code that still imports them under these names."""
 
 import importlib
 import sys
@@ -42,7 +42,7 @@ FORMER = {
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Finds a module under its former name: it is the same module, and not a second one."""
+    """Finds a module under its former name; it is the same module object."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -55,10 +55,10 @@ class _Moved(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # It has run under its own name, and keeps that.
+        # The module has run under its new name, and keeps that name.
         module.__spec__ = self.own
 
 
 def keep_former_names() -> None:
-    """Have Python find modules by their former names too."""
-    sys.meta_path.insert(0, _Moved())  # ahead of what would look for files
+    """Let Python find modules by their former names too."""
+    sys.meta_path.insert(0, _Moved())  # before the finders that look for files

@@ -1,4 +1,4 @@
-"""JSON files that anyone may have written: read as what they should be, or refused in one line."""
+"""JSON files from any source: read as the expected type, or refused with a one-line error."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from compose.errors import ConfigError
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-"""A field that counts or measures: what a signed integer of 64 bits holds."""
+"""A field that counts or measures; it fits a signed integer of 64 bits."""
 _KINDS = {
     "bool_type": "true or false",
     "dataclass_type": "an object",
@@ -26,16 +26,25 @@ _KINDS = {
     "string_type": "a string",
     "tuple_type": "a list",
 }
-"""What each kind of pydantic's errors asks for."""
+"""What each kind of pydantic error asks for."""
 _SHOWN = 60  # characters of a value, or of a field's name, in a message
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """What the JSON file at ``path`` holds, as ``kind``: ``dict[str, Any]``, a dataclass, a model of
-    pydantic's. Every type is checked strictly, and a number is finite; fields that ``kind`` does not
-    have are passed over.
+    """Read a JSON file as a value of ``kind``.
 
-    Raises ConfigError: one line, with the file, and the field where it is one.
+    Every type is checked strictly, and numbers are finite. Fields that ``kind`` does not have are
+    ignored.
+
+    Args:
+        path: The file.
+        kind: ``dict[str, Any]``, a dataclass, or a model of pydantic.
+
+    Returns:
+        The value.
+
+    Raises:
+        ConfigError: One line with the file, and with the field if one is wrong.
     """
     try:
         content = read_file(path)
@@ -51,14 +60,25 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def parse_json(content: bytes, kind: type[T]) -> T:
-    """As :func:`read_json`, of a file's content. Raises ValueError: one line, without the file."""
+    """Parse the content of a JSON file as :func:`read_json` does.
+
+    Args:
+        content: The bytes of the file.
+        kind: ``dict[str, Any]``, a dataclass, or a model of pydantic.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: One line, without the file.
+    """
     try:
-        # Some editors begin a file with a byte order mark, which says nothing.
+        # Some editors begin a file with a byte order mark, which has no meaning.
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: byte {error.start}: {error.reason}") from None
     try:
-        # Python's parser for numbers that JSON has not, which pydantic's takes where a field is Any.
+        # Python's parser refuses numbers that are not JSON; pydantic takes them where a field is Any.
         json.loads(text, parse_constant=_refused, parse_float=_finite, parse_int=_whole)
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
@@ -81,14 +101,14 @@ def _finite(digits: str) -> float:
 
 
 def _whole(digits: str) -> int:
-    # Python converts no more digits than it is set to, and its words for that name a setting.
+    # Python has a limit of digits, and its error message names a setting.
     if len(digits) > 400:
         raise ValueError(f"holds a number out of range: {_cut(digits)}")
     return int(digits)
 
 
 def _line(error: ValidationError) -> str:
-    """The first of the errors, in words."""
+    """Return the first error in words."""
     first = error.errors(include_url=False, include_context=False)[0]
     place, value, words = _field(first["loc"]), _value(first["input"]), first["msg"]
     if first["type"] == "json_invalid":
@@ -108,13 +128,13 @@ def _line(error: ValidationError) -> str:
 
 
 def _field(place: Sequence[int | str]) -> str:
-    """``shards[3].tokens``."""
+    """Return the path of a field, such as ``shards[3].tokens``."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{_plain(part)}" for part in place]
     return "".join(parts).removeprefix(".")
 
 
 def _plain(key: str) -> str:
-    """A key without what would move a terminal's cursor."""
+    """Return a key without characters that would move a terminal's cursor."""
     return _cut(key if key.isprintable() else ascii(key))
 
 

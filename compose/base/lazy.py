@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for."""
+"""Names of a package that are imported when they are first used."""
 
 import importlib
 import sys
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def export(package: str, modules: Mapping[str, str]) -> None:
-    """Give ``package`` names that it imports when they are asked for, so that importing it is quick.
+    """Give a package names that are imported at their first use, so that importing it is quick.
 
     Args:
-        package: Its ``__name__``.
-        modules: Which module each name is in, by the name.
+        package: The ``__name__`` of the package.
+        modules: The module of each name.
     """
 
     class Lazy(ModuleType):
@@ -24,7 +24,7 @@ def export(package: str, modules: Mapping[str, str]) -> None:
             return found
 
         def __setattr__(self, name: str, value: Any) -> None:
-            # compose.apply is the function. Python would put the module of that name in its place.
+            # compose.apply is the function. Python would replace it by the module of that name.
             if not (name in modules and isinstance(value, ModuleType)):
                 super().__setattr__(name, value)
 

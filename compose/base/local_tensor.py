@@ -1,4 +1,4 @@
-"""The memory behind a tensor: what this rank holds of it, and when it is there."""
+"""The memory behind a tensor: this rank's part, and when it is ready."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ from torch.distributed.tensor import DTensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or a plain tensor itself; the memory, not a copy.
+    """Return this rank's part of a DTensor, or a plain tensor itself; it is the memory, not a copy.
 
-    A weight that FSDP gathers in its own way (float8) is a subclass that wraps its memory: what copies,
-    compares, saves or sums its bytes wants these.
+    A weight that FSDP gathers in its own way (float8) is a subclass that wraps its memory. Code that
+    copies, compares, saves or sums bytes needs the wrapped memory.
     """
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held._tensor if hasattr(held, "fsdp_pre_all_gather") else held  # type: ignore[attr-defined]
 
 
 def arrived(value: Any) -> Any:
-    """``value``; a tensor whose collective is still on its way, waited for and plain.
+    """Return ``value``; a tensor whose collective is still running is waited for and made plain.
 
-    A graph or a message that is given it takes it for another type, and may lose its gradient without a
-    word (torch 2.13).
+    If a graph or a message got the waiting tensor, it would see another type, and might lose its
+    gradient without an error (torch 2.13).
     """
     return _Arrived.apply(value) if isinstance(value, AsyncCollectiveTensor) else value
 

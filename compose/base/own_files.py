@@ -1,4 +1,4 @@
-"""Folders of anyone's: what is read is theirs, and what is written stays where it was meant to be."""
+"""Files in folders that anyone may have made: reads and writes stay inside the folder."""
 
 import contextlib
 import errno
@@ -11,9 +11,16 @@ LEADS_OUT = "is a link that leads out of its folder; put the file itself there"
 
 
 def leads_out(path: Path, folder: Path) -> bool:
-    """Whether ``path`` in ``folder``, which a person named, is a link to what lies outside of it.
+    """Return whether ``path`` is a link to a place outside of ``folder``.
 
-    Hugging Face's cache is one folder in this sense: its snapshots are links to the blobs beside them.
+    Hugging Face's cache counts as one folder: its snapshots are links to the blobs beside them.
+
+    Args:
+        path: A path in ``folder``.
+        folder: A folder that a person named.
+
+    Returns:
+        True for a link that leads out.
     """
     if not path.is_symlink():
         return False
@@ -26,10 +33,19 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 
 def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
-    """``open``, of a regular file that lies in its folder itself; text is UTF-8.
+    """Open a regular file that is no link, as ``open`` does; text is UTF-8.
 
-    Raises OSError where it is a symbolic link, which could lead anywhere, or no file: a pipe, say, for
-    which one would wait.
+    Args:
+        path: The file.
+        mode: As in ``open``.
+        buffering: As in ``open``.
+
+    Returns:
+        The open file, which the caller closes.
+
+    Raises:
+        OSError: The path is a symbolic link, which could lead anywhere, or no regular file. A pipe, for
+            example, could block forever.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -37,7 +53,7 @@ def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
 
     try:
         encoding = None if "b" in mode else "utf-8"
-        file = open(path, mode, buffering, encoding, opener=opener)  # noqa: SIM115 (the caller's)
+        file = open(path, mode, buffering, encoding, opener=opener)  # noqa: SIM115 (the caller closes it)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from None
@@ -49,8 +65,11 @@ def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
 
 
 def state_of(path: Path) -> os.stat_result:
-    """What the system knows of a regular file, be it by way of a link. Raises OSError where it is none:
-    a pipe, say, for which one would wait."""
+    """Return the system's data about a regular file; links are followed.
+
+    Raises:
+        OSError: It is no regular file. A pipe, for example, could block forever.
+    """
     state = path.stat()
     if not stat.S_ISREG(state.st_mode):
         raise OSError(errno.EINVAL, "is no file", str(path))
@@ -58,20 +77,31 @@ def state_of(path: Path) -> os.stat_result:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a regular file, be it by way of a link. Raises OSError where it is none."""
+    """Return the content of a regular file; links are followed.
+
+    Raises:
+        OSError: It is no regular file, or cannot be read.
+    """
     state_of(path)
     return path.read_bytes()
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Write a small file so that a reader finds the old one or the new one, never a part.
+    """Write a small file so that a reader finds the old file or the new one, never a part.
 
-    A link at ``path`` is replaced, and not followed. Raises OSError.
+    A link at ``path`` is replaced, and not followed.
+
+    Args:
+        path: The file.
+        content: Its content; text is written as UTF-8.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     aside = path.with_name(f".{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
         aside.unlink()
-    # "x" follows no link either.
+    # The mode "x" does not follow links either.
     with aside.open("xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()

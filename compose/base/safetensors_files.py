@@ -1,8 +1,8 @@
 """Folders of safetensors files: read by slices, written one tensor at a time.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes, the header's length; the header, JSON
-of each tensor's type, shape and place; the tensors' bytes. All little-endian. Several files have an
-index beside them, that says which holds what.
+The format (https://github.com/huggingface/safetensors) has three parts: 8 bytes with the header's
+length; the header, JSON with each tensor's type, shape and place; the tensors' bytes. All numbers are
+little-endian. Several files have an index beside them with the file of each tensor.
 """
 
 import json
@@ -22,7 +22,7 @@ from compose.errors import ConfigError
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# All that the format has and a checkpoint of ours may hold.
+# The types of the format that our checkpoints may hold.
 NAMES = {
     **{dtype: name for name, dtype in DTYPES.items()},
     torch.float64: "F64",
@@ -35,27 +35,30 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file. dtype: as the format has it, "F32"."""
+    """A tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: str
+    """The dtype's name in the format, such as "F32"."""
     path: Path
 
 
 @dataclass(frozen=True)
 class _Index:
-    """Of the index what is read: the file of each tensor."""
+    """The used part of the index: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 class TensorFiles:
-    """The tensors of a folder, ``entries`` by name; of their values, what is asked for is read.
-
-    Raises ConfigError, with a line for each file that is missing or cannot be read.
-    """
+    """The tensors of a folder; ``entries`` lists them by name, and ``read`` reads parts of them."""
 
     def __init__(self, folder: Path) -> None:
+        """Read the headers of the files in ``folder``.
+
+        Raises:
+            ConfigError: With a line for each file that is missing or cannot be read.
+        """
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         problems = []
@@ -63,7 +66,7 @@ class TensorFiles:
             if leads_out(path, folder):
                 problems.append(f"{path}: {LEADS_OUT}")
                 continue
-            if path.exists() and not path.is_file():  # a pipe, which might never end
+            if path.exists() and not path.is_file():  # a pipe, for example, might never end
                 problems.append(f"{path}: is no file")
                 continue
             try:
@@ -87,7 +90,7 @@ class TensorFiles:
             if leads_out(index, self.folder):
                 raise ConfigError(f"{index}: {LEADS_OUT}")
             names = sorted(set(read_json(index, _Index).weight_map.values()))
-            # What it names is in its own folder: whoever wrote it knows nothing of any other.
+            # The index may name only files in its own folder.
             wrong = [name for name in names if name in ("", ".", "..") or set(name) & set("/\\\0")]
             if wrong:
                 raise ConfigError(
@@ -101,8 +104,16 @@ class TensorFiles:
         raise ConfigError(f"{self.folder}: has neither {WHOLE} nor {INDEX}")
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """A part of a tensor, one slice for each dim; its memory may be the mapped file's."""
-        # Opened anew for each: of a file that stays mapped, all that was ever read stays in memory.
+        """Read a part of a tensor.
+
+        Args:
+            name: The name of the tensor.
+            box: One slice for each dim.
+
+        Returns:
+            The part; its memory may be that of the mapped file.
+        """
+        # Open the file each time: while a file stays mapped, all pages read from it stay in memory.
         with safe_open(self.entries[name].path, "pt") as file:
             return file.get_slice(name)[tuple(box) or ...]
 
@@ -117,15 +128,23 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def write_files(
     folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
 ) -> list[Path]:
-    """Write ``tensors``, which come in the order of ``planned``, and hold no more than the one at hand.
+    """Write tensors into files, holding only one tensor at a time.
 
-    limit: bytes of tensors in a file; one that is larger has a file of its own. Returns the files.
+    Args:
+        folder: The folder to write into.
+        planned: The tensors to write, in order.
+        tensors: Their values, in the same order.
+        limit: Bytes of tensors in a file; a larger tensor has a file of its own.
+
+    Returns:
+        The files.
     """
     shards: list[list[Planned]] = [[]]
     filled = 0
@@ -151,8 +170,16 @@ def write_files(
 
 
 def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) -> bytes:
-    """What a file of tensors that lie one after the other begins with. more: its metadata."""
-    # transformers asks for the "pt"
+    """Return the beginning of a file whose tensors lie one after another.
+
+    Args:
+        planned: The tensors, in order.
+        more: Metadata to add.
+
+    Returns:
+        The length of the header, and the header.
+    """
+    # transformers requires "pt"
     words: dict[str, Any] = {"__metadata__": {"format": "pt", **(more or {})}}
     end = 0
     for one in planned:
@@ -163,12 +190,12 @@ def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) ->
             "data_offsets": [begin, end],
         }
     text = json.dumps(words, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors' bytes are aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors' bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor on the CPU; of a copy, where it is not contiguous."""
+    """Return the memory of a tensor on the CPU; if it is not contiguous, that of a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -178,4 +205,4 @@ def _write(file: IO[bytes], shard: Sequence[Planned], tensors: Iterator[Tensor])
         tensor = next(tensors)
         assert (tuple(tensor.shape), tensor.dtype) == (one.shape, one.dtype), one.name
         file.write(bytes_of(tensor))
-        del tensor  # before the next one is made
+        del tensor  # free it before the next one is made

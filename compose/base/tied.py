@@ -1,10 +1,10 @@
-"""Tied parameters: one parameter under several names, kept one when modules are rebuilt."""
+"""Tied parameters: one parameter with several names, which stays one when modules are rebuilt."""
 
 from torch import nn
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of every parameter that has more than one, first name first."""
+    """Return the names of every parameter that has more than one; the first name comes first."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -12,7 +12,12 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def tie(model: nn.Module, names: list[str]) -> None:
-    """Put the parameter called ``names[0]`` under the other names too."""
+    """Put the parameter ``names[0]`` under the other names too.
+
+    Args:
+        model: The model that has the parameter.
+        names: All names of the parameter.
+    """
     first = model.get_parameter(names[0])
     for name in names[1:]:
         path, _, leaf = name.rpartition(".")

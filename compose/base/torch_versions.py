@@ -1,7 +1,7 @@
-"""What differs between the versions of PyTorch that pyproject.toml allows, 2.11 to 2.15.
+"""The differences between the versions of PyTorch that pyproject.toml allows, 2.11 to 2.15.
 
-Each name says which versions it serves. It goes when the oldest of these is no longer allowed. The
-private names of PyTorch that all of them have are listed in tests/test_torch_versions.py.
+Each name says which versions it serves. It is removed when the oldest of these is no longer allowed.
+The private names of PyTorch that all versions have are listed in tests/test_torch_versions.py.
 """
 
 import warnings
@@ -14,37 +14,37 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.torch_version import TorchVersion
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""The all-gather of torch.distributed, FSDP's too. 2.13 renamed it and deprecates the old name."""
+"""The all-gather of torch.distributed, used by FSDP too. 2.13 renamed and deprecated the old name."""
 
 REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
-"""The same of the reduce-scatter."""
+"""The reduce-scatter of torch.distributed. 2.13 renamed it and deprecates the old name."""
 
 functional_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-"""The all-gather that returns its result; renamed by 2.13 too."""
+"""The all-gather that returns its result. 2.13 renamed it too."""
 
 functional_reduce_scatter = (
     getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 )
-"""The same of the reduce-scatter."""
+"""The reduce-scatter that returns its result. 2.13 renamed it too."""
 
 
 def splits_functions() -> bool:
-    """Tell whether a pipeline can run the backward of a ``torch.autograd.Function`` in two parts.
+    """Return whether a pipeline can run the backward of a ``torch.autograd.Function`` in two parts.
 
-    Before 2.13 the part that finds the gradients of weights fails there
+    Before 2.13 the part that computes the gradients of weights fails for such a function
     (torch/distributed/pipelining/_backward.py, ``stage_backward_input``).
     """
     return TorchVersion(torch.__version__) >= "2.13"
 
 
 def finish_fsdp_backward(module: FSDPModule) -> None:
-    """Do for the root ``module`` what FSDP does behind a ``backward()``, where none was called.
+    """Do for the root ``module`` what FSDP does after a ``backward()``, if none was called.
 
-    No version has a public call that does this for each micro-batch. (2.15 has ``finalize_backward``;
-    it refuses gradients that are reduced over a part of the ranks.) Since 2.15 FSDP asks how the
-    backward began, and a backward that was never called has not said so.
+    No version has a public call that does this for each micro-batch. (2.15 has ``finalize_backward``,
+    but it refuses gradients that are reduced over a part of the ranks.) Since 2.15 FSDP reads a flag
+    that is set when backward begins. Without a backward the flag is missing, so it is set here.
     """
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
     if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
@@ -53,30 +53,37 @@ def finish_fsdp_backward(module: FSDPModule) -> None:
 
 
 class StageOverrides:
-    """What a stage of a pipeline has instead of PyTorch's own; a base ahead of PipelineStage.
+    """Methods that replace those of PyTorch's PipelineStage; a base class ahead of it.
 
-    No version has all of these methods, and none calls one that it does not have.
+    No version has all of these methods, and no version calls one that it does not have.
     """
 
     group_rank: int
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out the rank itself, which gloo cannot greet. 2.11 to 2.14; 2.11 alone calls it."""
+        """Leave out the rank itself, to which gloo cannot connect.
+
+        2.11 to 2.14 have this method; only 2.11 calls it.
+        """
         greetings = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [op for op in greetings if op.group_peer != self.group_rank]
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Compare nothing. 2.11: it compares the last stage's output, whose shape nobody told it."""
+        """Do nothing.
+
+        2.11 would compare the last stage's output with a shape that it was never told.
+        """
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Keep gradients, which are sums over steps. Since 2.12: it drops them, as if it had run."""
+        """Keep gradients, which are sums over steps. Since 2.12 PyTorch would drop them here."""
 
 
 def bypass_saved_tensors_hooks(mode: Any) -> None:
-    """Have ``mode`` of selective checkpointing keep tensors where they are, whatever hooks do.
+    """Let ``mode`` of selective checkpointing keep tensors where they are, whatever hooks do.
 
-    So it was before 2.14. 2.14 and 2.15 warn unless they are told, and a later version will hand the
-    tensors to the hooks. ``checkpoint``'s argument of this name reaches the modes of PyTorch alone.
+    This was the behaviour before 2.14. 2.14 and 2.15 warn unless they are told. A later version will
+    give the tensors to the hooks. The argument of ``checkpoint`` with this name reaches only PyTorch's
+    modes.
     """
     mode.respect_saved_tensors_hooks = False
 

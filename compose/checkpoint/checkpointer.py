@@ -1,8 +1,8 @@
-"""Saves a run while it goes on, and finds the way back into it.
+"""Saves a run while it goes on, and resumes it.
 
-The step waits for one copy of the state into host memory; a thread writes that, over a process group of
-its own, so that its messages and those of training never meet. Nothing is read or deleted by a name
-before it is whole (store.py).
+A training step waits only until the state is copied into host memory. A thread then writes the copy.
+The thread has a process group of its own, so its messages cannot meet those of training. A checkpoint
+is whole before anything reads or deletes it by name (store.py).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from compose.precision.loss_scale import LossScale
 from compose.runtime.processes import start_timeout
 from compose.toml import dump, tomllib
 
-# Keys that change nothing of what is trained, or that the data's own line tells.
+# Keys that do not change what is trained, or that the message about the data covers.
 _SAME_TRAINING = {
     "model.preset",
     "train.stop_after",
@@ -53,28 +53,34 @@ _SAME_TRAINING = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps, samples and tokens of the data. scale: of the loss, in
-    float16."""
+    """How far a run has come."""
 
     step: int = 0
+    """Optimizer steps."""
     samples: int = 0
+    """Samples of the data."""
     tokens: int = 0
+    """Tokens of the data."""
     scale: LossScale | None = None
+    """The loss scale, in float16."""
 
 
 @dataclass
 class Report:
-    """Of one save. stall: seconds for which training stood still. seconds: until it was published.
-    bytes: of the whole checkpoint. problem: why it was not published, if it was not."""
+    """The result of one save."""
 
     step: int
     stall: float
+    """Seconds for which training stood still."""
     seconds: float = 0.0
+    """Seconds until the checkpoint was published."""
     bytes: int = 0
+    """Bytes of the whole checkpoint."""
     problem: str = "it did not end"
+    """Why the checkpoint was not published; empty if it was."""
 
     def metrics(self) -> dict[str, float]:
-        """As metrics.jsonl has it."""
+        """Return the values for metrics.jsonl."""
         rate = self.bytes / self.seconds if self.seconds else 0.0
         return {
             "step": self.step,
@@ -87,10 +93,9 @@ class Report:
 
 
 class Checkpointer:
-    """Of one run. Every rank makes one, and calls its methods after the same steps.
+    """Saves and resumes one run.
 
-    folder: ``run.dir``, the same on every rank. data: what decides which tokens a sample holds, so that
-    a run which goes on with others can be told.
+    Every rank makes one, and calls its methods after the same steps.
     """
 
     def __init__(
@@ -101,28 +106,44 @@ class Checkpointer:
         folder: Path,
         data: Mapping[str, Any] | None = None,
     ) -> None:
+        """Prepare to save; a collective.
+
+        Args:
+            config: The config of the run.
+            composition: The model, composed.
+            optimizer: The optimizer of its parameters.
+            folder: ``run.dir``, the same on every rank.
+            data: What decides which tokens a sample holds. It is saved, and compared when a run
+                resumes.
+        """
         self.data = dict(data or {})
         self.config, self.composition, self.optimizer = config, composition, optimizer
         self.root = folder / "checkpoints"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        # Saving and resuming move the same bytes, so they have the same limit, and keep it: a rank may
-        # wait long for the slowest one's disk, and beside that no step waits.
+        # Saving and resuming move the same bytes, so both have this limit all the time. A rank may
+        # wait long for the slowest rank's disk, while no step waits for that.
         group = dist.new_group(backend="gloo", timeout=start_timeout(config.comm))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.thread: threading.Thread | None = None
         self.report: Report | None = None
         self.failures = 0
-        self.stage: dict[str, Part] | None = None  # the last save's copy, for the next one's
+        self.stage: dict[str, Part] | None = None  # the last copy, whose memory is used again
         self.in_files = isinstance(optimizer, OffloadedAdamW) and optimizer.folder is not None
         if self.in_files:
             optimizer.register_step_pre_hook(lambda *_: self._let_go())
 
     def resume(self) -> Progress | None:
-        """Load the newest checkpoint that is whole; None, and nothing is changed, if there was none.
+        """Load the newest whole checkpoint.
 
-        Says which, what of the config is not as it was, and names the damaged ones it passed over.
-        Raises ConfigError where it is of another model, or where none is whole of those there were.
+        It prints which checkpoint it loads, which keys of the config have changed, and which damaged
+        checkpoints it passes over.
+
+        Returns:
+            The progress of the checkpoint. None if there was no checkpoint; then nothing is changed.
+
+        Raises:
+            ConfigError: The checkpoint is of another model, or there are checkpoints but none is whole.
         """
         if self.rank == 0:
             store.clean(self.root)
@@ -148,15 +169,20 @@ class Checkpointer:
         return None
 
     def save(self, progress: Progress, wait: bool = False) -> None:
-        """Begin to save the state as it is now; ``wait`` for the end of it.
+        """Begin to save the state as it is now.
 
-        A save that is still going on is waited for first: two would take twice the memory.
+        If another save is still going on, this first waits for its end: two would take twice the
+        memory.
+
+        Args:
+            progress: How far the run has come.
+            wait: Wait for the end of this save too.
         """
         begun = time.perf_counter()
         self.wait()
         self.finished()
         state = self._state()
-        # What is in files would not fit into memory, and changes in the optimizer's step alone.
+        # State in files would not fit into memory. It changes only in the optimizer's step.
         files = {n: p for n, p in state.items() if self.in_files and n.startswith("optimizer.")}
         self.stage = staged({n: p for n, p in state.items() if n not in files}, self.stage)
         state = self.stage | files
@@ -168,19 +194,19 @@ class Checkpointer:
             self.report.stall = time.perf_counter() - begun
 
     def wait(self) -> None:
-        """Until no save is going on."""
+        """Wait until no save is going on."""
         if self.thread:
             self.thread.join()
 
     def _let_go(self) -> None:
-        """Before the optimizer's step: have a save read its files to their end."""
+        """Wait, before the optimizer's step, until a save has read the optimizer's files."""
         begun = time.perf_counter()
         self.wait()
         if self.thread and self.report:
             self.report.stall += time.perf_counter() - begun
 
     def finished(self) -> Report | None:
-        """The report of a save that has ended since this was asked last, on this rank."""
+        """Return the report of a save on this rank that has ended since the last call, or None."""
         if self.thread is None or self.thread.is_alive():
             return None
         self.thread.join()
@@ -203,7 +229,7 @@ class Checkpointer:
         return parts(named_tensors(self.composition, self.optimizer))
 
     def _write(self, state: Mapping[str, Part], progress: Progress, begun: float) -> None:
-        """In the thread, on every rank: write, then publish on the first."""
+        """Write on every rank, then publish on the first one. This runs in the thread."""
         assert self.report is not None
         target = self.root / f".writing-{store.name_of(progress.step)}"
         problem, files = "", {}
@@ -212,7 +238,7 @@ class Checkpointer:
             writer = PartsWriter(target)
             dcp.save(dict(state), storage_writer=writer, planner=SaveParts(), process_group=self.group)
             files = writer.entries
-        except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
+        except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
             problem = cause_of(error)
         everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(self.ranks)]
         dist.all_gather_object(everyone, (problem, files), group=self.group)
@@ -230,7 +256,7 @@ class Checkpointer:
             self._prune(self.root / store.name_of(progress.step))
 
     def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
-        """(problem, bytes) of naming what all ranks have written."""
+        """Publish what all ranks have written; return (problem, bytes)."""
         try:
             write_whole(target / store.STATE, json.dumps(self._described(progress), indent=1))
             write_whole(target / "config.toml", dump(self.config))
@@ -239,7 +265,7 @@ class Checkpointer:
             store.publish(target, everything)
         except OSError as error:
             return [cause_of(error), 0]
-        with contextlib.suppress(OSError):  # what is published is published
+        with contextlib.suppress(OSError):  # the checkpoint is published in any case
             store.mark(self.root.parent)
         return ["", sum(entry["size"] for entry in everything.values())]
 
@@ -263,7 +289,7 @@ class Checkpointer:
         }
 
     def _compare_data(self, folder: Path, known: Mapping[str, Any]) -> None:
-        """Raise ConfigError for another tokenizer's data; say so of any other that is not the same."""
+        """Raise ConfigError for data of another tokenizer; print any other difference of the data."""
         changed = [key for key in known if key in self.data and known[key] != self.data[key]]
         if "tokenizer" in changed and None not in (known["tokenizer"], self.data["tokenizer"]):
             raise ConfigError(f"{folder}: was trained on ids of another tokenizer than data.path is of")
@@ -272,13 +298,13 @@ class Checkpointer:
             self._say(f"{folder}: the data are not what they were ({was}); samples are counted on")
 
     def _agreed(self, folders: list[Path]) -> list[Path]:
-        """What the first rank sees."""
+        """Return the first rank's folders on every rank."""
         shared = [folders]
         dist.broadcast_object_list(shared, src=0, group=self.group)
         return shared[0]
 
     def _first(self, work: Any) -> None:
-        """Do what the first rank alone has to do; where it fails, every rank does."""
+        """Do ``work`` on the first rank only. If it fails there, every rank raises OSError."""
         problem = [""]
         if self.rank == 0:
             try:
@@ -295,15 +321,22 @@ class Checkpointer:
 
 
 def changes(folder: Path, config: Config) -> list[str]:
-    """List the keys that decide how a run trains on and that ``folder``'s checkpoint had otherwise.
+    """List the keys that decide how a run trains on, and that have changed since a checkpoint.
 
     Data are compared elsewhere. The mesh is left out, since it changes nothing.
+
+    Args:
+        folder: The checkpoint.
+        config: The config now.
+
+    Returns:
+        One text for each key, with its value now and its value then.
     """
     try:
         with open_own(folder / "config.toml") as file:
             was = tomllib.load(file)
     except (OSError, ValueError, RecursionError):
-        return []  # which a checkpoint need not have
+        return []  # a checkpoint may lack this file
     now, found = tomllib.loads(dump(config)), []
     for table in ("model", "train", "optimizer", "precision"):
         before = was.get(table)

@@ -1,4 +1,4 @@
-"""The way back from a checkpoint into a model, however that is cut."""
+"""Loads a checkpoint into a model, on any mesh."""
 
 import json
 from collections.abc import Mapping
@@ -23,8 +23,17 @@ from compose.registry import training_fields
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:
-    """One line for all that keeps a checkpoint from being what was published; the same on every rank
-    of ``group``, each of which reads its share of the files."""
+    """Return one line for each way in which a checkpoint differs from what was published.
+
+    This is a collective of ``group``. Each rank reads its share of the files.
+
+    Args:
+        folder: The checkpoint.
+        group: The ranks that read it.
+
+    Returns:
+        The lines, the same on every rank; empty for a whole checkpoint.
+    """
     found: list[list[str]] = [[] for _ in range(group.size())]
     mine = store.problems(folder, (group.rank(), group.size()))
     dist.all_gather_object(found, mine, group=group)
@@ -38,12 +47,23 @@ def load(
     group: dist.ProcessGroup,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> store.State:
-    """Fill the model, which has memory, and ``optimizer`` if it is given, from the checkpoint in
-    ``folder``; what its state.json says. A collective of ``group``, which is all ranks.
+    """Fill the model, and the optimizer if given, from a checkpoint.
 
-    Each rank reads its own part of each tensor. A checkpoint that was made of published weights has no
-    optimizer's state, and leaves that as it is. Raises ConfigError where it is of another model than
-    that of ``config``, or of another optimizer.
+    This is a collective of ``group``. Each rank reads its own part of each tensor. A checkpoint made
+    from published weights has no optimizer state; then the optimizer stays as it is.
+
+    Args:
+        folder: The checkpoint.
+        config: The config of the run.
+        composition: The model, whose tensors have memory.
+        group: All ranks.
+        optimizer: The optimizer to fill, or None.
+
+    Returns:
+        The content of the checkpoint's state.json.
+
+    Raises:
+        ConfigError: The checkpoint is of another model or another optimizer, or it cannot be read.
     """
     known = store.read_state(folder)
     here, there = model_fields(config), known.model.model_dump()
@@ -78,14 +98,14 @@ def load(
 
 
 def model_fields(config: Config) -> dict[str, Any]:
-    """The model's name and the fields of its config that decide what its weights mean."""
+    """Return the model's name and the fields of its config that decide what its weights mean."""
     shape = config.model.config
     kept = {k: v for k, v in asdict(shape).items() if k not in training_fields(shape)}
     return {"name": config.model.name, **json.loads(json.dumps(kept))}
 
 
 def cause_of(error: BaseException) -> str:
-    """One line of the first error, which DCP wraps with every rank's traceback."""
+    """Return one line for the first error. DCP wraps that in the tracebacks of every rank."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, Mapping) and failures:
         inner = next(iter(failures.values()))

@@ -1,8 +1,9 @@
-"""The description of a checkpoint, ``metadata.json``: its tensors, and where in its files they lie.
+"""The description of a checkpoint, ``metadata.json``: its tensors, and their places in its files.
 
-torch.distributed.checkpoint (DCP) describes a checkpoint by a pickle, ``.metadata``, and whoever opens
-a pickle runs what its writer put there. Ours is JSON. An older checkpoint's pickle is still read, but
-no class or function that it names is called: it yields plain values, which are checked as JSON's are.
+torch.distributed.checkpoint (DCP) describes a checkpoint by a pickle, ``.metadata``. Whoever opens a
+pickle runs the code that its writer put there. Our description is JSON. The pickle of an older
+checkpoint is still read, but no class or function that it names is called: it yields plain values,
+which are checked as those of JSON are.
 """
 
 import json
@@ -32,7 +33,7 @@ from compose.base.safetensors_files import NAMES
 from compose.errors import ConfigError
 
 METADATA = "metadata.json"
-PICKLED = ".metadata"  # what was there before it
+PICKLED = ".metadata"  # the description of older checkpoints
 SUFFIX = ".safetensors"
 _SHARD = re.compile(r"__\d+_\d+(\.safetensors|\.distcp)")
 _TYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -54,7 +55,7 @@ Size = Annotated[int, Field(ge=1, lt=2**63)]
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: the file that it is in, the bytes there, and the box's place in the whole."""
+    """A box of a tensor: its file, its bytes in the file, and its place in the whole tensor."""
 
     file: str
     begin: Count
@@ -65,11 +66,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor. dtype: as safetensors has it, "F32"."""
+    """A tensor of a checkpoint."""
 
     dtype: str
+    """The dtype's name in safetensors, such as "F32"."""
     shape: tuple[Count, ...]
     chunks: tuple[Chunk, ...]
+    """The boxes of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,23 @@ class _Described:
 
 
 def description(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> str:
-    """Return the text of ``metadata.json`` for a checkpoint whose boxes lie at ``places``."""
+    """Return the text of ``metadata.json`` for a checkpoint.
+
+    Args:
+        metadata: DCP's description of the tensors.
+        places: The place of each box.
+
+    Returns:
+        JSON.
+    """
     return json.dumps({"tensors": _plain(metadata.state_dict_metadata, places)})
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What DCP is to know of the checkpoint in ``folder``.
+    """Return DCP's description of the checkpoint in ``folder``.
 
-    Raises ConfigError, with a line that names the file, where that is not what one says of a whole one.
+    Raises:
+        ConfigError: The file does not describe a whole checkpoint. The message names the file.
     """
     path = folder / METADATA
     if path.exists() or not (folder / PICKLED).exists():
@@ -94,7 +106,7 @@ def read_metadata(folder: Path) -> Metadata:
         path = folder / PICKLED
         try:
             tensors = _unpickled(path)
-        except Exception as error:  # of any kind: the file may be anyone's
+        except Exception as error:  # any error: the file may come from anyone
             words = str(error) or type(error).__name__
             raise ConfigError(f"{path}: is no description of tensors: {words}") from None
     for name, stored in tensors.items():
@@ -111,7 +123,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def shards(metadata: Metadata) -> dict[str, int]:
-    """The files with tensors that belong to a checkpoint, and the bytes that each has at least."""
+    """Return the names of a checkpoint's tensor files, and the least number of bytes of each."""
     found: dict[str, int] = defaultdict(int)
     for place in metadata.storage_data.values():
         found[place.relative_path] = max(found[place.relative_path], place.offset + place.length)
@@ -127,7 +139,7 @@ def _for_dcp(stored: Stored) -> TensorStorageMetadata:
 
 
 def _plain(tensors: Mapping[str, Any], places: Mapping[Any, Any]) -> dict[str, Any]:
-    """The same as JSON has it, of DCP's objects, or of what stands for them in :func:`_unpickled`."""
+    """Return the description as JSON has it, from DCP's objects or those of :func:`_unpickled`."""
     where = {(index.fqn, tuple(index.offset)): place for index, place in places.items()}
     found: dict[str, Any] = {}
     for name, stored in tensors.items():
@@ -145,7 +157,7 @@ def _plain(tensors: Mapping[str, Any], places: Mapping[Any, Any]) -> dict[str, A
 
 
 def _flaw(stored: Stored) -> str:
-    """Why the boxes of a tensor are not the whole of it, once each; empty if they are."""
+    """Return why the boxes of a tensor do not cover it exactly once; empty if they do."""
     if stored.dtype not in _TYPES:
         return f"dtype: {stored.dtype!r} is none of {', '.join(_TYPES)}"
     for file, begin, length, offsets, sizes in stored.chunks:
@@ -164,10 +176,10 @@ def _flaw(stored: Stored) -> str:
 
 
 def _overlap(chunks: Sequence[Chunk], dims: int) -> bool:
-    """Whether any two boxes have something in common."""
+    """Return whether any two boxes overlap."""
     if dims == 0:
         return len(chunks) > 1
-    # Along the dim that has most of them one after another, or all would be held against all.
+    # Sort along the dim with the most distinct offsets, so that few pairs need to be compared.
     along = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     ordered = sorted(chunks, key=lambda chunk: chunk.offsets[along])
     for place, one in enumerate(ordered):
@@ -183,21 +195,35 @@ def _overlap(chunks: Sequence[Chunk], dims: int) -> bool:
 
 
 class _Inert:
-    """Stands for an object of any class that a pickle names: what it was given, and no code."""
+    """Stands for an object of any class in a pickle: it holds the arguments and runs no code."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        # A tensor's properties are a tuple, their type first.
+        # A tensor's properties are a tuple that begins with the dtype.
         self.__dict__.update(state if isinstance(state, dict) else {"dtype": state[0]})
 
 
 class _Opened(pickle.Unpickler):
-    """Opens DCP's description without a class or a function of its: sizes are tuples, types of tensors
-    themselves, and all else is inert."""
+    """Opens DCP's description without calling a class or function that it names.
+
+    Sizes become tuples, dtypes stay dtypes, and everything else becomes inert.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for the object ``module.name``.
+
+        Args:
+            module: The module that the pickle names.
+            name: The name in that module.
+
+        Returns:
+            tuple for a size, the dtype for a dtype, and else a class without code.
+
+        Raises:
+            UnpicklingError: DCP's description holds no such object.
+        """
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -208,7 +234,7 @@ class _Opened(pickle.Unpickler):
 
 
 def _unpickled(path: Path) -> dict[str, Stored]:
-    """What an older checkpoint's pickle says, if that is what such a pickle says."""
+    """Return the tensors that an older checkpoint's pickle describes."""
     with open_own(path) as file:
         found = _Opened(file).load()
     if any(getattr(place, "transform_descriptors", None) for place in found.storage_data.values()):

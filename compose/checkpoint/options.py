@@ -8,6 +8,8 @@ from compose.base.fields import NonNegative, Positive
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """The table [checkpoint]: when a run is saved, and what it begins with."""
+
     interval: NonNegative = 0
     """Steps between checkpoints in run.dir, one at the end besides; 0 is off."""
     resume: Literal["auto", "none"] = "auto"

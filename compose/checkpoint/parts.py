@@ -1,9 +1,8 @@
-"""A rank's part of a tensor, as torch.distributed.checkpoint (DCP) is told of it.
+"""A rank's part of a tensor, described for torch.distributed.checkpoint (DCP).
 
-DCP would take DTensors themselves, but it places an uneven strided shard (257 rows over dp_shard 4 x
-tp 2) elsewhere than FSDP does, and then finds that parts overlap. Here every part is a box of the whole
-tensor whose place is read off the same cut that filled it (weights.py), and the planners below, which
-DCP has for this purpose, tell it that box.
+DCP accepts DTensors, but it places an uneven strided shard (257 rows over dp_shard 4 x tp 2) elsewhere
+than FSDP does, and then reports overlapping parts. Here every part is a box of the whole tensor. Its
+place comes from the same cut that filled the part (weights.py). The planners below tell DCP that box.
 """
 
 from collections.abc import Mapping
@@ -37,19 +36,23 @@ from compose.weights import local_box
 
 @dataclass(frozen=True)
 class Part:
-    """The box of a tensor of ``shape`` that begins at ``offsets`` and holds ``local``."""
+    """The part of a tensor that one rank holds: a box."""
 
     shape: torch.Size
+    """Shape of the whole tensor."""
     offsets: torch.Size
+    """Where the box begins in the whole tensor."""
     local: Tensor
+    """The values of the box."""
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
+        """The box as DCP describes it."""
         return ChunkStorageMetadata(self.offsets, self.local.shape)
 
 
 def part_of(tensor: Tensor) -> Part:
-    """What this rank holds of a DTensor, or all of a plain tensor; ``local`` is the tensor's memory."""
+    """Return this rank's part of a DTensor, or all of a plain tensor; ``local`` shares its memory."""
     if not isinstance(tensor, DTensor):
         return Part(tensor.shape, torch.Size([0] * tensor.ndim), local_tensor(tensor).detach())
     local = local_tensor(tensor).detach()
@@ -59,12 +62,13 @@ def part_of(tensor: Tensor) -> Part:
 
 
 class SaveParts(DefaultSavePlanner):
-    """Plans the writing of a dict of Parts; what several ranks hold alike is written by one of them."""
+    """Plans the writing of a dict of Parts; one rank writes a part that several ranks hold."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
+        """Return the plan that writes each part of this rank that is not empty."""
         parts: Mapping[str, Part] = self.state_dict
         self.plan = SavePlan(
             [
@@ -84,11 +88,15 @@ class SaveParts(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor to write for ``index``."""
         return self.state_dict[index.fqn].local
 
 
 class LoadParts(DefaultLoadPlanner):
-    """Plans the reading of this rank's Parts, whoever wrote them; names must be in the checkpoint."""
+    """Plans the reading of this rank's Parts, whoever wrote them.
+
+    The checkpoint must have all their names.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -99,9 +107,17 @@ class LoadParts(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
+        """Keep what DCP gives each planner.
+
+        Args:
+            state_dict: The parts to read, by name.
+            metadata: The description of the checkpoint.
+            is_coordinator: Whether this is the first rank.
+        """
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
+        """Return the plan that reads each part of this rank that is not empty."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, part in self.state_dict.items():
@@ -112,15 +128,34 @@ class LoadParts(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
-        """Never: there are tensors alone, and DCP's own would unpickle what is none."""
+        """Refuse to read, since a checkpoint holds tensors only.
+
+        DCP's own method would unpickle anything else.
+
+        Args:
+            read_item: The item to read.
+            value: Its bytes.
+
+        Raises:
+            TypeError: Always.
+        """
         raise TypeError(f"{read_item.dest_index.fqn} is no tensor")
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor to fill for ``index``."""
         return self.state_dict[index.fqn].local
 
 
 def mismatches(parts: Mapping[str, Part], metadata: Metadata) -> list[str]:
-    """One line for each part that the checkpoint lacks or has in another shape."""
+    """Return one line for each part that the checkpoint lacks or has in another shape.
+
+    Args:
+        parts: The parts to read, by name.
+        metadata: The description of the checkpoint.
+
+    Returns:
+        The lines; empty if all parts are there.
+    """
     problems = []
     for name, part in parts.items():
         stored = metadata.state_dict_metadata.get(name)

@@ -1,4 +1,4 @@
-"""What a run is made of between two steps, by names that no mesh changes."""
+"""The state of a run between two steps, by names that do not depend on the mesh."""
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,15 @@ def named_tensors(
     """Return every tensor that training changes, by its name in the whole model.
 
     ``model.<name>`` are parameters and persistent buffers. ``optimizer.<name>.<key>`` is the
-    optimizer's state of a parameter. Of what stages share, this rank may hold several copies, all
-    listed.
+    optimizer's state of a parameter. A rank may hold several copies of a tensor that stages share. Then
+    all copies are listed.
 
     Args:
         whole: A model that was not cut, or what ``compose.apply`` returned.
-        optimizer: Of its parameters; None for the model alone.
+        optimizer: The optimizer of its parameters; None for the model alone.
+
+    Returns:
+        The copies on this rank of each tensor, by name.
     """
     model = module_of(whole)
     found: dict[str, list[Tensor]] = {}
@@ -36,13 +39,21 @@ def named_tensors(
 
 
 def parts(tensors: dict[str, list[Tensor]]) -> dict[str, Part]:
-    """This rank's part of each; of copies, of the first."""
+    """Return this rank's part of each tensor, taken from the first copy."""
     return {name: part_of(copies[0]) for name, copies in tensors.items()}
 
 
 def staged(state: dict[str, Part], into: dict[str, Part] | None = None) -> dict[str, Part]:
-    """A copy in host memory, which training cannot change; in the memory of ``into``, an earlier copy,
-    as far as that has the same parts: new pages cost more than the copying."""
+    """Return a copy in host memory, which training cannot change.
+
+    Args:
+        state: The parts to copy.
+        into: An earlier copy, or None. Its memory is used for parts that it has: new pages cost more
+            than the copying.
+
+    Returns:
+        The copies, by name.
+    """
     copies = {}
     for name, part in state.items():
         # An optimizer has no state before its first step.
@@ -53,7 +64,7 @@ def staged(state: dict[str, Part], into: dict[str, Part] | None = None) -> dict[
 
 @torch.no_grad()
 def spread(tensors: dict[str, list[Tensor]]) -> None:
-    """Give every copy what the first one holds."""
+    """Copy the value of each first copy to the other copies."""
     for first, *others in tensors.values():
         for other in others:
             local_tensor(other).copy_(local_tensor(first))

@@ -1,8 +1,9 @@
-"""Where torch.distributed.checkpoint (DCP) puts tensors, and gets them from: files of plain bytes.
+"""Storage for torch.distributed.checkpoint (DCP): files of plain bytes.
 
 DCP's own writer sends each tensor through torch.save, which takes longer than the writing itself. Here
-a rank's tensors are one file of the safetensors format, ``__<rank>_0.safetensors``, whose header says
-as DCP's does where in the whole each part begins: DCP's HuggingFaceStorageReader reads it too.
+the tensors of a rank are one file of the safetensors format, ``__<rank>_0.safetensors``. Its header
+says where in the whole tensor each part begins, in DCP's way: DCP's HuggingFaceStorageReader reads the
+file too.
 """
 
 import errno
@@ -35,28 +36,43 @@ from compose.base.safetensors_files import Planned, bytes_of, header
 from compose.checkpoint.metadata import METADATA, SUFFIX, description, read_metadata
 
 _BLOCK = 2**23  # bytes written at once; Linux takes three times as long for a gigabyte in one piece
-_AT_ONCE = 2**26  # bytes that the device is given together
+_AT_ONCE = 2**26  # bytes to start writing to the device at once
 _READERS = 4  # parts read at once
 
 
 class PartsWriter(FileSystemWriter):
-    """Writes what SaveParts plans; one tensor at a time is asked for.
-
-    entries: of the file that this rank has written, by name, ``size`` in bytes and ``crc32``.
-    """
+    """Writes what SaveParts plans, one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
+        """Prepare to write into ``folder``.
+
+        ``entries`` will hold ``size`` in bytes and ``crc32`` of the file that this rank writes, by
+        name.
+        """
         super().__init__(folder)
         self.entries: dict[str, dict[str, int]] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's parts, and flush them to the device."""
+        """Write this rank's parts, and flush them to the device.
+
+        Args:
+            plan: The parts to write.
+            planner: The planner that holds their tensors.
+
+        Returns:
+            A finished future with the place of each part.
+        """
         done: TorchFuture[list[WriteResult]] = TorchFuture()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, when all have written: describe the whole."""
+        """Write the description of the whole checkpoint; only the first rank calls this, at the end.
+
+        Args:
+            metadata: DCP's description of the tensors.
+            results: The places of the parts, from every rank.
+        """
         places = {result.index: result.storage_data for each in results for result in each}
         write_whole(Path(self.path) / METADATA, description(metadata, places))
 
@@ -84,8 +100,7 @@ class PartsWriter(FileSystemWriter):
 
 
 def _reserve(file: IO[bytes], size: int) -> None:
-    """Have the file system find all the room at once, where it can: what is written then comes faster,
-    and a disk that is too full is known before."""
+    """Reserve the file's room at once where possible: this is faster, and finds a full disk early."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -95,31 +110,35 @@ def _reserve(file: IO[bytes], size: int) -> None:
 
 
 class _Summed:
-    """A file to which is only appended; ``helper``, of one thread, sums it meanwhile, so that nobody
-    has to read it again for that."""
+    """A file that is only appended to, with its checksum.
+
+    ``helper``, a pool of one thread, computes the checksum during the writing, so the file need not be
+    read again.
+    """
 
     def __init__(self, file: IO[bytes], helper: ThreadPoolExecutor) -> None:
         self.file, self.helper, self.size, self.crc32 = file, helper, 0, 0
         self.behind: Sequence[Future[None]] = ()
-        self.given = 0  # bytes that the device has been told of
+        self.given = 0  # bytes whose writing to the device has been started
 
     def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``."""
         whole = memoryview(data)
         for start in range(0, whole.nbytes, _BLOCK):
             block = whole[start : start + _BLOCK]
             now = self.helper.submit(self._sum, block)
             self.file.write(block)
-            for before in self.behind:  # one block, while the next is written
+            for before in self.behind:  # sum at most one block while the next one is written
                 before.result()
             self.behind = [now]
         self.size += whole.nbytes
         if self.size - self.given >= _AT_ONCE and hasattr(os, "posix_fadvise"):
-            # It begins with what need not stay in memory, rather than when all is there.
+            # The kernel then starts to write these bytes now, not only at the end.
             start, self.given = self.given, self.size
             os.posix_fadvise(self.file.fileno(), start, self.size - start, os.POSIX_FADV_DONTNEED)
 
     def flush(self) -> None:
-        """Until all is summed, and on the device."""
+        """Wait until all bytes are summed, and are on the device."""
         for last in self.behind:
             last.result()
         self.file.flush()
@@ -130,25 +149,52 @@ class _Summed:
 
 
 class PartsReader(FileSystemReader):
-    """Reads what LoadParts plans, of a checkpoint by PartsWriter or by DCP's own FileSystemWriter."""
+    """Reads what LoadParts plans, from a checkpoint by PartsWriter or by DCP's own FileSystemWriter."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What lies where. DCP's own would unpickle it."""
+        """Return the description of the checkpoint. DCP's own method would unpickle it.
+
+        Args:
+            *args: As DCP gives them; not used.
+            **kwargs: As DCP gives them; not used.
+
+        Returns:
+            The description.
+
+        Raises:
+            ConfigError: The file does not describe a whole checkpoint.
+        """
         return read_metadata(Path(self.path))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
+        """Keep the description of the tensors.
+
+        Args:
+            metadata: The description of the checkpoint.
+            is_coordinator: Whether this is the first rank.
+            *args: As DCP gives them.
+            **kwargs: As DCP gives them.
+        """
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self.tensors = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        """Fill the planner's tensors, several at once."""
+        """Fill the planner's tensors, several at once.
+
+        Args:
+            plan: The parts to read.
+            planner: The planner that holds the tensors.
+
+        Returns:
+            A finished future.
+        """
         if any(not info.relative_path.endswith(SUFFIX) for info in self.storage_data.values()):
             return super().read_data(plan, planner)
         with ThreadPoolExecutor(_READERS) as readers:
             for _ in readers.map(lambda item: self._read(item, planner), plan.items):
-                pass  # an error is raised here
+                pass  # errors are raised here
         done: TorchFuture[None] = TorchFuture()
         done.set_result(None)
         return done
@@ -159,7 +205,7 @@ class PartsReader(FileSystemReader):
         assert item.storage_index.index is not None
         dtype, sizes = stored.properties.dtype, stored.chunks[item.storage_index.index].sizes
         target = planner.resolve_tensor(item).detach()
-        # The rows that hold what is wanted, of which other dims are cut once they are in memory.
+        # Read whole rows. The other dims are cut in memory.
         box = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
         rows, *cut = box or [slice(0, 1)]
         begin = info.offset + rows.start * prod(sizes[1:]) * dtype.itemsize

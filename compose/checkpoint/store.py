@@ -1,8 +1,8 @@
 """Checkpoints as folders: each exists whole or not at all.
 
-One is written under a name that nothing reads, flushed to the device, described by a manifest of every
-file's size and checksum, and published by renaming it, which is atomic. So a folder ``step-00000100``
-was complete once; whether it still is, its manifest tells.
+A checkpoint is written under a name that nothing reads, and flushed to the device. Its manifest has
+the size and checksum of every file. Then it is published by renaming, which is atomic. So a folder
+``step-00000100`` was complete once, and its manifest shows whether it still is.
 """
 
 import json
@@ -26,7 +26,7 @@ from compose.errors import ConfigError
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 STATE = "state.json"
-MARK = ".saved"  # in run.dir, which has had a checkpoint
+MARK = ".saved"  # a file in run.dir: the run has had a checkpoint
 _NAME = re.compile(r"step-(\d{8,})")
 _BLOCK = 2**20  # bytes read at once: they stay in the core's cache until they are summed
 _READERS = 4  # files read at once; reading and summing hold no lock of Python's
@@ -34,7 +34,7 @@ _READERS = 4  # files read at once; reading and summing hold no lock of Python's
 
 @dataclass(frozen=True)
 class Entry:
-    """A file, as a manifest has it."""
+    """A file in a manifest."""
 
     size: Count
     crc32: Annotated[int, Field(ge=0, lt=2**32)]
@@ -47,25 +47,25 @@ class _Manifest:
 
 @dataclass(frozen=True)
 class Scale:
-    """Of the loss, in float16."""
+    """The loss scale, in float16."""
 
     value: Annotated[float, Field(gt=0)]
     clean: Count = 0
 
 
 class ModelFields(BaseModel):
-    """A model's name, and what its config holds beside it."""
+    """A model's name, and the fields of its config."""
 
     model_config = ConfigDict(extra="allow")
     name: str
 
     def fields(self) -> dict[str, Any]:
-        """The config's."""
+        """Return the fields of the config."""
         return dict(self.model_extra or {})
 
 
 class DataFields(BaseModel):
-    """What decides which tokens a sample holds; of an older checkpoint, as much as it knew."""
+    """What decides which tokens a sample holds. Older checkpoints have only some of the fields."""
 
     model_config = ConfigDict(extra="allow")
     tokenizer: str | None = None
@@ -77,7 +77,7 @@ class DataFields(BaseModel):
 
 @dataclass(frozen=True)
 class State:
-    """What state.json says of a run: how far it has come, and what it was of."""
+    """The content of state.json: how far a run has come, and what it was a run of."""
 
     step: Count
     samples: Count
@@ -92,23 +92,35 @@ class State:
 
 
 def read_state(folder: Path) -> State:
-    """What a checkpoint says of its run. Raises ConfigError, with file and field, for what is none."""
+    """Return the content of a checkpoint's state.json.
+
+    Raises:
+        ConfigError: The file is missing or wrong. The message names the file and the field.
+    """
     return read_json(folder / STATE, State)
 
 
 def name_of(step: int) -> str:
-    """The folder's name of the checkpoint after ``step`` steps."""
+    """Return the name of the checkpoint's folder after ``step`` steps."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    """The steps that went before the checkpoint in ``folder``."""
+    """Return the step in the name of a checkpoint's folder; -1 if there is none."""
     found = _NAME.fullmatch(folder.name)
     return int(found[1]) if found else -1
 
 
 def begin(root: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of ``step`` into, without what a broken attempt left."""
+    """Make an empty folder for writing a checkpoint; remove what a broken attempt left.
+
+    Args:
+        root: The folder of the checkpoints.
+        step: Steps before the checkpoint.
+
+    Returns:
+        The empty folder.
+    """
     folder = root / f".writing-{name_of(step)}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -116,7 +128,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
+    """Return the CRC-32 of a file's bytes."""
     value, block = 0, memoryview(bytearray(_BLOCK))
     with open_own(path, buffering=0) as file:
         while size := file.readinto(block):
@@ -125,7 +137,7 @@ def checksum(path: Path) -> int:
 
 
 def described(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
-    """The manifest's entries of files."""
+    """Return the manifest's entries of files."""
     found = sorted(paths)
     with ThreadPoolExecutor(_READERS) as readers:
         sums = list(readers.map(checksum, found))
@@ -136,9 +148,17 @@ def described(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
 
 
 def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
-    """Write the manifest, flush all there is to the device, and give the folder its name.
+    """Write the manifest, flush all files to the device, and give the folder its final name.
 
-    Raises OSError where a file is not as long as ``files`` says, or anything cannot be written.
+    Args:
+        folder: The folder that was written.
+        files: The manifest's entry of each file.
+
+    Returns:
+        The folder under its final name.
+
+    Raises:
+        OSError: A file is not as long as ``files`` says, or something cannot be written.
     """
     for name, entry in files.items():
         if (folder / name).stat().st_size != entry["size"]:
@@ -147,7 +167,7 @@ def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
     for path in (*folder.iterdir(), folder):
         _flush(path)
     final = folder.with_name(folder.name.removeprefix(".writing-"))
-    if os.path.lexists(final):  # one of this step that was found damaged: kept, under another name
+    if os.path.lexists(final):  # a damaged checkpoint of this step is kept under another name
         aside = next(
             p
             for i in range(1, 10**6)
@@ -160,14 +180,16 @@ def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
 
 
 def mark(run: Path) -> None:
-    """Note in a run's folder that it has had a checkpoint, which a run that finds none is to know."""
+    """Note in a run's folder that the run has had a checkpoint, for a later start that finds none."""
     if not os.path.lexists(run / MARK):
         write_whole(run / MARK, "A checkpoint was saved in this folder.\n")
 
 
 def has_saved(run: Path) -> bool:
-    """Whether a run's folder has had a checkpoint: by its mark, or by the metrics of a run that was
-    before there were marks."""
+    """Return whether the run of a folder has had a checkpoint.
+
+    This is known by the mark, or, for runs older than the marks, by the metrics.
+    """
     if os.path.lexists(run / MARK):
         return True
     try:
@@ -178,15 +200,20 @@ def has_saved(run: Path) -> bool:
 
 
 def newest_first(root: Path) -> list[Path]:
-    """The checkpoints in ``root``, whole or damaged."""
+    """Return the checkpoints in ``root``, whole or damaged, newest first."""
     found = [p for p in root.glob("step-*") if _NAME.fullmatch(p.name)] if root.is_dir() else []
     return sorted(found, key=step_of, reverse=True)
 
 
 def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """One line for all that keeps a checkpoint from being what was published.
+    """Return one line for each way in which a checkpoint differs from what was published.
 
-    share: (index, count): of the files, only every ``count``-th is read.
+    Args:
+        folder: The checkpoint.
+        share: (index, count): read every ``count``-th file only, from file ``index`` on.
+
+    Returns:
+        The lines; empty if nothing is wrong.
     """
     if not os.path.lexists(folder / MANIFEST):
         return [f"{MANIFEST} is missing"]
@@ -205,7 +232,7 @@ def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 
 def _check_all_there(folder: Path, files: Mapping[str, Entry]) -> None:
-    """Raise ConfigError where the manifest leaves out what belongs to a checkpoint."""
+    """Raise ConfigError if the manifest lacks a file that belongs to a checkpoint."""
     described = METADATA if METADATA in files else PICKLED
     missing = [name for name in (STATE, described) if name not in files]
     if missing:
@@ -222,8 +249,7 @@ def _check_all_there(folder: Path, files: Mapping[str, Entry]) -> None:
 
 
 def _readable(folder: Path, name: str, read: Callable[[], T]) -> T:
-    """What ``read`` finds in a file of the folder's own. Raises ConfigError in words that begin with
-    the file's name."""
+    """Return what ``read`` finds in a file. Raises ConfigError that begins with the file's name."""
     try:
         with open_own(folder / name):
             return read()
@@ -255,23 +281,29 @@ def _problem(path: Path, entry: Entry) -> str:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, newest: Path) -> None:
-    """Delete checkpoints but the ``keep_last`` newest and every ``keep_every``-th step's (0: none).
+    """Delete old checkpoints.
 
-    ``newest``, just published, stays in any case, and so does what has no manifest to be told by.
+    A folder without a manifest is never deleted.
+
+    Args:
+        root: The folder of the checkpoints.
+        keep_last: Number of newest checkpoints to keep.
+        keep_every: Keep those of every so many steps too; 0 keeps none of them.
+        newest: The checkpoint just published, which is kept in any case.
     """
     for place, folder in enumerate(newest_first(root)):
         kept = place < keep_last or (keep_every and step_of(folder) % keep_every == 0)
         others = folder.is_symlink() or not (folder / MANIFEST).exists()
         if kept or folder == newest or others:
             continue
-        # Renamed first: a deletion that is cut short must not leave half a checkpoint.
+        # Rename first: an interrupted deletion must not leave half a checkpoint.
         gone = folder.with_name(f".deleting-{folder.name}")
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
 
 def clean(root: Path) -> None:
-    """Remove what broken attempts to write or delete have left, by the names that these have."""
+    """Remove what broken attempts to write or delete have left; they are known by their names."""
     for start in (".writing-", ".deleting-"):
         for folder in root.glob(f"{start}*"):
             if _NAME.fullmatch(folder.name.removeprefix(start)) and not folder.is_symlink():

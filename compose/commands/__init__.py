@@ -1,2 +1,4 @@
-"""The command lines: how they are read, and what is behind `python -m compose`. Exports nothing: each
-command is a module."""
+"""This room answers what a command line asks for, and runs the commands of `python -m compose`.
+
+It exports nothing: each command is a module.
+"""

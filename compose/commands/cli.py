@@ -1,4 +1,4 @@
-"""What every command line shares: arguments, help, checks before anything starts, exit codes."""
+"""The common part of all command lines: arguments, help, early checks and exit codes."""
 
 import contextlib
 import dataclasses
@@ -29,20 +29,26 @@ from compose.train.folder import strangers
 
 
 class Words(NamedTuple):
-    """A command line taken apart: plain words, keys with the text of their values, and flags."""
+    """A command line taken apart."""
 
     plain: list[str]
+    """The words that are no option."""
     overrides: list[tuple[str, str]]
+    """Keys with the text of their values."""
     flags: dict[str, str]
+    """The flags with their values; "" for a flag without one."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line: the TOML file, keys set over it, and flags by name ("" where nothing follows)."""
+    """The arguments of a command that reads a TOML file."""
 
     file: str
+    """The TOML file."""
     overrides: list[tuple[str, str]]
+    """Keys that replace those of the file, with the text of their values."""
     flags: dict[str, str]
+    """The flags with their values; "" for a flag without one."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +56,19 @@ class Command:
     """A command line that was read and checked."""
 
     job: Job
-    """What is to be run."""
+    """The job to run."""
     data: OpenData | None
-    """Its data; None of a program that does not train, and of a dry run."""
+    """The opened data; None for a program that does not train, and for a dry run."""
     dry_run: bool
     """Whether --dry-run was given."""
 
     @property
     def config(self) -> Config:
-        """The tables."""
+        """The tables of the config."""
         return self.job.config
 
 
-# The flags of each kind of command, with what they take.
+# The flags of a program that trains, with the name of each flag's value.
 TRAIN_FLAGS = {"--dry-run": "", "--world-size": "N"}
 USAGE = """\
 {program} [FILE.toml] [--table.key=value ...]{flags}
@@ -72,15 +78,18 @@ FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string.
 
 
 def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Command:
-    """Read a command line, load its file and check all that can be checked by one process.
+    """Read a command line, load its file, and check all that one process can check.
 
     ``--help`` prints every key and exits.
 
     Args:
         arguments: The words after the program's name.
         program: The program's name, for --help.
-        trains: Whether it reads the data and writes ``run.dir``. It then has the flags --dry-run and
-            --world-size N too.
+        trains: Whether the program reads the data and writes ``run.dir``. Then it also has the flags
+            --dry-run and --world-size N.
+
+    Returns:
+        The checked command.
 
     Raises:
         ConfigError: All problems found.
@@ -110,7 +119,11 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
 
 
 def world_size_of(given: Arguments) -> int:
-    """The number after --world-size; 0 if it is not there. Raises ConfigError for what is no number."""
+    """Return the number after --world-size, or 0 if the flag is absent.
+
+    Raises:
+        ConfigError: The value is not a number of ranks.
+    """
     value = given.flags.get("--world-size")
     if value is None:
         return 0
@@ -120,7 +133,11 @@ def world_size_of(given: Arguments) -> int:
 
 
 def launched_ranks() -> int:
-    """The number of ranks that torchrun has started; 1 without it."""
+    """Return the number of ranks that torchrun has started; 1 without torchrun.
+
+    Raises:
+        ConfigError: A variable that torchrun sets is missing or is no number.
+    """
     if "RANK" not in os.environ:
         return 1
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -135,10 +152,20 @@ def _is_number(text: str) -> bool:
 
 
 def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True) -> Words:
-    """A command line taken apart; ``flags`` says what each flag takes ("": nothing), and --help, or
-    -h, is one too. keys: whether --table.key=value may stand there.
+    """Take a command line apart.
 
-    Raises ConfigError for an option that is none of these, or lacks its value.
+    The flags --help and -h are always known.
+
+    Args:
+        words: The words of the command line.
+        flags: The name of each flag's value, by flag; "" for a flag without one.
+        keys: Whether --table.key=value is allowed.
+
+    Returns:
+        The parts.
+
+    Raises:
+        ConfigError: An option is unknown, lacks its value, or has one where none is allowed.
     """
     known = [*flags, "--help"]
     found = Words([], [], {})
@@ -173,9 +200,20 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
 
 
 def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str]) -> Arguments:
-    """The file, the overrides and the flags of a command line; ``flags`` says what each flag takes.
+    """Return the file, the overrides and the flags of a command line.
 
-    ``--help`` prints every key and exits. Raises ConfigError for what is none of these.
+    ``--help`` prints every key and exits.
+
+    Args:
+        words: The words of the command line.
+        program: The program's name, for --help.
+        flags: The name of each flag's value, by flag; "" for a flag without one.
+
+    Returns:
+        The arguments; the file defaults to train.toml.
+
+    Raises:
+        ConfigError: An option is unknown, or there is more than one file.
     """
     found = read_words(words, flags)
     if "--help" in found.flags:
@@ -187,16 +225,24 @@ def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str])
 
 
 def read_flags(words: Sequence[str], flags: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """What stands in a command line alone, and its flags; ``flags`` says what each takes ("" for none).
+    """Return the plain words and the flags of a command line without keys.
 
-    Raises ConfigError for a flag that is unknown or lacks its value.
+    Args:
+        words: The words of the command line.
+        flags: The name of each flag's value, by flag; "" for a flag without one.
+
+    Returns:
+        The plain words, and the flags with their values.
+
+    Raises:
+        ConfigError: A flag is unknown or lacks its value.
     """
     found = read_words(words, flags, keys=False)
     return found.plain, found.flags
 
 
 def device_problems(config: Config) -> list[str]:
-    """What keeps this machine from having ``run.device``."""
+    """Return why this machine cannot give the run ``run.device``; empty if it can."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
         return ["run.device: cuda is not available here; use cpu or auto"]
     return []
@@ -214,7 +260,7 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
 
 def _run_dir(config: Config) -> list[str]:
     folder, keep = Path(config.run.dir or "runs"), config.checkpoint
-    # A run that saves may have been stopped before its first checkpoint, and begins again.
+    # A run that saves may have stopped before its first checkpoint. Then it begins again.
     resumes = keep.resume == "auto" and (keep.interval or newest_first(folder / "checkpoints"))
     try:
         for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
@@ -226,7 +272,7 @@ def _run_dir(config: Config) -> list[str]:
         if config.run.dir and (problems := strangers(folder)):
             return problems
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # of a name that nothing has
+        with tempfile.TemporaryFile(dir=folder):  # its name is new
             pass
     except OSError as error:
         return [f"run.dir: cannot write to {folder}: {error.strerror}"]
@@ -236,7 +282,16 @@ def _run_dir(config: Config) -> list[str]:
 
 
 def help_text(program: str, flags: Mapping[str, str], model: str) -> str:
-    """Usage, and every key with its type, default and doc, those of ``model`` among them."""
+    """Return the usage text, and every key with its type, default and description.
+
+    Args:
+        program: The program's name.
+        flags: The name of each flag's value, by flag; "" for a flag without one.
+        model: The model whose config's fields are listed too.
+
+    Returns:
+        The text of --help.
+    """
     shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in flags.items())
     lines = [USAGE.format(program=program, flags=shown)]
     if "--dry-run" in flags:
@@ -270,17 +325,17 @@ def _is_first_rank() -> bool:
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
-    """Call ``main`` with the command line and exit with what it returns.
+    """Call ``main`` with the command line, and exit with the code that it returns.
 
-    ConfigError becomes its lines on standard error, once whatever the number of ranks, and exit
+    For a ConfigError the program prints its lines on standard error, once for all ranks, and exits with
     code 2.
     """
     code = _outcome(main)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    # A thread of gloo's may still be letting go of a tensor, and one that asks a finalizing
-    # interpreter for its lock aborts the process: a run that went well would exit with SIGABRT.
+    # A thread of gloo may still be releasing a tensor. If it asks a finalizing interpreter for its
+    # lock, the process aborts: a successful run would exit with SIGABRT.
     os._exit(code)
 
 
@@ -289,8 +344,8 @@ def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
         return main(sys.argv[1:]) or 0
     except ConfigError as error:
         if not _is_first_rank():
-            # Torchrun ends all ranks when one exits. Leave the first time to speak; if this is still
-            # here then, the first has nothing to say.
+            # Torchrun ends all ranks when one exits. Give the first rank time to print. If this rank
+            # still runs after that, the first rank has nothing to print.
             time.sleep(20)
         print("\n".join(error.problems), file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""python -m compose convert: Hugging Face's folder to a run's first checkpoint, and back."""
+"""The command `python -m compose convert`: a Hugging Face folder to a checkpoint, and back."""
 
 import sys
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ and TARGET becomes a folder that transformers opens.
 
 
 def convert(arguments: Sequence[str]) -> int:
-    """python -m compose convert SOURCE TARGET: Hugging Face's weights to a checkpoint, or back."""
+    """Convert Hugging Face weights to a checkpoint or back: python -m compose convert SOURCE TARGET."""
     if {"--help", "-h"} & set(arguments):
         print(USAGE, *(f"  {name:<12}{words}" for name, words in _FLAGS.items()), sep="\n")
         return 0

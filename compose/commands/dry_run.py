@@ -1,6 +1,6 @@
-"""What a run would be, without running it: mesh, plan, every parameter's placement, bytes.
+"""A description of a run without running it: mesh, plan, placement of every parameter, bytes.
 
-The plan is applied to the model on meta over a fake process group, whose collectives do nothing, so
+The plan is applied to the model on meta over a fake process group, whose collectives do nothing. So
 one process shows what any number of ranks would hold.
 """
 
@@ -29,19 +29,19 @@ from compose.precision.float8 import choose
 
 @dataclass(frozen=True)
 class Placed:
-    """One parameter as the first rank of its stage, whose shards are the largest, holds it."""
+    """One parameter as the first rank of its stage holds it; that rank has the largest shards."""
 
     name: str
-    pp: int  # its rank on the pp axis
+    pp: int  # the stage's rank on the pp axis
     shape: tuple[int, ...]
-    placements: dict[str, str]  # by axis, those of size 1 left out
+    placements: dict[str, str]  # by axis; axes of size 1 are left out
     local_shape: tuple[int, ...]
-    whole_bytes: int  # of the part of this tp or ep rank, gathered over the data axes, in param_dtype
-    local_bytes: int  # of the master weight
+    whole_bytes: int  # the part of this tp or ep rank, gathered over the data axes, in param_dtype
+    local_bytes: int  # bytes of the master weight's shard
 
 
 def describe(job: Job) -> None:
-    """Print the dry run of a checked job, on rank 0 if there are several."""
+    """Print the dry run of a checked job; if there are several ranks, only rank 0 prints."""
     if os.environ.get("RANK", "0") != "0":
         return
     pp = job.degrees.pp
@@ -52,7 +52,7 @@ def describe(job: Job) -> None:
 
 
 def _stage(job: Job, rank: int) -> list[Placed]:
-    """What ``rank`` holds."""
+    """Return the parameters that ``rank`` holds."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.world_size)
     try:
         mesh = init_mesh(job.degrees)
@@ -64,7 +64,16 @@ def _stage(job: Job, rank: int) -> list[Placed]:
 
 
 def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Placed]:
-    """Every parameter of a model that was cut over ``mesh``."""
+    """Return every parameter of a model that was cut.
+
+    Args:
+        model: The model, cut over ``mesh``.
+        mesh: The mesh of ``compose.init_mesh``.
+        config: The config with the dtypes.
+
+    Returns:
+        The parameters of this rank.
+    """
     width = getattr(torch, config.precision.param).itemsize
     stage = mesh["pp"].get_local_rank()
     result = []
@@ -79,7 +88,7 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
             for axis, size, placement in zip(names, sizes, parameter.placements, strict=True):
                 if size > 1:
                     by_axis[axis] = "R" if placement.is_replicate() else f"S({placement.dim})"  # type: ignore[attr-defined]
-                    # What FSDP does not gather.
+                    # FSDP does not gather over these axes.
                     if axis in ("tp", "ep") and not placement.is_replicate():
                         parts *= size
         whole = parameter.numel() // parts * width
@@ -100,7 +109,7 @@ def _mesh_line(job: Job) -> str:
 
 
 def _table(placed: list[Placed], pp: int) -> list[str]:
-    """A line per parameter; layers that are alike share one, which says how many they are."""
+    """Return a line for each parameter; equal layers share one line with their number."""
     known = [*AXES, "dp_shard_cp", "expert_replicate", "expert_shard", "ep"]
     axes = [axis for axis in known if any(axis in p.placements for p in placed)]
     groups: dict[tuple[object, ...], list[Placed]] = {}
@@ -134,7 +143,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
-    """Parameter count, FLOPs, and bytes of what outlives a micro-batch on the rank with most."""
+    """Return the parameter count, the FLOPs, and the bytes on the rank that holds most."""
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     rules = parameter_rules(job.model, job.plan, config.optimizer)
@@ -145,12 +154,12 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
 
     def sizes(stage: list[Placed]) -> list[tuple[str, int]]:
         local, whole = sum(p.local_bytes for p in stage), sum(p.whole_bytes for p in stage)
-        # Before the reduction of ZeRO-1 gradients wait whole; after it, and later, they are sharded.
+        # Before the reduction, ZeRO-1 holds whole gradients. After it, and in ZeRO-2, they are sharded.
         gradients = local if zero >= 2 else max(local, whole // param_size * reduce_size)
         return [
             (f"weights ({config.precision.master})", local),
             ("gradients", gradients),
-            # Muon keeps one mean of each element, AdamW two.
+            # Muon keeps one mean for each element, AdamW two.
             (
                 f"optimizer ({config.optimizer.name})",
                 sum(math.prod(p.local_shape) * state * (2 - rules[p.name].muon) for p in stage),
@@ -177,7 +186,7 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
 
 
 def _gathered(stage: list[Placed], config: Config) -> int:
-    """Bytes of whole parameters that stay for a step; with zero 3 those that neighbours keep for it."""
+    """Return the bytes of gathered parameters kept for a step; zero 3 keeps those of neighbours."""
     parallel = config.parallel
     if parallel.zero < 3:
         return sum(p.whole_bytes for p in stage) if any(p.placements for p in stage) else 0

@@ -1,4 +1,4 @@
-"""python -m compose generate: what a model continues a text with, on the mesh of the launch."""
+"""The command `python -m compose generate`: it continues a text with a model, on the launch's mesh."""
 
 import itertools
 import os
@@ -37,14 +37,16 @@ from compose.weights import named_generator
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue a text. max_tokens: after the prompt, unless the text ends before. temperature:
-    divides the logits; 0 takes the likeliest token. top_p: samples from the fewest tokens that have
-    this probability together. seed: the same gives the same text, on every mesh."""
+    """The options for continuing a text."""
 
     max_tokens: Positive = 128
+    """Most tokens after the prompt; the text may end before."""
     temperature: Annotated[float, Field(ge=0)] = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Sample from the fewest tokens that together have this probability."""
     seed: NonNegative = 0
+    """The same seed gives the same text, on every mesh."""
 
 
 _FLAGS = {
@@ -66,7 +68,7 @@ say nothing else. Every token runs the whole text again.
 
 
 def generate(arguments: Sequence[str]) -> int:
-    """python -m compose generate CHECKPOINT --prompt TEXT: what a trained model continues it with."""
+    """Continue a text with a trained model: python -m compose generate CHECKPOINT --prompt TEXT."""
     if {"--help", "-h"} & set(arguments):
         print(USAGE, *(f"  {name:<15}{words}" for name, words in _FLAGS.items()), sep="\n")
         return 0
@@ -111,7 +113,7 @@ def _sampling(flags: Mapping[str, str]) -> Sampling:
 
 
 def _job(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> Job:
-    """What the model was trained with, or is said to be in Hugging Face's folder; on this mesh."""
+    """Return the job of the model in ``source``, for this launch's ranks."""
     if folders:
         files = [folder / "config.toml" for folder in folders]
         config = load_toml(str(next(filter(os.path.lexists, files), files[0])), alone=True)
@@ -121,11 +123,11 @@ def _job(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, s
             checkpoint=Checkpoint(load_hf=str(source)),
             source=str(source / "config.json"),
         )
-    # Each token makes another length, for which a graph would be compiled anew.
+    # The length grows with each token, and each length would need a new graph.
     config = replace(config, parallel=Parallel(), compile=Compile())
     config = override(config, overrides)
     ranks = launched_ranks()
-    # There are no batches here: numbers that no mesh has anything against.
+    # There are no batches here, so choose sizes that are legal on every mesh.
     length = -(-config.train.seq_len // ranks) * ranks
     train = replace(config.train, seq_len=length, global_batch=2 * ranks, micro_batch=1)
     config, problems, job = replace(config, train=train), device_problems(config), None
@@ -139,7 +141,7 @@ def _job(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, s
 
 
 def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config) -> Tokenizer:
-    """Raises ConfigError where there is none, or one with ids that the model does not have."""
+    """Return the tokenizer. Raises ConfigError if there is none, or if the model lacks some ids."""
     size = config.model.config.vocab_size
     beside = kept_tokenizer(folders[0]) if folders else source
     there = (beside / FILE).exists()
@@ -163,10 +165,22 @@ def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config
 def open_model(
     job: Job, folders: Sequence[Path], mesh: DeviceMesh, device: torch.device
 ) -> Composition:
-    """Cut the job's model over ``mesh``, with the weights of the first of ``folders`` that is whole; of
-    none, with those that ``checkpoint.load_hf`` names.
+    """Cut the job's model over ``mesh``, and load its weights.
 
-    Raises ConfigError where none is whole. Those passed over are named on standard error.
+    The weights come from the first whole checkpoint in ``folders``. Damaged checkpoints before it are
+    named on standard error. Without folders the weights come from ``checkpoint.load_hf``.
+
+    Args:
+        job: The job of the model.
+        folders: Checkpoints, newest first.
+        mesh: The mesh of ``compose.init_mesh``.
+        device: The device of this rank.
+
+    Returns:
+        The composition with its weights.
+
+    Raises:
+        ConfigError: No checkpoint is whole.
     """
     composition = cut(job, mesh, device)
     if not folders:
@@ -193,16 +207,28 @@ def _newest_whole(folders: Sequence[Path], group: dist.ProcessGroup) -> Path:
 def sample(
     composition: Composition, tokens: Sequence[int], sampling: Sampling, end: int = -1
 ) -> Iterator[int]:
-    """Yield the tokens that the model continues ``tokens`` with, up to ``end``, which is left out.
+    """Yield the tokens with which the model continues ``tokens``, up to the token ``end``.
 
-    A collective: every rank has to take them all, and gets the same.
+    This is a collective: every rank must take all tokens, and gets the same ones.
     Every token runs the whole sequence again: the models have no cache of keys and values.
+
+    Args:
+        composition: The model.
+        tokens: The ids of the prompt.
+        sampling: How to continue.
+        end: The id that ends the text; it is not yielded. -1 is no id.
+
+    Returns:
+        An iterator over ids.
+
+    Raises:
+        ConfigError: The logits are not finite.
     """
     known = list(tokens)
     for _ in range(sampling.max_tokens):
         logits = _next_logits(composition, known)
         found = -1 if logits is None else choose(logits, len(known), sampling)
-        # Those that have the logits have the same, but for rounding; and others have none.
+        # Ranks with logits have the same ones, except for rounding. The other ranks send -1.
         chosen = torch.tensor(found, device=composition.mesh.device_type)
         dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
         token = int(chosen)
@@ -213,10 +239,10 @@ def sample(
 
 
 def _next_logits(composition: Composition, tokens: Sequence[int]) -> Tensor | None:
-    """Logits (V,) of the token behind ``tokens``, on the CPU, on ranks that have the last one's."""
+    """Return logits (V,) of the next token on the CPU, or None on ranks without the last token."""
     mesh = composition.mesh
     length, missing = len(tokens), -len(tokens) % axis_size(mesh, "tp")
-    # What is behind cannot be looked at: attention is causal, and experts do not count it.
+    # The padding changes nothing: attention is causal, and experts do not count it.
     batch = {
         "tokens": torch.tensor([[*tokens, *[tokens[-1]] * missing]], device=mesh.device_type),
         "positions": torch.tensor([[*range(length), *[-1] * missing]], device=mesh.device_type),
@@ -233,9 +259,18 @@ def _next_logits(composition: Composition, tokens: Sequence[int]) -> Tensor | No
 
 
 def choose(logits: Tensor, position: int, sampling: Sampling) -> int:
-    """A token by its logits (V,): the likeliest, or one drawn by ``seed`` and ``position``.
+    """Return a token: the likeliest one, or one drawn by the seed and ``position``.
 
-    Raises ConfigError where they are no numbers.
+    Args:
+        logits: The model's logits (V,).
+        position: Place of the new token in the sequence.
+        sampling: How to choose.
+
+    Returns:
+        The id of the token.
+
+    Raises:
+        ConfigError: The logits are not finite.
     """
     if not bool(logits.max().isfinite()):  # NaN is the greatest; -inf forbids a token
         raise ConfigError(
@@ -244,7 +279,7 @@ def choose(logits: Tensor, position: int, sampling: Sampling) -> int:
         )
     if sampling.temperature == 0:
         return int(logits.argmax())
-    # From the greatest: a temperature near 0 would make infinities of others.
+    # Subtract the greatest logit: a temperature near 0 would make others infinite.
     below = logits.double() - logits.max()
     probabilities = nucleus((below / sampling.temperature).softmax(-1), sampling.top_p)
     generator = named_generator(sampling.seed, str(position))
@@ -252,16 +287,36 @@ def choose(logits: Tensor, position: int, sampling: Sampling) -> int:
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """``probabilities`` (V,) with 0 for all but the fewest, the greatest, that add up to ``top_p``
-    (Holtzman et al. 2019, arXiv:1904.09751)."""
+    """Keep the most likely tokens, and set the probability of all others to 0.
+
+    The kept tokens are the fewest whose probabilities add up to ``top_p`` (Holtzman et al. 2019,
+    arXiv:1904.09751).
+
+    Args:
+        probabilities: Probabilities (V,).
+        top_p: The sum to reach.
+
+    Returns:
+        Probabilities (V,), not normalised again.
+    """
     ordered, places = probabilities.sort(descending=True, stable=True)
     before = ordered.cumsum(0) - ordered
     return probabilities.index_fill(0, places[before >= top_p], 0.0)
 
 
 def text_of(tokenizer: Tokenizer, prompt: Sequence[int], found: Iterable[int]) -> Iterator[str]:
-    """The text of ``prompt``, and then what each token adds to it; bytes of a character that is not
-    whole yet wait for the rest of it."""
+    """Yield the text of ``prompt``, and then the text that each token adds.
+
+    The bytes of an unfinished character wait for the rest of it.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompt: The ids of the prompt.
+        found: The ids that follow.
+
+    Returns:
+        An iterator over pieces of text.
+    """
     known, shown = list(prompt), 0
     for more in itertools.chain([[]], ([token] for token in found)):
         known += more

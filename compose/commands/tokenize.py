@@ -1,4 +1,4 @@
-"""python -m compose tokenize: text, JSONL or Parquet to a folder of token ids that training reads."""
+"""The command `python -m compose tokenize`: it makes a token set of text, JSONL or Parquet files."""
 
 import os
 import sys
@@ -38,7 +38,7 @@ of UTF-8 text. Started again, it goes on where it was.
 
 
 def tokenize(arguments: Sequence[str]) -> int:
-    """python -m compose tokenize --tokenizer FILE --out DIR FILES...: text or chats to token ids."""
+    """Turn text or chats into ids: python -m compose tokenize --tokenizer FILE --out DIR FILES."""
     if "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return 0
@@ -61,7 +61,7 @@ def tokenize(arguments: Sequence[str]) -> int:
             )
         end = found
     if chat:
-        ChatTemplate(tokenizer)  # so that there is one
+        ChatTemplate(tokenizer)  # raises if there is no template
     elif end < 0:
         raise ConfigError(
             f"{COMMAND_LINE}: --end: {tokenizer.name} does not say which token ends a document"
@@ -80,14 +80,23 @@ def tokenize(arguments: Sequence[str]) -> int:
 
 
 class ProgressBar:
-    """How far it is, on standard error: a line that changes on a terminal, else one for each tenth."""
+    """The progress on standard error.
+
+    On a terminal it is one line that changes; else it prints a line for each tenth.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.begun, self.shown = max(1, size), time.monotonic(), 0
-        self.first: int | None = None  # bytes that an earlier attempt had done
+        self.first: int | None = None  # bytes that an earlier attempt has finished
         self.terminal = sys.stderr.isatty()
 
     def __call__(self, done: int, counts: Counts) -> None:
+        """Show how far the job is.
+
+        Args:
+            done: Bytes of the input that are done.
+            counts: The counts so far.
+        """
         passed = time.monotonic() - self.begun
         if self.first is None:
             self.first = done
@@ -103,6 +112,6 @@ class ProgressBar:
             print(words, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Leave the line."""
+        """End the line on a terminal."""
         if self.terminal:
             print(file=sys.stderr)

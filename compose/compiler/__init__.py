@@ -1,4 +1,7 @@
-"""What torch.compile makes graphs of. Exports the table [compile] and what applies it."""
+"""This room answers which parts of a model torch.compile makes graphs of.
+
+It exports the table [compile] and the function that applies it.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""torch.compile, in place: names, hooks and parameters stay what they are.
+"""Applies torch.compile in place: names, hooks and parameters do not change.
 
-    block  each unit of the plan, as one graph. Units that are alike share it: one layer is compiled
-    model  the whole model, or stage, in as many graphs as its hooks leave: FSDP's end one each
+    block  each unit of the plan is one graph; equal units share it, so only one layer is compiled
+    model  the whole model, or stage; its hooks split it into several graphs, as FSDP's do
 
-Shapes are taken as they come, so another length or micro-batch compiles again.
+Shapes are static, so a new length or micro-batch size is compiled again.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,15 +22,25 @@ from compose.errors import ConfigError
 
 @dataclass(frozen=True)
 class Compile:
+    """The table [compile]: what torch.compile makes graphs of."""
+
     mode: Literal["off", "block", "model"] = "off"
     """What torch.compile makes one graph of: each layer, or as much of the model as hooks leave."""
     async_tp: bool = False
     """With tp on CUDA: run products in pieces while their messages travel."""
-    backend: Any = "inductor"  # of torch.compile
+    backend: Any = "inductor"  # backend of torch.compile
 
 
 def check_whole(mode: str, tp: int) -> None:
-    """Raise ConfigError unless ``tp`` is 1 where the whole model is compiled."""
+    """Raise ConfigError if the whole model is compiled with ``tp`` above 1.
+
+    Args:
+        mode: The mode of [compile].
+        tp: The degree of tensor parallelism.
+
+    Raises:
+        ConfigError: The two do not go together.
+    """
     if mode == "model" and tp > 1:
         raise ConfigError(
             f'compile.mode: "model" with parallel.tp = {tp}: Dynamo cannot trace the hooks by which'
@@ -39,9 +49,19 @@ def check_whole(mode: str, tp: int) -> None:
 
 
 def parts(model: nn.Module, units: Sequence[str], opaque: Collection[str]) -> Iterator[str]:
-    """``units``; in place of one with a module of ``opaque`` in it, its largest parts that have none.
+    """Yield the names of the modules to compile.
 
-    A product by itself, which a compiler cannot better, is no part.
+    A unit without an opaque module is one part. In place of another unit come the largest modules
+    inside it that hold no opaque module. A linear layer alone is left out, since a compiler cannot
+    improve it.
+
+    Args:
+        model: The model.
+        units: Names of the units.
+        opaque: Names of the modules that cannot be traced.
+
+    Returns:
+        An iterator over names.
     """
     for name in units:
         if not any(other == name or other.startswith(name + ".") for other in opaque):
@@ -63,8 +83,17 @@ def apply_compile(
     options: Compile,
     mesh: DeviceMesh,
 ) -> None:
-    """Compile ``units`` of ``model``, or ``stages`` whole, but for the modules ``opaque``: what PyTorch
-    cannot trace (docs/speed.md). ``mesh`` is that of tp. FSDP comes afterwards: its hooks stay outside.
+    """Compile a model in place, except for its opaque modules.
+
+    FSDP must be applied afterwards, so that its hooks stay outside of the graphs.
+
+    Args:
+        model: The model.
+        stages: The stages to compile in mode "model".
+        units: Names of the modules to compile in mode "block".
+        opaque: Names of the modules that PyTorch cannot trace (docs/speed.md).
+        options: The table [compile].
+        mesh: The mesh of the tp axis.
     """
     if options.mode == "off":
         return
@@ -74,7 +103,7 @@ def apply_compile(
     if options.mode == "block":
         for name in parts(model, units, opaque):
             module = model.get_submodule(name)
-            # forward and no more: what hooks do (FSDP's, those of tp) is theirs.
+            # Compile forward only: the hooks of FSDP and tp stay outside.
             module.forward = _settled(torch.compile(module.forward, fullgraph=True, **how))
         return
     for name in opaque:
@@ -85,10 +114,10 @@ def apply_compile(
 
 
 def _settled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, given plain tensors in place of those whose collective is still on its way.
+    """Return a ``forward`` that first waits for inputs whose collective is still running.
 
-    As inputs of a graph these would be another type, for another graph, and their gradient would be
-    lost without a word (torch 2.13).
+    As inputs of a graph, such tensors have another type. They would need another graph, and their
+    gradient would be lost without an error (torch 2.13).
     """
 
     def settled(*args: Any, **kwargs: Any) -> Any:
@@ -98,18 +127,22 @@ def _settled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def graphs_compiled() -> int:
-    """Graphs that this process has compiled."""
+    """Return the number of graphs that this process has compiled."""
     return counters["stats"]["unique_graphs"]
 
 
 class GraphCount:
-    """What a run reports of its compiler: nothing where it has none."""
+    """Counts the compiled graphs of a run for its reports; without a compiler it counts nothing."""
 
     def __init__(self, mode: str) -> None:
         self.on, self.steps, self.known = mode != "off", 0, 0
 
     def after_step(self, say: Callable[[str], None]) -> int | None:
-        """The graphs so far. One that is compiled after two steps is said: shapes or types changed."""
+        """Return the number of graphs so far, or None without a compiler.
+
+        If a graph is compiled after the first two steps, ``say`` is called: shapes or types have
+        changed.
+        """
         if not self.on:
             return None
         before, self.known = self.known, graphs_compiled()

@@ -1,5 +1,7 @@
-"""What compose.apply takes beside the plan, and what it returns. Exports Options, the tables of
-train.toml, and Composition, the model with all that was done to it."""
+"""This room answers what compose.apply may be asked for, and what it returns.
+
+It exports Options (tables of train.toml) and Composition (the cut model and what was done to it).
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Rules of the mesh: which degrees, and of what sizes, go together with a plan and with each other."""
+"""Rules of the mesh: which degrees fit together, and fit a plan."""
 
 from compose.composition.setup import Rule, Setup
 from compose.errors import ConfigError
@@ -93,7 +93,7 @@ def _layers(setup: Setup) -> None:
     try:
         stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
     except ConfigError:
-        return  # another rule's affair
+        return  # another rule reports this
     n_layers = len(layer_names(setup.model, pipeline))
     if degrees.pp_layers:
         check_layers(degrees.pp_layers, stages, n_layers)

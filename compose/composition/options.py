@@ -1,4 +1,4 @@
-"""How a plan is carried out: the tables of train.toml that ``compose.apply`` takes."""
+"""The options for carrying out a plan: the tables of train.toml that ``compose.apply`` takes."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from compose.precision.options import Precision
 
 @dataclass(frozen=True)
 class Options:
-    """What ``compose.apply`` does beside what the plan says. Each field is a table of train.toml."""
+    """What ``compose.apply`` does besides the plan. Each field is a table of train.toml."""
 
     parallel: Parallel = field(default_factory=Parallel)
     """The degrees, which are those of the mesh; ZeRO, the pipeline's schedule and the like."""

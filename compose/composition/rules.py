@@ -9,6 +9,6 @@ COMPOSITION: list[Rule[Setup]] = MESH + STEP
 
 
 def check_setup(setup: Setup) -> None:
-    """Raise ConfigError, with all that is wrong, unless ``compose.apply`` can do what it is asked."""
+    """Raise ConfigError, with all problems, if ``compose.apply`` cannot carry out ``setup``."""
     if problems := problems_of(COMPOSITION, setup):
         raise ConfigError(*problems)

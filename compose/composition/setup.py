@@ -1,4 +1,4 @@
-"""What ``compose.apply`` is asked for, and a rule of what it can do."""
+"""The request that ``compose.apply`` gets, and the form of a rule for it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ Asked = TypeVar("Asked")
 
 @dataclass(frozen=True)
 class Setup:
-    """A plan for a model, with the options of ``compose.apply`` on so many ranks."""
+    """A plan for a model, with the options of ``compose.apply`` and the number of ranks."""
 
     model: nn.Module
     """The whole model, on any device."""
     resolved: Resolved
-    """The plan, met with the model."""
+    """The plan, resolved for the model."""
     options: Options
-    """Its degrees are known."""
+    """The options; their degrees are known."""
     world_size: int
     """Number of ranks."""
     device_type: str
-    """The type of their devices."""
+    """The type of the ranks' devices."""
     micro_batches: int = 0
-    """Of one rank in a step; 0 where nobody knows yet."""
+    """Micro-batches of one rank in a step; 0 if unknown."""
 
     @property
     def degrees(self) -> Parallel:
@@ -44,20 +44,28 @@ class Setup:
 
 @dataclass(frozen=True)
 class Rule(Generic[Asked]):
-    """What must hold of a :class:`Setup`, or of a run."""
+    """A condition that a :class:`Setup`, or a run, must meet."""
 
     condition: str
-    """What must hold."""
+    """The condition."""
     reason: str
-    """Why."""
+    """Why it must hold."""
     check: Callable[[Asked], None]
-    """Raises ConfigError, with the nearest legal change, where it does not hold."""
+    """Raises ConfigError, with the nearest legal change, if the condition does not hold."""
     upstream: str = ""
-    """The place in PyTorch that asks for it; empty where arithmetic does."""
+    """The place in PyTorch that requires it; empty if arithmetic requires it."""
 
 
 def problems_of(rules: Sequence[Rule[Asked]], asked: Asked) -> list[str]:
-    """Return all that ``rules`` have against what is asked, one line each."""
+    """Check rules, and return all problems.
+
+    Args:
+        rules: The rules to check.
+        asked: The setup, or the run.
+
+    Returns:
+        One line for each problem, without repetition.
+    """
     found: list[str] = []
     for rule in rules:
         try:

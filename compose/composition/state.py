@@ -1,4 +1,4 @@
-"""What ``compose.apply`` returns: the model as it was cut, and what was done to it."""
+"""The result of ``compose.apply``: the cut model, and what was done to it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from compose.precision.float8 import NOTHING, Choice
 
 @dataclass(frozen=True)
 class Composition:
-    """A model that was cut over a mesh, with all that the functions need that later run it.
+    """A model that was cut over a mesh, with everything that running it needs.
 
     It holds the model and does not wrap it: ``model`` is the module that ``compose.apply`` was given.
     """
 
     model: nn.Module
-    """The module, of which this rank keeps its part."""
+    """The module; this rank keeps only its part of it."""
     mesh: DeviceMesh
     """The mesh of ``compose.init_mesh``."""
     zero: int = 3
@@ -30,29 +30,29 @@ class Composition:
     balance: Balance = "headtail"
     """How context parallel expects sequences to be cut."""
     sequence_ranks: int = 1
-    """Ranks of tp that share a sequence between layers, which have to hold equal parts of it."""
+    """Ranks of tp that share a sequence between layers; each holds an equal part of it."""
     pipeline: PipelineRunner | None = None
-    """What runs the model if it is cut into stages."""
+    """The runner of the stages; None if the model is not cut into stages."""
     output: Output | None = None
-    """The projection that Plan.output names."""
+    """The projection that Plan.output names, if any."""
     offload: bool = False
-    """Whether parameters are in host memory between their uses."""
+    """Whether parameters stay in host memory between their uses."""
     activations: ActivationOffload | None = None
-    """What moves to host memory what units save for backward."""
+    """The object that moves saved activations to host memory, if any."""
     float8: Choice = NOTHING
     """The layers that compute in float8."""
     gathers: Sequence[NearGather] = ()
-    """Gathers of units that neighbours keep between them for a step."""
+    """Gathers of units whose shards neighbours keep for a step."""
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Of parameters that have another name in the whole model: that name, by the one here."""
+        """Names in the whole model of parameters that have another name here, by the name here."""
         return self.pipeline.aliases if self.pipeline else {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters, each by its name in the whole model.
+        """Yield this rank's parameters, each with its name in the whole model.
 
-        Where a pipeline's stages share a parameter, a rank may hold several copies under one name.
+        If stages of a pipeline share a parameter, a rank may hold several copies with one name.
         """
         for name, parameter in self.model.named_parameters():
             yield self.aliases.get(name, name), parameter

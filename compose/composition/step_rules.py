@@ -1,4 +1,4 @@
-"""Rules of a step: what it keeps, computes again, compiles, moves, and in which types."""
+"""Rules of a step: what it keeps, recomputes, compiles and moves, and in which dtypes."""
 
 import torch
 
@@ -47,7 +47,7 @@ def _recompute_units(setup: Setup) -> None:
 
 
 def _backward_in_two_parts(setup: Setup) -> bool:
-    """Whether the schedule runs backward of inputs and of weights apart."""
+    """Return whether the schedule runs the backward of inputs and of weights separately."""
     degrees = setup.degrees
     if degrees.pp == 1:
         return False

@@ -1,4 +1,7 @@
-"""Token sources, and batches whose samples are a function of (seed, step) alone."""
+"""This room answers which tokens a training step sees.
+
+It exports the opened data of a run and the batches, whose samples depend on (seed, step) alone.
+"""
 
 from typing import TYPE_CHECKING
 

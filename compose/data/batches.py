@@ -1,9 +1,9 @@
 """Batches whose samples are a function of (seed, step) alone.
 
-Each epoch of a set visits its samples in an order drawn from the seed; of several sets each gets its
-weight's share of every stretch of the run, and goes through epochs of its own. What a rank reads is its
-slice of the global batch, so the mesh cannot change what is trained on, and the whole state is a count
-of samples.
+Each epoch of a set visits its samples in an order drawn from the seed. Several sets are mixed by
+weight: each set gets its share of every stretch of the run, and each set has its own epochs. A rank
+reads its slice of the global batch, so the mesh does not change what is trained on. The whole state
+is a count of samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,7 @@ from compose.data.sources import Samples
 
 
 class Batches:
-    """The global batch of any step, cut for one rank.
-
-    weights: of each of ``sets``, of samples; None is by their sizes. ``share`` is (index, count), as
-    ``compose.parallel.mesh.batch_share`` gives it: of ``count`` equal slices of the global batch this
-    reads the ``index``-th.
-    """
+    """The global batch of any step, cut for one rank."""
 
     def __init__(
         self,
@@ -34,14 +29,26 @@ class Batches:
         weights: Sequence[Fraction] | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
+        """Prepare the batches.
+
+        Args:
+            sets: The sets of samples to mix.
+            global_batch: Samples in a global batch.
+            seed: Seed of the order of the samples.
+            weights: Share of samples for each set; None takes the sizes of the sets as weights.
+            share: (index, count) from ``compose.parallel.mesh.batch_share``. The global batch is cut
+                into ``count`` equal slices, and this object reads slice ``index``.
+        """
         self.sets, self.global_batch, self.seed = sets, global_batch, seed
         self.interleaving = Interleaving(weights or [Fraction(len(each)) for each in sets])
         index, count = share
         self.rows = range(index * global_batch // count, (index + 1) * global_batch // count)
 
     def batch(self, first: int) -> dict[str, Tensor]:
-        """This rank's part of the global batch that begins at sample ``first`` of the run: tensors
-        (samples, L), as ``Samples.read`` has them."""
+        """Return this rank's part of the global batch that begins at sample ``first`` of the run.
+
+        The values are tensors (samples, L), with the names and dtypes of ``Samples.read``.
+        """
         return stacked([self._sample(first + row) for row in self.rows])
 
     def _sample(self, number: int) -> dict[str, Tensor]:
@@ -52,7 +59,7 @@ class Batches:
         return chosen.read(shuffled(place, len(chosen), key))
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each set has been gone through after so many samples of the run, by name."""
+        """Return how often each set has been used after ``samples`` samples of the run, by name."""
         taken = self.interleaving.taken(samples)
         return {each.name: n / len(each) for each, n in zip(self.sets, taken, strict=True)}
 
@@ -60,8 +67,18 @@ class Batches:
 def in_order(
     samples: Samples, global_batch: int, share: tuple[int, int]
 ) -> Iterator[dict[str, Tensor]]:
-    """This rank's parts of the global batches that hold each sample once, in order; the last one is
-    filled up with rows that hold nothing (targets IGNORE, positions -1)."""
+    """Yield this rank's parts of the global batches that hold each sample once, in order.
+
+    The last batch is filled up with empty rows: their targets are IGNORE and their positions are -1.
+
+    Args:
+        samples: The set to read.
+        global_batch: Samples in a global batch.
+        share: (index, count): this rank reads slice ``index`` of ``count`` equal slices.
+
+    Returns:
+        An iterator over dicts of tensors (samples, L).
+    """
     index, count = share
     rows = range(index * global_batch // count, (index + 1) * global_batch // count)
     for first in range(0, len(samples), global_batch):
@@ -74,11 +91,11 @@ def in_order(
 
 
 def stacked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Samples (L,) as a batch (samples, L)."""
+    """Stack samples with tensors (L,) into a batch with tensors (samples, L)."""
     return {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
 
 
 def empty(like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A sample of the same length in which nothing is learnt, and nothing is a token."""
+    """Return a sample of the same length that holds no tokens and no targets to learn."""
     filling = {"targets": IGNORE, "positions": -1}
     return {name: torch.full_like(v, filling.get(name, 0)) for name, v in like.items()}

@@ -1,4 +1,4 @@
-"""Chats as text, by the template of a tokenizer, and what of it is learnt: the replies."""
+"""Chats written as text by a tokenizer's template, and the parts of the text to learn: the replies."""
 
 import datetime
 import json
@@ -12,7 +12,7 @@ from compose.data.limits import TooLong, limited
 from compose.data.tokenizer import CONFIG, JsonTokenizer
 from compose.errors import ConfigError
 
-# What writing a chat may take, far beyond what one is: templates are code, and come with a download.
+# Limits for writing one chat, far above normal use: a template is code that comes with a download.
 _SECONDS = 10.0
 _MEMORY = 1 << 30  # bytes
 _CHARACTERS = 1 << 26
@@ -22,30 +22,37 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rendered:
-    """replies: (start, stop) in ``text`` of what is learnt."""
+    """The text of a chat."""
 
     text: str
     replies: Sequence[tuple[int, int]]
+    """The spans (start, stop) in ``text`` to learn from."""
 
 
 class ChatTemplate:
-    """The chat template of ``tokenizer``, from chat_template.jinja or tokenizer_config.json beside it.
+    """The chat template of a tokenizer.
 
-    Raises ConfigError where there is none.
+    It comes from chat_template.jinja or tokenizer_config.json beside the tokenizer.
     """
 
     def __init__(self, tokenizer: JsonTokenizer) -> None:
+        """Read and compile the template.
+
+        Raises:
+            ConfigError: The tokenizer has no template, or it cannot be compiled.
+        """
         from jinja2.ext import Extension, loopcontrols
         from jinja2.nodes import Node
         from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """{% generation %} marks replies for transformers, and writes nothing itself."""
+            """The tag {% generation %}: it marks replies for transformers, and writes nothing."""
 
             tags = {"generation"}  # noqa: RUF012
 
             def parse(self, parser: Parser) -> list[Node]:
+                """Return the nodes inside the tag."""
                 next(parser.stream)
                 return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -53,7 +60,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
-        # As transformers has it: JSON for a model is not escaped for HTML.
+        # As in transformers: JSON for a model is not escaped for HTML.
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(
             value, ensure_ascii=False, indent=indent
         )
@@ -62,35 +69,45 @@ class ChatTemplate:
         try:
             with limited(_SECONDS, _MEMORY):
                 self.template = environment.from_string(source)
-        except (Exception, TooLong) as error:  # it is compiled to Python, whose own limits it may meet
+        except (Exception, TooLong) as error:  # compiling to Python may fail in many ways
             raise ConfigError(f"{self.path}: the chat template{_reason(error)}") from None
         self.special = tokenizer.special
 
     def _text(self, messages: Sequence[Message], more: Mapping[str, Any], prompt: bool = False) -> str:
-        """Raises ValueError, with the template's line, for whatever goes wrong in it."""
+        """Write a chat. Every error in the template raises ValueError with its line."""
         given = {**self.special, **more, "messages": messages, "add_generation_prompt": prompt}
         try:
             with limited(_SECONDS, _MEMORY):
                 pieces, size = [], 0
-                # Not its render(), which would have all of the text before its size is known.
+                # Not render(): it would build the whole text before its size is known.
                 for piece in self.template.root_render_func(self.template.new_context(given)):
                     pieces.append(piece)
                     size += len(piece)
                     if size > _CHARACTERS:
                         raise ValueError(f"writes more than {_CHARACTERS:,} characters")
                 text = "".join(pieces)
-                text.encode()  # which half a character, a lone surrogate, has no bytes for
+                text.encode()  # fails for half a character (a lone surrogate)
         except (Exception, TooLong) as error:
             raise ValueError(f"the chat template{_reason(error)}") from None
         return text
 
     def render(self, messages: Sequence[Message], **more: Any) -> list[Rendered]:
-        """The texts that teach the replies in ``messages``, those of role "assistant".
+        """Return the texts that teach the replies in ``messages``, which have the role "assistant".
 
-        One text, where the template writes an earlier reply as it writes the last one; else (as where
-        thoughts of earlier turns are left out) one for each reply, with what came before it. What is
-        learnt of a reply reaches from where the model would begin to write to the end of the turn.
-        ``more``: for the template, as ``tools``. Raises ValueError for a chat it refuses.
+        Usually this is one text. Some templates write an earlier reply in another way than the last one
+        (for example, they leave out the thoughts of earlier turns). Then there is one text for each
+        reply, with the messages before it. The span to learn of a reply begins where the model would
+        begin to write, and ends with the turn.
+
+        Args:
+            messages: The messages of the chat.
+            **more: More values for the template, such as ``tools``.
+
+        Returns:
+            The texts and their spans to learn. The list is empty if there are no replies.
+
+        Raises:
+            ValueError: The template refuses the chat or fails.
         """
         whole = self._text(messages, more)
         replies: list[tuple[int, int]] = []
@@ -105,7 +122,7 @@ class ChatTemplate:
                 raise ValueError(
                     f"message {i + 1}: the chat template does not write a reply where it asks for one"
                 )
-            # White space after the token that ends the turn belongs to no reply.
+            # White space after the token that ends the turn is not part of the reply.
             reply = len(prompt), len(text.rstrip())
             replies.append(reply)
             texts.append(Rendered(text, [reply]))
@@ -120,13 +137,13 @@ def _refuse(words: str) -> NoReturn:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong in a template, and in which line of it."""
+    """Return what went wrong in a template, and in which line."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     line = error.lineno if isinstance(error, TemplateSyntaxError) else 0
     trace = error.__traceback__
     while trace:
-        # The frames of a template are Python's, which it knows the lines of.
+        # A template runs in Python frames, and jinja2 maps their lines to the template's.
         template = trace.tb_frame.f_globals.get("__jinja_template__")
         line = template.get_corresponding_lineno(trace.tb_lineno) if template else line
         trace = trace.tb_next
@@ -141,7 +158,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _source(tokenizer: JsonTokenizer) -> tuple[Path, str]:
-    """The template, and the file that it is in. Raises ConfigError where there is none."""
+    """Return the template and its file. Raises ConfigError if there is none."""
     folder = tokenizer.path.parent
     file, config = folder / "chat_template.jinja", folder / CONFIG
     if file.exists():
@@ -152,7 +169,7 @@ def _source(tokenizer: JsonTokenizer) -> tuple[Path, str]:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: is not UTF-8: byte {error.start}: {error.reason}") from None
     found = tokenizer.config.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates, by name
         named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
         found = named[0].get("template") if named else None
     if found is not None and not isinstance(found, str):
@@ -165,8 +182,18 @@ def _source(tokenizer: JsonTokenizer) -> tuple[Path, str]:
 
 
 def read_messages(row: Mapping[str, Any], field: str) -> tuple[list[Message], dict[str, Any]]:
-    """The messages of a chat, and what else its row has for the template. Raises ValueError, with what
-    is wrong, where these are no messages with a role."""
+    """Return the messages of a chat, and the other values in its row for the template.
+
+    Args:
+        row: One row of the data.
+        field: The field of the row that holds the messages.
+
+    Returns:
+        The messages, and a dict with ``tools`` if the row has them.
+
+    Raises:
+        ValueError: The field is not a list of messages with a role and content.
+    """
     messages = row.get(field)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"has no list of messages in {field!r}")
@@ -179,7 +206,15 @@ def read_messages(row: Mapping[str, Any], field: str) -> tuple[list[Message], di
 
 
 def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], list[bool]]:
-    """Ids, and which of them are learnt: those that begin within a reply."""
+    """Encode a text, and mark the tokens to learn: those that begin inside a reply.
+
+    Args:
+        tokenizer: The tokenizer of the template.
+        rendered: The text and its replies.
+
+    Returns:
+        The ids, and for each id whether it is learnt.
+    """
     ids, starts = tokenizer.encode_markup(rendered.text)
     learnt = [any(first <= start < stop for first, stop in rendered.replies) for start in starts]
     return ids, learnt

@@ -1,4 +1,7 @@
-"""Conversations packed into samples: several whole ones in each, apart by document and position."""
+"""Conversations packed into samples.
+
+A sample holds several whole conversations. Documents and positions keep them apart.
+"""
 
 import bisect
 from collections.abc import Sequence
@@ -16,12 +19,23 @@ from compose.errors import ConfigError
 class Conversations:
     """The samples of a token set of chats.
 
-    Of a conversation of n tokens all but the last are given to the model, at most ``seq_len`` of them:
-    what is longer is cut, and left out if nothing of what is left is learnt. Each sample holds as many
-    as fit. vocab_size: of the model. Raises ConfigError where nothing is left.
+    In a conversation of n tokens, the first n - 1 are inputs of the model. At most ``seq_len`` inputs
+    are kept, and a longer conversation is cut. A cut conversation with nothing left to learn is
+    dropped. Each sample holds as many conversations as fit.
     """
 
     def __init__(self, name: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> None:
+        """Choose and pack the conversations.
+
+        Args:
+            name: Name of the set, for messages.
+            token_set: A token set of chats.
+            seq_len: Tokens in a sample.
+            vocab_size: Size of the model's vocabulary.
+
+        Raises:
+            ConfigError: No conversation has anything to learn.
+        """
         assert token_set.trained is not None
         self.name, self.seq_len, self.vocab_size = name, seq_len, vocab_size
         self.token_set: TokenSet | None = token_set
@@ -42,6 +56,7 @@ class Conversations:
 
     @property
     def content(self) -> str:
+        """A digest of the tokens and of the marks of what is learnt."""
         return f"{self.tokens.digest}/{self.trained.digest}"
 
     def __len__(self) -> int:
@@ -52,7 +67,7 @@ class Conversations:
         return self.trained.read(start + 1, start + 1 + length) > 0
 
     def read(self, index: int) -> dict[str, Tensor]:
-        """As ``Samples.read``; what is left over at the end is a document of its own at position -1."""
+        """Return one sample, as ``Samples.read``; unused places form a document at position -1."""
         length = self.seq_len
         tokens, targets = np.zeros(length, np.int64), np.full(length, IGNORE, np.int64)
         positions, documents = np.full(length, -1, np.int64), np.zeros(length, np.int64)
@@ -78,14 +93,21 @@ class Conversations:
 
 
 def pack_into_bins(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
-    """Put items of ``lengths`` (at most ``size``; those of 0 nowhere) into bins of ``size``.
+    """Put items into bins of one size, and use few bins.
 
-    Best fit, longest first (Johnson 1974, doi:10.1137/0203025): no more than 11/9 of the fewest bins
-    and one. Items of a bin, and the bins by their first item, stand in the order of the items.
+    The method is best fit, longest first (Johnson 1974, doi:10.1137/0203025). It needs at most 11/9 of
+    the fewest bins, plus one.
+
+    Args:
+        lengths: Length of each item, at most ``size``. Items of length 0 are left out.
+        size: Size of a bin.
+
+    Returns:
+        The indices of the items in each bin, ascending; the bins are sorted by their first item.
     """
     bins: list[list[int]] = []
-    open_bins: dict[int, list[int]] = {}  # by the space that is left
-    spaces: list[int] = []  # those of them that there are, ascending
+    open_bins: dict[int, list[int]] = {}  # the open bins, by the space left in them
+    spaces: list[int] = []  # the keys of open_bins, ascending
     lengths = np.asarray(lengths)
     for item in np.argsort(-lengths, kind="stable"):
         length = int(lengths[item])

@@ -1,4 +1,4 @@
-"""Limits within which code of a stranger's runs, as a chat template's."""
+"""Limits for running code from a stranger, such as a chat template."""
 
 import contextlib
 import signal
@@ -9,19 +9,33 @@ from types import FrameType
 
 try:
     import resource
-except ImportError:  # where there is no such limit
+except ImportError:  # this system has no such limits
     resource = None
 
 
 class TooLong(BaseException):
-    """What is limited took too long. No Exception, which the code itself might catch."""
+    """The error for limited code that takes too long.
+
+    It is no Exception, since the code itself might catch that.
+    """
 
 
 @contextlib.contextmanager
 def limited(seconds: float, memory: int) -> Iterator[None]:
-    """Within it, of this process: at most ``seconds`` of processor time, and ``memory`` more bytes.
+    """Limit this process to ``seconds`` of processor time and ``memory`` more bytes.
 
-    Raises TooLong, and MemoryError. Time is limited in the main thread alone, memory on Linux alone.
+    Time is limited only in the main thread, and memory only on Linux.
+
+    Args:
+        seconds: Processor time inside the block, in seconds.
+        memory: Bytes that the block may allocate besides those in use.
+
+    Returns:
+        A context manager, within which the limits hold.
+
+    Raises:
+        TooLong: The time is over.
+        MemoryError: The memory is used up.
     """
     with _time(seconds), _memory(memory):
         yield
@@ -34,7 +48,7 @@ def _time(seconds: float) -> Iterator[None]:
         return
     before = signal.signal(signal.SIGPROF, _stop)
     try:
-        # Again each second: a signal that comes within a finalizer is lost.
+        # Repeat each second: an exception raised within a finalizer is lost.
         signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What ``[data]`` names, opened and held against each other and the model."""
+"""Opens what ``[data]`` names, and checks it against the model."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,21 +13,21 @@ from compose.errors import ConfigError
 
 
 class OpenData(NamedTuple):
-    """The data of a run, opened."""
+    """The opened data of a run."""
 
     sets: Sequence[Samples]
-    """What ``data.path`` names."""
+    """The sets of ``data.path``."""
     weights: Sequence[Fraction] | None
-    """``data.weights``; None: by their sizes."""
+    """The numbers of ``data.weights``; None means weights by size."""
     validation: Samples | None
-    """What ``data.validation`` names."""
+    """The set of ``data.validation``."""
 
 
 def open_data(config: Config) -> OpenData:
-    """Open what ``[data]`` names, and hold it against the model and ``checkpoint.load_hf``.
+    """Open what ``[data]`` names, and check it against the model and ``checkpoint.load_hf``.
 
     Raises:
-        ConfigError: All that is wrong with the data, on this machine.
+        ConfigError: All problems with the data on this machine.
     """
     problems = list[str]()
     sets, weights, validation = list[Samples](), None, None
@@ -76,7 +76,7 @@ def _training_sets(config: Config) -> tuple[list[Samples], list[Fraction] | None
             problems += [f"data.path: {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(*problems)
-    # Exactly what is written, as 0.1 is no binary fraction.
+    # The exact decimal number: 0.1 has no exact binary fraction.
     return sets, [Fraction(str(weight)) for weight in data.weights] or None
 
 
@@ -98,8 +98,16 @@ def _shown(sha256: str) -> str:
 
 
 def training_batches(config: Config, data: OpenData, share: tuple[int, int] = (0, 1)) -> Batches:
-    """Return the batches of a run, cut for the rank ``share`` = (index, count) of those that share the
-    global batch."""
+    """Return the batches of a run, cut for one rank.
+
+    Args:
+        config: The config of the run.
+        data: The opened data.
+        share: (index, count) of this rank among the ranks that share the global batch.
+
+    Returns:
+        The batches.
+    """
     train = config.train
     return Batches(
         data.sets,
@@ -111,7 +119,15 @@ def training_batches(config: Config, data: OpenData, share: tuple[int, int] = (0
 
 
 def described(batches: Batches, config: Config) -> dict[str, Any]:
-    """What decides which tokens sample n of a run holds, for a checkpoint to remember."""
+    """Return what decides which tokens sample n of a run holds, for a checkpoint to remember.
+
+    Args:
+        batches: The batches of the run.
+        config: The config of the run.
+
+    Returns:
+        A dict that can be written as JSON.
+    """
     return {
         "tokenizer": next(
             (each.tokenizer for each in batches.sets if each.tokenizer is not None), None
@@ -125,19 +141,26 @@ def described(batches: Batches, config: Config) -> dict[str, Any]:
 
 
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
-    """Copy what ``checkpoint.load_hf`` says of tokens, and the tokenizer of the data, into ``folder``.
+    """Copy the token files of ``checkpoint.load_hf`` and the tokenizer of the data into a folder.
 
-    Raises ConfigError where ``folder`` is a link, which may lead anywhere, or cannot be written."""
+    Args:
+        config: The config of the run.
+        batches: The batches of the run.
+        folder: The folder to copy into.
+
+    Raises:
+        ConfigError: ``folder`` is a link (it may lead anywhere), or it cannot be written.
+    """
     original, sets = Path(config.checkpoint.load_hf), [each.token_set for each in batches.sets]
     sources = [each.path for each in sets if each and (each.path / FILE).exists()]
-    # A run that goes on may have outlived the folder that it began with.
+    # A resumed run may be older than its first folder, which may be gone.
     begun = bool(config.checkpoint.load_hf) and (original / MODEL).exists()
     if (begun or sources) and folder.is_symlink():
         raise ConfigError(f"run.dir: {folder}: is a link; remove it, as a run writes there")
     try:
         if begun:
             keep(original, folder)
-        if sources:  # with the template that the run learns
+        if sources:  # with the chat template that the run learns
             carry(sources[0], folder)
     except OSError as error:
         raise ConfigError(f"run.dir: {folder}: cannot be written: {error.strerror}") from None

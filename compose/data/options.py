@@ -8,6 +8,8 @@ from compose.base.fields import Weight
 
 @dataclass(frozen=True)
 class Data:
+    """The table [data]: what is trained on."""
+
     path: str | tuple[str, ...] = "stdlib"
     """stdlib (the source text of Python's standard library), a text file or glob (read as bytes), a
     folder of compose tokenize, or a token file: .bin or .npy; several in a list are mixed."""

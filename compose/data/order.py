@@ -1,14 +1,22 @@
-"""Which sample comes when, as a function of numbers alone: no table, and no state but a count."""
+"""The order of samples as a pure function of numbers: no table, and no state but a count."""
 
 from collections.abc import Sequence
 from fractions import Fraction
 
 
 def shuffled(place: int, size: int, key: int) -> int:
-    """Where ``place`` goes in a permutation of range(size) drawn by ``key``, without a table.
+    """Return where ``place`` goes in a permutation of range(size) drawn by ``key``, without a table.
 
-    Four Feistel rounds over the smallest even number of bits that holds ``size``, repeated until the
-    value is in range ("cycle walking", Black and Rogaway 2002).
+    Four Feistel rounds run over the smallest even number of bits that holds ``size``. They are repeated
+    until the value is in range ("cycle walking", Black and Rogaway 2002).
+
+    Args:
+        place: A number in range(size).
+        size: The size of the permutation.
+        key: The number that selects the permutation.
+
+    Returns:
+        A number in range(size).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -22,7 +30,7 @@ def shuffled(place: int, size: int, key: int) -> int:
 
 
 def _mix(value: int, key: int) -> int:
-    """A 64-bit hash of (value, key): the finalizer of SplitMix64 (Steele et al. 2014), twice."""
+    """Return a 64-bit hash of (value, key): SplitMix64's finalizer (Steele et al. 2014), twice."""
     for word in (key, value):
         value = (value ^ word) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -31,18 +39,19 @@ def _mix(value: int, key: int) -> int:
 
 
 class Interleaving:
-    """Numbers 0, 1, 2, ... dealt out to several sets, each of which gets its weight's share of any
-    stretch of them, to within one for each other set.
+    """The numbers 0, 1, 2, ... dealt out to several sets by weight.
 
-    The first set takes number n if floor((n + 1) p) > floor(n p), with p its share of all; what it
-    leaves is numbered anew and dealt to the others in the same way.
+    In any stretch of the numbers each set gets its weight's share, to within one for each other set.
+
+    The first set takes number n if floor((n + 1) p) > floor(n p), where p is its share of all numbers.
+    The numbers that it leaves are counted anew and dealt to the other sets in the same way.
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
         self.shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
 
     def place(self, number: int) -> tuple[int, int]:
-        """(set, which of its own numbers this is)."""
+        """Return (set, n): the set that gets ``number``, and how many numbers it got before."""
         for index, share in enumerate(self.shares):
             before = int(number * share)
             if int((number + 1) * share) > before:
@@ -51,7 +60,7 @@ class Interleaving:
         raise AssertionError("the last share is 1")
 
     def taken(self, numbers: int) -> list[int]:
-        """How many of the first ``numbers`` each set has got."""
+        """Return how many of the first ``numbers`` numbers each set gets."""
         counts = []
         for share in self.shares:
             counts.append(int(numbers * share))

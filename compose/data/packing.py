@@ -1,4 +1,4 @@
-"""From rows of tokens to what a model is given: targets, positions and documents."""
+"""Turns rows of tokens into the model's inputs: tokens, targets, positions and documents."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,15 @@ from compose.base.batch import IGNORE
 
 
 def pack(windows: Tensor, separator: int) -> dict[str, Tensor]:
-    """Batch tensors (B, L) from windows (B, L + 1) in which ``separator`` ends a document."""
+    """Return batch tensors (B, L) from windows of tokens.
+
+    Args:
+        windows: Token ids (B, L + 1), int64.
+        separator: The id that ends a document.
+
+    Returns:
+        ``tokens``, ``targets``, ``positions`` and ``document_ids``, each int64 (B, L).
+    """
     tokens, targets = windows[:, :-1], windows[:, 1:]
     ends = tokens == separator
     document_ids = ends.cumsum(1) - ends.long()
@@ -23,17 +31,27 @@ def pack(windows: Tensor, separator: int) -> dict[str, Tensor]:
 
 
 def random_batch(samples: int, seq_len: int, vocab_size: int, seed: int) -> dict[str, Tensor]:
-    """A batch (samples, seq_len) that is hard on a proof: random tokens, documents of random lengths,
-    and the later a row, the more of its targets ignored, up to half.
+    """Return a batch that makes a proof hard, with random tokens and documents of random lengths.
 
-    Every second row has documents of 8 tokens in the mean, so that many begin near any place. The
-    others, the first among them, have such documents only at the two ends, and between these one that
-    reaches from near the first token to near the last: with any cut of the sequence each part attends
-    to each that is before it.
+    The share of ignored targets grows from row to row, up to half.
+
+    Every second row has documents with a mean of 8 tokens, so that many documents begin near any place.
+    The other rows (the first row is one of them) have such documents only at the two ends. Between the
+    ends lies one document from near the first token to near the last one. So with any cut of the
+    sequence each part attends to each part before it.
+
+    Args:
+        samples: Rows of the batch.
+        seq_len: Tokens in a row.
+        vocab_size: Size of the vocabulary.
+        seed: Seed of the random numbers.
+
+    Returns:
+        The tensors of ``pack``, each int64 (samples, seq_len).
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (samples, seq_len + 1)
-    # The last token of the vocabulary ends documents, and stands nowhere else.
+    # The last token of the vocabulary ends a document, and is used only for that.
     windows = torch.randint(max(1, vocab_size - 1), shape, generator=generator)
     ends = torch.rand(shape, generator=generator) < 1 / 8
     edge = max(1, seq_len // 64)

@@ -10,21 +10,29 @@ import numpy as np
 
 from compose.errors import ConfigError
 
-_BLOCK = 1 << 22  # elements that are held at once while many are looked at
-_WHOLE = 1 << 26  # elements of files up to which all are read for a digest
-_SPREAD = 1024  # blocks of a long row that a digest is of
-_SPREAD_BLOCK = 1 << 13  # elements of each of them
+_BLOCK = 1 << 22  # elements in memory at once while a row is checked
+_WHOLE = 1 << 26  # a digest reads every element of files up to this count
+_SPREAD = 1024  # blocks that a digest reads of a longer row
+_SPREAD_BLOCK = 1 << 13  # elements in each of these blocks
 
 
 class Stored:
-    """An array of one dim in a file, of which ``stored[start:stop]`` is read.
+    """A one-dimensional array in a file; ``stored[start:stop]`` reads a part of it.
 
-    It is not mapped: of a mapped file that another process cuts short, a look beyond the new end kills
-    this one (SIGBUS). Nor is it kept open: a token set may have more files than a process may open.
-    Raises ConfigError where the file no longer has what is read.
+    The file is not mapped. If another process cut a mapped file short, a read beyond the new end would
+    kill this process (SIGBUS). The file is not kept open either: a token set may have more files than a
+    process may open. A read raises ConfigError if the file no longer has the wanted elements.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> None:
+        """Remember where the array lies; nothing is read.
+
+        Args:
+            path: The file.
+            dtype: The type of an element.
+            count: The number of elements.
+            offset: Bytes in the file before the first element.
+        """
         self.path, self.dtype, self.count, self.offset = path.absolute(), dtype, count, offset
 
     def __len__(self) -> int:
@@ -54,7 +62,7 @@ class Stored:
 
 
 class Row:
-    """Arrays of one dim, read as if they were joined."""
+    """One-dimensional arrays, read as if they were joined."""
 
     def __init__(self, parts: Sequence[np.ndarray | Stored]) -> None:
         self.parts = list(parts)
@@ -64,7 +72,15 @@ class Row:
         return int(self.starts[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Elements ``start`` to ``stop``, int64."""
+        """Return the elements from ``start`` to ``stop``.
+
+        Args:
+            start: The first element.
+            stop: The element after the last one.
+
+        Returns:
+            An array (stop - start,), int64; it is shorter if the row ends before ``stop``.
+        """
         first = int(np.searchsorted(self.starts, start, side="right")) - 1
         pieces = []
         while start < stop and first < len(self.parts):
@@ -76,7 +92,7 @@ class Row:
         return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
     def blocks(self, count: int) -> Iterator[np.ndarray]:
-        """The first ``count`` elements, some at a time, in the type that they are kept in."""
+        """Yield the first ``count`` elements in blocks, in the dtype in which they are stored."""
         for part in self.parts:
             stop = min(count, len(part))
             for start in range(0, stop, _BLOCK):
@@ -85,8 +101,10 @@ class Row:
 
     @functools.cached_property
     def digest(self) -> str:
-        """What tells a row from another: a hash of its length and its elements. Of a long row in files
-        blocks alone are read, evenly spread from first to last."""
+        """A hash that tells one row from another: of the length and of the elements.
+
+        For a long row in files, only blocks are read, spread evenly from first to last.
+        """
         found = hashlib.sha256(str(len(self)).encode())
         if len(self) <= _WHOLE or all(isinstance(part, np.ndarray) for part in self.parts):
             blocks = self.blocks(len(self))
@@ -100,7 +118,16 @@ class Row:
 
 
 def check_ids(tokens: np.ndarray, name: str, vocab_size: int) -> None:
-    """Raise ConfigError if an id of ``tokens`` is outside the vocabulary."""
+    """Raise ConfigError if an id in ``tokens`` is outside the vocabulary.
+
+    Args:
+        tokens: The ids, an integer array.
+        name: Name of the set, for the message.
+        vocab_size: Size of the model's vocabulary.
+
+    Raises:
+        ConfigError: An id is negative, or is ``vocab_size`` or more.
+    """
     if not len(tokens):
         return
     low, high = int(tokens.min()), int(tokens.max())

@@ -1,10 +1,10 @@
-"""What ``data.path`` can name, each as a set of samples of ``train.seq_len`` tokens.
+"""Everything that ``data.path`` can name, each as a set of samples of ``train.seq_len`` tokens.
 
-    text, the standard library    bytes, documents ended by 256        windows of one long row
-    a .bin or .npy token file     ids, documents ended by a separator  windows of one long row
+    text, the standard library      bytes, documents ended by 256        windows of one long row
+    a .bin or .npy token file       ids, documents ended by a separator  windows of one long row
     a folder of `compose tokenize`  of text: windows; of chats: whole conversations, packed
 
-A set numbers the samples of an epoch; in which order they are visited, batches.py says.
+A set numbers the samples of an epoch. The module batches.py decides in which order they are visited.
 """
 
 import functools
@@ -28,37 +28,45 @@ from compose.data.token_set import MANIFEST, TokenSet, open_token_set
 from compose.data.tokenizer import SEPARATOR
 from compose.errors import ConfigError
 
-_CHECKED = 1 << 27  # tokens of a file whose ids are checked at the start; the rest, as they are read
+_CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checked when they are read
 
 
 class Samples(Protocol):
-    """name: as the user gave it. token_set: that they are of, if they are of one. tokenizer: SHA-256 of
-    its file, empty for bytes, None where nobody knows. content: what tells them from other tokens."""
+    """A numbered set of samples, each of the same length."""
 
     name: str
+    """The name that the user gave."""
     token_set: TokenSet | None
+    """The token set of the samples, if they come from one."""
     tokenizer: str | None
+    """SHA-256 of the tokenizer's file; empty for bytes, None if the tokenizer is unknown."""
 
     @property
-    def content(self) -> str: ...
+    def content(self) -> str:
+        """A digest that tells these tokens from other tokens."""
+        ...
 
     def __len__(self) -> int:
-        """Samples of an epoch, at least 1."""
+        """Return the number of samples in an epoch, at least 1."""
         ...
 
     def read(self, index: int) -> dict[str, Tensor]:
-        """One sample: int64 tensors (L,) ``tokens``, ``targets`` (IGNORE where nothing is learnt),
-        ``positions`` (from 0 in each document; -1 where there is none) and ``document_ids``.
+        """Return one sample: int64 tensors (L,) by name.
 
-        Raises ConfigError for a token id outside the vocabulary.
+        The names are ``tokens``, ``targets`` (IGNORE where nothing is learnt), ``positions`` (from 0 in
+        each document; -1 outside of every document) and ``document_ids``.
+
+        Raises:
+            ConfigError: A token id is outside the vocabulary.
         """
         ...
 
 
 class Windows:
-    """Sample i is tokens i L to (i + 1) L of a row, and its targets are one further on.
+    """Samples cut from one long row of tokens.
 
-    Raises ConfigError if there is no whole sample, or an id that the model has no row for.
+    Sample i has the tokens i L to (i + 1) L of the row. Its targets are the same tokens, one place
+    later.
     """
 
     def __init__(
@@ -71,6 +79,20 @@ class Windows:
         tokenizer: str | None = None,
         token_set: TokenSet | None = None,
     ) -> None:
+        """Check the row, and prepare to read it.
+
+        Args:
+            name: The name that the user gave.
+            row: The tokens.
+            separator: The id that ends a document.
+            seq_len: Tokens in a sample.
+            vocab_size: Size of the model's vocabulary.
+            tokenizer: As in ``Samples``.
+            token_set: The token set of the row, if any. Its ids need no check at the start.
+
+        Raises:
+            ConfigError: The row has no whole sample, or has an id outside the vocabulary.
+        """
         self.name, self.row, self.separator = name, row, separator
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.tokenizer, self.token_set = tokenizer, token_set
@@ -78,17 +100,19 @@ class Windows:
             raise ConfigError(
                 f"{name} has {len(row)} tokens; one sample needs train.seq_len + 1 = {seq_len + 1}"
             )
-        for block in row.blocks(_CHECKED) if token_set is None else ():  # else its tokenizer is known
+        for block in row.blocks(_CHECKED) if token_set is None else ():  # a set's tokenizer is known
             check_ids(block, name, vocab_size)
 
     @property
     def content(self) -> str:
+        """The digest of the row."""
         return self.row.digest
 
     def __len__(self) -> int:
         return (len(self.row) - 1) // self.seq_len
 
     def read(self, index: int) -> dict[str, Tensor]:
+        """Return one sample, as ``Samples.read``."""
         window = self.row.read(index * self.seq_len, (index + 1) * self.seq_len + 1)
         check_ids(window, self.name, self.vocab_size)
         batch = pack(torch.from_numpy(window)[None], self.separator)
@@ -96,7 +120,20 @@ class Windows:
 
 
 def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Samples:
-    """The samples at ``path``, read as ``data`` says. Raises ConfigError, without the key's name."""
+    """Open the samples at ``path``.
+
+    Args:
+        path: A name as in ``data.path``.
+        data: The options to read it with.
+        seq_len: Tokens in a sample.
+        vocab_size: Size of the model's vocabulary.
+
+    Returns:
+        The set of samples.
+
+    Raises:
+        ConfigError: The samples cannot be opened. The message does not name the key of the config.
+    """
     if path == "stdlib":
         return Windows(path, _stdlib(), SEPARATOR, seq_len, vocab_size, "")
     given = os.path.expanduser(path)

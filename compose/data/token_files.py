@@ -1,4 +1,4 @@
-"""Token files: one row of integers in a .bin file, or in numpy's .npy file."""
+"""Token files: one row of integers in a .bin file, or in a .npy file of numpy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +12,20 @@ from compose.errors import ConfigError
 
 
 def open_bin(path: Path, name: str, dtype: str) -> Stored:
-    """The numbers of a file of nothing else. name: for messages. Raises ConfigError where they do not
-    fill it, and OSError."""
+    """Open a file that holds integers and nothing else.
+
+    Args:
+        path: The file.
+        name: Its name in messages.
+        dtype: The type of an integer, such as "uint16".
+
+    Returns:
+        The integers, not read yet.
+
+    Raises:
+        ConfigError: The size of the file is 0, or no multiple of the size of an integer.
+        OSError: The file cannot be read.
+    """
     kind, size = np.dtype(dtype), state_of(path).st_size
     if not size or size % kind.itemsize:
         raise ConfigError(
@@ -23,10 +35,20 @@ def open_bin(path: Path, name: str, dtype: str) -> Stored:
 
 
 def open_npy(path: Path, name: str) -> Stored:
-    """The array of a .npy file (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
+    """Open the array of a .npy file.
 
-    name: for messages. Raises ConfigError where it is no row of integers, or the file ends before it
-    does, and OSError.
+    Its format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html.
+
+    Args:
+        path: The file.
+        name: Its name in messages.
+
+    Returns:
+        The integers, not read yet.
+
+    Raises:
+        ConfigError: The array is not one row of integers, or the file is shorter than the array.
+        OSError: The file cannot be read.
     """
     size = state_of(path).st_size
     with path.open("rb") as file:
@@ -39,7 +61,7 @@ def open_npy(path: Path, name: str) -> Stored:
                 (2, 0): np.lib.format.read_array_header_2_0,
             }
             shape, _, dtype = readers[np.lib.format.read_magic(file)](file)
-        except Exception as error:  # numpy reads it as Python, and lets most of that's errors through
+        except Exception as error:  # numpy parses it as Python, and lets most errors of that through
             words = next(iter(str(error).splitlines()), "")[:80] or type(error).__name__
             raise ConfigError(f"cannot read {name}: its header is not numpy's: {words}") from None
         offset = file.tell()

@@ -1,12 +1,13 @@
 """Token sets: the folders that ``python -m compose tokenize`` makes.
 
-    manifest.json        what is in it: written last, so a folder with one is whole
-    tokens-00000.bin     ids, little-endian, one shard after another a single row
+    manifest.json        what is in the folder; written last, so a folder that has it is whole
+    tokens-00000.bin     ids, little-endian; the shards, one after another, are a single row
     ends-00000.bin       index: for each document of the shard the place after its last token, int64
-    trained-00000.bin    of chats: a byte for each token, 1 where it is learnt
-    tokenizer.json ...   the tokenizer, and what belongs to it
+    trained-00000.bin    only for chats: a byte for each token, 1 where it is learnt
+    tokenizer.json ...   the tokenizer, and the files that belong to it
 
-A document of text ends with the tokenizer's end token, and may span shards; one of chats does neither.
+A document of text ends with the tokenizer's end token, and may span shards. A document of chats has no
+end token, and lies in one shard.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,10 @@ class _Shard(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """What is used of a manifest. numpy has types besides numbers: of "O" it follows pointers."""
+    """The used part of a manifest.
+
+    The dtypes are listed: numpy's dtype "O" would follow pointers.
+    """
 
     kind: Literal["text", "chat"]
     dtype: Literal["<u2", "<u4"]
@@ -54,22 +58,31 @@ class _Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class TokenSet:
-    """kind: of what it was made. vocab_size: of its tokenizer. end: id that ends a document. ends: the
-    index, over the whole row. trained: of chats, what is learnt."""
+    """A token set, opened."""
 
     path: Path
     kind: Literal["text", "chat"]
+    """The kind of documents that it was made from."""
     sha256: str
+    """SHA-256 of the tokenizer's file."""
     vocab_size: int
+    """Size of the tokenizer's vocabulary."""
     end: int
+    """The id that ends a document, -1 if there is none."""
     tokens: Row
     ends: np.ndarray
+    """The index over the whole row: for each document the place after its last token, int64."""
     trained: Row | None
+    """For chats: 1 for each token that is learnt, else 0. None for text."""
 
 
 def open_token_set(folder: Path) -> TokenSet:
-    """The token set in ``folder``. Raises ConfigError with a line for each file that is missing, leads
-    out of the folder, or is not what the manifest says."""
+    """Open the token set in ``folder``.
+
+    Raises:
+        ConfigError: With a line for each file that is missing, leads out of the folder, or does not
+            agree with the manifest.
+    """
     path = folder / MANIFEST
     if leads_out(path, folder):
         raise ConfigError(f"{path}: {LEADS_OUT}")
@@ -87,7 +100,7 @@ def open_token_set(folder: Path) -> TokenSet:
     problems = [words for each in (*tokens, *ends, *trained) if (words := each.problem())]
     if problems:
         raise ConfigError(*problems)
-    carried(folder)  # which a run does
+    carried(folder)  # a run copies these files
     row = Row([each.stored() for each in tokens])
     return TokenSet(
         folder,
@@ -110,10 +123,11 @@ class _File:
 
     @property
     def path(self) -> Path:
+        """The path of the file."""
         return self.folder / self.name
 
     def problem(self) -> str:
-        """What is wrong with it, if anything."""
+        """Return what is wrong with the file, or an empty string."""
         if not self.path.exists():
             return f"{self.path}: is missing"
         if leads_out(self.path, self.folder):
@@ -126,12 +140,12 @@ class _File:
         return f"{self.path}: has {size:,} bytes, not the {wanted:,} of {MANIFEST}"
 
     def stored(self) -> Stored:
+        """Return the array in the file, not read yet."""
         return Stored(self.path, self.dtype, self.count)
 
 
 def _joined(row: Row, files: Sequence[_File]) -> np.ndarray:
-    """The index over the whole row. Raises ConfigError where an end lies before another, or outside the
-    shard."""
+    """Return the index of the whole row. Raises ConfigError for ends out of order or of a shard."""
     found = [np.zeros(0, np.int64)]
     for number, file in enumerate(files):
         ends, size = file.stored()[:].astype(np.int64), len(row.parts[number])

@@ -10,13 +10,13 @@ from compose.base.own_files import LEADS_OUT, leads_out, read_file, write_whole
 from compose.errors import ConfigError
 
 SEPARATOR = 256
-"""The byte tokenizer's one special token: it ends each document. Its vocabulary is 257."""
+"""The byte tokenizer's one special token. It ends each document. The vocabulary has 257 ids."""
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 MODEL = "config.json"
-"""Of Hugging Face's model, which has the ids of special tokens too."""
+"""The config of Hugging Face's model, which has the ids of special tokens too."""
 TOKENIZER = "tokenizer"
-"""The folder of it in ``run.dir``."""
+"""The tokenizer's folder in ``run.dir``."""
 CARRIED = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -26,51 +26,57 @@ CARRIED = (
     "chat_template*",
     "generation_config.json",
 )
-"""What stands beside a tokenizer.json and belongs to it."""
-# Where no tokenizer_config.json says which token ends a document.
+"""The files beside a tokenizer.json that belong to it."""
+# Candidates for the end of a document, if tokenizer_config.json does not name it.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
 class Tokenizer(Protocol):
-    """name: for messages. sha256: of the file; empty for bytes. end: the id that ends a document, -1 if
-    there is none."""
+    """What every tokenizer has."""
 
     name: str
+    """The name in messages."""
     sha256: str
+    """SHA-256 of the tokenizer's file; empty for bytes."""
     vocab_size: int
     end: int
+    """The id that ends a document, -1 if there is none."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, without special tokens around it; what it spells of them stays text."""
+        """Return the ids of ``text``. Special tokens are neither added nor recognised."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         ...
 
 
 class Bytes:
-    """Each byte of UTF-8 is an id, and 256 ends a document."""
+    """The tokenizer whose ids are the bytes of UTF-8; the id 256 ends a document."""
 
     name, sha256, vocab_size, end = "bytes", "", SEPARATOR + 1, SEPARATOR
 
     def encode(self, text: str) -> list[int]:
+        """Return the bytes of ``text`` in UTF-8."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``; separators are left out."""
         return bytes(i for i in ids if i < SEPARATOR).decode(errors="replace")
 
 
 class JsonTokenizer:
-    """A tokenizer.json, and of the tokenizer_config.json beside it what ends a document.
-
-    Raises ConfigError where it cannot be read.
-    """
+    """A tokenizer.json, with the end of a document from the tokenizer_config.json beside it."""
 
     def __init__(self, path: Path) -> None:
+        """Read the file at ``path``.
+
+        Raises:
+            ConfigError: The tokenizer or its config cannot be read, or a file leads out of the folder.
+        """
         from tokenizers import Tokenizer as Loaded
 
-        carried(path.parent, path)  # which names what leads out of it
+        carried(path.parent, path)  # raises for a link out of the folder
         try:
             content = read_file(path)
         except OSError as error:
@@ -78,14 +84,14 @@ class JsonTokenizer:
         try:
             self.tokenizer = Loaded.from_str(content.decode("utf-8"))
         except BaseException as error:
-            # tokenizers raises Exception itself, and where its Rust code panics, what is none.
+            # tokenizers raises plain Exception. A panic of its Rust code is a BaseException.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ConfigError(f"{path}: is no tokenizer.json: {_line(error)}") from None
         self.path, self.name = path, str(path)
         self.sha256 = hashlib.sha256(content).hexdigest()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
-        # Ids may have gaps: the model needs a row for the highest.
+        # Ids may have gaps: the model needs a row for the highest id.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         beside = path.with_name(CONFIG)
         self.config = read_json(beside, dict[str, Any]) if beside.exists() else {}
@@ -95,10 +101,10 @@ class JsonTokenizer:
         self.end = next((vocabulary[token] for token in candidates if token in vocabulary), -1)
 
     def _special(self, path: Path) -> dict[str, str]:
-        """The special tokens that tokenizer_config.json names, as "eos_token"."""
+        """Return the special tokens that tokenizer_config.json names, by a name such as "eos_token"."""
         found = {}
         for name, value in self.config.items():
-            # "add_eos_token" and its like say whether, not which.
+            # Keys such as "add_eos_token" hold true or false, and no token.
             if not name.endswith("_token") or value is None or isinstance(value, bool):
                 continue
             content = value.get("content") if isinstance(value, dict) else value
@@ -108,10 +114,11 @@ class JsonTokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``, as ``Tokenizer.encode``."""
         return self._encoded(text, markup=False).ids
 
     def encode_markup(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of a text whose special tokens are meant, and where in it each of them begins."""
+        """Return the ids of a text that may hold special tokens, and where in it each id begins."""
         encoding = self._encoded(text, markup=True)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
@@ -119,10 +126,11 @@ class JsonTokenizer:
         self.tokenizer.encode_special_tokens = not markup
         try:
             return self.tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # as above
+        except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"{self.path}: cannot encode a text: {_line(error)}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, special tokens included."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -131,22 +139,31 @@ def _line(error: BaseException) -> str:
 
 
 def open_tokenizer(path: Path) -> JsonTokenizer:
-    """The tokenizer at ``path``: a tokenizer.json, or a folder that holds one.
+    """Open the tokenizer at ``path``: a tokenizer.json, or a folder that holds one.
 
-    Raises ConfigError where there is none.
+    Raises:
+        ConfigError: There is no tokenizer, or it cannot be read.
     """
     file = path / FILE if path.is_dir() else path
     if path.is_dir():
-        carried(path)  # which names what leads out of it
+        carried(path)  # raises for a link out of the folder
     if not file.exists():
         raise ConfigError(f"{file}: no such file")
     return JsonTokenizer(file)
 
 
 def carried(folder: Path, named: Path | None = None) -> list[Path]:
-    """The files of a folder that belong to a tokenizer. named: one that a person named, wherever it is.
+    """List the files of a folder that belong to a tokenizer.
 
-    Raises ConfigError, with a line for each that is a link out of the folder.
+    Args:
+        folder: The folder.
+        named: A file that a person named; it may be a link that leads anywhere.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: With a line for each file that is a link out of the folder.
     """
     found = [p for pattern in CARRIED for p in sorted(folder.glob(pattern)) if p.is_file()]
     problems = [f"{p}: {LEADS_OUT}" for p in found if p != named and leads_out(p, folder)]
@@ -156,10 +173,16 @@ def carried(folder: Path, named: Path | None = None) -> list[Path]:
 
 
 def carry(source: Path, target: Path, named: Path | None = None) -> None:
-    """Copy what a folder holds of a tokenizer into the folder ``target``, which is made.
+    """Copy the files of a tokenizer from a folder into another one, which is made.
 
-    named: a tokenizer.json that a person named, by another name perhaps, or outside. Raises ConfigError
-    as :func:`carried` does, and OSError.
+    Args:
+        source: The folder to copy from.
+        target: The folder to copy into.
+        named: A tokenizer.json that a person named. It may have another name, or lie elsewhere.
+
+    Raises:
+        ConfigError: As :func:`carried`.
+        OSError: A file cannot be read or written.
     """
     target.mkdir(parents=True, exist_ok=True)
     for path in carried(source, named):
@@ -169,8 +192,16 @@ def carry(source: Path, target: Path, named: Path | None = None) -> None:
 
 
 def keep(source: Path, folder: Path) -> None:
-    """Copy into ``folder``, which is made, what Hugging Face's folder ``source`` says of tokens: an
-    export reads of no other place. Raises ConfigError and OSError, as :func:`carry` does."""
+    """Copy the files of a Hugging Face folder that describe tokens; an export reads only the copy.
+
+    Args:
+        source: The Hugging Face folder.
+        folder: The folder to copy into, which is made.
+
+    Raises:
+        ConfigError: As :func:`carry`.
+        OSError: As :func:`carry`.
+    """
     config = source / MODEL
     if leads_out(config, source):
         raise ConfigError(f"{config}: {LEADS_OUT}")

@@ -1,8 +1,8 @@
 """Makes token sets: each input file is cut into units, and each unit becomes a shard of the set.
 
-A unit is some bytes of a file, from one line's beginning to another's, so that units can be done by
-several processes, in any order, and done again by none: a shard is renamed into place when it is whole,
-and what is there already is passed over. The manifest is written last.
+A unit is a range of bytes of a file, cut at the ends of lines. Several processes can work on units, in
+any order. A shard is renamed into place when it is whole, and a shard that is there already is not
+written again. The manifest is written last.
 """
 
 import json
@@ -29,46 +29,52 @@ from compose.errors import ConfigError
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_BLOCK = 1 << 20  # characters of a text that are encoded at once
+_BLOCK = 1 << 20  # characters of a text to encode at once
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is made of what. field: of a row of JSON or Parquet. end: id after a document of text."""
+    """The input and the options of one token set."""
 
     tokenizer: str
     sha256: str
-    kind: str
+    kind: str  # "text" or "chat"
     field: str
+    """The field of a row of JSON or Parquet that holds the document."""
     end: int
-    unit: int
+    """The id that is put after a document of text."""
+    unit: int  # bytes of a file in one unit
     files: tuple[tuple[str, int, int], ...]  # path, bytes, time of the last change
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Bytes ``start`` to ``stop`` of a file: of the lines that begin there."""
+    """The lines that begin at the bytes ``start`` to ``stop`` of a file."""
 
     name: str
     path: str
     start: int
     stop: int
-    size: int  # of the file
+    size: int  # bytes of the file
 
 
 @dataclass
 class Counts:
-    """Of a shard, or all. empty: documents in which nothing is learnt, left out."""
+    """The counts of one shard, or of all shards."""
 
     tokens: Count = 0
     documents: Count = 0
     empty: Count = 0
+    """Documents that are left out, since nothing in them is learnt."""
 
 
 class BadLine(Exception):
-    """A place in an input file, as a byte of it (of Parquet: a row), and what is wrong there."""
+    """A place in an input file that cannot be used, and the reason.
+
+    The place is a byte of the file, or a row of a Parquet file.
+    """
 
     def __init__(self, path: str, place: int, words: str) -> None:
         super().__init__(path, place, words)  # so that it can be pickled
@@ -78,7 +84,22 @@ class BadLine(Exception):
 def describe_job(
     tokenizer: JsonTokenizer, kind: str, field: str, end: int, files: Iterable[Path], unit: int = UNIT
 ) -> Job:
-    """The job of tokenizing ``files``. Raises ConfigError with a line for each that cannot be read."""
+    """Return the job of tokenizing ``files``.
+
+    Args:
+        tokenizer: The tokenizer.
+        kind: "text" or "chat".
+        field: The field of a row that holds the document.
+        end: The id that is put after a document of text.
+        files: The input files.
+        unit: Bytes of a file in one unit.
+
+    Returns:
+        The job.
+
+    Raises:
+        ConfigError: With a line for each file that cannot be read.
+    """
     problems, found = [], []
     for path in files:
         if path.suffix in _PACKED:
@@ -102,7 +123,7 @@ def describe_job(
 
 
 def units_of(job: Job) -> list[Unit]:
-    """The units of a job, in the order of their shards."""
+    """Return the units of a job, in the order of their shards."""
     found: list[Unit] = []
     for path, size, _ in job.files:
         whole = path.endswith(".parquet")
@@ -115,10 +136,19 @@ def units_of(job: Job) -> list[Unit]:
 def make_token_set(
     job: Job, target: Path, workers: int, progress: Callable[[int, Counts], None]
 ) -> Counts:
-    """Do what is left of ``job`` in the folder ``target``; ``progress`` hears of bytes and tokens done.
+    """Do what is left of ``job`` in a folder.
 
-    Raises ConfigError where the folder is another job's, or a line of a file cannot be used; what is
-    done stays done.
+    Args:
+        job: The job.
+        target: The folder. Finished shards in it are kept.
+        workers: The number of processes.
+        progress: Called with the bytes and the counts done so far.
+
+    Returns:
+        The counts of all shards.
+
+    Raises:
+        ConfigError: The folder belongs to another job, or a line of a file cannot be used.
     """
     _claim(job, target)
     units, total, done = units_of(job), Counts(), 0
@@ -152,12 +182,12 @@ def make_token_set(
 
 
 def _work(job: Job, target: Path, units: Sequence[Unit], workers: int) -> Iterator[tuple[Unit, Counts]]:
-    """Each unit and its counts, when its shard is there."""
+    """Yield each unit and its counts when its shard is finished."""
     if workers < 2:
         for unit in units:
             yield unit, make_shard(job, target, unit)
         return
-    # Not forked: torch's threads would not be there in a copy of this process.
+    # Spawned, not forked: a forked copy of this process would lack torch's threads.
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         running = {pool.submit(make_shard, job, target, unit): unit for unit in units}
         try:
@@ -174,7 +204,7 @@ def _add(total: Counts, more: Counts) -> None:
 
 
 def _claim(job: Job, target: Path) -> None:
-    """Make ``target`` the folder of ``job``, or see that it is. Raises ConfigError where it is not."""
+    """Make ``target`` the folder of ``job``. Raises ConfigError if it is another job's."""
     there = target / JOB
     try:
         if there.is_symlink() or there.exists():
@@ -200,7 +230,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _shard_there(job: Job, target: Path, unit: Unit) -> Counts | None:
-    """The counts of a shard that is whole already: its counts are written last."""
+    """Return the counts of a finished shard, else None. The counts are written last."""
     path = target / f".{unit.name}.json"
     try:
         counts = read_json(path, Counts)
@@ -241,7 +271,7 @@ def _dtype(tokenizer: JsonTokenizer) -> str:
 
 
 def _named(error: BadLine) -> str:
-    """The place as a person counts: lines from 1."""
+    """Return the error with its place as people count it: lines from 1."""
     if error.path.endswith(".parquet"):
         return f"{error.path}: row {error.place + 1}: {error.words}"
     with open(error.path, "rb") as file:
@@ -264,12 +294,25 @@ def _tokenizer(job: Job) -> JsonTokenizer:
 
 
 def make_shard(job: Job, target: Path, unit: Unit) -> Counts:
-    """Write the shard of one unit, whole or not at all. Raises BadLine, and OSError."""
+    """Write the shard of one unit, whole or not at all.
+
+    Args:
+        job: The job.
+        target: The folder of the job.
+        unit: The unit to tokenize.
+
+    Returns:
+        The counts of the shard.
+
+    Raises:
+        BadLine: A line cannot be used.
+        OSError: The shard cannot be written.
+    """
     tokenizer = _tokenizer(job)
     counts, chat = Counts(), job.kind == "chat"
     names = ["tokens", "ends", *(["trained"] if chat else [])]
     aside = [target / f".{name}-{unit.name}.bin" for name in names]
-    for path in aside:  # of an attempt that was killed, or a link, which is not followed
+    for path in aside:  # left by a killed attempt, or a link
         path.unlink(missing_ok=True)
     files = [path.open("xb") for path in aside]
     try:
@@ -295,7 +338,7 @@ def make_shard(job: Job, target: Path, unit: Unit) -> Counts:
 
 
 Piece = tuple[list[int], list[bool], bool]
-"""Ids, which are learnt, and whether a document ends here."""
+"""Ids, which of them are learnt, and whether a document ends here."""
 
 
 def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer) -> Iterator[Piece]:
@@ -305,7 +348,7 @@ def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer) -> Iterator[Piece]:
     elif path.suffix in JSON_LINES:
         documents = _field(unit, job.field)
     else:
-        # One document, of which this unit has a part.
+        # The file is one document, and this unit is a part of it.
         for block in _joined(_lines(unit)):
             yield tokenizer.encode(block), [], False
         if unit.stop == unit.size:
@@ -348,7 +391,7 @@ def _rows(unit: Unit) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-            if _SURROGATE.search(line):  # which are half a character each, if they are no pair
+            if _SURROGATE.search(line):  # a surrogate without a pair is half a character
                 json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = ascii(error.object[error.start])
@@ -363,10 +406,10 @@ def _rows(unit: Unit) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _lines(unit: Unit) -> Iterator[tuple[int, str]]:
-    """(place, text) of the lines that begin in the unit."""
+    """Yield (place, text) of the lines that begin in the unit."""
     with _opened(unit) as file:
         if unit.start:
-            # A line that begins right here has its newline before.
+            # If a line begins exactly here, the byte before is its newline.
             file.seek(unit.start - 1)
             file.readline()
         while (place := file.tell()) < unit.stop and (line := file.readline()):
@@ -384,7 +427,7 @@ def _opened(unit: Unit) -> IO[bytes]:
 
 
 def _joined(lines: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """Lines put together into blocks."""
+    """Join lines into blocks."""
     block, size = [], 0
     for _, line in lines:
         block.append(line)

@@ -1,5 +1,7 @@
-"""Hugging Face's folders: read into a model that may be cut already, made into a checkpoint, written
-from one. Exports the loading."""
+"""This room answers how Hugging Face folders become models and checkpoints, and the way back.
+
+It exports ``load_hf``, which fills a model from a folder, also if the model is cut already.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""Hugging Face's folder to a checkpoint and back, one tensor in memory at a time, on one process."""
+"""Converts a Hugging Face folder to a checkpoint and back, in one process.
+
+One tensor at a time is in memory.
+"""
 
 import contextlib
 import dataclasses
@@ -45,27 +48,41 @@ from compose.registry import find_model, model_names
 from compose.toml import dump
 
 SHARD_BYTES = 5 * 10**9
-# Keys of config.json that the original knows better.
+# Keys of config.json that are taken from the original.
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """path: what was written. bytes: of tensors. files: that hold them. original: the folder that the
-    model was made from, where that is not known here, so that nothing of it was taken."""
+    """The result of a conversion."""
 
     path: Path
+    """The folder that was written."""
     tensors: int
+    """Number of tensors."""
     bytes: int
+    """Bytes of the tensors."""
     files: int
+    """Number of files that hold the tensors."""
     original: str = ""
+    """The folder that the model came from, if the run kept nothing of it; else empty."""
 
 
 def import_(source: Path, target: Path, config: Config) -> Converted:
-    """Make of Hugging Face's folder ``source`` a run's folder ``target``, with a checkpoint of step 0.
+    """Make a run's folder with a checkpoint of step 0 from a Hugging Face folder.
 
-    It holds the model of ``config`` alone, in float32: a run begins with it. Raises ConfigError where
-    ``source`` is another model, or ``target`` exists.
+    The checkpoint holds only the model, in float32. A run begins with it.
+
+    Args:
+        source: The Hugging Face folder.
+        target: The run's folder to make.
+        config: The config of the run, with the model.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: ``source`` holds another model, or ``target`` exists or cannot be written.
     """
     name, shape = config.model.name, config.model.config
     problems = config_problems(source, name, shape)
@@ -79,7 +96,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     tensors = {ours: copies[0] for ours, copies in named_tensors(whole, None).items()}
 
     def read(key: str) -> Tensor:
-        if key not in theirs:  # a buffer that is not published: as it is in a new model
+        if key not in theirs:  # a buffer that is not published keeps its value in a new model
             return tensors[key].clone()
         part = _whole(tensors[key], "cpu")
         fill_part(files, theirs[key], part)
@@ -96,7 +113,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         "hugging_face": str(source.resolve()),
     }
     try:
-        target.mkdir(parents=True)  # here alone, so that what is removed on a failure is ours
+        target.mkdir(parents=True)  # made only here, so a failure removes only our folder
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
     try:
@@ -132,12 +149,23 @@ def export(
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
 ) -> Converted:
-    """Make of a checkpoint a folder that transformers opens.
+    """Make a folder that transformers opens from a checkpoint.
 
-    config: whose model it is; None: what the checkpoint says. original: Hugging Face's folder with the
-    tokenizer, which is copied; None: what its run has kept of a tokenizer. dtype: of parameters;
-    buffers stay in float32. shard_bytes: of tensors in a file. Raises ConfigError where the checkpoint
-    is damaged or of another model, or ``target`` exists.
+    Args:
+        source: The checkpoint.
+        target: The folder to make.
+        config: The config with the model; None takes the model that the checkpoint names.
+        original: The Hugging Face folder with the tokenizer to copy; None takes the tokenizer that the
+            run has kept.
+        dtype: Dtype of the parameters; buffers stay in float32.
+        shard_bytes: Bytes of tensors in a file.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: The checkpoint is damaged or of another model, or ``target`` exists or cannot be
+            written.
     """
     damage = store.problems(source)
     if damage:
@@ -187,7 +215,7 @@ def export(
     _absent(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The name is new, so that nothing of anybody else's is removed.
+        # The name is new, so a failure removes nobody else's files.
         aside = Path(tempfile.mkdtemp(prefix=f".writing-{target.name}-", dir=target.parent))
         aside.chmod(0o777 & ~_umask())
     except OSError as error:
@@ -208,7 +236,7 @@ def export(
 
 
 class _Streamed(SaveParts):
-    """Plans the writing of Parts on meta, each of which ``read`` makes when it is its turn."""
+    """Plans the writing of Parts on meta; ``read`` makes each tensor when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -219,7 +247,7 @@ class _Streamed(SaveParts):
 
 
 class _Reader(PartsReader):
-    """Reads the checkpoint's own description once, not again for each tensor."""
+    """Reads the checkpoint's description once, instead of once for each tensor."""
 
     known: Metadata | None = None
 
@@ -238,14 +266,14 @@ def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Without DCP's warning of what is meant: that there is no process group."""
+    """Suppress DCP's warning that there is no process group, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _whole(like: Tensor, device: str) -> Part:
-    """All of a tensor of the shape and type of ``like``, not filled."""
+    """Return an empty Part for a whole tensor with the shape and dtype of ``like``."""
     local = torch.empty(like.shape, dtype=like.dtype, device=device)
     return Part(like.shape, torch.Size([0] * like.ndim), local)
 
@@ -255,7 +283,7 @@ def _on_meta(model: Model) -> nn.Module:
 
 
 def _model_of(folder: Path, known: store.State) -> Model:
-    """The model of a checkpoint, by what stands in its state.json."""
+    """Return the model of a checkpoint from its state.json."""
     there, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
     kind = find_model(name).Config if name in model_names() else None
     if not kind:
@@ -270,7 +298,7 @@ def _model_of(folder: Path, known: store.State) -> Model:
 
 
 def _umask() -> int:
-    """The process's own, which can only be read by setting it."""
+    """Return the umask of the process, which can be read only by setting it."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

@@ -1,6 +1,6 @@
-"""Hugging Face's folders, config.json and safetensors, read into a model that may be cut already.
+"""Hugging Face folders (config.json and safetensors), read into a model that may be cut already.
 
-What a model's weights are called there, its ``models/<name>/hf.py`` says.
+The names of a model's weights in such a folder come from its ``models/<name>/hf.py``.
 """
 
 import contextlib
@@ -26,36 +26,61 @@ from compose.errors import ConfigError
 from compose.legality.job import Job
 from compose.registry import training_fields
 
-# What older files hold besides weights: it is computed.
+# Older files hold these frequencies besides the weights. They are computed here.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
-# A layer of DeepSeek's multi-token prediction, which no model here has.
+# A layer of DeepSeek's multi-token prediction. No model here has one.
 _PREDICTION = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 
 HfName = Callable[[str], str]
 
 
 class HuggingFace(Protocol):
-    """What ``models/<name>/hf.py`` holds."""
+    """The interface of ``models/<name>/hf.py``."""
 
     MODEL_TYPES: Sequence[str]
-    """The model_type in config.json of models that can be expressed."""
+    """The values of model_type in config.json that the model can express."""
 
-    def hf_name(self, name: str, config: Any = None) -> str: ...
+    def hf_name(self, name: str, config: Any = None) -> str:
+        """Return Hugging Face's name of a parameter or buffer.
 
-    def hf_config(self, config: Any) -> dict[str, Any]: ...
+        Args:
+            name: Its name in our model.
+            config: The model's config, if the name depends on it.
 
-    def config_from_hf(self, values: Mapping[str, Any]) -> Any: ...
+        Returns:
+            The name; '{}' in it stands for the index in a stack.
+
+        Raises:
+            KeyError: The buffer is not published.
+        """
+        ...
+
+    def hf_config(self, config: Any) -> dict[str, Any]:
+        """Return the content of config.json for our config."""
+        ...
+
+    def config_from_hf(self, values: Mapping[str, Any]) -> Any:
+        """Return our config for the content of config.json."""
+        ...
 
 
 def find_hf(name: str) -> HuggingFace:
-    """The hf.py of the model ``models/<name>/``. Raises ConfigError where there is none."""
+    """Return the hf.py of the model ``models/<name>/``.
+
+    Raises:
+        ConfigError: There is no hf.py.
+    """
     if importlib.util.find_spec(f"models.{name}.hf") is None:
         raise ConfigError(f"models/{name}: has no hf.py, with Hugging Face's names of its weights")
     return cast(HuggingFace, importlib.import_module(f"models.{name}.hf"))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of ``folder``. Raises ConfigError where it cannot be read."""
+    """Return the content of config.json in ``folder``.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     path = folder / "config.json"
     if leads_out(path, folder):
         raise ConfigError(f"{path}: {LEADS_OUT}")
@@ -63,8 +88,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_problems(folder: Path, name: str, config: Any) -> list[str]:
-    """One line for each field of a model's config that is another than that of ``folder``'s
-    config.json, and would have its weights compute something else."""
+    """Return one line for each field in which a config differs from the folder's config.json.
+
+    Only fields that change what the weights compute count.
+
+    Args:
+        folder: The Hugging Face folder.
+        name: The name of the model.
+        config: The model's config.
+
+    Returns:
+        The lines; empty if the configs agree.
+    """
     try:
         hf = find_hf(name)
         theirs = hf.config_from_hf(read_config(folder))
@@ -72,11 +107,11 @@ def config_problems(folder: Path, name: str, config: Any) -> list[str]:
         return [f"{folder}/config.json: {error}"]
     except ConfigError as error:
         return error.problems
-    # There and back, so that what such a model makes no use of is alike in both.
+    # Convert there and back, so that fields without use in such a model become equal.
     there, here = (_there_and_back(hf, one) for one in (theirs, config))
     fields = [f.name for f in dataclasses.fields(config) if f.name not in training_fields(config)]
     other = [field for field in fields if getattr(there, field) != getattr(here, field)]
-    # As they were given, where it shows in them; else as they are understood.
+    # Show the given values if they differ; else the converted ones.
     for one, two in ((theirs, config), (there, here)):
         problems = [
             f"{folder}: is a model with {field} = {getattr(one, field)}, not {getattr(two, field)}"
@@ -95,12 +130,12 @@ def _there_and_back(hf: HuggingFace, config: Any) -> Any:
 
 
 def source_problems(job: Job) -> list[str]:
-    """Return all that keeps ``checkpoint.load_hf`` from filling the model of ``job``."""
+    """Return everything that keeps ``checkpoint.load_hf`` from filling the model of ``job``."""
     folder, model = Path(job.config.checkpoint.load_hf), job.config.model
     if not folder.is_dir():
         return [f"{folder}: no such folder"]
     problems = config_problems(folder, model.name, model.config)
-    if problems:  # it would be of no use to compare the tensors too
+    if problems:  # comparing the tensors would be useless
         return problems
     try:
         return differences(TensorFiles(folder), job.model, name_of(model.name, model.config))
@@ -109,13 +144,33 @@ def source_problems(job: Job) -> list[str]:
 
 
 def name_of(name: str, config: Any) -> HfName:
-    """``hf_name`` of the model ``models/<name>/`` with this config."""
+    """Return the ``hf_name`` function of a model with this config.
+
+    Args:
+        name: The name of the model's folder under ``models/``.
+        config: The model's config.
+
+    Returns:
+        A function from our name to Hugging Face's name.
+
+    Raises:
+        ConfigError: The model has no hf.py.
+    """
     return functools.partial(find_hf(name).hf_name, config=config)
 
 
 def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (name in the whole model, Hugging Face's, tensor) of what a model, or this rank's part of
-    one, has of the published weights: all parameters, and the persistent buffers with a name there."""
+    """Yield (our name, Hugging Face's name, tensor) for each published tensor of a model.
+
+    These are all parameters, and the persistent buffers that have a name in Hugging Face's model.
+
+    Args:
+        whole: A model, or a composition, which has this rank's part.
+        hf_name: Hugging Face's name of our parameter.
+
+    Returns:
+        An iterator over the tensors; the names are those in the whole model.
+    """
     model = module_of(whole)
     for name, parameter in whole.named_parameters():
         yield name, hf_name(name), parameter
@@ -135,19 +190,19 @@ def load_hf(
     hf_name: HfName,
     whole: nn.Module | None = None,
 ) -> None:
-    """Fill a model from safetensors. Each rank reads its own part of each weight alone.
+    """Fill a model from safetensors; each rank reads only its own part of each weight.
 
-    The values are cast to the parameters' type.
+    The values are cast to the parameters' dtype.
 
     Args:
-        model: Has memory: a whole model, or what ``compose.apply`` returned.
-        folder: Holds the safetensors.
+        model: A whole model, or what ``compose.apply`` returned. It must have memory.
+        folder: The folder that holds the safetensors.
         hf_name: Hugging Face's name of our parameter; '{}' in it stands for the index in a stack.
-        whole: The model before it was cut, on meta, where ``model`` is a pipeline's part of it.
+        whole: The model before it was cut, on meta, if ``model`` is a pipeline's part of it.
 
     Raises:
-        ConfigError: A tensor is missing, has no place or another shape. All are named, before any is
-            loaded.
+        ConfigError: A tensor is missing, unknown, or has another shape. All such tensors are named, and
+            none is loaded.
     """
     files = TensorFiles(Path(folder))
     problems = differences(files, whole or model, hf_name)
@@ -159,7 +214,13 @@ def load_hf(
 
 @torch.no_grad()
 def fill_part(files: TensorFiles, theirs: str, part: Part) -> None:
-    """Read what ``part`` is of the tensor ``theirs``, or of the stack of them that '{}' stands for."""
+    """Read this rank's part of a tensor in the files.
+
+    Args:
+        files: The tensors of a folder.
+        theirs: The tensor's name in the files; with '{}' in it, the names of the slices of a stack.
+        part: The part to fill.
+    """
     if part.local.numel() == 0:
         return
     box = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
@@ -171,11 +232,19 @@ def fill_part(files: TensorFiles, theirs: str, part: Part) -> None:
 
 
 def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfName) -> list[str]:
-    """One line for each tensor that ``files`` lack, have in another shape or type, or hold besides.
+    """Return one line for each tensor in which the files and the model differ.
 
-    ``whole``: a model, or one that was cut, but for pipeline stages. What is alike in all layers makes
-    one line. What a file may hold besides: the second name of a tied weight, frequencies of the rotary
+    A tensor may be missing, of another shape or dtype, or unknown. Equal lines for several layers
+    become one line. The files may also hold the second name of a tied weight, frequencies of the rotary
     embedding, and layers of multi-token prediction.
+
+    Args:
+        files: The tensors of a folder.
+        whole: A model, or a composition without pipeline stages.
+        hf_name: Hugging Face's name of our parameter.
+
+    Returns:
+        The lines; empty if there is no difference.
     """
     model = module_of(whole)
     expected: dict[str, tuple[int, ...]] = {}
@@ -204,7 +273,7 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
 
 
 def _collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
-    """One line for what is said of several names that differ by numbers alone."""
+    """Return one line for equal words about names that differ only by numbers."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, words in found:
         alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), words), []).append(name)

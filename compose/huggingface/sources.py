@@ -1,4 +1,4 @@
-"""What a folder holds that a person names: a checkpoint, a run, or Hugging Face's model."""
+"""Tells what a named folder holds: a checkpoint, a run, or a Hugging Face model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +16,16 @@ from compose.toml import COMMAND_LINE
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether ``folder`` is a checkpoint of ours, be it damaged."""
+    """Return whether ``folder`` is one of our checkpoints; it may be damaged."""
     return any((folder / name).exists() for name in (store.MANIFEST, METADATA, PICKLED))
 
 
 def kept_tokenizer(checkpoint: Path) -> Path:
-    """Where the run of a checkpoint keeps its tokenizer. Raises ConfigError where that is a link out of
-    the run's folder."""
+    """Return the folder in which the run of a checkpoint keeps its tokenizer.
+
+    Raises:
+        ConfigError: That folder is a link out of the run's folder.
+    """
     run = checkpoint.resolve().parent.parent  # a checkpoint is in checkpoints/
     kept = run / TOKENIZER
     if leads_out(kept, run):
@@ -31,15 +34,18 @@ def kept_tokenizer(checkpoint: Path) -> Path:
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether ``folder`` holds a model as transformers saves it."""
+    """Return whether ``folder`` holds a model as transformers saves it."""
     weights = any((folder / name).exists() for name in (WHOLE, INDEX))
     return weights and (folder / "config.json").exists()
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """``folder``, or all checkpoints of the run whose folder it is, newest first, be they damaged.
+    """Return ``folder`` if it is a checkpoint, or else all checkpoints of the run in it, newest first.
 
-    Raises ConfigError where there is none, or one that a link names outside of the run's folder.
+    The checkpoints may be damaged.
+
+    Raises:
+        ConfigError: There is no checkpoint, or one is a link out of the run's folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{COMMAND_LINE}: {folder}: no such folder")
@@ -58,7 +64,11 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def model_in(folder: Path) -> Model:
-    """What config.json of ``folder`` describes. Raises ConfigError if that is no model of ours."""
+    """Return the model that config.json in ``folder`` describes.
+
+    Raises:
+        ConfigError: The model is none of ours.
+    """
     values, names = read_config(folder), model_names()
     kind = values.get("model_type")
     known = {name: _model_types(name) for name in names}

@@ -1,5 +1,7 @@
-"""What must hold between keys: one table of rules, checked before a process group is started. Exports
-the check, which returns the job of a config."""
+"""This room answers whether the keys of a config fit together, before a process group is started.
+
+It exports one table of rules, and the check that returns the job of a config.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -4,7 +4,7 @@ from compose.legality import RULES
 
 
 def markdown() -> str:
-    """The table as ``docs/composition.md``."""
+    """Return the table of rules as the text of ``docs/composition.md``."""
     rows = [
         f"| {rule.condition} | {rule.reason} | {rule.upstream and 'PyTorch: ' + rule.upstream} |"
         for rule in RULES

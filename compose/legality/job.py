@@ -1,4 +1,4 @@
-"""A run that was checked, with all that the check worked out."""
+"""A checked run, with everything that the check worked out."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,18 @@ from compose.registry import find_model
 
 @dataclass(frozen=True)
 class Job:
-    """A config on so many ranks. What is below a check takes this and makes none of it again."""
+    """A config on a number of ranks. Later code takes this and does not compute any of it again."""
 
     config: Config
-    """The tables. The degrees are known, and of a checked job the layers of each stage too."""
+    """The tables. The degrees are known. In a checked job the layers of each stage are known too."""
     world_size: int
     """Number of ranks."""
     model: nn.Module
-    """The whole model, on meta. Whoever changes it copies it before."""
+    """The whole model, on meta. Code that changes it must copy it first."""
     plan: Plan
     """The model's plan for the config's degrees."""
     resolved: Resolved
-    """The plan, met with the model."""
+    """The plan, resolved for the model."""
 
     @property
     def degrees(self) -> Parallel:
@@ -44,14 +44,14 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one rank in a step; 0 where they are not whole."""
+        """Micro-batches of one rank in a step; 0 if the division has a remainder."""
         train, ranks = self.config.train, self.degrees.dp_replicate * self.degrees.dp_shard
         whole, rest = divmod(train.global_batch, ranks * train.micro_batch)
         return 0 if rest else whole
 
     @property
     def setup(self) -> Setup:
-        """What ``compose.apply`` will be asked for."""
+        """The request that ``compose.apply`` will get."""
         return Setup(
             self.model,
             self.resolved,
@@ -66,11 +66,11 @@ def make_job(config: Config, world_size: int) -> Job:
     """Build the model of ``config`` on meta, and resolve its plan.
 
     Args:
-        config: Its degrees are known.
+        config: The config; its degrees are known.
         world_size: Number of ranks.
 
     Returns:
-        The job; legality has not looked at it.
+        The job, not checked yet.
 
     Raises:
         ConfigError: The model cannot be built, or the plan does not fit it.

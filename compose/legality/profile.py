@@ -1,4 +1,4 @@
-"""Rules of what is profiled: steps and ranks that there are."""
+"""Rules of the profiler: the steps and ranks must exist."""
 
 from compose.base.fields import toml_value
 from compose.composition.setup import Rule

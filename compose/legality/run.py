@@ -1,4 +1,4 @@
-"""Rules of a run: what its batch, data and optimizer ask for beside the composition."""
+"""Rules of a run: what its batch, data and optimizer need besides the composition."""
 
 import math
 
@@ -10,7 +10,7 @@ from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import build_table
 from compose.precision import float8
 
-_TRIED = 1_000_000  # sizes, of which a cure is the largest that divides
+_TRIED = 1_000_000  # most sizes to try for a size that divides
 
 
 def _global_batch(job: Job) -> None:
@@ -39,7 +39,7 @@ def _smaller_micro_batch(global_batch: int, ranks: int, micro_batch: int) -> str
 
 def _sequence(job: Job) -> None:
     seq_len, tp = job.config.train.seq_len, job.degrees.tp
-    # With cp a sequence is padded to what both divide.
+    # With cp, a sequence is padded to a length that both degrees divide.
     if seq_len % sequence_ranks(job.resolved.tensor, tp) == 0 or job.degrees.cp > 1:
         return
     nearest = max(1, round(seq_len / tp)) * tp

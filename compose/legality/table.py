@@ -1,8 +1,8 @@
-"""What must hold between keys: one table of rules, each with its condition, its reason and a cure.
+"""The rules between keys: one table. Each rule has a condition, a reason and a cure.
 
-Checks run before any process group is started. ``compose.apply`` looks at the rules of the composition
-again, for those who call it without a config, and nothing else refuses a composition.
-``docs/composition.md`` is printed from this table by ``python -m compose.legality``.
+The checks run before any process group is started. ``compose.apply`` checks the rules of the
+composition again, for users who call it without a config. Nothing else refuses a composition.
+``python -m compose.legality`` prints ``docs/composition.md`` from this table.
 """
 
 import itertools
@@ -31,22 +31,22 @@ RULES: list[Rule[Any]] = [*COMPOSITION, *RUN, *PROFILE]
 
 
 def problems_of(job: Job) -> list[str]:
-    """Return all that is wrong with a job, one line each."""
+    """Return all problems of a job, one line each."""
     return [*setup.problems_of(COMPOSITION, job.setup), *setup.problems_of([*RUN, *PROFILE], job)]
 
 
 def check(config: Config, world_size: int) -> Job:
-    """Work out what ``config`` is on so many ranks, and hold it against the table.
+    """Work out the job of ``config``, and check it against the table.
 
     Args:
-        config: One degree may still be -1, and the layers of the stages unknown.
+        config: The config. One degree may still be -1, and the layers of the stages may be unknown.
         world_size: Number of ranks.
 
     Returns:
-        The job; in its config degrees and layers are known.
+        The job; the degrees and layers in its config are known.
 
     Raises:
-        ConfigError: The config cannot be, with all that is wrong.
+        ConfigError: The config is not legal, with all problems.
     """
     degrees = resolve_degrees(config.parallel, world_size)
     job = make_job(replace(config, parallel=degrees), world_size)
@@ -64,7 +64,7 @@ def _with_layers(job: Job) -> Job:
 
 
 def meshes(world_size: int) -> Iterator[dict[str, int]]:
-    """Every assignment of degrees to the axes whose product is ``world_size``."""
+    """Yield every assignment of degrees to the axes whose product is ``world_size``."""
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     for degrees in itertools.product(divisors, repeat=len(AXES)):
         if math.prod(degrees) == world_size:
@@ -72,7 +72,15 @@ def meshes(world_size: int) -> Iterator[dict[str, int]]:
 
 
 def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], list[str]]]:
-    """Each mesh of so many ranks, with what the table has against ``config`` on it."""
+    """Yield each mesh with its problems.
+
+    Args:
+        config: The config to check on each mesh.
+        world_size: Number of ranks.
+
+    Returns:
+        An iterator over (degrees by axis, lines of problems).
+    """
     folder, shape = find_model(config.model.name), config.model.config
     model = folder.on_meta(shape)
     for degrees in meshes(world_size):
