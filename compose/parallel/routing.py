@@ -47,8 +47,8 @@ class Router(Protocol):
 
         Args:
             chosen: The experts of each token, (B, L, k).
-            scores: The scores of all experts.
-            everyone: What the decision needs of whole sequences.
+            scores: The score of each row for its expert, (B, L, k).
+            everyone: The experts of each token in the whole sequences, (B, S, k).
 
         Returns:
             Which rows are kept (B, L, k), and their margins (B, L, k). A margin is how far a kept row

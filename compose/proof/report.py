@@ -341,7 +341,7 @@ class Judge:
         return Row(f"{self.prefix}rounding", "all updates", middle, self.tolerance.same_bits, 0)
 
     def _means(self) -> dict[str, float]:
-        """Return one process's error by quantity: its root mean square, over values that are not zero."""
+        """Return one process's error by quantity: its root mean square over values that are not 0."""
         found: dict[str, list[float]] = {}
         for row, own in zip(self.compared, self.own, strict=True):
             found.setdefault(row.quantity, []).append(0.0 if row.state else own)

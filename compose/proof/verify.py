@@ -69,15 +69,11 @@ class Trial:
     loss_function: LossFunction = cross_entropy
     """The loss function, as ``forward_backward`` takes it."""
     optimizer: OptimizerFactory | None = None
-    """Makes an optimizer from parameters; None: AdamW. With master weights in bfloat16 it gets pairs of
-    name and parameter, as ``compose.optimizer.AdamW`` takes them.
-    """
+    """Makes an optimizer from parameters; None: AdamW. With bfloat16 master weights it gets named ones."""
     max_norm: float = 1.0
     """The limit of ``clip_grad_norm_``."""
     tolerance: Tolerance | None = None
-    """Tolerance of the run in the asked types; None: what ``compose.proof.report.tolerance_of``
-    returns.
-    """
+    """Tolerance of the run in the asked types; None: that of ``report.tolerance_of``."""
 
 
 def verify(
@@ -93,9 +89,8 @@ def verify(
     Every option takes part. A reduced precision is run twice: in float64 without float8, and as it is.
 
     Args:
-        model: Holds its weights, of which rank 0's count; it is left as it was. A parameter whose
-            elements are all alike gets noise in the proof: behind a projection of zeros all gradients
-            are zero.
+        model: The weights of rank 0 count; it is left as it was. A parameter whose elements are all
+            alike gets noise in the proof: behind a projection of zeros all gradients are zero.
         plan: The model's parallelization.
         mesh: The mesh of ``compose.init_mesh``.
         batch: The global batch, the same on every rank, as ``forward_backward`` takes it. A list of
