@@ -69,7 +69,7 @@ class Trial:
     loss_function: LossFunction = cross_entropy
     """The loss function, as ``forward_backward`` takes it."""
     optimizer: OptimizerFactory | None = None
-    """Makes an optimizer from parameters; None: AdamW. With bfloat16 master weights it gets named ones."""
+    """Makes an optimizer from parameters (named ones, if master weights are bfloat16); None: AdamW."""
     max_norm: float = 1.0
     """The limit of ``clip_grad_norm_``."""
     tolerance: Tolerance | None = None

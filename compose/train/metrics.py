@@ -37,7 +37,15 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak of one device in FLOP/s, None where it is not known: then MFU is null."""
+    """Return the dense peak of one device in FLOP/s.
+
+    Args:
+        device_name: The device's name, as torch.cuda.get_device_name() returns it.
+        dtype: The type of products, such as "bfloat16".
+
+    Returns:
+        The peak; None if it is not known, and then MFU is null.
+    """
     for name, rates in PEAK_FLOPS.items():
         if name in device_name:
             return rates.get(dtype)
@@ -45,16 +53,24 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def device_peak(device: torch.device, precision: Precision) -> float | None:
-    """Peak FLOP/s of ``device`` in the precision of forward and backward."""
+    """Return the peak FLOP/s of a device in the precision of forward and backward.
+
+    Args:
+        device: The device.
+        precision: The table [precision].
+
+    Returns:
+        The peak; None if it is not known.
+    """
     if device.type != "cuda":
         return None
-    # The half types have one peak.
+    # float16 and bfloat16 have the same peak.
     dtype = "bfloat16" if precision.param == "float16" else precision.param
     return peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this rank has used: of the GPU's allocator, or resident on a CPU."""
+    """Return the most bytes this rank has used: of the GPU's allocator, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -85,7 +101,15 @@ class StepMetrics:
     offload: Mapping[str, float] = field(default_factory=dict)  # what left the device
 
     def console(self, steps: int, seconds_left: float) -> str:
-        """The step as a line for a person, with the time left."""
+        """Return the step as a line for a person, with the time left.
+
+        Args:
+            steps: All steps of the run.
+            seconds_left: The time left.
+
+        Returns:
+            The line.
+        """
         minutes, seconds = divmod(round(seconds_left), 60)
         mfu = "" if self.mfu is None else f"  mfu {self.mfu:.1%}"
         loads = [report["load"] for report in self.routing.values() if "load" in report]
@@ -106,11 +130,19 @@ def _shown(value: float | None, digits: int) -> str:
 
 
 class MetricsWriter:
-    """Writes steps into ``folder``, after the lines that are there of the first ``steps``: a run that
-    goes on leaves one line a step. Made by one rank; the others have none.
+    """Writes steps into a folder; one rank makes one.
 
-    Where nothing can be written, it says so once, keeps the lines, and writes them when it can. Raises
-    ConfigError where the file that is there cannot be read or replaced.
+    The file keeps its lines of the first ``steps`` steps, so that a resumed run leaves one line for
+    each step. If nothing can be written, the writer says so once, keeps the lines, and writes them when
+    it can.
+
+    Args:
+        folder: The run's folder.
+        tensorboard: Whether to write TensorBoard events too.
+        steps: Steps whose lines are kept.
+
+    Raises:
+        ConfigError: The file that is there cannot be read or replaced.
     """
 
     def __init__(self, folder: Path, tensorboard: bool, steps: int = 0) -> None:
@@ -122,7 +154,7 @@ class MetricsWriter:
                 aside = next(name for name in names if not os.path.lexists(name))
                 self.path.rename(aside)
                 _say(f"{self.path}: {strange} of its lines are no steps; it is kept as {aside}")
-            # A new file in its place, so that a crash leaves the old one or the new one.
+            # A new file replaces the old one, so that a crash leaves one of them whole.
             write_whole(self.path, b"".join(kept))
             self.file: IO[bytes] = open_own(self.path, "ab", buffering=0)
         except OSError as error:
@@ -135,7 +167,7 @@ class MetricsWriter:
             self.events = SummaryWriter(str(folder), purge_step=steps + 1 if steps else None)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one line, on disk when this returns if it can be, and one event per number."""
+        """Append one line and one event for each number; the line is on disk on return if possible."""
         values = asdict(metrics)
         optional = (
             "z_loss",
@@ -168,7 +200,7 @@ class MetricsWriter:
                 _say(f"TensorBoard's events cannot be written: {error.strerror}; training goes on")
 
     def _append(self, line: bytes) -> None:
-        """Write what waits and ``line``, all or nothing."""
+        """Write the waiting lines and ``line``, all or nothing."""
         self.waiting += line
         try:
             left = memoryview(self.waiting)
@@ -203,8 +235,11 @@ class MetricsWriter:
 
 
 def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
-    """The lines of the first ``steps`` steps, once each, and how many there are that no run leaves, not
-    even one that is killed: no steps, in front of the last line."""
+    """Return the lines of the first ``steps`` steps, once each, and the number of strange lines.
+
+    A strange line has no step and is not the last line. No run leaves such a line, not even a killed
+    one.
+    """
     try:
         with open_own(path) as file:
             lines = file.read().splitlines(keepends=True)
@@ -223,7 +258,7 @@ def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step that a whole line is of."""
+    """Return the step of a whole line."""
     try:
         values = json.loads(line.decode("utf-8")) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
