@@ -42,10 +42,9 @@ from compose.train.validation import Validation
 
 
 class Trainer:
-    """One run, from a checked job to its last step.
+    """One run: it is whole once it is made, and :meth:`run` trains it.
 
-    Creating it prepares everything. The model is cut, and filled from the newest whole checkpoint in
-    ``run.dir``, or with first weights if there is none. Then :meth:`run` trains it.
+    The model is cut, and filled from the newest whole checkpoint in ``run.dir`` or with first weights.
     """
 
     def __init__(
