@@ -27,7 +27,7 @@ LEAST = 2**16  # bytes; smaller tensors stay, as their copy takes longer to begi
 
 
 class ActivationOffload:
-    """The offload of one model: its units in order, the streams, and what was moved since last asked."""
+    """The offload of one model: its units in order, the streams, and what moved since last asked."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)

@@ -197,7 +197,7 @@ def compare(
     run: Run,
     trial: Trial,
 ) -> Report:
-    """Make the comparison of :func:`verify`, for a model that the caller has cut and filled.
+    """Return the report of :func:`verify`, for a model that the caller has cut and filled.
 
     Args:
         model: The whole model; only rank 0's weights count.
@@ -205,9 +205,6 @@ def compare(
         batches: The global batch of each step.
         run: The arithmetic, and how the one process is made.
         trial: The training step.
-
-    Returns:
-        What was compared, and the verdict; the same on every rank.
     """
     arithmetic, loss_scale, mesh = run.arithmetic, run.sides.loss_scale, composition.mesh
     micro_batch, max_norm = trial.micro_batch, trial.max_norm
