@@ -224,7 +224,7 @@ class Recording:
         return self._storages(value for value in values if isinstance(value, Tensor))
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """Return bytes by address of this rank's parts of ``tensors`` on the device, each storage once."""
+        """Return bytes by address of this rank's ``tensors`` on the device, each storage once."""
         plain = map(local_tensor, tensors)
         found = (t.untyped_storage() for t in plain if t.device.type == self.device.type)
         return {storage.data_ptr(): storage.nbytes() for storage in found}
