@@ -34,7 +34,7 @@ class ActivationOffload:
         self.last: weakref.ref[_Unit] | None = None
         self.streams: list[Any] = []
         self.bytes, self.seconds = 0, 0.0
-        self.events: list[tuple[Any, Any]] = []  # before and after each wait of a GPU
+        self.events: list[tuple[Any, Any]] = []  # recorded before and after each wait of a GPU
         # For each of the last units, the tensors being copied out, with the events that end the copies.
         self.leaving: deque[list[tuple[Tensor, Any]]] = deque()
 
@@ -187,7 +187,7 @@ class _Unit:
             return tensor
         key = (_address(local), local.storage_offset(), local.shape, local.stride(), local.dtype)
         key += (tensor._version,)
-        if key not in self.seen:  # queries, keys and values save one input three times
+        if key not in self.seen:  # the projections of q, k and v all save the same input
             kept = _Kept(self.offload, local)
             self.kept.append(weakref.ref(kept))
             self.seen[key] = local, kept

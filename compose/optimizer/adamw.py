@@ -58,7 +58,7 @@ class AdamW(MakesState):
         """Return the state of ``parameter``, and make it if there is none."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())  # on the host, where it is read
+            state["step"] = torch.zeros(())  # it is on the host, since the host reads it
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state

@@ -94,7 +94,7 @@ class Muon(MakesState):
         self.device = self.matrices[0][1].device
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
         self.layouts: list[Layout] = []
-        known: dict[Any, Layout] = {}  # layers are alike
+        known: dict[Any, Layout] = {}  # many layers have the same layout
         for _, parameter, _ in self.matrices:
             key = _placed(parameter)
             if key not in known:
@@ -126,7 +126,7 @@ class Muon(MakesState):
         """Return the state of ``parameter``, and make it if there is none."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())  # on the host, where it is read
+            state["step"] = torch.zeros(())  # it is on the host, since the host reads it
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state
 
@@ -153,7 +153,7 @@ class Muon(MakesState):
                     if rank != self.rank and layout.replica[rank] == copy:
                         piece = messages.receive(box, rank, self.dtype, self.device)
                         arriving.append((within(box, slab.box), piece))
-            elif layout.replica[self.rank] == copy:  # others would send the same
+            elif layout.replica[self.rank] == copy:  # the other replicas would send the same
                 messages.send(part, slab.owner)
         messages.exchange()
         for place, piece in arriving:

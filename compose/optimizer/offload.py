@@ -128,12 +128,12 @@ class OffloadedAdamW(MakesState):
         self.moved = Moved()
         pieces = list(self._pieces())
         if self.folder is None and not self._on_gpu:
-            for piece in pieces:  # the state is where it is used
+            for piece in pieces:  # the state is used where it is
                 self._update(piece, self._means(piece))
             return
         if not self.slots:
             self.slots = [self._slot() for _ in range(SLOTS)]
-        if self._on_gpu:  # what had the slots' memory before may still be at work
+        if self._on_gpu:  # earlier users of the slots' memory may still run
             self.streams[0].wait_stream(torch.cuda.current_stream(self.device))
         with self._threads() as readers, self._threads() as writers:
             coming: list[Future[list[Tensor]]] = []

@@ -80,7 +80,7 @@ class Reference(torch.optim.Optimizer):
 
 def _rounded(value: Tensor, bits: Tensor, kind: str) -> Tensor:
     if kind == "float32":
-        return value  # or float64, as its parameter is
+        return value  # or float64, if its parameter is
     target = torch.empty_like(value, dtype=getattr(torch, kind))
     store(target, value, bits)
     return target.float()

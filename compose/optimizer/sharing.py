@@ -118,7 +118,7 @@ def shared_out(layouts: Mapping[int, Layout]) -> list[list[Slab]]:
     wanted: list[tuple[float, int, Box, dict[int, Box]]] = []
     for number, layout in layouts.items():
         sides = layout.shape[1:]
-        # Between two edges the experts have the same holders.
+        # All experts between two edges are held by the same ranks.
         edges = {edge for box in layout.boxes.values() for edge in (box[0].start, box[0].stop)}
         for first, last in zip(sorted(edges), sorted(edges)[1:], strict=False):
             box = (slice(first, last), slice(0, sides[0]), slice(0, sides[1]))

@@ -36,7 +36,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if parameter.requires_grad and not optimizer.state[parameter]:
                 optimizer.state[parameter] = {
-                    # The fused step counts on the device.
+                    # The fused step has its count on the device.
                     "step": torch.zeros((), device=parameter.device if group["fused"] else None),
                     "exp_avg": torch.empty_like(parameter, requires_grad=False),
                     "exp_avg_sq": torch.empty_like(parameter, requires_grad=False),

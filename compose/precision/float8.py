@@ -40,7 +40,7 @@ _RECIPES = {
     "rowwise_gw_hp": "rowwise_with_gw_hp",
 }
 
-# The kernels take rows of 16 bytes.
+# The kernels need rows of a multiple of 16 bytes.
 _MULTIPLE = 16
 
 # Layers with at most so many outputs and at most so many inputs are no faster in float8. The numbers
@@ -64,7 +64,8 @@ class Choice:
     recipe: Recipe
     emulated: bool
     """Whether the device emulates float8."""
-    converted: Mapping[str, int]  # to the outputs of a tp rank's part
+    converted: Mapping[str, int]
+    """The layers by name, each with the number of outputs of a tp rank's part."""
     left: Mapping[str, str]
     """The other layers, with the reason."""
 

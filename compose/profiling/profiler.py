@@ -102,7 +102,7 @@ class Profiler:
                 result |= self.recording.write(self.folder / f"{steps}_rank{dist.get_rank()}")
             except OSError as error:  # this must not end a run
                 result["problem"] = str(error)
-            self.recording = None  # it holds all that was recorded
+            self.recording = None  # this frees all that was recorded
         found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(result, found)
         if found is not None:

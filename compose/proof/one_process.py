@@ -24,7 +24,7 @@ from compose.proof.routing_trace import Choices, follow
 Named = Iterable[tuple[str, nn.Parameter]]
 State = Literal["", "zero", "unused"]
 
-# A float64 rounds 2^29 times finer than a float32.
+# float64 rounds 2^29 times more finely than float32.
 _FINER = 2.0**-29
 # In float64 a sum of parts that cancel leaves 2^-29 of the error that float32 makes there. Any other
 # gradient is about a million times that error.

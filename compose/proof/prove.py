@@ -71,7 +71,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
         return composition
 
     def optimizer(arithmetic: Arithmetic, composition: Composition) -> torch.optim.Optimizer:
-        # On CUDA Muon's products are in bfloat16 by default, too coarse for another proof.
+        # On CUDA Muon's products are in bfloat16 by default, which is too coarse for other proofs.
         muon_dtype = None if arithmetic.reduced else arithmetic.param
         return build_optimizer(composition, _in(arithmetic, job), muon_dtype)
 

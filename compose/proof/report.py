@@ -211,7 +211,7 @@ class Judge:
         self.errors: list[float] = []
         self.own: list[float] = []  # one process's error of each row, relative
         self.sums: dict[str, list[int]] = {}  # checksums of this rank's copies, by name
-        # Of gradients: this rank's distance from float64, and one process's.
+        # The distance of gradients from float64: this rank's, and one process's.
         self.from_exact: list[float] = []
         self.own_from_exact: list[float] = []
         self.gradients_size = 0.0

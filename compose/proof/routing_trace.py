@@ -92,7 +92,7 @@ class Witness:
         """
         result = {}
         for name, calls in self.calls.items():
-            # Backward recorded them, in an order of its own.
+            # Backward recorded the calls, in its own order.
             calls.sort(key=lambda call: call[0])
             result[name] = _choices(ids[name], [call for _, call in calls])
         self.calls = {}

@@ -174,7 +174,7 @@ def prove_both(
     reports = []
     for kind in [sides.logic, arithmetic] if arithmetic.reduced else [arithmetic]:
         composition = sides.compose(kind)
-        # Only the run in the types asked for is allowed what the caller says.
+        # The caller's tolerance is for the run in the asked types only.
         how = trial if kind is arithmetic else replace(trial, tolerance=None)
         label = f"{kind} " if arithmetic.reduced and kind is sides.logic else ""
         reports.append(compare(model, composition, batches, Run(kind, sides, label), how))
@@ -393,7 +393,7 @@ def _on_first_rank(work: Callable[[], None] | None) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor (a collective), or the tensor itself, as a detached copy."""
-    if isinstance(tensor, DTensor):  # whose part may be in host memory, where no collective reaches
+    if isinstance(tensor, DTensor):  # its part may be in host memory, where collectives do not work
         tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
     return tensor.detach().clone()
 

@@ -141,7 +141,7 @@ class Watch:
                         self.report(self.store, *found)
                         self.end()
                         return
-        except RuntimeError:  # the store has ended: what waits for its ranks will hear of it
+        except RuntimeError:  # the store has ended, and whatever waits for other ranks will fail
             self.answered = float("inf")
 
     def _look(self) -> None:

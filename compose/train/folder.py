@@ -73,7 +73,7 @@ class RunFolder:
             file.close()
             return f"run.dir: {folder} is in use by another run ({holder})"
         except OSError:
-            return ""  # a file system without locks
+            return ""  # the file system has no locks
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         file.flush()

@@ -82,7 +82,8 @@ class StepMetrics:
     """One line of metrics.jsonl; docs/metrics.md defines each field."""
 
     step: int
-    loss: float | None  # null where it was not finite
+    loss: float | None
+    """null if it was not finite."""
     grad_norm: float | None
     lr: float
     tokens: int
@@ -90,15 +91,24 @@ class StepMetrics:
     tokens_per_second: float
     mfu: float | None
     memory: int
-    z_loss: float | None = None  # of the model's own logits
-    loss_scale: float | None = None  # that the step's loss was multiplied by, in float16
-    epochs: Mapping[str, float] = field(default_factory=dict)  # of each of several sets of data
-    validation_loss: float | None = None  # where it was measured
-    skipped: int = 0  # steps of this process that were not finite
-    routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
-    checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
-    recompiles: int | None = None  # graphs compiled, with torch.compile
-    offload: Mapping[str, float] = field(default_factory=dict)  # what left the device
+    z_loss: float | None = None
+    """The z-loss of the model's own logits."""
+    loss_scale: float | None = None
+    """The factor of the step's loss, in float16."""
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    """Epochs of each set of data, if there are several."""
+    validation_loss: float | None = None
+    """The loss on data.validation, if it was measured."""
+    skipped: int = 0
+    """Steps of this process that were not finite."""
+    routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What routers report, by router."""
+    checkpoint: Mapping[str, float] = field(default_factory=dict)
+    """What a save reports that has ended."""
+    recompiles: int | None = None
+    """The number of compiled graphs, with torch.compile."""
+    offload: Mapping[str, float] = field(default_factory=dict)
+    """What was moved off the device."""
 
     def console(self, steps: int, seconds_left: float) -> str:
         """Return the step as a line for a person, with the time left.
@@ -162,7 +172,7 @@ class MetricsWriter:
         self.size, self.waiting, self.problem = sum(map(len, kept)), b"", ""
         self.events: Any = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # half a second to import
+            from torch.utils.tensorboard import SummaryWriter  # its import takes half a second
 
             self.events = SummaryWriter(str(folder), purge_step=steps + 1 if steps else None)
 
@@ -195,7 +205,7 @@ class MetricsWriter:
                 for name, value in values.items():
                     if name != "step" and value is not None:
                         self.events.add_scalar(name, value, metrics.step)
-            except OSError as error:  # of its own thread, which then writes no more
+            except OSError as error:  # an error of TensorBoard's thread, which then writes no more
                 self.events = None
                 _say(f"TensorBoard's events cannot be written: {error.strerror}; training goes on")
 
@@ -250,7 +260,7 @@ def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
     for place, line in enumerate(lines):
         step = _step_of(line)
         if step is None:
-            strange += place + 1 < len(lines)  # the last was cut short
+            strange += place + 1 < len(lines)  # the last line may be cut short
         elif step <= steps:
             strange += step in kept
             kept.setdefault(step, line)

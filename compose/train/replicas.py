@@ -48,7 +48,7 @@ def differences(composition: Composition, optimizer: torch.optim.Optimizer | Non
                 if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
                     local = (name, local_tensor(tensor))
                     by_axis.setdefault((tensor.device_mesh, axis), []).append(local)
-        else:  # whole on every rank of a stage
+        else:  # it is whole on every rank of a stage
             for axis, axis_name in enumerate(AXES):
                 if axis_name != "pp" and mesh.size(axis) > 1:
                     by_axis.setdefault((mesh, axis), []).append((name, tensor))
@@ -96,7 +96,7 @@ def _tensors(
         if parameter.grad is not None:
             yield f"gradient of {name}", name, parameter.grad
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
-            if isinstance(value, Tensor) and key != "step":  # which may be on the host
+            if isinstance(value, Tensor) and key != "step":  # the step may be on the host
                 yield f"{key} of {name}", name, value
     persistent = composition.model.state_dict(keep_vars=True)
     for name, buffer in composition.model.named_buffers():

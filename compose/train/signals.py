@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 # Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
 _ASKS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-_ECHO = 2.0  # seconds within which a second signal is the same one, passed on by torchrun too
+_ECHO = 2.0  # seconds within which a second signal is the first one, passed on by torchrun
 
 
 class Signals:

@@ -144,7 +144,7 @@ def _run(
         loss.expect(targets)
         value = loss(model(**part), targets)
         value.backward()
-        total = total + value.detach()  # which may be wider than float32
+        total = total + value.detach()  # the loss may be wider than float32
     return total
 
 

@@ -217,7 +217,7 @@ class Trainer:
             before.scale and before.scale.after(finite),
         )
         z_loss = self.loss.mean_square(self.mesh) if train.z_loss else None
-        if self.device.type == "cuda":  # which may still be at the optimizer's step
+        if self.device.type == "cuda":  # it may still compute the optimizer's step
             torch.cuda.synchronize(self.device)
         rate = self.step_tokens / (time.perf_counter() - start)
         report = self.checkpointer.finished()

@@ -184,7 +184,7 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
     third = values.get("model_type") != "deepseek_v2"
     theta, rule = rope(values, "yarn")
     sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
-    # A null means that there are none. If the key is absent, transformers has a default above none.
+    # A null means none. If the key is absent, transformers uses its own default.
     counts = {
         ours: size(values, theirs) if values.get(theirs, 0) is not None else 0
         for ours, theirs in _FIELDS.items()

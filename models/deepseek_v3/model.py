@@ -121,7 +121,7 @@ class DeepSeekV3Config(MoEConfig):
         return layer < self.n_dense_layers or not self.n_experts
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
         k_dim = self.nope_dim + self.rope_dim
         attention = self.dim * (self.kv_rank + self.rope_dim)
         attention += self.kv_rank * self.n_heads * (self.nope_dim + self.v_dim)
@@ -139,7 +139,7 @@ class DeepSeekV3Config(MoEConfig):
         return 3 * 2 * (weights + scores)
 
 
-# Published shapes. The first is DeepSeek-V2-Lite; V3 has the same value for each default that it keeps.
+# Published shapes. The first is DeepSeek-V2-Lite. Where it keeps a default, V3 has the same value.
 PRESETS = {
     "debug": DeepSeekV3Config(),
     "16b": DeepSeekV3Config(

@@ -135,7 +135,8 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(n, device="cpu"))
         # The share of each expert in the last step's batch.
         self.register_buffer("load", torch.full((n,), 1 / n, device="cpu"))
-        # Rows per expert; then rows dropped, and the sums over tokens of balancing loss and z-loss.
+        # It holds the rows of each expert, then the dropped rows, then the sums over tokens of the
+        # balancing loss and the z-loss.
         tally = torch.zeros(n + 3, dtype=torch.float64, device="cpu")
         self.register_buffer("tally", tally, persistent=False)
         self.last: dict[str, Tensor] = {}
@@ -162,7 +163,7 @@ class Router(nn.Module):
         weights_BLK = weights_BLK * c.route_scale
 
         real_BL = torch.ones_like(x_BLD[..., 0], dtype=torch.bool) if real_BL is None else real_BL
-        # A row of experts_BLK for padding names none of them.
+        # A row for padding gets no expert: its number is n_experts.
         chosen_BLK = torch.where(real_BL[..., None], experts_BLK, c.n_experts)
         everyone_BSK: Tensor | None = None
         kept_BLK: Tensor | None = None

@@ -103,7 +103,7 @@ def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
     sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
     theta, rule = rope(values, "llama3")
     scaling = {ours: rule[theirs] for ours, theirs in _RULE.items() if rule}
-    if scaling.get("rope_scaling") == 1:  # a factor of 1 stretches nothing, from no length on
+    if scaling.get("rope_scaling") == 1:  # a factor of 1 stretches nothing, whatever the length
         scaling = {}
     config = known.build(
         LlamaConfig,

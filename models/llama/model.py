@@ -73,7 +73,7 @@ class LlamaConfig:
         return self.dim // self.n_heads
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
         attention = self.dim * (2 * self.dim + 2 * self.n_kv_heads * self.head_dim)
         weights = self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
         weights += self.vocab_size * self.dim

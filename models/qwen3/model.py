@@ -59,7 +59,7 @@ class Qwen3Config(MoEConfig):
             raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
         hidden, router = self.hidden_dim, 0
         if self.n_experts:  # only the experts that a token activates count
