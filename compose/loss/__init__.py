@@ -1,5 +1,7 @@
-"""From logits to a loss: whole, in chunks of tokens, sharded over the vocabulary. Exports the
-cross-entropy as a function and as one with options."""
+"""This room answers how logits become a loss: whole, in chunks of tokens, or sharded by vocabulary.
+
+It exports the cross-entropy as a function, and as an object with options.
+"""
 
 from typing import TYPE_CHECKING
 

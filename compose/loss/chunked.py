@@ -1,8 +1,8 @@
 """Cross-entropy fused with the projection onto the vocabulary, a chunk of tokens at a time.
 
 The logits (T, V) of T tokens exist for one chunk only, in forward and in backward. A chunk's gradients
-follow from its logits at once, so forward finds them too, and backward only scales them: no product is
-computed twice. With C tokens in a chunk and V here the rows of the vocabulary that this rank holds:
+follow from its logits at once. So forward computes them too, and backward only scales them: no product
+is computed twice. With C tokens in a chunk, and V here the rows of the vocabulary that this rank holds:
 
     lives for a chunk        C V logits, and as many in float32
     lives until backward     T D of the hidden states' gradient, V D of the weight's in float32
@@ -25,19 +25,25 @@ from compose.errors import ConfigError
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """``cross_entropy(hidden @ weight.T, targets)``, and the sum of (log Z)^2 over targets; scalars.
+    """Return ``cross_entropy(hidden @ weight.T, targets)``, and the sum of (log Z)^2 over targets.
 
-    hidden: (..., D). weight: (V, D), of the same type; as a DTensor on one axis it is whole or sharded
-    over V, and hidden then whole on every rank, a DTensor or not. targets: (...), int64; IGNORE counts
-    for nothing. chunk: tokens at a time. Both results are float32 (float64 of float64), local, and the
-    same on every rank of the axis.
+    The gradient is that of the first result plus ``z_loss`` times the second: the z-loss of Chowdhery
+    et al. 2022, arXiv:2204.02311, section 5. The weight's gradient is a sum over chunks in float32;
+    each chunk's part is rounded to the weight's type. The hidden states' gradient is rounded once more
+    than with whole logits. A target that is no row of the vocabulary makes the loss infinite.
 
-    The gradient is that of the first plus ``z_loss`` times the second, the z-loss of Chowdhery et al.
-    2022, arXiv:2204.02311, section 5. The weight's is summed over chunks, each rounded to its
-    type, in float32; that of the hidden states is rounded once more than with whole logits.
+    Args:
+        hidden: (..., D). If the weight is a DTensor, it is whole on every rank, a DTensor or not.
+        weight: (V, D), of the same type. A DTensor on one axis is whole or sharded over V.
+        targets: (...), int64; IGNORE counts for nothing.
+        chunk: Tokens at a time.
+        z_loss: Weight of the z-loss.
 
-    A target that is no row of the vocabulary makes the loss infinite. Raises ValueError where targets
-    are not one for each token.
+    Returns:
+        Two local scalars, float32 (float64 for float64), the same on every rank of the axis.
+
+    Raises:
+        ValueError: There is not one target for each token.
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden {list(hidden.shape)} is not for targets {list(targets.shape)}")
@@ -46,7 +52,7 @@ def chunked_cross_entropy(
         rows = _Rows.of(weight)
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
-        # Each rank finds what its own rows add to the gradient.
+        # Each rank computes what its own rows add to the gradient.
         grad = Partial() if rows.group else Replicate()
         hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[grad])
         weight = weight.to_local()
@@ -62,8 +68,8 @@ def chunked_cross_entropy(
             with_gradients and hidden.requires_grad,
             with_gradients and weight.requires_grad,
         )
-    # Where a pipeline halves backward, what joins the two paths must be an operation of PyTorch's own:
-    # torch 2.11 cannot begin at another (torch/autograd/graph.py, _input_metadata).
+    # If a pipeline splits backward in two, PyTorch's own operation has to join the two paths: torch
+    # 2.11 cannot begin at another one (torch/autograd/graph.py, _input_metadata).
     for tensor, gradient in ((hidden, d_hidden), (weight, d_weight)):
         if gradient is not None:
             loss = loss + cast(Tensor, _Known.apply(tensor, gradient.view_as(tensor)))
@@ -71,7 +77,10 @@ def chunked_cross_entropy(
 
 
 def log_z(logits: Tensor) -> Tensor:
-    """Of logits (..., V), local or a DTensor sharded over V on one axis: log sum exp, (...), local."""
+    """Return log sum exp (...) of logits (..., V), local or a DTensor sharded over V on one axis.
+
+    The result is local.
+    """
     if not isinstance(logits, DTensor):
         return logits.logsumexp(-1)
     (placement,) = logits.placements
@@ -82,13 +91,14 @@ def log_z(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of the vocabulary that are here. group: of the ranks that have the others, or None."""
+    """The rows of the vocabulary that this rank holds; ``group`` holds the others, if there are any."""
 
     start: int = 0
     group: dist.ProcessGroup | None = None
 
     @staticmethod
     def of(weight: DTensor) -> "_Rows":
+        """Return the rows of a weight."""
         mesh = weight.device_mesh
         if weight.placements == (Replicate(),):
             return _Rows()
@@ -100,7 +110,7 @@ class _Rows:
         return _Rows(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), mesh.get_group())
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """(ranks, ...): every rank's."""
+        """Return every rank's tensor, (ranks, ...)."""
         if self.group is None:
             return tensor[None]
         parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
@@ -109,7 +119,7 @@ class _Rows:
 
 
 class _Known(torch.autograd.Function):
-    """Zero, in float32 or wider, whose gradient with respect to a tensor is known."""
+    """A zero, in float32 or wider, whose gradient with respect to a tensor is known."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
@@ -119,8 +129,8 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Not in place: backward may come twice. Rounded when it is scaled: before, it may be more than
-        # float16 holds.
+        # The product is not made in place, since backward may come twice. It is rounded only after it
+        # is scaled: before, it may be more than float16 holds.
         (gradient,) = ctx.saved_tensors
         scaled = torch.empty_like(gradient, dtype=ctx.dtype)
         return torch.mul(gradient, grads[0], out=scaled), None
@@ -136,7 +146,7 @@ def _in_chunks(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """For hidden (T, D) and targets (T,): loss, sum of squares, and the gradients asked for."""
+    """Return loss, sum of squares and the gradients asked for, of hidden (T, D) and targets (T,)."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     d_hidden = torch.empty_like(hidden) if of_hidden else None
     d_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
@@ -158,8 +168,8 @@ def _one_chunk(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's loss and log Z, (C,); fills ``d_hidden`` and adds to ``d_weight``, where given."""
-    # Nothing of a chunk's size outlives this function, or the next chunk would stand beside it.
+    """Return each token's loss and log Z, (C,); fill ``d_hidden`` and add to ``d_weight``, if given."""
+    # No tensor of a chunk's size may outlive this function, or it would stay beside the next chunk's.
     logits = (hidden @ weight.T).to(torch.promote_types(weight.dtype, torch.float32))
     losses, log_zs = _differentiate(logits, targets, z_loss, rows)
     d_logits = logits.to(hidden.dtype)
@@ -173,17 +183,18 @@ def _one_chunk(
 def _differentiate(
     logits: Tensor, targets: Tensor, z_loss: float, rows: _Rows
 ) -> tuple[Tensor, Tensor]:
-    """Each token's loss and log Z, (C,), zero at IGNORE; logits (C, V here) become the gradient."""
+    """Return each token's loss and log Z, (C,), 0 at IGNORE; turn logits (C, V) into their gradient."""
     at = (targets - rows.start)[:, None]
     here = (at >= 0) & (at < logits.shape[1])
     at = at.clamp(0, logits.shape[1] - 1)
-    # What no rank has stays -inf.
+    # A target that no rank has stays -inf.
     target = logits.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
     top = logits.amax(1)
     total = logits.sub_(top[:, None]).exp_().sum(1)
     parts = rows.gathered(torch.stack([top + total.log(), target]))
     log_zs, target = parts[:, 0].logsumexp(0), parts[:, 1].amax(0)
-    # d/dlogits of log Z - target + z_loss (log Z)^2; IGNORE is no row, and needs no more than a zero.
+    # d/dlogits of log Z - target + z_loss (log Z)^2. IGNORE is no row of the vocabulary, so its
+    # gradient only needs to be set to zero.
     ignored = targets == IGNORE
     factor = (top - log_zs).exp() * (1 + 2 * z_loss * log_zs)
     logits.mul_(factor.masked_fill(ignored, 0.0)[:, None])
@@ -192,7 +203,7 @@ def _differentiate(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, in the type of ``total``, which may be wider."""
+    """Compute ``total += a @ b`` in the type of ``total``, which may be wider."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

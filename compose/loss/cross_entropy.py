@@ -12,20 +12,28 @@ from compose.base.batch import IGNORE
 from compose.errors import ConfigError
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Of a model's output and its targets: a sum over targets, a scalar."""
+"""Takes a model's output and its targets, and returns a sum over targets, a scalar."""
 
 
 def logits_of(output: Any) -> Any:
-    """``output`` of a model, or what it calls its logits, as models of transformers do."""
+    """Return ``output`` of a model, or its ``logits``, as models of transformers name them."""
     return output if isinstance(output, Tensor) else getattr(output, "logits", output)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum over targets other than IGNORE of -log softmax(logits)[target], in nats; a scalar.
+    """Return the sum of -log softmax(logits)[target] over targets other than IGNORE, in nats.
 
-    logits: (B, L, V), of any float type, local or a DTensor sharded over V (then call it, and its
-    backward, under ``torch.distributed.tensor.parallel.loss_parallel``). targets: (B, L), int64.
-    An object that holds them as ``.logits`` will do. Raises ConfigError for anything else.
+    Args:
+        logits: (B, L, V), of any float type; or an object that holds them as ``.logits``. They are
+            local or a DTensor sharded over V; then call the function and its backward under
+            ``torch.distributed.tensor.parallel.loss_parallel``.
+        targets: (B, L), int64.
+
+    Returns:
+        The sum, a scalar.
+
+    Raises:
+        ConfigError: ``logits`` is something else.
     """
     logits = logits_of(logits)
     if not isinstance(logits, Tensor):
@@ -39,10 +47,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """``tensor`` in float32, or as it is where its type is wider."""
+    """Return ``tensor`` in float32, or as it is if its type is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """How many targets are trained on; a scalar, int64."""
+    """Return how many targets are trained on; a scalar, int64."""
     return torch.count_nonzero(targets != IGNORE)

@@ -1,4 +1,4 @@
-"""Where a model ends and its loss begins: logits that are handed on, or never made."""
+"""The end of a model and the beginning of its loss: logits are handed on, or never made."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +24,14 @@ from compose.parallel.mesh import BATCH_AXES, sum_over
 class CrossEntropy:
     """``cross_entropy`` as a LossFunction with options.
 
-    chunk: tokens whose logits exist at a time; 0: all. If not, ``forward_backward`` has the projection
-    that Plan.output names return the loss, by :meth:`of_hidden`. Called, it takes whole logits even so.
-    z_loss: weight of (log Z)^2, added to each target's loss (Chowdhery et al. 2022, arXiv:2204.02311).
-    The gradient is of both; the value is the cross-entropy alone, and :meth:`mean_square` tells the
-    other.
+    With ``chunk``, ``forward_backward`` lets the projection that Plan.output names return the loss, by
+    :meth:`of_hidden`. A direct call takes whole logits in any case. The gradient is that of both
+    losses. The value is the cross-entropy alone, and :meth:`mean_square` returns the other.
+
+    Args:
+        chunk: Tokens whose logits exist at a time; 0: all.
+        z_loss: Weight of (log Z)^2, added to each target's loss (Chowdhery et al. 2022,
+            arXiv:2204.02311).
     """
 
     def __init__(self, chunk: int = 0, z_loss: float = 0.0) -> None:
@@ -36,6 +39,15 @@ class CrossEntropy:
         self.tally: Tensor | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of whole logits.
+
+        Args:
+            logits: (B, L, V).
+            targets: (B, L), int64.
+
+        Returns:
+            The sum over targets, a scalar.
+        """
         loss = cross_entropy(logits, targets)
         if not self.z_loss:
             return loss
@@ -50,19 +62,30 @@ class CrossEntropy:
         return loss + (z - z.detach())
 
     def of_hidden(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """The same of logits ``hidden @ weight.T``: hidden (B, L, D), weight (V, D), targets (B, L)."""
+        """Return the same loss of the logits ``hidden @ weight.T``.
+
+        Args:
+            hidden: (B, L, D).
+            weight: (V, D).
+            targets: (B, L), int64.
+
+        Returns:
+            The sum over targets, a scalar.
+        """
         loss, squares = chunked_cross_entropy(hidden, weight, targets, self.chunk, self.z_loss)
         self._count(squares, targets)
         return loss
 
     def _count(self, squares: Tensor, targets: Tensor) -> None:
-        if self.z_loss and torch.is_grad_enabled():  # nothing in evaluation, as a router does
+        if self.z_loss and torch.is_grad_enabled():  # like a router, it counts nothing in evaluation
             found = torch.stack([squares.detach(), count_targets(targets)]).double()
             self.tally = found if self.tally is None else self.tally + found
 
     def mean_square(self, mesh: DeviceMesh) -> float:
-        """Of log Z, over all ranks' targets of forwards with gradients since this was last asked; a
-        collective."""
+        """Return the mean of (log Z)^2 over all ranks' targets since the last call; a collective.
+
+        Only forwards with gradients count.
+        """
         found = self.tally
         if found is None:
             found = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
@@ -72,11 +95,11 @@ class CrossEntropy:
 
 
 class Output:
-    """The projection onto the vocabulary, which returns a loss in place of logits while it is asked to.
+    """The projection onto the vocabulary, which can return a loss in place of logits.
 
-    The loss is found inside the module's own forward, where a style has laid out its input and FSDP has
-    gathered its weight. It comes out as (1, 1, 1): as many dims as logits, so that the layouts that a
-    style gives its output hold for it too.
+    The loss is computed inside the module's own forward, where a style has laid out its input and FSDP
+    has gathered its weight. It is returned as (1, 1, 1). These are as many dims as logits have, so the
+    layouts that a style gives the output are valid for it too.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -97,19 +120,30 @@ class Output:
 
 
 class StepLoss:
-    """The loss of an optimizer step, micro-batch by micro-batch: a sum over targets, divided by
-    ``count``, their number in the step. Told the targets before a forward, then called with its output.
+    """The loss of an optimizer step, micro-batch by micro-batch.
+
+    It is a sum over targets, divided by ``count``, their number in the step. Call :meth:`expect` before
+    a micro-batch's forward, and the object with its output.
     """
 
     def __init__(self, function: LossFunction, count: Tensor, output: Output | None) -> None:
         self.function, self.count, self.output = function, count, output
 
     def expect(self, targets: Tensor) -> None:
-        """Before the forward of a micro-batch with these targets."""
+        """Note the targets of the next micro-batch, before its forward."""
         if self.output:
             self.output.targets = targets
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a micro-batch.
+
+        Args:
+            output: The model's output.
+            targets: (B, L), int64.
+
+        Returns:
+            The loss, a scalar.
+        """
         if self.output is None:
             return self.function(output, targets) / self.count
         whole = output.full_tensor() if isinstance(output, DTensor) else output
@@ -118,9 +152,18 @@ class StepLoss:
 
 @contextmanager
 def step_loss(function: LossFunction, count: Tensor, output: Output | None) -> Iterator[StepLoss]:
-    """``function`` for one step; where it asks for it, ``output`` gives the loss in the meantime.
+    """Yield the loss for one step; ``output`` returns losses meanwhile if the function asks for it.
 
-    Raises ConfigError where it does and there is no ``output``.
+    Args:
+        function: The loss function.
+        count: The number of targets in the step.
+        output: The model's projection, if Plan.output names one.
+
+    Yields:
+        The loss of each micro-batch.
+
+    Raises:
+        ConfigError: The function asks for the projection, and there is none.
     """
     if not (isinstance(function, CrossEntropy) and function.chunk):
         yield StepLoss(function, count, None)

@@ -1,5 +1,7 @@
-"""What of a forward is kept for backward: recomputed, or moved to host memory. Exports the table
-[activation_checkpoint] and what applies it."""
+"""This room answers what of a forward is kept for backward: recomputed, or moved to host memory.
+
+It exports the table [activation_checkpoint] and the functions that apply it.
+"""
 
 from typing import TYPE_CHECKING
 

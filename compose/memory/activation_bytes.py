@@ -1,4 +1,4 @@
-"""What each unit of a model would keep for backward, counted as the model runs on meta tensors."""
+"""The bytes that each unit of a model would keep for backward, counted on meta tensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,31 +20,39 @@ _MATMULS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "ba
 
 @dataclass(frozen=True)
 class Level:
-    """One way to treat a unit. keep: groups of operators; None is everything. bytes: kept besides the
-    input. flops: of what need not be computed again."""
+    """One way to treat a unit."""
 
     keep: tuple[str, ...] | None
+    """Groups of operators whose results are kept; None is everything."""
     bytes: int
+    """Bytes that are kept besides the input."""
     flops: float
+    """FLOPs that need not be computed again."""
 
 
 @dataclass
 class UnitCost:
-    """Of one sample's forward through a unit. input: bytes of what it is given that has a gradient.
-    made: bytes of the tensors that autograd saves, without the input and weights. bytes, flops: of what
-    operators return, by group."""
+    """The cost of one sample's forward through a unit."""
 
     input: int = 0
+    """Bytes of its inputs that have a gradient."""
     made: int = 0
+    """Bytes of the tensors that autograd saves, without the input and weights."""
     bytes: dict[str, int] = field(default_factory=lambda: {"attention": 0, "matmul": 0})
+    """Bytes of what operators return, by group."""
     flops: dict[str, float] = field(default_factory=lambda: {"attention": 0.0, "matmul": 0.0})
+    """FLOPs of operators, by group."""
 
     @property
     def everything(self) -> int:
+        """Bytes of the input and of all that autograd saves."""
         return self.input + self.made
 
     def levels(self) -> list[Level]:
-        """From keeping the input alone to keeping everything; what costs more than that is left out."""
+        """Return the levels from keeping the input alone to keeping everything.
+
+        A level that keeps more bytes than everything is left out.
+        """
         sets = [(), ("attention",), ("matmul",), ("matmul", "attention")]
         some = [
             Level(keep, sum(self.bytes[g] for g in keep), sum(self.flops[g] for g in keep))
@@ -55,10 +63,20 @@ class UnitCost:
 
 
 def unit_costs(model: nn.Module, units: Sequence[str], seq_len: int) -> dict[str, UnitCost]:
-    """What one sample of ``seq_len`` tokens costs in each of ``units``, on one device.
+    """Count what one sample costs in each unit, on one device.
 
     Attention counts as the flash kernels do it: they save q, k, v, their output and its log-sum-exp.
-    The model's first argument must be token ids (B, L).
+
+    Args:
+        model: The whole model; its first argument must be token ids (B, L).
+        units: Names of the units.
+        seq_len: Tokens of the sample.
+
+    Returns:
+        The costs by unit.
+
+    Raises:
+        ConfigError: The model does not run on meta tensors.
     """
     costs = {name: UnitCost() for name in units}
     tensors = {
@@ -90,11 +108,12 @@ class _Counter:
     """Adds what is saved and computed to the cost of the unit that is running."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
-        # Storages are told apart by address, so those seen are held on to.
+        # Storages are told apart by address, so those seen must stay alive.
         self.seen = {storage._cdata: storage for storage in (t.untyped_storage() for t in given)}
         self.unit: UnitCost | None = None
 
     def enter(self, cost: UnitCost, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Begin to count for a unit."""
         self.unit = cost
         for value in arguments:
             if isinstance(value, Tensor):
@@ -102,15 +121,18 @@ class _Counter:
                 cost.input += new or value.nbytes if value.requires_grad else 0
 
     def leave(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        """End to count for a unit."""
         self.unit = None
 
     @contextmanager
     def counting(self) -> Iterator[None]:
+        """Count the tensors that autograd saves in this context."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor)
         with hooks, _Products(self.computed), _Attention(self.computed):
             yield
 
     def computed(self, group: str, size: int, flops: float) -> None:
+        """Add an operator's result and FLOPs to the unit that is running."""
         if self.unit:
             self.unit.bytes[group] += size
             self.unit.flops[group] += flops
@@ -147,7 +169,7 @@ class _Products(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """On meta tensors PyTorch would take attention apart, into products with scores (L, L)."""
+    """Replaces attention: on meta tensors PyTorch would compute it by products with scores (L, L)."""
 
     def __init__(self, computed: _Computed) -> None:
         super().__init__()
@@ -166,7 +188,10 @@ class _Attention(TorchFunctionMode):
 
 
 class _Flash(torch.autograd.Function):
-    """The shapes of a flash kernel: (B, H, L, K) and (B, H, L); q (B, H, L, K), v (B, G, L, K)."""
+    """The output shapes of a flash kernel: (B, H, L, K) and (B, H, L).
+
+    q is (B, H, L, K), and v is (B, G, L, K).
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
 """Activation checkpointing: what of a unit's forward is kept for backward, and what is computed again.
 
-    full       of each unit its input alone (Chen et al. 2016, arXiv:1604.06174)
-    every_k    the same, of every k-th unit; the others keep everything
-    selective  the input, and what chosen operators returned: with products and attention kept, only
-               cheap operations run again (after Korthikanti et al. 2022, arXiv:2205.05198, section 5)
-    budget     for each unit one of the above, or everything: as much as a share of all bytes allows
+    full       keeps each unit's input alone (Chen et al. 2016, arXiv:1604.06174)
+    every_k    does the same for every k-th unit; the others keep everything
+    selective  keeps the input and the results of chosen operators: with products and attention kept,
+               only cheap operations run again (after Korthikanti et al. 2022, arXiv:2205.05198,
+               section 5)
+    budget     uses one of the above for each unit, or keeps everything: as much as a share of all
+               bytes allows
 
 Values are the same in each: what runs again runs the same kernels on the same inputs.
 """
@@ -31,7 +33,7 @@ from compose.memory.activation_bytes import UnitCost, unit_costs
 
 Operators = frozenset[torch._ops.OpOverload]
 
-# Operators of aten by the name that a group of them has in ``keep``.
+# Operators of aten by the name of their group in ``keep``.
 GROUPS: dict[str, tuple[str, ...]] = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),
     "attention": (
@@ -46,6 +48,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
+    """The table [activation_checkpoint]."""
+
     mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
     """What backward computes again: full: all but each unit's input; every_k: the same of every k-th
     unit; selective: all but the input and what keep names; budget: what does not fit in it."""
@@ -64,9 +68,9 @@ Recompute = ActivationCheckpoint
 
 
 def operators(names: Iterable[str]) -> Operators:
-    """The operators that ``names`` (``matmul``, ``attention``, ``mm``, ``aten.mm``) stand for.
+    """Return the operators that ``names`` (``matmul``, ``attention``, ``mm``, ``aten.mm``) stand for.
 
-    Raises ConfigError where there is no such.
+    Raises ConfigError if a name stands for none.
     """
     found = set[torch._ops.OpOverload]()
     for name in names:
@@ -86,10 +90,21 @@ def operators(names: Iterable[str]) -> Operators:
 def recomputed_units(
     model: nn.Module, units: Sequence[str], options: ActivationCheckpoint, seq_len: int
 ) -> dict[str, Operators]:
-    """The units to recompute, by name; of each the operators whose results are kept.
+    """Return the units to recompute, and for each the operators whose results are kept.
 
-    The same on every rank, since it looks at the whole ``model`` alone, whose ``units`` are given in
-    the order they run. Raises ConfigError where ``options`` say what there is not.
+    The result is the same on every rank, since it depends on the whole model alone.
+
+    Args:
+        model: The whole model.
+        units: Names of the units, in the order they run.
+        options: The table [activation_checkpoint].
+        seq_len: Tokens of a sample.
+
+    Returns:
+        Operators by unit.
+
+    Raises:
+        ConfigError: ``options`` name an unknown operator, or the bytes cannot be counted.
     """
     if options.mode == "full":
         return dict.fromkeys(units, frozenset())
@@ -104,11 +119,17 @@ def recomputed_units(
 
 
 def within(costs: Mapping[str, UnitCost], budget: float) -> dict[str, tuple[str, ...] | None]:
-    """Of each unit the groups of operators to keep, or None for everything, so that no more than
-    ``budget`` of all bytes are kept; nowhere less than the input, whatever ``budget`` says.
+    """Choose for each unit which results to keep, so that a share of all bytes is not exceeded.
 
-    Step by step the change is made that spares the most FLOPs of recomputation for each byte it keeps,
-    and among equal ones the first unit's.
+    At least the input is kept, whatever ``budget`` says. In each step the choice changes for the unit
+    that saves the most FLOPs of recomputation for each byte kept; among equal ones, for the first.
+
+    Args:
+        costs: The cost of each unit.
+        budget: The share of all bytes that may be kept.
+
+    Returns:
+        Groups of operators to keep by unit; None is everything.
     """
     levels = {name: cost.levels() for name, cost in costs.items()}
     chosen = dict.fromkeys(costs, 0)
@@ -131,18 +152,23 @@ def within(costs: Mapping[str, UnitCost], budget: float) -> dict[str, tuple[str,
 
 
 def apply_activation_checkpointing(model: nn.Module, units: Mapping[str, Operators]) -> None:
-    """Recompute ``units`` of ``model`` in backward, but for what their operators returned."""
+    """Recompute units of a model in backward, except the kept results.
+
+    Args:
+        model: The model.
+        units: For each unit, the operators whose results are kept.
+    """
     for name, kept in units.items():
         module = model.get_submodule(name)
         options: dict[str, Any] = {"use_reentrant": False}
         if kept:
             options["context_fn"] = partial(_contexts, kept)
-        # Around forward only, so that hooks and names stay where they are.
+        # Only forward is wrapped, so that hooks and names stay where they are.
         module.forward = _recomputing(module.forward, options)
 
 
 def _recomputing(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    # A function and no partial: torch.compile does not look into one of checkpoint, its own.
+    # A function, since torch.compile does not look into a partial of checkpoint, its own function.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)
 
@@ -150,9 +176,9 @@ def _recomputing(forward: Callable[..., Any], options: Mapping[str, Any]) -> Cal
 
 
 def _contexts(kept: Operators) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Of the forward pass, which keeps, and of its repetition, which finds."""
+    """Return the context of the forward pass, which keeps, and of its repetition, which looks up."""
     keeping, finding = create_selective_checkpoint_contexts(partial(_policy, kept))
-    if torch.compiler.is_compiling():  # the compiler asks of every operator whether it is kept
+    if torch.compiler.is_compiling():  # the compiler asks for every operator whether it is kept
         return keeping, finding
     bypass_saved_tensors_hooks(keeping)
     return _Only(kept, keeping), _Only(kept, finding)
@@ -165,8 +191,11 @@ def _policy(
 
 
 class _Only(TorchDispatchMode):
-    """Shows ``mode`` the operators that are kept and no other: it would want to see each again, and
-    FSDP, which gathers a unit within this one, does not do the same in both passes."""
+    """Shows ``mode`` the operators that are kept, and no other.
+
+    ``mode`` expects to see each operator again. But FSDP gathers a unit within this one, and does not
+    run the same operators in both passes.
+    """
 
     def __init__(self, kept: Operators, mode: TorchDispatchMode) -> None:
         super().__init__()

@@ -1,12 +1,13 @@
-"""Activations in host memory between forward and backward, by the hooks that autograd has for it.
+"""Activations in host memory between forward and backward, by autograd's hooks for saved tensors.
 
-What a unit (a layer, say) saves for backward is copied out while the next unit is computed, and comes
-back while the unit after it is in backward. On a GPU each way has a stream of its own, and host memory
-is pinned; on a CPU copies are made at once, and only prove that the right ones come back.
+What a unit (a layer, say) saves for backward is copied out while the next unit is computed. It is
+copied back while the unit after it is in backward. On a GPU each direction has a stream of its own, and
+host memory is pinned. On a CPU copies are made at once, and only prove that the right ones come back.
 
-A GPU computes faster than it copies, so it has to wait, or all units would be on it at once: a unit's
-forward begins when what the last but one saved is out, and copies back begin with the backward of the
-unit after. All memory is of the computing stream, which frees and takes it in its own order.
+A GPU computes faster than it copies. So it has to wait, or the activations of all units would be on it
+at once: a unit's forward begins when the activations of the last unit but one are out. Copies back
+begin with the backward of the unit after. All memory belongs to the computing stream, which frees and
+takes it in its own order.
 """
 
 import time
@@ -22,27 +23,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-LEAST = 2**16  # bytes; smaller tensors stay where they are, as a copy takes longer to begin than to do
+LEAST = 2**16  # bytes; smaller tensors stay, as their copy takes longer to begin than to run
 
 
 class ActivationOffload:
-    """Of one model: which unit ran when, the streams, and what was moved since this was asked last."""
+    """The offload of one model: its units in order, the streams, and what moved since last asked."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
         self.last: weakref.ref[_Unit] | None = None
         self.streams: list[Any] = []
         self.bytes, self.seconds = 0, 0.0
-        self.events: list[tuple[Any, Any]] = []  # before and after each wait of a GPU
-        # Of the last units: what is being copied out, and the events after which it is.
+        self.events: list[tuple[Any, Any]] = []  # recorded before and after each wait of a GPU
+        # For each of the last units, the tensors being copied out, with the events that end the copies.
         self.leaving: deque[list[tuple[Tensor, Any]]] = deque()
 
     def wrap(self, module: nn.Module) -> None:
-        """Have ``module`` save for backward in host memory; forward of it is replaced."""
+        """Replace the forward of ``module`` by one that saves for backward in host memory."""
         module.forward = partial(self._forward, weakref.ref(module), module.forward)
 
     def metrics(self) -> dict[str, float]:
-        """As metrics.jsonl has it, since the last call. Waits for the GPU, if there is one."""
+        """Return what metrics.jsonl reports since the last call; waits for the GPU, if there is one."""
         if self.events:
             torch.cuda.current_stream().synchronize()
         waited = self.seconds + sum(begun.elapsed_time(ended) for begun, ended in self.events) / 1000
@@ -65,7 +66,7 @@ class ActivationOffload:
         return output
 
     def out_of(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """A copy in host memory, and the event after which it is there."""
+        """Return a copy of ``tensor`` in host memory, and the event after which it is complete."""
         self.bytes += tensor.nbytes
         if tensor.device.type != "cuda":
             begun = time.perf_counter()
@@ -84,14 +85,23 @@ class ActivationOffload:
         return copy, stored
 
     def let_go(self, but: int = 0) -> None:
-        """Have the device wait for copies of what units saved, all ``but`` the last, and free it."""
+        """Let the device wait for copies of all units ``but`` the last, and free what was copied."""
         while len(self.leaving) > but:
             unit = self.leaving.popleft()
-            if unit:  # one stream copies in order
+            if unit:  # one stream copies in order, so the last event is enough
                 self._wait(*unit[-1])
 
     def back(self, host: Tensor, stored: Any, device: torch.device) -> tuple[Tensor, Any]:
-        """A copy on the device, and the event after which it is there."""
+        """Copy a tensor back to the device.
+
+        Args:
+            host: The copy in host memory.
+            stored: The event after which that is complete.
+            device: The device.
+
+        Returns:
+            The copy on the device, and the event after which it is complete.
+        """
         self.bytes += host.nbytes
         if device.type != "cuda":
             begun = time.perf_counter()
@@ -100,15 +110,20 @@ class ActivationOffload:
             return copy, None
         into = self.streams[1]
         copy = torch.empty_like(host, device=device)
-        into.wait_stream(torch.cuda.current_stream(device))  # whatever had this memory before
+        into.wait_stream(torch.cuda.current_stream(device))  # the memory's former user may still run
         into.wait_event(stored)
         with torch.cuda.stream(into):
             copy.copy_(host, non_blocking=True)
-        copy.record_stream(into)  # backward may never ask for it
+        copy.record_stream(into)  # backward may never use it
         return copy, into.record_event()
 
     def wait(self, copy: Tensor, there: Any) -> None:
-        """Have the device's own stream wait until ``copy`` is there."""
+        """Let the device's computing stream wait for a copy.
+
+        Args:
+            copy: The copy on the device.
+            there: The event after which it is complete.
+        """
         self.let_go()
         if there is not None:
             self._wait(copy, there)
@@ -136,6 +151,7 @@ class _Kept:
             self.left = self.uses
 
     def use(self) -> Tensor:
+        """Return the tensor on the device, once it is complete."""
         self.fetch()
         assert self.here is not None
         copy, there = self.here
@@ -147,7 +163,7 @@ class _Kept:
 
 
 class _Unit:
-    """One forward of a unit, and what it saved; ``before``: of the one before it."""
+    """One forward of a unit, and what it saved; ``before`` is the unit that ran before it."""
 
     def __init__(
         self,
@@ -158,20 +174,20 @@ class _Unit:
     ) -> None:
         self.offload, self.module, self.buffers, self.before = offload, module, buffers, before
         self.kept: list[weakref.ref[_Kept]] = []
-        # The tensors too, or another one might take their place in memory and be taken for them.
+        # The tensors are kept alive too: another one could take their address and be mistaken for them.
         self.seen: dict[Any, tuple[Tensor, _Kept]] = {}
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps in place of ``tensor``."""
+        """Return what autograd keeps in place of ``tensor``."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if isinstance(local, AsyncCollectiveTensor):  # on its way from other ranks, for the taking
+        if isinstance(local, AsyncCollectiveTensor):  # still on its way from other ranks
             local = local.wait()
         if local.nbytes < LEAST or self._is_weight(local):
             return tensor
         key = (_address(local), local.storage_offset(), local.shape, local.stride(), local.dtype)
         key += (tensor._version,)
-        if key not in self.seen:  # queries, keys and values save one input three times
+        if key not in self.seen:  # the projections of q, k and v all save the same input
             kept = _Kept(self.offload, local)
             self.kept.append(weakref.ref(kept))
             self.seen[key] = local, kept
@@ -184,7 +200,7 @@ class _Unit:
 
     @torch.no_grad()
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor that :meth:`pack` was given."""
+        """Return the tensor that :meth:`pack` was given."""
         if isinstance(packed, Tensor):
             return packed
         _, kept, placed = packed
@@ -203,8 +219,11 @@ class _Unit:
                 kept.fetch()
 
     def _is_weight(self, local: Tensor) -> bool:
-        """Whether it is a parameter, a buffer or a view of one: those stay. FSDP frees what it gathered
-        and gathers it again; so a unit's own are looked up as they are now."""
+        """Tell whether a tensor is a parameter, a buffer or a view of one; those are not moved.
+
+        FSDP frees the parameters that it gathered, and gathers them again. So the unit's own parameters
+        are looked up as they are now.
+        """
         address = _address(local)
         return address in self.buffers or any(
             address == _address(parameter) for parameter in self.module.parameters()

@@ -1,4 +1,4 @@
-"""Optimizers: AdamW and Muon over any mesh, what each trains, how fast, and in which precision."""
+"""This room answers how weights are updated: by AdamW or Muon, over any mesh, in which precision."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""AdamW whose state, and whose weights, may be kept in bfloat16.
+"""AdamW whose state and weights may be kept in bfloat16.
 
-torch's AdamW keeps its state in the type of the parameters, and rounds to the nearest.
+torch's AdamW keeps its state in the type of the parameters, and rounds to nearest.
 """
 
 import math
@@ -17,12 +17,18 @@ from compose.weights import local_box
 
 
 class AdamW(MakesState):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), each step in float32.
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); each step is computed in float32.
 
-    params: named parameters or groups of them, as torch's optimizers take them; float32 or bfloat16,
-        plain or DTensors. The names, which must be those of the whole model, and ``seed`` choose the
-        bits by which results are rounded to bfloat16 (rounding.py).
-    state_dtype: of the running means, ``exp_avg`` and ``exp_avg_sq``.
+    Args:
+        params: Named parameters or groups of them, as torch's optimizers take them; float32 or
+            bfloat16, plain or DTensors. The names must be those of the whole model. Names and ``seed``
+            choose the random bits by which results are rounded to bfloat16 (rounding.py).
+        lr: The learning rate.
+        betas: Decay of the running means of the gradient and of its square.
+        eps: A number added to the root of the squared gradient's mean.
+        weight_decay: Decoupled weight decay.
+        state_dtype: Type of the running means ``exp_avg`` and ``exp_avg_sq``.
+        seed: Chooses the random bits.
     """
 
     def __init__(
@@ -42,17 +48,17 @@ class AdamW(MakesState):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step by the gradients that there are."""
+        """Take a step for the parameters that have a gradient."""
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 if parameter.grad is not None:
                     self._update(name, parameter, group)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state of ``parameter``, which is made if there is none."""
+        """Return the state of ``parameter``, and make it if there is none."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())  # on the host, where it is read
+            state["step"] = torch.zeros(())  # it is on the host, since the host reads it
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state

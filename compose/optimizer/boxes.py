@@ -1,4 +1,4 @@
-"""Boxes of a tensor, one slice for each dim, in places of the whole parameter."""
+"""Boxes of a tensor: one slice for each dim, as places in the whole parameter."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,29 +9,37 @@ from compose.base.local_tensor import local_tensor
 
 Box = tuple[slice, ...]
 
-# Elements worked on at once: float32 copies of them are all that an element-wise step holds besides.
+# Elements worked on at once. An element-wise step needs float32 copies of these and no other memory.
 CHUNK = 2**22
 
 
 def local(tensor: Tensor | None) -> Tensor:
-    """This rank's part of a parameter, gradient or state, which has one dim at least; its memory."""
+    """Return this rank's part of a tensor, with at least one dim; the part shares its memory."""
     assert tensor is not None
     part = local_tensor(tensor)
     return part if part.ndim else part.unsqueeze(0)
 
 
 def lengths(box: Sequence[slice]) -> list[int]:
-    """Of each dim."""
+    """Return the length of each dim."""
     return [max(0, held.stop - held.start) for held in box]
 
 
 def size(box: Sequence[slice]) -> int:
-    """Number of elements."""
+    """Return the number of elements."""
     return math.prod(lengths(box))
 
 
 def within(box: Sequence[slice], outer: Sequence[slice]) -> Box:
-    """The places of ``box`` counted from where ``outer`` begins."""
+    """Return the places of a box counted from where another box begins.
+
+    Args:
+        box: The box.
+        outer: A box that contains it.
+
+    Returns:
+        The shifted box.
+    """
     return tuple(
         slice(held.start - base.start, held.stop - base.start)
         for held, base in zip(box, outer, strict=True)
@@ -39,7 +47,7 @@ def within(box: Sequence[slice], outer: Sequence[slice]) -> Box:
 
 
 def chunks(box: Sequence[slice]) -> Iterator[Box]:
-    """Boxes of at most ``CHUNK`` elements that make up ``box``."""
+    """Yield boxes of at most ``CHUNK`` elements that together make up ``box``."""
     count = size(box)
     if count <= CHUNK:
         yield tuple(box)

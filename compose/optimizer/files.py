@@ -1,4 +1,4 @@
-"""Tensors in files, read and written past the page cache, since memory is what they are to save."""
+"""Tensors in files. Reads and writes avoid the page cache, since the files are there to save memory."""
 
 import contextlib
 import ctypes
@@ -10,21 +10,35 @@ from torch import Tensor
 from compose.errors import ConfigError
 from compose.optimizer.scratch import Scratch
 
-PAGE = 4096  # bytes: what direct access asks places, sizes and addresses to be multiples of
+PAGE = 4096  # bytes; with direct access places, sizes and addresses must be multiples of it
 _UNIT = PAGE // 4  # elements
 
 
 def page_aligned(elements: int, pinned: bool) -> Tensor:
-    """Host memory for ``elements`` float32, a multiple of 1024, that begins where a page does."""
+    """Return host memory for float32 elements that begins at the start of a page.
+
+    Args:
+        elements: The number of elements, a multiple of 1024.
+        pinned: Whether the memory is pinned.
+
+    Returns:
+        A flat float32 tensor.
+    """
     memory = torch.empty(elements + _UNIT, dtype=torch.float32, pin_memory=pinned)
     skip = -memory.data_ptr() % PAGE // 4
     return memory[skip : skip + elements]
 
 
 class TensorFile:
-    """A flat float32 tensor of ``elements`` zeros in a new file, whose room is taken at once.
+    """A flat float32 tensor of zeros in a new file, whose space is reserved at once.
 
-    Raises ConfigError where there is no room.
+    Args:
+        folder: The folder of the file.
+        name: The file's name.
+        elements: The number of elements.
+
+    Raises:
+        ConfigError: The file system has no room.
     """
 
     def __init__(self, folder: Scratch, name: str, elements: int) -> None:
@@ -41,19 +55,31 @@ class TensorFile:
             os.close(fd)
 
     def mapped(self) -> Tensor:
-        """The same contents as a tensor, which takes addresses but no memory until it is touched, and
-        then pages that the system can take back."""
+        """Return the same contents as a tensor that is mapped to the file.
+
+        The tensor takes addresses but no memory until it is touched. Then the system can take its pages
+        back.
+        """
         return torch.from_file(
             str(self.folder.path / self.name), shared=True, size=self.elements, dtype=torch.float32
         )
 
     def read(self, start: int, into: Tensor) -> None:
-        """The elements from ``start`` on, a multiple of 1024. ``into``: of :func:`page_aligned` memory,
-        which is written to the end of its last page."""
+        """Read elements from the file.
+
+        Args:
+            start: The first element, a multiple of 1024.
+            into: A part of :func:`page_aligned` memory; it is written to the end of its last page.
+        """
         self._move(os.preadv, start, into)
 
     def write(self, start: int, values: Tensor) -> None:
-        """As :meth:`read`."""
+        """Write elements to the file.
+
+        Args:
+            start: The first element, a multiple of 1024.
+            values: A part of :func:`page_aligned` memory; it is read to the end of its last page.
+        """
         self._move(os.pwritev, start, values)
 
     def _move(self, call, start: int, memory: Tensor) -> None:  # type: ignore[no-untyped-def]
@@ -68,13 +94,13 @@ class TensorFile:
                     raise OSError(f"{self.folder.path / self.name} ends at {4 * start + done} bytes")
                 done += moved
             if not direct:
-                os.fdatasync(fd)  # a page that is yet to be written cannot be let go
+                os.fdatasync(fd)  # a page that is not written yet cannot be dropped
                 os.posix_fadvise(fd, 4 * start, size, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
 
     def _opened(self) -> tuple[int, bool]:
-        """A descriptor, and whether it goes past the page cache; some file systems know no such way."""
+        """Return a descriptor, and whether it bypasses the page cache, as some file systems can."""
         with contextlib.suppress(OSError, AttributeError):
             return self.folder.open(self.name, os.O_DIRECT), True
         return self.folder.open(self.name), False

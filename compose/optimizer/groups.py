@@ -16,8 +16,17 @@ from compose.parallel.mesh import axis_size
 
 
 def stage_group(mesh: DeviceMesh, timeout: int) -> dist.ProcessGroup:
-    """The ranks that share this rank's stage of the pipeline, all but those of the pp axis; a
-    collective."""
+    """Return the ranks that share this rank's stage of the pipeline; a collective.
+
+    These are the ranks of all axes except pp.
+
+    Args:
+        mesh: The mesh of ``compose.init_mesh``.
+        timeout: Seconds after which a collective of the group fails.
+
+    Returns:
+        The process group.
+    """
     stages = mesh.mesh.reshape(axis_size(mesh, "pp"), -1).tolist()
     if len(stages) == 1:
         return dist.group.WORLD  # type: ignore[return-value]
@@ -29,8 +38,17 @@ def stage_group(mesh: DeviceMesh, timeout: int) -> dist.ProcessGroup:
 def grouped(
     named: Iterable[tuple[str, nn.Parameter]], rules: Mapping[str, Rule], by_mesh: bool
 ) -> list[dict[str, Any]]:
-    """Parameter groups, one for each learning rate and weight decay. ``by_mesh``: and for each mesh,
-    since torch's fused step takes DTensors of one."""
+    """Return parameter groups, one for each learning rate and weight decay.
+
+    Args:
+        named: Parameters by their names in the whole model.
+        rules: The rule of each parameter.
+        by_mesh: Whether to make a group for each mesh too; torch's fused step takes DTensors of one
+            mesh.
+
+    Returns:
+        The groups, as torch's optimizers take them.
+    """
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in named:
         rule = rules[name]
@@ -56,6 +74,6 @@ class Together(MakesState):
             part.step()
 
     def make_state(self) -> None:
-        """Each part's."""
+        """Make each part's state."""
         for part in self.parts:
             make_state(part)

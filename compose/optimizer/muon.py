@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalized, for matrices that may be cut over any mesh."""
+"""Muon: orthogonalized momentum, for matrices that may be cut over any mesh."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,20 +17,20 @@ from compose.optimizer.state import MakesState
 
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPS = 1e-7  # of the norm that matrices are divided by
+EPS = 1e-7  # added to the norm by which matrices are divided
 SCALE = 0.2
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """U V^T, nearly, of each matrix U S V^T in (..., R, C); zeros of zeros.
+    """Return nearly U V^T for each matrix U S V^T in (..., R, C), and zeros for zeros.
 
-    Five quintic iterations of Newton and Schulz, in the type of ``matrices``, with the coefficients of
-    Jordan et al. 2024 (kellerjordan.github.io/posts/muon): they bring the singular values to between
-    0.7 and 1.2, rather than to 1, and small ones fast.
+    These are five quintic iterations of Newton and Schulz, in the type of ``matrices``, with the
+    coefficients of Jordan et al. 2024 (kellerjordan.github.io/posts/muon). They bring small singular
+    values up fast. But they bring singular values to between 0.7 and 1.2, not to 1.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices  # of two Gram matrices the smaller
+    x = matrices.mT if tall else matrices  # this gives the smaller of the two Gram matrices
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     x = (x / (norm + EPS)).to(matrices.dtype)
@@ -48,17 +48,23 @@ class Muon(MakesState):
         M <- m M + G
         W <- (1 - lr w) W - lr 0.2 sqrt(max(R, C)) orthogonalized(G + m M)
 
-    The elements of a step have a root mean square of about 0.2 lr, as AdamW's do, so that learning rate
-    and weight decay carry over from it.
+    The elements of a step have a root mean square of about 0.2 lr, as AdamW's do. So AdamW's learning
+    rate and weight decay can be used here too.
 
-    params: named parameters or groups of them, as torch's optimizers take them: matrices (R, C), or
-        stacks of them (E, R, C), one for each expert; float32 or bfloat16; plain, or DTensors in any
-        placement on meshes of the ranks of ``group``, all of which take the step together. Where a
-        gradient is None on one of these it is so on all.
-    group: None is all ranks.
-    dtype: in which matrices are sent and orthogonalized. None is bfloat16 on a GPU, whose matrix units
-        are several times as fast in it, and float32 on a CPU, which gains nothing by it.
-    state_dtype, seed: as for AdamW (adamw.py).
+    Args:
+        params: Named parameters or groups of them, as torch's optimizers take them. They are matrices
+            (R, C), or stacks of them (E, R, C), one for each expert; float32 or bfloat16; plain, or
+            DTensors in any placement on meshes of the ranks of ``group``. All these ranks take the step
+            together. If a gradient is None on one of them, it must be None on all.
+        lr: The learning rate.
+        momentum: Decay of the sum of gradients.
+        weight_decay: Decoupled weight decay.
+        group: The ranks that share the matrices; None is all ranks.
+        dtype: Type in which matrices are sent and orthogonalized. None is bfloat16 on a GPU, whose
+            matrix units are several times as fast in it, and float32 on a CPU, which gains nothing by
+            it.
+        state_dtype: As for AdamW (adamw.py).
+        seed: As for AdamW (adamw.py).
     """
 
     def __init__(
@@ -88,23 +94,23 @@ class Muon(MakesState):
         self.device = self.matrices[0][1].device
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
         self.layouts: list[Layout] = []
-        known: dict[Any, Layout] = {}  # layers are alike
+        known: dict[Any, Layout] = {}  # many layers have the same layout
         for _, parameter, _ in self.matrices:
             key = _placed(parameter)
             if key not in known:
                 known[key] = layout_of(parameter, self.group)
             self.layouts.append(known[key])
         if self.group and self.group.size() > 1:
-            # Before some ranks of a group send each other messages, NCCL wants something of all.
+            # NCCL needs a first collective of the whole group before some of its ranks send messages.
             dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
-        # Plain tensors are every rank's own affair.
+        # Each rank handles its plain tensors alone.
         cut = {i: isinstance(p, DTensor) for i, (_, p, _) in enumerate(self.matrices)}
         self.rounds = shared_out({i: x for i, x in enumerate(self.layouts) if cut[i]})
         self.rounds += shared_out({i: x for i, x in enumerate(self.layouts) if not cut[i]})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step by the gradients that there are; a collective of ``group``."""
+        """Take a step for the parameters that have a gradient; a collective of ``group``."""
         for _, parameter, _ in self.matrices:
             if parameter.grad is not None:
                 self._begin(parameter)
@@ -117,10 +123,10 @@ class Muon(MakesState):
                 self._scatter(some, result)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state of ``parameter``, which is made if there is none."""
+        """Return the state of ``parameter``, and make it if there is none."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())  # on the host, where it is read
+            state["step"] = torch.zeros(())  # it is on the host, since the host reads it
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state
 
@@ -131,7 +137,7 @@ class Muon(MakesState):
         self.state_of(parameter)["step"] += 1
 
     def _gather(self, slabs: Sequence[Slab]) -> Tensor | None:
-        """Bring momentum up to date, and slabs together on their owners; the one of this rank."""
+        """Update the momentum, gather slabs on their owners, and return the slab of this rank."""
         messages, arriving = Messages(self.group), []
         own: Tensor | None = None
         for slab in slabs:
@@ -147,7 +153,7 @@ class Muon(MakesState):
                     if rank != self.rank and layout.replica[rank] == copy:
                         piece = messages.receive(box, rank, self.dtype, self.device)
                         arriving.append((within(box, slab.box), piece))
-            elif layout.replica[self.rank] == copy:  # others would send the same
+            elif layout.replica[self.rank] == copy:  # the other replicas would send the same
                 messages.send(part, slab.owner)
         messages.exchange()
         for place, piece in arriving:
@@ -156,9 +162,9 @@ class Muon(MakesState):
         return own
 
     def _scatter(self, slabs: Sequence[Slab], result: Tensor | None) -> None:
-        """Give every rank its part of what the owners of ``slabs`` found, and take the step with it.
+        """Give every rank its part of the owners' results, and take the step with it.
 
-        result: of the slab that this rank owns, which need not be one of these.
+        ``result`` belongs to the slab that this rank owns, which need not be one of ``slabs``.
         """
         messages, found = Messages(self.group), []
         for slab in slabs:
@@ -166,7 +172,7 @@ class Muon(MakesState):
             mine = layout.part(self.rank, slab.box)
             if slab.owner == self.rank:
                 assert result is not None
-                packed: dict[str, Tensor] = {}  # replicas are sent the same
+                packed: dict[str, Tensor] = {}  # replicas get the same message
                 for rank, box in layout.parts(slab.box):
                     piece = packed.get(str(box))
                     if piece is None:
@@ -182,7 +188,7 @@ class Muon(MakesState):
             self._update(parameter, box, piece)
 
     def _momentum(self, number: int, box: Box) -> Tensor:
-        """Momentum of this rank's part in ``box``, brought up to date, with Nesterov's look ahead."""
+        """Update the momentum of this rank's part in ``box``; return it with Nesterov's look ahead."""
         name, parameter, options = self.matrices[number]
         gradient = self._stack(parameter.grad, number)
         buffer = self._stack(self.state[parameter]["momentum_buffer"], number)
@@ -211,13 +217,13 @@ class Muon(MakesState):
             store(weight[here], new, random_bits(self.seed, purpose, part, shape, weight))
 
     def _stack(self, tensor: Tensor | None, number: int) -> Tensor:
-        """This rank's part of a tensor like parameter ``number``, with three dims; its memory."""
+        """Return this rank's part of a tensor like parameter ``number``, as a view with three dims."""
         part = local(tensor)
         return part if part.ndim == 3 else part.unsqueeze(0)
 
 
 def _placed(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """What decides where the parts of a parameter are."""
+    """Return all that decides where the parts of a parameter are."""
     if isinstance(parameter, DTensor):
         return parameter.shape, parameter.placements, parameter.device_mesh
     return (parameter.shape,)

@@ -1,9 +1,9 @@
-"""AdamW whose state is in host memory or in files, and on the device a piece at a time.
+"""AdamW whose state is in host memory or in files, and on the device one piece at a time.
 
-After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). The step is torch's fused one, piece by
-piece: an element's new value depends on that element alone, so the weights are bitwise those of a run
-whose state is on the device. While one piece is computed, the next are on their way in and the last on
-their way out.
+It follows ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). The step is torch's fused one,
+piece by piece. An element's new value depends on that element alone, so the weights are bitwise those
+of a run whose state is on the device. While one piece is computed, the next ones are copied in and the
+last one is copied out.
 """
 
 import time
@@ -39,46 +39,56 @@ class Piece:
     stop: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What ``tensor``, placed as the parameter is, has there; a view."""
+        """Return these elements of ``tensor``, which is placed as the parameter is; a view."""
         return local_tensor(tensor).view(-1)[self.start : self.stop]
 
     def of_memory(self, memory: Sequence[Tensor]) -> list[Tensor]:
-        """So much of each."""
+        """Return as many elements of each tensor."""
         return [each[: self.stop - self.start] for each in memory]
 
 
 @dataclass
 class Slot:
-    """Memory for the means of one piece. host: where files are read into. there: on the GPU, if that is
-    where parameters are. ready, done: events, when ``there`` is filled and when it was computed.
-    stored: when the slot is free again."""
+    """Memory for the means of one piece."""
 
     host: list[Tensor]
+    """Memory that files are read into."""
     there: list[Tensor]
+    """Memory on the GPU, if parameters are there."""
     ready: Any = None
+    """The event after which ``there`` is filled."""
     done: Any = None
+    """The event after which the piece was computed."""
     stored: Future[None] | None = None
+    """Done when the slot is free again."""
 
 
 @dataclass
 class Moved:
-    """Of one step. bytes: of state, in and out. waited: seconds in which nothing could be computed."""
+    """What one step moved."""
 
     bytes: int = 0
+    """Bytes of state, in and out."""
     waited: float = 0.0
+    """Seconds in which nothing could be computed."""
 
 
 class OffloadedAdamW(MakesState):
     """torch's fused AdamW (arXiv:1711.05101), float32, whose state is not on the device.
 
-    params: groups of parameters, plain or DTensors, as torch's optimizers take them; float32.
-    folder: for files of the state, which are scratch: a new one, or one that a run left (scratch.py).
-        :meth:`close` removes it. None: the state is in host memory, pinned if parameters are on a GPU.
+    ``state`` has tensors as any optimizer's has. Those in files are mapped, and take no memory until
+    they are read. ``moved`` describes the last step. The first step raises ConfigError if the folder is
+    in use, has no room, or was not made by a run.
 
-    ``state`` has tensors as any optimizer's; those in files are mapped, and take no memory until they
-    are looked at. ``moved`` tells of the last step.
-
-    Raises ConfigError, at the first step, where the folder is in use, too small or another's.
+    Args:
+        params: Groups of parameters, plain or DTensors, as torch's optimizers take them; float32.
+        lr: The learning rate.
+        betas: Decay of the running means of the gradient and of its square.
+        eps: A number added to the root of the squared gradient's mean.
+        weight_decay: Decoupled weight decay.
+        folder: The folder for files of the state. It is scratch: a new one, or one that a run left
+            (scratch.py), and :meth:`close` removes it. None: the state is in host memory, pinned if
+            parameters are on a GPU.
     """
 
     def __init__(
@@ -99,7 +109,7 @@ class OffloadedAdamW(MakesState):
         self.files: dict[nn.Parameter, list[TensorFile]] = {}
         self.slots: list[Slot] = []
         self.device = self.param_groups[0]["params"][0].device
-        # Copies in and out of a GPU, each way on a stream of its own.
+        # Copies into the GPU and out of it have a stream each.
         self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self._on_gpu else []
 
     @property
@@ -107,23 +117,23 @@ class OffloadedAdamW(MakesState):
         return self.device.type == "cuda"
 
     def _threads(self) -> ThreadPoolExecutor:
-        """On a GPU, threads that know which: a new thread's is the first of the machine."""
+        """Return threads that use this rank's GPU: a new thread would use the first of the machine."""
         if not self._on_gpu:
             return ThreadPoolExecutor(2)
         return ThreadPoolExecutor(2, initializer=torch.cuda.set_device, initargs=(self.device,))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step by the gradients that there are."""
+        """Take a step for the parameters that have a gradient."""
         self.moved = Moved()
         pieces = list(self._pieces())
         if self.folder is None and not self._on_gpu:
-            for piece in pieces:  # the state is where it is used
+            for piece in pieces:  # the state is used where it is
                 self._update(piece, self._means(piece))
             return
         if not self.slots:
             self.slots = [self._slot() for _ in range(SLOTS)]
-        if self._on_gpu:  # what had the slots' memory before may still be at work
+        if self._on_gpu:  # earlier users of the slots' memory may still run
             self.streams[0].wait_stream(torch.cuda.current_stream(self.device))
         with self._threads() as readers, self._threads() as writers:
             coming: list[Future[list[Tensor]]] = []
@@ -151,7 +161,7 @@ class OffloadedAdamW(MakesState):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As metrics.jsonl has it."""
+        """Return the bytes moved and the seconds waited in the last step, as metrics.jsonl has them."""
         return {"optimizer_bytes": self.moved.bytes, "optimizer_waited": self.moved.waited}
 
     def _wait(self, work: Future[Any]) -> Any:
@@ -161,7 +171,7 @@ class OffloadedAdamW(MakesState):
         return result
 
     def _pieces(self) -> Iterator[Piece]:
-        """Of all parameters that have a gradient; their steps are counted."""
+        """Count the steps of all parameters that have a gradient, and yield their pieces."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -172,7 +182,7 @@ class OffloadedAdamW(MakesState):
                     yield Piece(parameter, group, start, min(start + CHUNK, count))
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state of ``parameter``, which is made if there is none."""
+        """Return the state of ``parameter``, and make it if there is none."""
         state, files = self.state[parameter], []
         if state:
             return state
@@ -200,7 +210,7 @@ class OffloadedAdamW(MakesState):
 
     @torch.no_grad()
     def _load(self, piece: Piece, slot: Slot, free: Future[None] | None) -> list[Tensor]:
-        """In a thread: the means of ``piece`` on the device."""
+        """Return the means of ``piece`` on the device; runs in a thread."""
         if free:
             free.result()
         host = piece.of_memory(slot.host) if slot.host else self._means(piece)
@@ -217,7 +227,7 @@ class OffloadedAdamW(MakesState):
 
     @torch.no_grad()
     def _store(self, piece: Piece, slot: Slot) -> None:
-        """In a thread: the means of ``piece`` back to where they are kept."""
+        """Copy the means of ``piece`` back to where they are kept; runs in a thread."""
         host = piece.of_memory(slot.host) if slot.host else self._means(piece)
         if slot.there:
             with torch.cuda.stream(self.streams[1]):
@@ -231,7 +241,7 @@ class OffloadedAdamW(MakesState):
     def _update(self, piece: Piece, means: Sequence[Tensor]) -> None:
         gradient, group = piece.parameter.grad, piece.group
         assert gradient is not None
-        # The function counts steps itself, and would do so for every piece.
+        # The function adds one to the step itself, and would do so for every piece.
         step = self.state[piece.parameter]["step"] - 1
         adamw(
             [piece.of(piece.parameter)],
@@ -252,7 +262,7 @@ class OffloadedAdamW(MakesState):
 
 
 def _placed_as(parameter: Tensor, held: Tensor) -> Tensor:
-    """``held``, in host memory, as this rank's part of what is placed as the parameter is."""
+    """Return ``held``, in host memory, as this rank's part of a tensor placed as the parameter is."""
     if not isinstance(parameter, DTensor):
         return held
     # DTensor.from_local would copy it to the device.

@@ -10,6 +10,8 @@ from compose.base.fields import Decay, Epsilon, Fraction, NonNegative
 
 @dataclass(frozen=True)
 class Optimizer:
+    """The table [optimizer]."""
+
     name: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalized momentum for the matrices in layers, AdamW for all else."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"

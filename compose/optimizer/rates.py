@@ -8,11 +8,19 @@ from compose.optimizer.options import Optimizer
 
 
 def learning_rate(step: int, steps: int, options: Optimizer) -> float:
-    """Learning rate of step ``step`` (from 0) of ``steps``.
+    """Return the learning rate of one step.
 
-    Linear warmup to ``lr`` at step ``warmup``; then a half cosine (Loshchilov and Hutter 2017,
-    arXiv:1608.03983) or a line down to ``min_lr * lr`` at the end, or constant with a line down over
-    the last ``decay`` steps.
+    It rises linearly to ``lr`` at step ``warmup``. Then it follows a half cosine (Loshchilov and Hutter
+    2017, arXiv:1608.03983) or a line down to ``min_lr * lr`` at the end. Or it stays constant and falls
+    linearly over the last ``decay`` steps.
+
+    Args:
+        step: The step, from 0.
+        steps: All steps of the schedule.
+        options: The table [optimizer].
+
+    Returns:
+        The learning rate.
     """
     if step < options.warmup:
         return options.lr * (step + 1) / (options.warmup + 1)
@@ -26,6 +34,11 @@ def learning_rate(step: int, steps: int, options: Optimizer) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the learning rate ``lr``, times the group's own ``lr_scale``."""
+    """Give every parameter group the learning rate ``lr``, times the group's own ``lr_scale``.
+
+    Args:
+        optimizer: The optimizer.
+        lr: The learning rate.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -1,4 +1,4 @@
-"""The optimizers once more, written out for whole tensors on one process: what the proof believes."""
+"""The optimizers written out for whole tensors on one process; the proof compares with these."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,16 @@ from compose.precision.options import Precision
 
 
 class Reference(torch.optim.Optimizer):
-    """AdamW and Muon as their papers have them, one parameter after another.
+    """AdamW and Muon as their papers define them, one parameter after another.
 
-    named: whole parameters, float32, or float64 where ``precision`` rounds nothing. Where it keeps
-        weights or state in bfloat16, they are rounded to it by the same random bits, and stay float32.
+    Args:
+        named: Whole parameters by name: float32, or float64 if ``precision`` rounds nothing. If it
+            keeps weights or state in bfloat16, they are rounded to it by the same random bits, and stay
+            float32.
+        rules: The rule of each parameter.
+        options: The table [optimizer].
+        precision: The table [precision].
+        seed: Chooses the random bits.
     """
 
     def __init__(
@@ -34,7 +40,7 @@ class Reference(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step by the gradients that there are."""
+        """Take a step for the parameters that have a gradient."""
         for name, weight in self.named.items():
             if weight.grad is None:
                 continue
@@ -74,14 +80,14 @@ class Reference(torch.optim.Optimizer):
 
 def _rounded(value: Tensor, bits: Tensor, kind: str) -> Tensor:
     if kind == "float32":
-        return value  # or float64, as its parameter is
+        return value  # or float64, if its parameter is
     target = torch.empty_like(value, dtype=getattr(torch, kind))
     store(target, value, bits)
     return target.float()
 
 
 def _muon_step(matrix: Tensor) -> Tensor:
-    """In float64, by the Gram matrix of the columns, whichever are fewer."""
+    """Return the step of a matrix, in float64, by its Gram matrix on the smaller side."""
     a, b, c = COEFFICIENTS
     x = matrix.double() / (matrix.double().norm() + EPS)
     one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)

@@ -1,12 +1,12 @@
 """Stochastic rounding to bfloat16, with random bits that depend on an element's place alone.
 
-bfloat16 keeps 8 bits of a number. A step that is smaller than half of the last one is lost by rounding
-to the nearest, every time; here it moves the number with the probability that is right on average
-(Gupta et al. 2015, arXiv:1502.02551).
+bfloat16 keeps 8 bits of a number. Rounding to nearest loses every step that is smaller than half of the
+last bit. Stochastic rounding moves the number up or down with a probability that makes the result right
+on average (Gupta et al. 2015, arXiv:1502.02551).
 
 The bits of an element are a hash of the seed, the step, the parameter's name and the element's place in
-the whole parameter. So they are the same on every rank that holds a copy, on every mesh, and in a run
-that was resumed.
+the whole parameter. So they are the same on every rank that holds a copy, on every mesh, and in a
+resumed run.
 """
 
 import hashlib
@@ -19,10 +19,17 @@ from torch import Tensor
 def random_bits(
     seed: int, purpose: str, box: Sequence[slice], shape: Sequence[int], like: Tensor
 ) -> Tensor:
-    """32 random bits, int32, for each element in the ``box`` of a tensor of ``shape`` (1 dim or more).
+    """Return 32 random bits, int32, for each element in a box of a tensor.
 
-    purpose: what they are for; the same words give the same bits. like: what is to be rounded; where it
-    is not bfloat16, a single zero.
+    Args:
+        seed: The seed.
+        purpose: What the bits are for; the same words give the same bits.
+        box: The places of the elements in the whole tensor.
+        shape: The shape of the whole tensor, 1 dim or more.
+        like: The tensor to be rounded.
+
+    Returns:
+        The bits; a single zero if ``like`` is not bfloat16.
     """
     device = like.device
     if like.dtype != torch.bfloat16:
@@ -38,18 +45,27 @@ def random_bits(
 
 
 def store(target: Tensor, value: Tensor, bits: Tensor) -> None:
-    """Put ``value``, float32, into ``target``: float32 as it is, bfloat16 rounded by the low 16 of
-    ``bits``."""
+    """Copy float32 values into a tensor, and round them if it is bfloat16.
+
+    Args:
+        target: float32 or bfloat16.
+        value: The values, float32.
+        bits: Random bits, int32; the low 16 of each decide the rounding.
+    """
     if target.dtype == torch.bfloat16:
-        # Of a float32 the upper half is a bfloat16; the lower one, over 2^16, is how likely it goes up.
+        # The upper half of a float32 is a bfloat16. The lower half over 2^16 is the probability of
+        # rounding up.
         raised = value.view(torch.int32) + (bits & 0xFFFF)
         value = (raised & ~0xFFFF).view(torch.float32)
     target.copy_(value)
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """A hash of each int32, in place: the 32-bit finalizer "lowbias32" (Wellons 2018,
-    nullprogram.com/blog/2018/07/31). Products wrap around; a shifted sign is masked off."""
+    """Hash each int32 in place, by the 32-bit finalizer "lowbias32".
+
+    It is from Wellons 2018 (nullprogram.com/blog/2018/07/31). Products wrap around; a shifted sign is
+    masked off.
+    """
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
         x ^= (x >> shift) & (2 ** (32 - shift) - 1)
         x *= factor

@@ -1,4 +1,4 @@
-"""Which optimizer trains a parameter, and how fast: decided by its name in the whole model."""
+"""Rules that say which optimizer trains a parameter, and how fast, by its name in the whole model."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,24 +13,36 @@ from compose.plan import Plan, inside, matching
 
 @dataclass(frozen=True)
 class Rule:
-    """muon: trained by Muon, not by AdamW. lr_scale: factor of the learning rate. weight_decay: of this
-    parameter."""
+    """How one parameter is trained."""
 
     muon: bool
+    """Whether Muon trains it, and not AdamW."""
     lr_scale: float
+    """The factor of the learning rate."""
     weight_decay: float
+    """The weight decay of this parameter."""
 
 
 def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, Rule]:
-    """The rule of every parameter of the whole ``model``, under each of its names if it is tied.
+    """Return the rule of every parameter of the whole model, under each of its names if it is tied.
 
-    Matrices are 2-dim weights, and stacks of them 3-dim ones. Muon trains those of the plan's layers
-    (``plan.pipeline.layers``) that are no embedding's; AdamW all else. Weights decay by
-    ``optimizer.weight_decay`` if they have two or more dims. Patterns are those of a Plan, and name
-    parameters, or modules for all that is in them; of several that match, the last counts.
+    Matrices are 2-dim weights, and 3-dim weights are stacks of them. Muon trains the matrices in the
+    plan's layers (``plan.pipeline.layers``) except those of embeddings. AdamW trains everything else.
+    Weights with two or more dims decay by ``optimizer.weight_decay``. Patterns are those of a Plan.
+    They name parameters, or modules, which stands for all parameters inside. If several match, the last
+    one counts.
 
-    Raises ConfigError, one line each, where a pattern matches nothing or is not what its key takes, or
-    where muon finds no matrix.
+    Args:
+        model: The whole model.
+        plan: Its plan.
+        options: The table [optimizer].
+
+    Returns:
+        The rules by name.
+
+    Raises:
+        ConfigError: A pattern matches nothing or has a wrong value, or muon finds no matrix. The error
+            has a line for each problem.
     """
     names: dict[str, list[str]] = {}
     by_id: dict[int, list[str]] = {}
@@ -41,7 +53,7 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
     problems: list[str] = []
 
     def find(key: str, pattern: str) -> list[str]:
-        """The parameters that ``pattern`` names, by all their names."""
+        """Return the parameters that ``pattern`` names, by all their names."""
         found, near = matching(pattern, known)
         if not found:
             problems.append(
@@ -87,7 +99,7 @@ def _layers_matrices(model: nn.Module, plan: Plan, names: dict[str, list[str]]) 
 def _scales(
     key: str, given: Sequence[str], find: Callable[[str, str], list[str]], problems: list[str]
 ) -> dict[str, float]:
-    """The number for each parameter that ``given``, lines "PATTERN=NUMBER", name."""
+    """Return the number of each parameter that the lines "PATTERN=NUMBER" in ``given`` name."""
     scales: dict[str, float] = {}
     for text in given:
         pattern, _, number = text.rpartition("=")

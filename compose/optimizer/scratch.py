@@ -1,4 +1,4 @@
-"""A folder of files that do not outlive a run; it bears a mark, and of no other is anything removed."""
+"""A folder of files that do not outlive a run. It has a mark; only marked folders are emptied."""
 
 import contextlib
 import fcntl
@@ -16,14 +16,17 @@ _OWN = re.compile(r"\d+\.exp_avg(_sq)?")  # names of the files that are made her
 
 
 class Scratch:
-    """The folder ``path``, of this process alone until :meth:`remove` or its end.
+    """A folder that belongs to this process alone until :meth:`remove` or the end of the process.
 
-    What a run that was killed left is removed: regular files of this module's names, in a folder with
-    its mark. Links are never followed.
+    Files that a killed run left are removed: regular files of this module's names, in a folder with its
+    mark. Links are never followed.
 
-    must_lock: refuse a file system without locks, where it is not known whether the folder is in use.
+    Args:
+        path: The folder.
+        must_lock: Whether to refuse a file system without locks, where nobody can know if it is in use.
 
-    Raises ConfigError where the folder is in use, or is not one that was made here.
+    Raises:
+        ConfigError: The folder is in use, or was not made here.
     """
 
     def __init__(self, path: Path, must_lock: bool = False) -> None:
@@ -72,17 +75,30 @@ class Scratch:
             ) from None
 
     def create(self, name: str, text: str = "") -> None:
-        """A new file."""
+        """Create a file.
+
+        Args:
+            name: The file's name.
+            text: Its content.
+        """
         fd = self.open(name, os.O_CREAT | os.O_EXCL)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
 
     def open(self, name: str, flags: int = 0) -> int:
-        """A descriptor of a file of the folder, to read and to write."""
+        """Open a file of the folder to read and to write.
+
+        Args:
+            name: The file's name.
+            flags: Further flags of ``os.open``.
+
+        Returns:
+            The descriptor.
+        """
         return os.open(name, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600, dir_fd=self.fd)
 
     def remove(self) -> None:
-        """Remove the files that were made here; the folder too, unless it holds others."""
+        """Remove the files that were made here, and the folder if it holds no others."""
         with contextlib.suppress(OSError):
             self._empty()
             if os.listdir(self.fd) == [MARK]:
@@ -100,7 +116,7 @@ class Scratch:
 
 
 def remove_left(folders: Iterable[Path]) -> None:
-    """Remove what killed runs left in those of ``folders`` that bear the mark and are not in use."""
+    """Remove what killed runs left in those ``folders`` that have the mark and are not in use."""
     for folder in folders:
         if not folder.is_symlink() and (folder / MARK).exists():
             with contextlib.suppress(ConfigError, OSError):

@@ -1,8 +1,8 @@
-"""Who orthogonalizes which matrix, and what ranks send each other for it.
+"""Which rank orthogonalizes which matrix, and which messages ranks send for it.
 
-A matrix has to be whole on the rank that orthogonalizes it. The ranks that hold parts of it, replicas
-too, share the matrices out by their cost, so that each is worked on once. Places are boxes of the whole
-tensor, read off the cut that filled it (weights.py).
+The rank that orthogonalizes a matrix needs the whole matrix. All ranks that hold parts of it, replicas
+too, divide the matrices among themselves by cost, so that each matrix is computed once. Places are
+boxes of the whole tensor, taken from the cut that filled it (weights.py).
 """
 
 import math
@@ -17,39 +17,46 @@ from torch.distributed.tensor import DTensor
 from compose.optimizer.boxes import Box, lengths, size
 from compose.weights import local_box
 
-# Elements of experts that one rank works on at once, if one expert is not more by itself.
+# Elements of experts that one rank works on at once, unless a single expert has more.
 SLAB = 2**24
-# Elements of results that a rank receives at once, if its part of one slab is not more by itself.
+# Elements of results that a rank receives at once, unless its part of a single slab has more.
 IN_FLIGHT = 2**26
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Some matrices of a stack, and the rank of the group that orthogonalizes them.
-
-    parameter: number of the stack. box: of it, whole matrices. elements: of the largest part of the
-    slab that one rank holds.
-    """
+    """Some matrices of a stack, and the rank of the group that orthogonalizes them."""
 
     parameter: int
+    """The number of the stack."""
     box: Box
+    """Their places in the stack; whole matrices."""
     owner: int
+    """The rank."""
     elements: int
+    """The size of the largest part of the slab that one rank holds."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a stack of matrices (E, R, C) are, by rank of the group.
-
-    replica: ranks of equal number hold one copy between them.
-    """
+    """Where the parts of a stack of matrices (E, R, C) are, by rank of the group."""
 
     shape: tuple[int, ...]
     boxes: Mapping[int, Box]
+    """The box of each rank."""
     replica: Mapping[int, int]
+    """A number for each rank; ranks with the same number hold one copy between them."""
 
     def part(self, rank: int, box: Box) -> Box | None:
-        """What ``rank`` holds of ``box``; None if that is nothing."""
+        """Return the part of a box that a rank holds.
+
+        Args:
+            rank: The rank.
+            box: The box.
+
+        Returns:
+            The part; None if it is empty.
+        """
         held = tuple(
             slice(max(one.start, two.start), min(one.stop, two.stop))
             for one, two in zip(self.boxes[rank], box, strict=True)
@@ -57,7 +64,7 @@ class Layout:
         return held if size(held) else None
 
     def parts(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Of every rank that holds something of ``box``: what."""
+        """Yield each rank that holds a part of ``box``, and the part."""
         for rank in self.boxes:
             held = self.part(rank, box)
             if held:
@@ -65,9 +72,19 @@ class Layout:
 
 
 def layout_of(parameter: Tensor, group: dist.ProcessGroup | None) -> Layout:
-    """Of a parameter of 2 or 3 dims; a plain tensor is all on each rank, which is alone with it.
+    """Return the layout of a parameter.
 
-    Raises ValueError where its mesh is of other ranks than ``group``, or it is a partial sum.
+    A plain tensor is whole on each rank, and each rank handles it alone.
+
+    Args:
+        parameter: A parameter of 2 or 3 dims.
+        group: The ranks that share the matrices; None is all ranks.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ValueError: The parameter's mesh has other ranks than ``group``, or it is a partial sum.
     """
     missing = 3 - parameter.ndim
     shape = (1,) * missing + tuple(parameter.shape)
@@ -93,15 +110,15 @@ def layout_of(parameter: Tensor, group: dist.ProcessGroup | None) -> Layout:
 
 
 def shared_out(layouts: Mapping[int, Layout]) -> list[list[Slab]]:
-    """Rounds of slabs, at most one for each rank in a round; the same on every rank of the group.
+    """Return rounds of slabs, at most one per rank in a round; the same on every rank of the group.
 
-    layouts: of parameters by their numbers. Costly matrices first, each to the rank that has least to
-    do so far of those that hold a part of it.
+    Costly matrices are dealt out first. Each goes to the rank that has least to do so far, among those
+    that hold a part of it. ``layouts`` are those of parameters, by their numbers.
     """
     wanted: list[tuple[float, int, Box, dict[int, Box]]] = []
     for number, layout in layouts.items():
         sides = layout.shape[1:]
-        # Between two edges the experts have the same holders.
+        # All experts between two edges are held by the same ranks.
         edges = {edge for box in layout.boxes.values() for edge in (box[0].start, box[0].stop)}
         for first, last in zip(sorted(edges), sorted(edges)[1:], strict=False):
             box = (slice(first, last), slice(0, sides[0]), slice(0, sides[1]))
@@ -127,13 +144,22 @@ def shared_out(layouts: Mapping[int, Layout]) -> list[list[Slab]]:
 
 
 def flops(rows: int, columns: int, iterations: int = 5) -> float:
-    """Of orthogonalizing a matrix: three products in each iteration of Newton and Schulz."""
+    """Return the FLOPs of orthogonalizing a matrix: three products in each iteration.
+
+    Args:
+        rows: The matrix' rows.
+        columns: Its columns.
+        iterations: Iterations of Newton and Schulz.
+
+    Returns:
+        The FLOPs.
+    """
     small, large = sorted((rows, columns))
     return iterations * (4.0 * small**2 * large + 2.0 * small**3)
 
 
 def in_flight(slabs: Sequence[Slab]) -> Iterator[list[Slab]]:
-    """``slabs`` in their order, as many at once as a rank may receive its parts of."""
+    """Yield ``slabs`` in order, in lists whose parts a rank may receive at once."""
     some: list[Slab] = []
     for slab in slabs:
         if some and sum(one.elements for one in some) + slab.elements > IN_FLIGHT:
@@ -145,24 +171,39 @@ def in_flight(slabs: Sequence[Slab]) -> Iterator[list[Slab]]:
 
 
 class Messages:
-    """Pieces of tensors between the ranks of a group, all on their way at once."""
+    """Pieces of tensors that the ranks of a group send each other, all at the same time."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.operations: list[dist.P2POp] = []
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """tensor: contiguous, and left alone until :meth:`exchange` has returned."""
+        """Ask for a message to another rank.
+
+        Args:
+            tensor: Contiguous; it must not change until :meth:`exchange` has returned.
+            to: The rank of the group.
+        """
         self.operations.append(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to))
 
     def receive(self, box: Box, source: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor for ``box``, which :meth:`exchange` fills."""
+        """Ask for a message from another rank.
+
+        Args:
+            box: The box that arrives.
+            source: The rank of the group.
+            dtype: Its type.
+            device: Where it goes.
+
+        Returns:
+            A tensor for ``box``; :meth:`exchange` fills it.
+        """
         tensor = torch.empty(lengths(box), dtype=dtype, device=device)
         self.operations.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=source))
         return tensor
 
     def exchange(self) -> None:
-        """Send and receive; messages between two ranks must be asked for in one order on both."""
+        """Send and receive all. Two ranks must ask for the messages between them in the same order."""
         for work in dist.batch_isend_irecv(self.operations) if self.operations else ():
             work.wait()
         self.operations = []

@@ -1,4 +1,4 @@
-"""The state that an optimizer makes in its first step, made without one: to load a checkpoint into."""
+"""The state of an optimizer, made without a first step, so that a checkpoint can be loaded into it."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class MakesState(torch.optim.Optimizer):
     """An optimizer that can make the state of a parameter before it takes a step."""
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state of ``parameter``, which is made if there is none."""
+        """Return the state of ``parameter``, and make it if there is none."""
         raise NotImplementedError
 
     def make_state(self) -> None:
@@ -23,10 +23,10 @@ class MakesState(torch.optim.Optimizer):
 
 @torch.no_grad()
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter that is trained the state of no steps, and change none.
+    """Give every parameter that is trained the state of no steps, and change no parameter.
 
-    A step with gradients of zero would do the same, for the price of a step and of the gradients.
-    optimizer: one of this package, or torch's AdamW; of the latter the running means are not filled.
+    A step with gradients of zero would do the same, but costs a step and the gradients. ``optimizer``
+    is one of this package, or torch's AdamW, whose running means are not filled.
     """
     if isinstance(optimizer, MakesState):
         optimizer.make_state()
@@ -36,7 +36,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if parameter.requires_grad and not optimizer.state[parameter]:
                 optimizer.state[parameter] = {
-                    # The fused step counts on the device.
+                    # The fused step has its count on the device.
                     "step": torch.zeros((), device=parameter.device if group["fused"] else None),
                     "exp_avg": torch.empty_like(parameter, requires_grad=False),
                     "exp_avg_sq": torch.empty_like(parameter, requires_grad=False),

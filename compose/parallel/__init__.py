@@ -1,5 +1,7 @@
-"""Which ranks hold what: the mesh, and the techniques that cut a model over its axes (data with ZeRO,
-tensor, context, experts). Exports the table [parallel], the mesh, and the styles that a Plan takes."""
+"""This room answers which ranks hold what: the mesh, and how a model is cut over its axes.
+
+It exports the table [parallel], the mesh, and the styles that a Plan takes.
+"""
 
 from typing import TYPE_CHECKING
 

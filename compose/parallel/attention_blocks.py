@@ -1,13 +1,15 @@
 """Attention in blocks: rectangles of (queries, keys) that need no mask, run by the flash kernels.
 
-A long sequence is cut into chunks. Documents are runs of it, so between two chunks at most one document
-reaches from the earlier into the later: the pairs that attend are one full rectangle, a prefix of the
-queries by a suffix of the keys. Within a chunk each document is a causal square. So no mask is built,
-blocks that hold no pair are not computed, and memory stays linear in the length.
+A long sequence is cut into chunks. A document is a run of tokens, so at most one document reaches from
+an earlier chunk into a later one. The pairs that attend between two chunks are therefore one full
+rectangle: the first queries of the later chunk by the last keys of the earlier one. Within a chunk each
+document is a causal square. So no mask is built, blocks without a pair are not computed, and memory
+stays linear in the length.
 
-The kernels return the log-sum-exp of each query's scores beside the output, by which the outputs of
-blocks are merged (Milakov and Gimelshein 2018, arXiv:1805.02867), and from which their backward
-computes each block's gradients alone, given the merged output (Dao 2023, arXiv:2307.08691).
+The kernels return each query's output and the log-sum-exp of its scores. The outputs of blocks are
+merged by their log-sum-exp (Milakov and Gimelshein 2018, arXiv:1805.02867). The backward kernel takes
+the merged output and log-sum-exp, and computes each block's gradients alone (Dao 2023,
+arXiv:2307.08691).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,16 +23,20 @@ _ops = torch.ops.aten
 
 @dataclass(frozen=True)
 class Block:
-    """Queries ``q`` against keys ``k`` of the batch's ``rows``; causal blocks are square."""
+    """A rectangle of queries and keys that attend to each other."""
 
     rows: slice
+    """The rows of the batch."""
     q: slice
+    """The queries, as places in the query tensor."""
     k: slice
+    """The keys, as places in the key tensor."""
     causal: bool
+    """Whether a query sees only the keys up to its own; such a block is square."""
 
 
 def document_starts(ids: Tensor) -> list[list[int]]:
-    """For each row, where its documents (runs of equal ids) begin. ids: (B, S)."""
+    """Return, for each row of ``ids`` (B, S), where its documents (runs of equal ids) begin."""
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     return [row.nonzero().flatten().tolist() for row in begins.cpu()]
@@ -39,11 +45,16 @@ def document_starts(ids: Tensor) -> list[list[int]]:
 def blocks(
     q_chunks: Sequence[int], k_chunks: Sequence[int], size: int, starts: Sequence[Sequence[int]]
 ) -> list[Block]:
-    """The blocks of attention between two lists of chunks.
+    """Return the blocks of attention between two lists of chunks.
 
-    q_chunks, k_chunks: the chunks that stand one after another in the query and the key tensor, as
-    indices into the sequence cut in chunks of ``size``. starts: of each row, as
-    :func:`document_starts` gives them. Slices are into the two tensors.
+    Args:
+        q_chunks: The chunks in the query tensor, in order, as indices into the sequence.
+        k_chunks: The chunks in the key tensor, in the same way.
+        size: Tokens of one chunk.
+        starts: Where the documents of each row begin, as :func:`document_starts` returns it.
+
+    Returns:
+        The blocks; their slices are places in the query and the key tensor.
     """
     rows_of: dict[tuple[int, int, int, int, bool], list[int]] = {}
     for row, begins in enumerate(starts):
@@ -64,7 +75,7 @@ def blocks(
 def _pairs(
     q_chunk: int, k_chunk: int, size: int, begins: Sequence[int]
 ) -> Iterable[tuple[int, int, int, int, bool]]:
-    """(first query, end, first key, end, causal) of one row, in places of the whole sequence."""
+    """Yield (first query, end, first key, end, causal) of one row, as places in the whole sequence."""
     if k_chunk > q_chunk:
         return
     start, end = q_chunk * size, (q_chunk + 1) * size
@@ -80,7 +91,7 @@ def _pairs(
 
 
 def _runs(rows: Sequence[int]) -> Iterable[slice]:
-    """Slices that cover ascending ``rows``."""
+    """Yield slices that cover the ascending ``rows``."""
     first = rows[0]
     for row, after in zip(rows, [*rows[1:], None], strict=True):
         if after != row + 1:
@@ -89,7 +100,7 @@ def _runs(rows: Sequence[int]) -> Iterable[slice]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Lq, K) and log-sum-exp (B, H, Lq) of one block; tensors are (B, heads, L, K)."""
+    """Return a block's output (B, H, Lq, K) and log-sum-exp (B, H, Lq); inputs are (B, heads, L, K)."""
     if q.device.type == "cpu":
         return _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if q.dtype == torch.float64:
@@ -101,7 +112,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one block's q, k, v, where ``out`` and ``lse`` are those of all blocks together."""
+    """Return the gradients of a block's q, k, v; ``out`` and ``lse`` are those of all blocks merged."""
     if q.device.type == "cpu":
         return _ops._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal
@@ -110,7 +121,7 @@ def _backward(
         return plain_backward(grad, (q, k, v), out, lse, causal)
     heads, groups = q.shape[1], k.shape[1]
     k, v = _expand(k, heads), _expand(v, heads)
-    # Without dropout the kernel reads neither seed nor offset.
+    # The kernel reads seed and offset only for dropout.
     none = torch.empty(0, dtype=torch.int64, device=q.device)
     lengths = (q.shape[2], k.shape[2])
     dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
@@ -123,7 +134,17 @@ def _backward(
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Compute what the flash kernels do, with all scores (B, H, Lq, Lk) in memory.
 
-    CUDA's kernels take no float64, in which the proof runs a composition's logic on short sequences.
+    The proof runs a composition's logic in float64 on short sequences, and CUDA's kernels take no
+    float64.
+
+    Args:
+        q: Queries, (B, H, Lq, K).
+        k: Keys, (B, G, Lk, K).
+        v: Values, (B, G, Lk, K).
+        causal: Whether a query sees only the keys up to its own.
+
+    Returns:
+        The output (B, H, Lq, K) and the log-sum-exp (B, H, Lq).
     """
     scores = _scores(q, _expand(k, q.shape[1]), causal)
     lse = scores.logsumexp(-1)
@@ -136,10 +157,10 @@ def plain_backward(
     """Compute the gradients of :func:`plain_forward` (Dao 2023, arXiv:2307.08691, section 2.3).
 
     Args:
-        grad: Of ``out``, (B, H, Lq, K).
+        grad: The gradient of ``out``, (B, H, Lq, K).
         inputs: q (B, H, Lq, K), k and v (B, G, Lk, K).
-        out: Of the forward; it may be that of all blocks together.
-        lse: As ``out``, (B, H, Lq).
+        out: The forward's output; it may be the merged output of all blocks.
+        lse: The log-sum-exp (B, H, Lq) that belongs to ``out``.
         causal: As in the forward.
 
     Returns:
@@ -164,12 +185,12 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def _expand(x: Tensor, heads: int) -> Tensor:
-    """Key/value heads repeated for the query heads that share them: a temporary of the kernel's."""
+    """Repeat key/value heads for the query heads that share them; the kernel needs this temporary."""
     return x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] != heads else x
 
 
 class Merged:
-    """Attention output over blocks of keys that come one after another, in float32 or wider."""
+    """The attention output over several blocks of keys, added one by one, in float32 or wider."""
 
     def __init__(self, q_BHLK: Tensor) -> None:
         dtype = torch.promote_types(q_BHLK.dtype, torch.float32)
@@ -178,7 +199,13 @@ class Merged:
         self.lse = torch.full(q_BHLK.shape[:3], -torch.inf, dtype=dtype, device=q_BHLK.device)
 
     def add(self, k_BGSK: Tensor, v_BGSK: Tensor, parts: Iterable[Block]) -> None:
-        """Attend to more keys."""
+        """Attend to more keys.
+
+        Args:
+            k_BGSK: Keys, (B, G, S, K).
+            v_BGSK: Values, (B, G, S, K).
+            parts: The blocks between the queries and these keys.
+        """
         for b in parts:
             out, lse = _forward(
                 self.q[b.rows, :, b.q], k_BGSK[b.rows, :, b.k], v_BGSK[b.rows, :, b.k], b.causal
@@ -191,14 +218,23 @@ class Merged:
 
 
 class Gradients:
-    """Gradients of queries, and of keys and values that come one after another."""
+    """The gradients of the queries, and of blocks of keys and values that are added one by one."""
 
     def __init__(self, grad: Tensor, q_BHLK: Tensor, out: Tensor, lse: Tensor) -> None:
         self.grad, self.q, self.out, self.lse = grad, q_BHLK, out, lse
         self.dq = torch.zeros_like(q_BHLK, dtype=lse.dtype)
 
     def add(self, k_BGSK: Tensor, v_BGSK: Tensor, parts: Iterable[Block]) -> Tensor:
-        """Add to ``dq``; the gradients of these keys and values, stacked."""
+        """Add the queries' share to ``dq``, and return the gradients of these keys and values.
+
+        Args:
+            k_BGSK: Keys, (B, G, S, K).
+            v_BGSK: Values, (B, G, S, K).
+            parts: The blocks between the queries and these keys.
+
+        Returns:
+            The gradients of keys and values, stacked: (2, B, G, S, K).
+        """
         kv = torch.zeros((2, *k_BGSK.shape), dtype=self.dq.dtype, device=k_BGSK.device)
         for b in parts:
             q = (b.rows, slice(None), b.q)

@@ -1,19 +1,22 @@
 """Context parallel: one sequence over many ranks, by ring, all-gather or all-to-all (Ulysses).
 
-Every rank holds a part of each sequence through the whole model; attention alone looks further. With
-L = S / cp the length held, all three methods compute the same:
+Every rank holds a part of each sequence through the whole model. Only attention needs the other parts.
+L = S / cp is the length that a rank holds. All three methods compute the same:
 
-    ring       keys and values travel round the ranks, one hop while the last ones are attended to (Liu
-               et al. 2023, arXiv:2310.01889). Memory O(L); per layer each rank sends 2 (cp - 1) L G K
-               elements forward and (4 cp - 2) L G K backward, for G key/value heads of width K.
-    allgather  all keys and values on every rank (Llama team 2024, arXiv:2407.21783, section 3.3.2).
-               Memory O(S) for them; as many elements (4 (cp - 1) L G K backward), in one collective.
-    ulysses    sequence for heads and back (Jacobs et al. 2023, arXiv:2309.14509). Each rank sends
-               L (2 H + 2 G) K (cp - 1) / cp; the heads must divide.
+    ring       Keys and values travel round the ranks. A rank attends to those that it has while the
+               next ones arrive (Liu et al. 2023, arXiv:2310.01889). Memory is O(L). Per layer each
+               rank sends 2 (cp - 1) L G K elements forward and (4 cp - 2) L G K backward, for G
+               key/value heads of width K.
+    allgather  Every rank gathers all keys and values (Llama team 2024, arXiv:2407.21783, section
+               3.3.2). They take O(S) memory. A rank sends as many elements as by ring forward, and
+               4 (cp - 1) L G K backward, in one collective.
+    ulysses    Ranks exchange sequence parts for heads, and back (Jacobs et al. 2023,
+               arXiv:2309.14509). Each rank sends L (2 H + 2 G) K (cp - 1) / cp. The ranks must
+               divide the heads.
 
-Causal attention costs more for later queries. ``headtail`` cuts the sequence in 2 cp chunks and gives
-rank r the r-th from the front and the r-th from the back, which levels the cost; ``none`` gives each
-rank one piece.
+Causal attention costs more for later queries. ``headtail`` levels the cost: it cuts the sequence in
+2 cp chunks and gives rank r the r-th chunk from the front and the r-th from the back. ``none`` gives
+each rank one piece.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,33 +44,59 @@ Balance = Literal["headtail", "none"]
 
 
 class HasIds(Protocol):
-    """What tells documents apart: ``ids`` (B, L), this rank's part, one run of equal ids each."""
+    """Anything that tells documents apart by ``ids``."""
 
     ids: Tensor
+    """This rank's part (B, L); the tokens of one document are a run of equal ids."""
 
 
 def chunks_of(rank: int, cp: int, balance: Balance) -> list[int]:
-    """The chunks of the sequence that ``rank`` holds, in order."""
+    """Return the chunks of the sequence that a rank holds, in order.
+
+    Args:
+        rank: The rank on the cp axis.
+        cp: Ranks on the cp axis.
+        balance: How chunks are dealt to ranks.
+
+    Returns:
+        Indices of chunks.
+    """
     return [rank, 2 * cp - 1 - rank] if balance == "headtail" else [rank]
 
 
 def chunk_count(cp: int, balance: Balance) -> int:
-    """Into how many chunks the sequence is cut."""
+    """Return how many chunks the sequence is cut into.
+
+    Args:
+        cp: Ranks on the cp axis.
+        balance: How chunks are dealt to ranks.
+
+    Returns:
+        2 cp for ``headtail``, cp for ``none``.
+    """
     return 2 * cp if balance == "headtail" else cp
 
 
 def shard_sequence(
     batch: Mapping[str, Tensor], mesh: DeviceMesh, balance: Balance, multiple: int = 1
 ) -> dict[str, Tensor]:
-    """This rank's part of every tensor (B, S, ...), for the 1-D cp ``mesh``.
+    """Cut this rank's part of the sequence out of every tensor of a batch.
 
-    A length that the chunks do not divide is padded at the end (each part to a multiple of
-    ``multiple``), where no token sees it: targets with IGNORE, ``document_ids`` with a document of
-    its own, ``positions`` with -1.
+    A length that cannot be cut evenly is padded at the end, where no token attends to it. Targets are
+    padded with IGNORE, ``document_ids`` with a document of its own, and ``positions`` with -1.
+
+    Args:
+        batch: Tensors (B, S, ...), by name.
+        mesh: The 1-D mesh of cp.
+        balance: How chunks are dealt to ranks.
+        multiple: Each chunk's length is padded to a multiple of this number.
+
+    Returns:
+        This rank's parts (B, L, ...), by name.
     """
     cp, rank = mesh.size(), mesh.get_local_rank()
     count = chunk_count(cp, balance)
-    # Every part holds as many chunks, so this makes parts divisible too.
+    # Every rank holds equally many chunks, so this makes its part divisible too.
     unit = count * multiple
     result = {}
     for name, value in batch.items():
@@ -87,13 +116,14 @@ def shard_sequence(
 
 
 class ContextParallel(ParallelStyle):
-    """For a module ``core(q, k, v, documents=None)`` that computes causal attention.
+    """A style for a module ``core(q, k, v, documents=None)`` that computes causal attention.
 
-    q: (B, L, H, K), k and v: (B, L, G, K), this rank's part as :func:`shard_sequence` cuts it;
-    ``documents`` has ``ids`` (B, L), or is None where each row is one document. Returns (B, L, H, K).
-    v, and with it what is returned, may be narrower than k: the flash kernels are given zeros there.
-    The module's own forward is replaced. Raises ConfigError where ulysses cannot divide the heads. On
-    an axis of one rank it only spares the mask of documents, (B, L, L).
+    It replaces the module's own forward. q is (B, L, H, K), k and v are (B, L, G, K): this rank's part,
+    as :func:`shard_sequence` cuts it. ``documents`` has ``ids`` (B, L), or is None if each row is one
+    document. The forward returns (B, L, H, K). v may be narrower than k; then it is padded with zeros
+    for the flash kernels, and the output is as narrow as v. On an axis of one rank the style only saves
+    the mask of documents, (B, L, L). The forward raises ConfigError if the method is ulysses and the
+    heads do not divide.
     """
 
     def __init__(self, method: Method = "ring", balance: Balance = "headtail") -> None:
@@ -110,7 +140,7 @@ class ContextParallel(ParallelStyle):
 
 
 class Exchange:
-    """Who holds which part of the sequence, and how to reach them."""
+    """The layout of the sequence over the ranks, and the messages between them."""
 
     def __init__(self, mesh: DeviceMesh, method: Method, balance: Balance) -> None:
         self.group = mesh.get_group()
@@ -119,7 +149,18 @@ class Exchange:
         self.chunks = [chunks_of(rank, self.cp, balance) for rank in range(self.cp)]
 
     def starts(self, batch: int, length: int, documents: HasIds | None) -> list[list[int]]:
-        """Where documents begin in the whole sequence, of each row: gathered once a forward pass."""
+        """Return where the documents of each row begin in the whole sequence.
+
+        The ids are gathered once in a forward pass, and the result is kept on ``documents``.
+
+        Args:
+            batch: Rows of the batch.
+            length: Tokens of a row that this rank holds.
+            documents: This rank's ids; None if each row is one document.
+
+        Returns:
+            A list of places for each row.
+        """
         if documents is None:
             return [[0]] * batch
         known = getattr(documents, "_starts", None)
@@ -129,29 +170,46 @@ class Exchange:
         return known
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """(cp, ...): every rank's tensor."""
+        """Return every rank's tensor, stacked: (cp, ...)."""
         everyone = tensor.new_empty((self.cp * len(tensor), *tensor.shape[1:]))
         _all_gather(everyone, tensor.contiguous(), group=self.group)
         return everyone.unflatten(0, (self.cp, -1))
 
     def in_order(self, parts: Tensor) -> Tensor:
-        """(cp, B, L, ...) of all ranks as the whole sequence (B, S, ...)."""
+        """Return the parts (cp, B, L, ...) of all ranks as the whole sequence (B, S, ...)."""
         held = [chunk for chunks in self.chunks for chunk in chunks]
         pieces = [p for part in parts for p in part.chunk(len(self.chunks[0]), 1)]
         return torch.cat([pieces[held.index(i)] for i in range(len(held))], 1)
 
     def out_of_order(self, whole: Tensor) -> Tensor:
-        """The inverse of :meth:`in_order`."""
+        """Return the whole sequence as the parts of all ranks, the inverse of :meth:`in_order`."""
         pieces = whole.chunk(self.cp * len(self.chunks[0]), 1)
         return torch.stack([torch.cat([pieces[i] for i in chunks], 1) for chunks in self.chunks])
 
     def blocks(self, length: int, source: int, starts: Sequence[Sequence[int]]) -> list[Block]:
-        """What this rank's queries attend to of ``source``'s keys."""
+        """Return the blocks between this rank's queries and the keys of rank ``source``.
+
+        Args:
+            length: Tokens of a row that a rank holds.
+            source: The rank that holds the keys.
+            starts: Where the documents of each row begin.
+
+        Returns:
+            The blocks.
+        """
         size = length // len(self.chunks[0])
         return blocks(self.chunks[self.rank], self.chunks[source], size, starts)
 
     def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        """Start sending to the next rank; what the previous one sends, valid after the waits."""
+        """Start to send ``tensor`` to the next rank, and to receive the previous rank's.
+
+        Args:
+            tensor: What is sent; it has the same shape on every rank.
+            tag: Tells messages of different kinds apart.
+
+        Returns:
+            The received tensor, valid after the waits, and the works to wait for.
+        """
         received = torch.empty_like(tensor)
         after, before = (self.rank + 1) % self.cp, (self.rank - 1) % self.cp
         operations = [
@@ -181,14 +239,14 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _finish(ctx: Any, merged: Merged, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The output of a forward pass, with what its backward needs kept."""
+    """Return the output of a forward pass, and save what its backward needs."""
     out = merged.out.to(q.dtype)
     ctx.save_for_backward(q, k, v, out, merged.lse)
     return _heads_first(out)
 
 
 def _begin(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Gradients]:
-    """What :func:`_finish` kept, and gradients that are still zero."""
+    """Return what :func:`_finish` saved, and gradients that are still zero."""
     q, k, v, out, lse = ctx.saved_tensors
     return q, k, v, Gradients(_heads_first(grad), _heads_first(q), out, lse)
 
@@ -216,7 +274,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, gradients = _begin(ctx, grads[0])
         exchange: Exchange = ctx.exchange
         kv = torch.stack([k, v])
-        # The gradients of a rank's keys travel with them, and one hop further, home.
+        # The gradients of a rank's keys travel with the keys. One more hop brings them home.
         dkv: Tensor | None = None
         returning: list[dist.Work] = []
         for hop in range(exchange.cp):
@@ -250,7 +308,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, gradients = _begin(ctx, grads[0])
         exchange: Exchange = ctx.exchange
-        # Gathered again rather than kept: between the passes memory is that of this rank's part.
+        # Keys are gathered again and not saved: between the passes only this rank's part takes memory.
         found = [
             gradients.add(kv[0], kv[1], exchange.blocks(q.shape[1], source, ctx.starts))
             for source, kv in enumerate(_gathered(k, v, exchange))
@@ -262,7 +320,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def _gathered(k: Tensor, v: Tensor, exchange: Exchange) -> Tensor:
-    """Keys and values of every rank: (cp, 2, B, G, L, K)."""
+    """Return the keys and values of every rank: (cp, 2, B, G, L, K)."""
     return _heads_first(exchange.gathered(torch.stack([k, v])))
 
 
@@ -272,7 +330,17 @@ def _wait(works: Sequence[dist.Work]) -> None:
 
 
 def check_ulysses(n_heads: int, n_kv_heads: int, cp: int, tp: int = 1) -> None:
-    """Raise ConfigError unless each of cp x tp ranks can hold whole heads."""
+    """Raise ConfigError unless each of cp x tp ranks can hold whole heads.
+
+    Args:
+        n_heads: Query heads.
+        n_kv_heads: Key/value heads.
+        cp: Ranks on the cp axis.
+        tp: Ranks on the tp axis.
+
+    Raises:
+        ConfigError: The heads do not divide.
+    """
     heads, kv_heads = n_heads // tp, max(1, n_kv_heads // tp)
     if heads % cp or (kv_heads % cp and cp % kv_heads):
         raise ConfigError(
@@ -283,7 +351,7 @@ def check_ulysses(n_heads: int, n_kv_heads: int, cp: int, tp: int = 1) -> None:
 
 def _ulysses(exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, starts: list[list[int]]) -> Tensor:
     check_ulysses(q.shape[2], k.shape[2], exchange.cp)
-    # Fewer key/value heads than ranks: each goes to all the ranks that need it.
+    # With fewer key/value heads than ranks, each head goes to all the ranks that need it.
     copies = max(1, exchange.cp // k.shape[2])
     q, k, v = (
         _to_heads(exchange, x)
@@ -293,7 +361,7 @@ def _ulysses(exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, starts: list[l
 
 
 class _Local(torch.autograd.Function):
-    """Attention of one rank over the whole sequence, in the same blocks."""
+    """The attention of one rank over the whole sequence, in the same blocks."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: list[list[int]]) -> Tensor:
@@ -311,17 +379,17 @@ class _Local(torch.autograd.Function):
 
 
 def _all_to_all(exchange: Exchange, x: Tensor) -> Tensor:
-    """(cp, ...): the i-th part goes to rank i; the result's i-th came from it."""
+    """Send the i-th part of ``x`` (cp, ...) to rank i; the result's i-th part came from rank i."""
     return all_to_all_single_autograd(x.contiguous(), None, None, exchange.group)
 
 
 def _to_heads(exchange: Exchange, x: Tensor) -> Tensor:
-    """(B, L, H, K) of this rank's sequence to (B, S, H / cp, K) of its heads."""
+    """Exchange this rank's sequence part (B, L, H, K) for its heads (B, S, H / cp, K)."""
     parts = x.unflatten(2, (exchange.cp, -1)).movedim(2, 0)
     return exchange.in_order(_all_to_all(exchange, parts))
 
 
 def _to_sequence(exchange: Exchange, x: Tensor) -> Tensor:
-    """The inverse of :func:`_to_heads`."""
+    """Exchange this rank's heads for its sequence part, the inverse of :func:`_to_heads`."""
     parts = _all_to_all(exchange, exchange.out_of_order(x))
     return parts.movedim(0, 2).flatten(2, 3)

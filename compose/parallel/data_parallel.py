@@ -1,7 +1,7 @@
 """Data parallel: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) and HSDP, by FSDP2.
 
-One mechanism serves all stages. What differs is when parameters are gathered and freed and when
-gradients are reduced:
+One mechanism serves all stages. The stages differ in when parameters are gathered and freed, and in
+when gradients are reduced:
 
     zero  gradients reduced          parameters whole             sharded over dp_shard
     0     once a step (all-reduce)   always                       nothing
@@ -39,28 +39,39 @@ from compose.parallel.secondary_shards import NearGather, NearGroups
 
 @dataclass(frozen=True)
 class Sharding:
-    """What data parallel shards, and how it moves it."""
+    """What data parallel shards, and how it moves the shards."""
 
     zero: int
-    """The ZeRO stage. 0 asks for a mesh whose dp_shard is 1."""
+    """The ZeRO stage. Stage 0 needs a mesh whose dp_shard is 1."""
     param_dtype: torch.dtype = torch.float32
-    """Type in which parameters are gathered, and of forward and backward."""
+    """Type of gathered parameters, and of forward and backward."""
     reduce_dtype: torch.dtype = torch.float32
     """Type in which gradients are reduced."""
     offload: bool = False
-    """Parameters and gradients are in host memory, pinned where there is a GPU. A unit's shards are
-    copied to the device when it is gathered. Their memory has to be made in host memory."""
+    """Whether parameters and gradients are in host memory, pinned if there is a GPU. A unit's shards
+    are copied to the device when the unit is gathered. The caller has to create the parameters in
+    host memory.
+    """
     prefetch: int = 0
-    """Units whose gather begins before the one ahead of them runs, in forward and in backward. 0: what
-    FSDP does by itself, the next one in backward."""
+    """Units whose gather begins before the unit ahead of them runs, in forward and in backward. With 0
+    FSDP decides: it prefetches the next unit in backward.
+    """
     near: NearGroups | None = None
-    """Neighbours to gather from again in stage 3, after a step's first gather."""
+    """Neighbours that gather a unit again in stage 3, after a step's first gather."""
     expert_mesh: DeviceMesh | None = None
-    """Of ``expert_mesh`` in expert_parallel.py: where experts are sharded."""
+    """The mesh over which experts are sharded, from ``expert_mesh`` in expert_parallel.py."""
 
 
 def check_offload(zero: int, offload: str) -> None:
-    """Raise ConfigError unless ZeRO's stage ``zero`` leaves parameters free to be in host memory."""
+    """Raise ConfigError unless ZeRO's stage ``zero`` leaves parameters free to be in host memory.
+
+    Args:
+        zero: The ZeRO stage.
+        offload: The value of parallel.offload.
+
+    Raises:
+        ConfigError: Offload is asked for in a stage other than 3.
+    """
     if offload != "none" and zero != 3:
         raise ConfigError(
             f"parallel.zero: {zero} keeps whole parameters on the device, and parallel.offload ="
@@ -76,19 +87,19 @@ def apply_data_parallel(
     experts: Sequence[str] = (),
     ends: bool = True,
 ) -> list[NearGather]:
-    """``fully_shard`` each unit, then the model, over the data axes of ``mesh``.
+    """Apply ``fully_shard`` to each unit, then to the model, over the data axes of ``mesh``.
 
-    What dp_shard and cp hold between them is sharded over both, and replicated over dp_replicate.
-    Gradients are summed over ranks and not averaged: the loss is already divided by the number of
-    target tokens in the global batch.
+    Parameters are sharded over dp_shard and cp together, and replicated over dp_replicate. Gradients
+    are summed over ranks and not averaged: the loss is already divided by the number of target tokens
+    in the global batch.
 
     Args:
         model: A stage, or the whole model.
         units: Names of the modules of each unit, in order of use.
-        mesh: Of ``compose.init_mesh``.
+        mesh: The mesh of ``compose.init_mesh``.
         how: What is sharded, and in which types.
-        experts: Modules that are sharded over ``how.expert_mesh``, each a unit within another.
-        ends: Whether the loss follows the last unit, as it does not in a pipeline's other stages.
+        experts: Modules that are sharded over ``how.expert_mesh``; each is a unit within another.
+        ends: Whether the loss follows the last unit; in a pipeline only the last stage has it.
 
     Returns:
         The gathers that ``how.near`` asks for.
@@ -102,7 +113,7 @@ def apply_data_parallel(
     def shard(
         modules: nn.Module | list[nn.Module], reshard: bool, mesh: DeviceMesh = data_mesh, **more: Any
     ) -> None:
-        # The model's own inputs are cast; between its parts, what is float32 is so on purpose.
+        # Only the model's own inputs are cast. A float32 tensor between its parts is so on purpose.
         cast_inputs = modules is model
         policy = MixedPrecisionPolicy(
             how.param_dtype, how.reduce_dtype, cast_forward_inputs=cast_inputs
@@ -148,9 +159,9 @@ def apply_data_parallel(
 
 
 def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:
-    """Have each of ``units``, in order of use, begin the gathers of the next ``ahead`` before it runs.
+    """Let each of ``units``, in order of use, begin the gathers of the next ``ahead`` before it runs.
 
-    A unit within another, as experts, is gathered with it.
+    A unit within another, as experts are, is gathered with the outer one.
     """
     inner: list[list[FSDPModule]] = [
         [m for m in unit.modules() if isinstance(m, FSDPModule)] for unit in units
@@ -158,7 +169,8 @@ def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:
     for i, (own, *within) in enumerate(inner):
         before, after = inner[max(0, i - ahead) : i], inner[i + 1 : i + 1 + ahead]
         own.set_modules_to_forward_prefetch([*within, *(m for unit in after for m in unit)])
-        # Itself, as an empty list would mean FSDP's choice: in a pipeline now and then the wrong unit.
+        # An empty list would leave the choice to FSDP, which may be the wrong unit in a pipeline. So
+        # the unit prefetches itself.
         back = [*within, *(m for unit in reversed(before) for m in unit)]
         own.set_modules_to_backward_prefetch(back if back else [own])
         for module in within:
@@ -166,14 +178,14 @@ def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:
 
 
 def _even_dim(ranks: int, parameter: nn.Parameter) -> Shard:
-    """The first dim that ``ranks`` share evenly, as few experts may be left; FSDP pads only dim 0."""
+    """Return the first dim that ``ranks`` divide: few experts may be left, and FSDP pads only dim 0."""
     return Shard(
         next((dim for dim, size in enumerate(local_tensor(parameter).shape) if size % ranks == 0), 0)
     )
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh for ``fully_shard``: (dp_shard x cp), or (dp_replicate, dp_shard x cp) for HSDP."""
+    """Return the mesh for ``fully_shard``: dp_shard x cp, or (dp_replicate, dp_shard x cp) for HSDP."""
     if axis_size(mesh, "cp") == 1:
         shard = mesh["dp_shard"]
     elif axis_size(mesh, "dp_shard") == 1:
@@ -187,8 +199,10 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def gather(model: nn.Module) -> None:
-    """Have all of the model's parameters whole, and gradients stay where they are, for what runs
-    outside of forward and ``backward()``; :func:`finish_backward` ends this."""
+    """Gather all of the model's parameters, and keep gradients where they are.
+
+    This serves code that runs outside of forward and ``backward()``. :func:`finish_backward` ends it.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
         model.set_reshard_after_backward(False)
@@ -198,10 +212,15 @@ def gather(model: nn.Module) -> None:
 
 
 def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
-    """After gradients were found without ``backward()``: do what would have followed from it.
+    """Do what ``backward()`` does at its end, after gradients were computed without it.
 
-    After a forward that no backward follows too: what it gathered is freed, and its order, by which
-    the next backward would prefetch, is forgotten.
+    It also serves after a forward that has no backward. Then it frees the gathered parameters, and it
+    clears FSDP's record of the forward's order, by which the next backward would prefetch.
+
+    Args:
+        model: The model, or a stage; nothing happens without data parallel.
+        zero: The ZeRO stage.
+        last: Whether this was the last micro-batch of the optimizer step.
     """
     if isinstance(model, FSDPModule):
         prepare_micro_batch(model, zero, last)
@@ -209,14 +228,17 @@ def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
 
 
 def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
-    """Before the forward of one micro-batch: communicate in its backward what the stage needs.
+    """Tell FSDP, before a micro-batch's forward, what to communicate in its backward.
 
-    ``last``: it is the last micro-batch of the optimizer step. Does nothing without data parallel.
+    Args:
+        model: The model, or a stage; nothing happens without data parallel.
+        zero: The ZeRO stage.
+        last: Whether this is the last micro-batch of the optimizer step.
     """
     if not isinstance(model, FSDPModule):
         return
-    # set_is_last_backward(last), which is for pipelines, would keep the order of prefetching over
-    # micro-batches, and the last one would gather a unit again that it has just freed.
+    # set_is_last_backward(last) is made for pipelines. It would keep the order of prefetching over
+    # micro-batches, and the last one would gather again a unit that it has just freed.
     model.set_requires_gradient_sync(last or zero >= 2)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or zero == 3)

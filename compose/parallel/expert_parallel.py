@@ -1,11 +1,12 @@
 """Expert parallel: each rank of the ep axis holds some experts, and tokens travel to them and back.
 
-The axis is not one more factor of the world: it is laid over the innermost of the data, context and
-tensor axes, whose ranks hold different tokens anyway (Lepikhin et al. 2020, arXiv:2006.16668). Of the
-ranks that hold the same experts, each keeps a shard of them (``apply_data_parallel``).
+The axis adds no factor to the world size. It is laid over the innermost of the data, context and tensor
+axes, whose ranks hold different tokens anyway (Lepikhin et al. 2020, arXiv:2006.16668). Ranks that hold
+the same experts each keep a shard of them (``apply_data_parallel``).
 
-Per layer and direction a rank sends its rows twice, to the experts and back: 2 T k D elements forward
-and as many backward, (ep - 1) / ep of it to others where the load is even, T being its tokens.
+In each layer and direction a rank sends its rows twice: to the experts, and back. For T tokens these
+are 2 T k D elements forward and as many backward. Where the load is even, (ep - 1) / ep of them go to
+other ranks.
 """
 
 import math
@@ -28,19 +29,30 @@ from compose.parallel.mesh import axis_size
 class Experts(Protocol):
     """A module of stacked experts: its forward(rows, counts) is run(rows, counts, *its parameters).
 
-    rows: (N, D), sorted by expert. counts: (E,), how many rows each has. Every parameter is (E, ...).
+    Every parameter is (E, ...), for E experts.
     """
 
-    def run(self, rows: Tensor, counts: Tensor, *weights: Tensor) -> Tensor: ...
+    def run(self, rows: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+        """Apply each expert to its rows.
+
+        Args:
+            rows: (N, D), sorted by expert.
+            counts: (E,), how many rows each expert has.
+            *weights: The parameters, or this rank's shards of them.
+
+        Returns:
+            (N, D), in the order of ``rows``.
+        """
+        ...
 
 
 class ExpertParallel(ParallelStyle):
-    """For a module of stacked experts (:class:`Experts`): dim 0 of its parameters is sharded.
+    """A style for a module of stacked experts (:class:`Experts`): dim 0 of its parameters is sharded.
 
-    The module's own forward is replaced by one that sends each row to the rank that holds its expert,
-    runs the experts there, and brings the rows back in their order. Loads may be uneven: an expert, or
-    a rank, may get no row. On an axis of one rank nothing is sent. Raises ConfigError where the experts
-    cannot be dealt out evenly.
+    It replaces the module's own forward. The new one sends each row to the rank that holds its expert,
+    runs the experts there, and brings the rows back in their order. Loads may be uneven: an expert or a
+    rank may get no row. On an axis of one rank nothing is sent. Applying it raises ConfigError if the
+    ranks cannot hold equally many experts.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -54,10 +66,10 @@ class ExpertParallel(ParallelStyle):
 
 
 class GatherSequence(ParallelStyle):
-    """For a router that looks at whole sequences, on an axis whose ranks hold parts of them.
+    """A style for a router that looks at whole sequences, on an axis whose ranks hold parts of them.
 
-    ``module.gather_sequence``, of tensors (B, L, n), is made to reach the other ranks' too. Applied on
-    several axes, one after another, it reaches all of them.
+    It extends ``module.gather_sequence``, which takes tensors (B, L, n), so that the call gathers the
+    other ranks' parts too. It may be applied on several axes, one after another.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -72,7 +84,15 @@ class GatherSequence(ParallelStyle):
 
 
 def check_experts(n_experts: int, ep: int) -> None:
-    """Raise ConfigError unless ``ep`` ranks can hold equally many of ``n_experts``."""
+    """Raise ConfigError unless ``ep`` ranks can hold equally many of ``n_experts``.
+
+    Args:
+        n_experts: Experts of a layer.
+        ep: Ranks on the ep axis.
+
+    Raises:
+        ConfigError: ``ep`` does not divide ``n_experts``.
+    """
     if n_experts % ep:
         allowed = [d for d in range(1, n_experts + 1) if n_experts % d == 0]
         raise ConfigError(
@@ -82,7 +102,15 @@ def check_experts(n_experts: int, ep: int) -> None:
 
 
 def check_expert_ranks(ep: int, ranks: int) -> None:
-    """Raise ConfigError unless ``ep`` divides the ``ranks`` of the data, context and tensor axes."""
+    """Raise ConfigError unless ``ep`` divides the ``ranks`` of the data, context and tensor axes.
+
+    Args:
+        ep: Ranks on the ep axis.
+        ranks: dp_replicate x dp_shard x cp x tp.
+
+    Raises:
+        ConfigError: ``ep`` does not divide ``ranks``; the message names the nearest degree.
+    """
     if ranks % ep:
         nearest = min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - ep))
         raise ConfigError(
@@ -92,12 +120,19 @@ def check_expert_ranks(ep: int, ranks: int) -> None:
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
-    """The ranks of ``mesh`` again, with axes pp, expert_replicate, expert_shard, ep.
+    """Return a mesh of the same ranks with the axes pp, expert_replicate, expert_shard, ep.
 
-    ep neighbours in (dp_replicate, dp_shard, cp, tp), the innermost axes first, hold all experts
-    between them. The others that hold the same ones share their shards, but for those on dp_replicate,
-    which are replicas as far as ep leaves them. Creates process groups: every rank calls it. ``ep``
-    divides these ranks (``check_expert_ranks``).
+    ep neighbours in (dp_replicate, dp_shard, cp, tp) hold all experts between them; the innermost axes
+    are used first. Ranks that hold the same experts shard them between each other. Where ep does not
+    use up dp_replicate, the rest of that axis holds replicas instead. The call creates process groups,
+    so every rank makes it.
+
+    Args:
+        mesh: The mesh of ``compose.init_mesh``.
+        ep: Ranks on the ep axis; it passes ``check_expert_ranks``.
+
+    Returns:
+        The 4-D mesh.
     """
     replicas = axis_size(mesh, "dp_replicate")
     inner = math.prod(axis_size(mesh, axis) for axis in ("dp_shard", "cp", "tp"))
@@ -118,7 +153,7 @@ def _shard_experts(
 def _run_where_they_are(
     module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts: Tensor
 ) -> Tensor:
-    """``module``'s forward, of whose experts each rank of ``group`` holds as many, in order."""
+    """Run ``module``'s forward. Each rank of ``group`` holds equally many experts, in order."""
     weights = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
     run = cast(Experts, module).run
     if group.size() == 1:
@@ -127,10 +162,10 @@ def _run_where_they_are(
     counts_to = counts.view(group.size(), -1)
     counts_from = torch.empty_like(counts_to)
     dist.all_to_all_single(counts_from, counts_to.contiguous(), group=group)
-    # The one place where the host waits for the device: sizes of messages are known to it alone.
+    # Only here the host waits for the device: the device computes the sizes of the messages.
     sent, received = torch.stack([counts_to.sum(1), counts_from.sum(1)]).tolist()
     arrived = all_to_all_single_autograd(rows, received, sent, group)
-    # They come by rank, and are wanted by expert.
+    # The rows arrive sorted by rank. The experts need them sorted by expert.
     experts = torch.arange(counts_to.shape[1], device=rows.device).repeat(group.size())
     order = experts.repeat_interleave(counts_from.flatten()).argsort(stable=True)
     found = run(_Permute.apply(arrived, order), counts_from.sum(0), *weights)
@@ -139,8 +174,11 @@ def _run_where_they_are(
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order. The gradient goes the same way back: as if indexing, but no row is added
-    to another, which would take atomic operations."""
+    """A new order of rows. The gradient takes the same way back.
+
+    It does what indexing does. But no row is added to another in backward, so no atomic operations are
+    needed.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
 """Tensor parallel with plain activations: PyTorch's styles, at a fraction of what they cost the host.
 
-PyTorch's styles make DTensors of activations; each operator then finds out how its result is laid out,
-forward and backward, which for a small model is most of a step. Here weights alone are DTensors.
-Between messages there are local tensors, and the messages are Megatron's (Shoeybi et al. 2019,
-arXiv:1909.08053), or with a sequence-parallel stream those of Korthikanti et al. 2022
-(arXiv:2205.05198).
+PyTorch's styles make DTensors of activations. Each operator then works out the layout of its result,
+forward and backward; for a small model this is most of a step. Here only weights are DTensors.
+Activations are local tensors, and the messages are Megatron's (Shoeybi et al. 2019, arXiv:1909.08053).
+With a sequence-parallel stream they are those of Korthikanti et al. 2022 (arXiv:2205.05198).
 
-A plain tensor does not tell whether its gradient is yet to be summed over the axis. After LocalInput it
-is: so whatever has weights in that module must have a style of this file, each of which takes part in
-that sum.
+A plain tensor does not tell whether its gradient still has to be summed over the axis. Inside a
+LocalInput it has to be. So every module with weights in there must have a style of this file, and each
+of these styles takes part in that sum.
 """
 
 import inspect
@@ -39,14 +38,14 @@ Kind = Literal["keep", "sum", "gather", "scatter"]
 
 
 class LocalInput(PrepareModuleInput):
-    """Brings a module's first input together over the axis, for the LocalColwise and LocalHeads in it.
+    """A style that gathers a module's first input, for the LocalColwise and LocalHeads inside it.
 
-    stream: of that input (B, L, D), Shard(1) or Replicate(). The module is given all of it, plain; its
-    gradient, of which each rank has a part, is summed.
+    ``stream`` is the layout of that input (B, L, D): Shard(1) or Replicate(). The module gets the whole
+    input as a plain tensor. Each rank has a part of its gradient, and the parts are summed.
     """
 
     def __init__(self, stream: Placement, inputs: int = 1) -> None:
-        """inputs: how many the module takes, by position."""
+        """Take the layout of the first input, and how many inputs the module takes by position."""
         others = (None,) * (inputs - 1)
         super().__init__(input_layouts=(stream, *others), desired_input_layouts=(Replicate(), *others))
         self.stream, self.inputs = stream, inputs
@@ -70,20 +69,20 @@ class LocalInput(PrepareModuleInput):
         return module
 
     def by_dtensors(self) -> ParallelStyle:
-        """PyTorch's style for the same."""
+        """Return PyTorch's style that does the same."""
         return PrepareModuleInput(
             input_layouts=self.input_layouts, desired_input_layouts=self.desired_input_layouts
         )
 
 
 class LocalColwise(ColwiseParallel):
-    """An nn.Linear (D, N), of whose N outputs each rank has a part; inside a LocalInput.
+    """A style for an nn.Linear (D, N) inside a LocalInput: each rank has a part of the N outputs.
 
-    even: whether the axis' size divides N; PyTorch's style has to know.
+    ``even`` says whether the axis' size divides N; PyTorch's style has to know it.
     """
 
     def __init__(self, even: bool = True) -> None:
-        # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
+        # PyTorch takes its default, Shard(-1), for another layout, and would redistribute to it.
         super().__init__(output_layouts=Shard(2), use_local_output=even)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -91,13 +90,15 @@ class LocalColwise(ColwiseParallel):
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
     def by_dtensors(self) -> ParallelStyle:
-        """PyTorch's style for the same."""
+        """Return PyTorch's style that does the same."""
         return ColwiseParallel(output_layouts=Shard(2), use_local_output=self.use_local_output)
 
 
 class LocalRowwise(RowwiseParallel):
-    """An nn.Linear (N, D) without bias, of whose N inputs each rank has a part. stream: of the output
-    (B, L, D), Shard(1) or Replicate()."""
+    """A style for an nn.Linear (N, D) without bias: each rank has a part of the N inputs.
+
+    ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate().
+    """
 
     def __init__(self, stream: Placement) -> None:
         super().__init__(output_layouts=stream)
@@ -116,13 +117,16 @@ class LocalRowwise(RowwiseParallel):
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
     def by_dtensors(self) -> ParallelStyle:
-        """PyTorch's style for the same."""
+        """Return PyTorch's style that does the same."""
         return RowwiseParallel(output_layouts=self.stream)
 
 
 class LocalHeads(HeadParallel):
-    """HeadParallel inside a LocalInput: where ranks share a head, what sums the gradient of the weight
-    also sums that of the input, of which each rank has its own head's part."""
+    """HeadParallel inside a LocalInput.
+
+    Where ranks share a head, each rank has its own head's part of two gradients: the weight's and the
+    input's. The sum for the weight is made here, and the LocalInput makes the one for the input.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         size = device_mesh.size()
@@ -137,13 +141,16 @@ class LocalHeads(HeadParallel):
         return distribute_module(module, device_mesh, self._replicate)
 
     def by_dtensors(self) -> ParallelStyle:
-        """HeadParallel itself."""
+        """Return HeadParallel itself."""
         return HeadParallel(self.n_heads)
 
 
 class LocalNorm(SequenceParallel):
-    """An nn.RMSNorm, whole on every rank, of local tensors (tokens or heads are cut): its gradient is
-    summed over the axis."""
+    """A style for an nn.RMSNorm that is whole on every rank and takes local tensors.
+
+    The local tensors are a part of the tokens or heads, so the weight's gradient is summed over the
+    axis.
+    """
 
     def __init__(self, sequence_dim: int = 1) -> None:
         super().__init__(sequence_dim=sequence_dim, use_local_output=True)
@@ -153,7 +160,7 @@ class LocalNorm(SequenceParallel):
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
     def by_dtensors(self) -> ParallelStyle:
-        """PyTorch's style for the same."""
+        """Return PyTorch's style that does the same."""
         dim = self.sequence_sharding[0].dim
         return SequenceParallel(sequence_dim=dim, use_local_output=True)
 
@@ -162,7 +169,15 @@ LOCAL = (LocalInput, LocalColwise, LocalRowwise, LocalHeads, LocalNorm)
 
 
 def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list[str]:
-    """One line for each module whose input's gradient would be summed twice, or never."""
+    """Return one line for each module whose input's gradient would be summed twice, or never.
+
+    Args:
+        model: The whole model.
+        styles: Styles by the names of modules.
+
+    Returns:
+        The problems; layers that are alike make one line.
+    """
     placed = dict(styles)
     inputs = {name for name, style in placed.items() if isinstance(style, LocalInput)}
     problems = []
@@ -179,12 +194,12 @@ def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list
                 f"plan.tensor: {name} has {type(style).__name__}, and is in no module with LocalInput,"
                 " which sums the gradient of its input"
             )
-    # Layers that are alike make one line.
+    # Problems that differ in the layer's number alone become one line.
     return list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", problem) for problem in problems))
 
 
 def by_dtensors(styles: Iterable[tuple[str, ParallelStyle]]) -> list[tuple[str, ParallelStyle]]:
-    """``styles`` with PyTorch's for those of this file."""
+    """Return ``styles`` with PyTorch's styles in place of those of this file."""
     return [(name, s.by_dtensors() if isinstance(s, LOCAL) else s) for name, s in styles]
 
 
@@ -215,7 +230,7 @@ class _LocalRMSNorm(nn.RMSNorm):
 
 
 def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
-    """This rank's part of a parameter. gradient: how that is laid out, if not as the parameter is."""
+    """Return this rank's part of a parameter; ``gradient`` is its gradient's layout if another."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local(grad_placements=None if gradient is None else [gradient])
 
@@ -223,7 +238,7 @@ def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
 def _become(
     module: nn.Module, kind: type[nn.Module], local: type[nn.Module], style: ParallelStyle
 ) -> None:
-    """Give ``module``, which must be of ``kind`` itself, the forward of ``local``."""
+    """Give ``module``, which must be exactly of class ``kind``, the forward of ``local``."""
     if type(module) is not kind:
         raise ConfigError(f"{type(style).__name__}: {module} is no nn.{kind.__name__}")
     if local is _RowLinear and module.bias is not None:
@@ -236,7 +251,7 @@ def _send(there: Kind, back: Kind, group: Any, tensor: Tensor) -> Tensor:
 
 
 class _Message(torch.autograd.Function):
-    """``there`` forward and ``back`` backward, of (B, L, D) along L."""
+    """A message of a tensor (B, L, D) along L: ``there`` forward and ``back`` backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: Kind, back: Kind, group: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""Degrees to one DeviceMesh with named axes.
+"""The parallel degrees, and the DeviceMesh with named axes that they give.
 
-From the outside in: pp, dp_replicate, dp_shard, cp, tp. Ranks that are neighbours differ in tp, whose
-messages are largest and on the critical path; pp's are smallest and cross nodes.
+From the outside in the axes are pp, dp_replicate, dp_shard, cp, tp. Neighbouring ranks differ in tp,
+whose messages are largest and on the critical path. The messages of pp are smallest and cross nodes.
 """
 
 import dataclasses
@@ -24,6 +24,8 @@ BATCH_AXES = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True)
 class Parallel:
+    """The table [parallel]: the degree of each axis, and the methods used on it."""
+
     dp_replicate: int = 1
     """Data-parallel replicas, each holding its own copy of the sharded state (HSDP's outer axis)."""
     dp_shard: int = -1
@@ -62,6 +64,8 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Comm:
+    """The table [comm]: timeouts, prefetching and checks of the communication."""
+
     timeout: Positive = 600
     """Seconds after which a collective that a rank has not joined is an error."""
     start_timeout: Positive = 1800
@@ -74,9 +78,17 @@ class Comm:
 
 
 def resolve_degrees(parallel: Parallel, world_size: int) -> Parallel:
-    """``parallel`` with the -1 filled in; the degrees' product is ``world_size``.
+    """Fill in the degree that is -1, so that the degrees' product is ``world_size``.
 
-    Raises ConfigError, with the nearest legal degree, where that cannot be.
+    Args:
+        parallel: The table; at most one degree is -1.
+        world_size: Ranks of the job.
+
+    Returns:
+        The table without a -1.
+
+    Raises:
+        ConfigError: The degrees do not fit; the message names the nearest legal degree.
     """
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
     bad = [
@@ -101,7 +113,7 @@ def resolve_degrees(parallel: Parallel, world_size: int) -> Parallel:
 
 
 def _misfit(degrees: dict[str, int], free: str | None, fixed: int, world_size: int) -> str:
-    """One line: the product, the world size, and the nearest single change that fits."""
+    """Return one line with the product, the world size, and the nearest single change that fits."""
     product = " x ".join(f"{a} {d}" for a, d in degrees.items() if d not in (1, -1)) or "1"
     relation = "does not divide" if free else "is not"
     cures = []
@@ -123,7 +135,15 @@ def _misfit(degrees: dict[str, int], free: str | None, fixed: int, world_size: i
 
 
 def check_same_degrees(parallel: Parallel, mesh: DeviceMesh) -> None:
-    """Raise ConfigError unless ``mesh`` is what :func:`init_mesh` makes of ``parallel``."""
+    """Raise ConfigError unless ``mesh`` has the degrees of ``parallel``.
+
+    Args:
+        parallel: The table; it may still hold a -1.
+        mesh: A mesh that :func:`init_mesh` made.
+
+    Raises:
+        ConfigError: A degree differs.
+    """
     wanted = _shape(resolve_degrees(parallel, mesh.size()))
     for axis, degree in zip(AXES, wanted, strict=True):
         if axis_size(mesh, axis) != degree:
@@ -134,9 +154,19 @@ def check_same_degrees(parallel: Parallel, mesh: DeviceMesh) -> None:
 
 
 def init_mesh(parallel: Parallel, device_type: str = "cpu") -> DeviceMesh:
-    """The five-axis mesh over the default process group; ``parallel`` may still hold a -1.
+    """Return the five-axis mesh over the default process group.
 
-    With zero = 0 nothing is sharded over dp_shard, so its ranks are counted as replicas.
+    With zero = 0 nothing is sharded over dp_shard, so its ranks count as replicas.
+
+    Args:
+        parallel: The table; it may still hold a -1.
+        device_type: "cpu" or "cuda".
+
+    Returns:
+        The mesh with the axes ``AXES``.
+
+    Raises:
+        ConfigError: The degrees do not fit the number of ranks.
     """
     degrees = _shape(resolve_degrees(parallel, dist.get_world_size()))
     return init_device_mesh(device_type, degrees, mesh_dim_names=AXES)
@@ -150,13 +180,23 @@ def _shape(parallel: Parallel) -> tuple[int, ...]:
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Ranks along ``axis`` of ``mesh``; cheap, where ``mesh[axis].size()`` makes a mesh each time."""
+    """Return the number of ranks along an axis.
+
+    This is cheap. ``mesh[axis].size()`` makes a mesh each time.
+
+    Args:
+        mesh: A mesh with named axes.
+        axis: The axis' name.
+
+    Returns:
+        The number of ranks.
+    """
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index(axis))
 
 
 def batch_share(mesh: DeviceMesh) -> tuple[int, int]:
-    """(index, count): which of how many equal parts of the global batch this rank trains on."""
+    """Return (index, count): this rank trains on part ``index`` of ``count`` equal batch parts."""
     index, count = 0, 1
     for axis in BATCH_AXES:
         size = axis_size(mesh, axis)
@@ -165,7 +205,16 @@ def batch_share(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def sum_over(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str]) -> torch.Tensor:
-    """``tensor`` summed over every rank that differs from this one in ``axes`` only; a new tensor."""
+    """Sum a tensor over all ranks that differ from this one in ``axes`` only.
+
+    Args:
+        tensor: This rank's term; it is not changed.
+        mesh: A mesh with named axes.
+        axes: Names of the axes.
+
+    Returns:
+        The sum, a new tensor.
+    """
     tensor = tensor.detach().clone()
     for axis in axes:
         if axis_size(mesh, axis) > 1:

@@ -1,7 +1,7 @@
-"""Routing that no mesh can change: routers count tokens on each rank, and act on counts of the batch.
+"""Routing that does not depend on the mesh: routers count on each rank, and act on the batch's counts.
 
-A router is any module whose class has ``finish_step``, and with it the other attributes of
-:class:`Router`; models/layers/router.py has one.
+A router is any module whose class has ``finish_step`` and the other attributes of :class:`Router`.
+models/layers/router.py has one.
 """
 
 from collections.abc import Mapping
@@ -19,48 +19,76 @@ _TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 class Router(Protocol):
-    """What is asked of a router, whose forward returns a named tuple with ``experts`` (B, L, k), their
-    ``weights`` (B, L, k), the ``margin`` (B, L) of the choice, and the rows that are ``kept``
-    (B, L, k; None: all are).
+    """A router, as the rest of the toolkit uses it.
 
-    choose(scores): of (B, L, E), those experts, and by how much of its score the last was ahead of
-    the next.
-    keep(chosen, scores, everyone): where experts have a capacity, those rows, and by how much of its
-    score each was ahead of the first that is dropped, or behind the last that is kept.
-    tokens_per_step: of the whole batch, by which it divides its auxiliary losses; set before forward.
-    loss_scale: by which it multiplies their gradients; set before forward.
-    tally: what it counted in backward since the last ``finish_step``; 1-D, float64.
-    finish_step(tally): acts on the tally of the whole batch, sets ``tally`` to zero, and leaves in
-    ``last`` what is to be reported, scalars by name.
+    Its forward returns a named tuple. The fields are ``experts`` (B, L, k), their ``weights`` (B, L,
+    k), the ``margin`` (B, L) of the choice, and ``kept`` (B, L, k): the rows that are not dropped.
+    ``kept`` is None if no row is dropped.
     """
 
     tokens_per_step: int | None
+    """Tokens of the whole batch, by which it divides its auxiliary losses; set before forward."""
     loss_scale: float
+    """The factor of its auxiliary losses' gradients; set before forward."""
     tally: Tensor
+    """What it counted in backward since the last ``finish_step``; 1-D, float64."""
     last: Mapping[str, Tensor]
+    """What it reports of the last step: scalars by name."""
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]: ...
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts (B, L, k) by scores (B, L, E), and return them with their margin (B, L).
 
-    def keep(self, chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]: ...
+        The margin is how far the last chosen expert is ahead of the next one, as a share of its score.
+        """
+        ...
 
-    def finish_step(self, tally: Tensor) -> None: ...
+    def keep(self, chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]:
+        """Decide which rows are kept, where experts have a capacity.
+
+        Args:
+            chosen: The experts of each token, (B, L, k).
+            scores: The score of each row for its expert, (B, L, k).
+            everyone: The experts of each token in the whole sequences, (B, S, k).
+
+        Returns:
+            Which rows are kept (B, L, k), and their margins (B, L, k). A margin is how far a kept row
+            is ahead of the first dropped one, or how far a dropped row is behind the last kept one, as
+            a share of its score.
+        """
+        ...
+
+    def finish_step(self, tally: Tensor) -> None:
+        """Act on the tally of the whole batch, set ``tally`` to zero, and fill ``last``."""
+        ...
 
 
 def routers(model: nn.Module) -> dict[str, Router]:
-    """The routers of ``model`` (of this rank's stages, in a pipeline), by name."""
-    # Of the class: modules that lack an attribute take long to say so, and this is asked in each step.
+    """Return the routers of ``model`` by name; in a pipeline those of this rank's stages."""
+    # The class is asked: a module takes long to find that it lacks an attribute, and this runs in
+    # each step.
     found = {name: m for name, m in model.named_modules() if hasattr(type(m), "finish_step")}
     return cast(dict[str, Router], found)
 
 
 def begin_step(model: nn.Module, tokens: int, loss_scale: float) -> None:
-    """Tell every router how many tokens the whole batch has, and how its losses are scaled."""
+    """Tell every router how many tokens the whole batch has, and how its losses are scaled.
+
+    Args:
+        model: The model, or this rank's stages.
+        tokens: Tokens of the whole batch.
+        loss_scale: The factor of the loss before backward.
+    """
     for router in routers(model).values():
         router.tokens_per_step, router.loss_scale = tokens, loss_scale
 
 
 def finish_step(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum what routers counted over all ranks, in one message, and have them act on it."""
+    """Sum what routers counted over all ranks, in one message, and let the routers act on the sums.
+
+    Args:
+        model: The model, or this rank's stages.
+        mesh: The mesh of ``compose.init_mesh``.
+    """
     found = list(routers(model).values())
     if not found:
         return
@@ -71,10 +99,17 @@ def finish_step(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def routing_metrics(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, float]]:
-    """What every router of the whole model reported of the last step, by its name; a collective.
+    """Return what every router of the whole model reported of the last step; a collective.
 
-    For models/layers/router.py's: load (of the busiest expert, over the mean), dropped (rows),
-    balance_loss and z_loss (means over tokens), bias_change. The same on every rank.
+    The router of models/layers/router.py reports load (of the busiest expert, over the mean), dropped
+    (rows), balance_loss and z_loss (means over tokens), and bias_change.
+
+    Args:
+        model: The model, or this rank's stages.
+        mesh: The mesh of ``compose.init_mesh``.
+
+    Returns:
+        Values by name, by the router's name; the same on every rank.
     """
     here = {
         name: {key: float(value) for key, value in router.last.items()}

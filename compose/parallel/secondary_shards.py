@@ -1,13 +1,14 @@
-"""Secondary shards: zero-3 parameters gathered from near ranks, once the whole group has been asked.
+"""Secondary shards: zero-3 parameters that near ranks keep after the first gather of a step.
 
-ZeRO++'s hierarchical partition (hpZ; Wang et al. 2023, arXiv:2306.10209, section 3.2). A unit's first
-gather of a step runs over all n ranks that share its parameters. Of what it gave each rank keeps one of
-N parts, so that N neighbours hold the unit between them, and every gather that follows in the step (in
-backward, and in later micro-batches) runs over those N. Costs 1/N of the unit in the type in which it
-travels, until the step's last backward has ended; weights do not change before.
+This is ZeRO++'s hierarchical partition (hpZ; Wang et al. 2023, arXiv:2306.10209, section 3.2). A unit's
+first gather of a step runs over all n ranks that share its parameters. Each rank then keeps one of N
+parts of the result, so that N neighbours hold the unit between them. Every later gather of the step (in
+backward, and in later micro-batches) runs over those N. The kept part costs 1/N of the unit, in the
+type in which it travels, until the step's last backward has ended. Weights do not change before that.
 
-``fully_shard(reshard_after_forward=N)`` means the same, but takes no DTensor (torch 2.11 to 2.15:
-``FSDPParam.to_sharded_post_forward``), so neither tp nor ep, and makes process groups for each unit.
+``fully_shard(reshard_after_forward=N)`` means the same. But it takes no DTensor (torch 2.11 to 2.15:
+``FSDPParam.to_sharded_post_forward``), so it excludes tp and ep, and it makes process groups for each
+unit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +26,9 @@ from compose.parallel.mesh import axis_size
 
 
 class NearGather:
-    """The all-gather of one unit, for ``FSDPModule.set_custom_all_gather``; ``near`` holds the N ranks.
+    """The all-gather of one unit, for ``FSDPModule.set_custom_all_gather``; ``near`` is the group of N.
 
-    Outside of :func:`near_shards` it is FSDP's own.
+    Outside of :func:`near_shards` it does what FSDP's own does.
     """
 
     def __init__(self, near: dist.ProcessGroup) -> None:
@@ -36,7 +37,16 @@ class NearGather:
         self.kept: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As FSDP's own."""
+        """Return an empty tensor, as FSDP's own does.
+
+        Args:
+            size: The shape.
+            dtype: The type.
+            device: The device.
+
+        Returns:
+            The tensor.
+        """
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -46,8 +56,18 @@ class NearGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` (n S,) with the shards (S,) of the n ranks of ``group``, in order."""
-        # Looked up at each call, as FSDP does: a measurement may stand in its place.
+        """Fill ``output_tensor`` with the shards of all ranks of ``group``, in order.
+
+        Args:
+            output_tensor: (n S,), for n ranks.
+            input_tensor: This rank's shard, (S,).
+            group: The n ranks that share the unit.
+            async_op: Whether to return before the gather has ended.
+
+        Returns:
+            The work to wait for, if ``async_op``.
+        """
+        # It is looked up at each call, as FSDP does: a measurement may have replaced it.
         gather = getattr(dist, ALL_GATHER)
         if self.kept is not None:
             return gather(output_tensor, self.kept, self.near, async_op)
@@ -55,14 +75,15 @@ class NearGather:
         if self.keeping:
             if work is not None:
                 work.wait()
-            # A copy: FSDP frees the whole. On its all-gather stream, which reads it again.
+            # FSDP frees the whole tensor, so the part is copied. The copy is made on FSDP's all-gather
+            # stream, which also reads it later.
             self.kept = output_tensor.chunk(self.near.size())[self.near.rank()].clone()
         return work
 
 
 @contextmanager
 def near_shards(gathers: Sequence[NearGather]) -> Iterator[None]:
-    """Within it weights do not change, and ``gathers`` keep their parts."""
+    """Let ``gathers`` keep their parts inside this context; weights must not change there."""
     for gather in gathers:
         gather.keeping = True
     try:
@@ -74,22 +95,36 @@ def near_shards(gathers: Sequence[NearGather]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class NearGroups:
-    """This rank's group of neighbours: among those that share parameters, and among those that share
-    experts, if there are fewer than all. experts_stay: there is one, so nothing of them is freed."""
+    """This rank's groups of neighbours."""
 
     shards: dist.ProcessGroup
+    """The neighbours that share parameters."""
     experts: dist.ProcessGroup | None = None
+    """The neighbours that share experts, if they are fewer than all ranks that do."""
     experts_stay: bool = False
+    """Whether this group would be one rank, so that gathered experts are never freed."""
 
 
 def near_groups(
     mesh: DeviceMesh, near: int, zero: int, expert_mesh: DeviceMesh | None = None
 ) -> NearGroups | None:
-    """The groups of ``near`` neighbours along dp_shard x cp; None where that is all.
+    """Return the groups of ``near`` neighbours along dp_shard x cp.
 
-    Experts are shared by other ranks, those of ``expert_mesh``: of them count those in the same span
-    of near x tp ranks; where none holds all experts, they are all gathered from. Creates process
-    groups: every rank calls it. Raises ConfigError as :func:`check_near` does.
+    Experts are shared by other ranks, those of ``expert_mesh``. Their neighbours are the ranks in the
+    same span of near x tp ranks. Where such a span does not hold all experts equally often, experts are
+    gathered from all. The call creates process groups, so every rank makes it.
+
+    Args:
+        mesh: The mesh of ``compose.init_mesh``.
+        near: How many neighbours; 0 is all.
+        zero: The ZeRO stage.
+        expert_mesh: The mesh of experts, if there are any.
+
+    Returns:
+        The groups; None if all ranks are neighbours.
+
+    Raises:
+        ConfigError: As :func:`check_near` raises it.
     """
     ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
     check_near(near, zero, ranks)
@@ -104,14 +139,24 @@ def near_groups(
 
 
 def near_experts(near: int, tp: int, ep: int) -> int:
-    """How many of ``near`` x ``tp`` neighbours share an expert; 0 where they do not hold every expert
-    as often."""
+    """Return how many of ``near`` x ``tp`` neighbours share an expert.
+
+    Args:
+        near: Neighbours along dp_shard x cp.
+        tp: Ranks on the tp axis.
+        ep: Ranks on the ep axis.
+
+    Returns:
+        The number; 0 if the neighbours do not hold all experts equally often.
+    """
     return near * tp // ep if near * tp % ep == 0 else 0
 
 
 def _near_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
-    """This rank's of the groups of ``near`` neighbours along dim 2 of ``ranks`` (pp, replicas, shards,
-    rest)."""
+    """Return this rank's group of ``near`` neighbours along dim 2 of ``ranks``.
+
+    The dims of ``ranks`` are pp, replicas, shards and the rest.
+    """
     rows = ranks.movedim(2, -1).reshape(-1, near).tolist()
     group, _ = dist.new_subgroups_by_enumeration(rows)
     assert isinstance(group, dist.ProcessGroup)
@@ -119,8 +164,16 @@ def _near_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
 
 
 def check_near(near: int, zero: int, ranks: int) -> None:
-    """Raise ConfigError unless parameters that ``ranks`` share in stage ``zero`` can be resharded to
-    ``near`` of them; 0 is all."""
+    """Raise ConfigError unless parameters can be resharded to ``near`` ranks.
+
+    Args:
+        near: How many neighbours; 0 is all.
+        zero: The ZeRO stage.
+        ranks: The ranks that share the parameters.
+
+    Raises:
+        ConfigError: The stage is not 3, or ``near`` does not divide ``ranks``.
+    """
     if near == 0:
         return
     if zero != 3:

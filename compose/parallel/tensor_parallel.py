@@ -1,8 +1,9 @@
-"""Tensor parallel: the styles that PyTorch's own lack, and applying styles to a model.
+"""Tensor parallel: the styles that PyTorch does not have, and applying styles to a model.
 
 Megatron's column/row split (Shoeybi et al. 2019, arXiv:1909.08053) with sequence-parallel norms
-(Korthikanti et al. 2022, arXiv:2205.05198) is made of ``torch.distributed.tensor.parallel``'s
-styles. What is here fits beside them in a dict handed to ``parallelize_module``.
+(Korthikanti et al. 2022, arXiv:2205.05198) is made of the styles in
+``torch.distributed.tensor.parallel``. The styles here fit beside them in a dict for
+``parallelize_module``.
 """
 
 from collections.abc import Iterable
@@ -32,10 +33,10 @@ from compose.errors import ConfigError
 
 
 class Replicated(ParallelStyle):
-    """Parameters whole on every rank of the axis, as are the module's first input and its output.
+    """A style for a module that is whole on every rank: its parameters, first input and output.
 
-    Gives such parameters the same mesh as sharded ones, so that an optimizer or a norm may take them
-    in one list. No communication: identical inputs give identical gradients.
+    It gives such parameters the same mesh as sharded ones, so that an optimizer or a norm may take them
+    in one list. It communicates nothing: identical inputs give identical gradients.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -52,15 +53,15 @@ class Replicated(ParallelStyle):
 
 
 class HeadParallel(ParallelStyle):
-    """A projection (nn.Linear) onto ``n_heads`` heads, of which each rank outputs its own.
+    """A style for a projection (nn.Linear) onto ``n_heads`` heads: each rank outputs its own heads.
 
-    Where the axis' size divides the heads this is ColwiseParallel. Where the heads divide the axis,
-    a group of neighbouring ranks shares each head: the weight is whole on every rank, every rank
-    computes all the heads and keeps one, and the gradients of weight and input are summed over the
-    axis (an all-reduce of each, (D, n_heads * head_dim) and (B, L, D)).
+    If the axis' size divides the heads, this is ColwiseParallel. If the heads divide the axis' size, a
+    group of neighbouring ranks shares each head. Then the weight is whole on every rank, and every rank
+    computes all heads and keeps one. The gradients of weight and input are summed over the axis: an
+    all-reduce of each, (D, n_heads * head_dim) and (B, L, D).
 
-    Input: (B, L, D), replicated. Output: local, (B, L, heads per rank * head_dim).
-    Raises ConfigError where neither number divides the other.
+    The input is (B, L, D), replicated. The output is local, (B, L, heads per rank * head_dim). Applying
+    it raises ConfigError if neither number divides the other.
     """
 
     def __init__(self, n_heads: int) -> None:
@@ -70,7 +71,7 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         size = device_mesh.size()
         if self.n_heads % size == 0:
-            # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
+            # PyTorch takes its default, Shard(-1), for another layout, and would redistribute to it.
             colwise = ColwiseParallel(output_layouts=Shard(2))
             colwise.src_data_rank = self.src_data_rank
             return parallelize_module(module, device_mesh, colwise, src_data_rank=self.src_data_rank)
@@ -93,7 +94,7 @@ class HeadParallel(ParallelStyle):
 
     def _own_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> Tensor:
         head = device_mesh.get_local_rank() * self.n_heads // device_mesh.size()
-        # Each rank's gradient is zero outside its head, so the whole is their sum.
+        # Each rank's gradient is zero outside its head, so the sum over ranks is the whole gradient.
         heads = output.to_local(grad_placements=[Partial()]).unflatten(-1, (self.n_heads, -1))
         return heads[..., head, :]
 
@@ -102,10 +103,10 @@ class HeadParallel(ParallelStyle):
 
 
 class SharedByHeads(ParallelStyle):
-    """What all heads read, whole on every rank of the axis, each of which has some of the heads.
+    """A style for a tensor that all heads read: it is whole on every rank, which has some heads.
 
-    For a module without parameters (nn.Identity) whose output it is. Its gradient is summed over the
-    axis (an all-reduce), as each rank finds that of its own heads.
+    It is for a module without parameters (nn.Identity) whose output is that tensor. Each rank finds the
+    gradient of its own heads, so the gradient is summed over the axis (an all-reduce).
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -117,7 +118,16 @@ class SharedByHeads(ParallelStyle):
 
 
 def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
-    """Raise ConfigError unless ``tp`` ranks can each hold whole query and key/value heads."""
+    """Raise ConfigError unless ``tp`` ranks can each hold whole query and key/value heads.
+
+    Args:
+        n_heads: Query heads.
+        n_kv_heads: Key/value heads.
+        tp: Ranks on the tp axis.
+
+    Raises:
+        ConfigError: ``tp`` is not among the degrees that the message names.
+    """
     allowed = [
         degree
         for degree in range(1, n_heads + 1)
@@ -131,11 +141,19 @@ def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
 
 
 def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> None:
-    """Raise ConfigError unless ``tp`` ranks each get a column of every weight that is cut by columns.
+    """Raise ConfigError unless every rank gets a column of every weight that is cut by columns.
 
-    Columns are cut as Tensor.chunk cuts them, so the last ranks may get none: 10 over 8 are 2 for each
-    of 5. FSDP then takes the rank's shard for one without rows and without columns, and a collective of
-    DTensor's that asks for all columns never ends (torch 2.11 to 2.15).
+    Columns are cut as Tensor.chunk cuts them, so the last ranks may get none: 10 columns over 8 ranks
+    are 2 for each of 5. FSDP then takes the rank's shard for one without rows and columns, and a
+    DTensor collective that asks for all columns never ends (torch 2.11 to 2.15).
+
+    Args:
+        model: The whole model.
+        styles: Styles by the names of modules.
+        tp: Ranks on the tp axis.
+
+    Raises:
+        ConfigError: A rank gets no column of a weight.
     """
     for name, style in styles:
         module = model.get_submodule(name)
@@ -150,8 +168,15 @@ def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]],
 
 
 def sequence_ranks(styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> int:
-    """Of ``tp`` ranks, those that share a sequence between layers: all of them or, without a
-    SequenceParallel among ``styles``, one."""
+    """Return how many of ``tp`` ranks share a sequence between layers.
+
+    Args:
+        styles: Styles by the names of modules.
+        tp: Ranks on the tp axis.
+
+    Returns:
+        ``tp`` if there is a SequenceParallel among ``styles``, else 1.
+    """
     return tp if any(isinstance(style, SequenceParallel) for _, style in styles) else 1
 
 
@@ -164,10 +189,15 @@ def apply_tensor_parallel(
     styles: Iterable[tuple[str, ParallelStyle]],
     mesh: DeviceMesh,
 ) -> None:
-    """Apply each style to the module of that name on the 1-D ``mesh``; tied parameters stay tied.
+    """Apply each style to the module of that name; tied parameters stay tied.
 
-    Parameters must hold the same values on every rank, or be on meta: nothing is broadcast. Raises
-    ConfigError where two names of one tied parameter are given different placements.
+    Args:
+        model: The model. Nothing is broadcast, so its parameters must be on meta or equal on all ranks.
+        styles: Styles by the names of modules.
+        mesh: The 1-D mesh of tp.
+
+    Raises:
+        ConfigError: Two names of one tied parameter get different placements.
     """
     ties = tied_names(model)
     for name, style in styles:

@@ -1,5 +1,7 @@
-"""How a model is cut into stages, and in which order these run. Exports schedules, the split, and what
-runs a schedule on PyTorch's pipelining runtime."""
+"""This room answers how a model is cut into stages, and in which order they run.
+
+It exports schedules, the split, and what runs a schedule on PyTorch's pipelining runtime.
+"""
 
 from typing import TYPE_CHECKING
 

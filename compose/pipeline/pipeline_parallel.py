@@ -1,11 +1,12 @@
-"""Pipeline parallel: stages on different ranks, micro-batches run through them by a schedule.
+"""Pipeline parallel: stages on different ranks, and a schedule that runs micro-batches through them.
 
-A schedule's table (schedules.py) is executed by the runtime of ``torch.distributed.pipelining``. What
-is added here is what that leaves to others: ZeRO stages that keep their meaning (data_parallel.py), a
-parameter shared by several stages, and stages that need no shapes from the user.
+The runtime of ``torch.distributed.pipelining`` executes a schedule's table (schedules.py). This file
+adds what that runtime lacks: ZeRO stages that keep their meaning (data_parallel.py), a parameter shared
+by several stages, and stages that need no shapes from the user.
 
-Per micro-batch and cut one activation goes forward and its gradient back: 2 B L D elements, 1/tp of it
-with sequence parallel, and nothing else. The price is idle time (``python -m compose schedule``).
+For each micro-batch and cut, one activation goes forward and its gradient comes back: 2 B L D elements,
+1/tp of it with sequence parallel, and nothing else. The price is idle time
+(``python -m compose schedule``).
 """
 
 import inspect
@@ -41,15 +42,15 @@ def apply_pipeline_parallel(
     zero: int,
     seq_len: int,
 ) -> "PipelineRunner":
-    """Keep of ``model``, in place, what this rank of the 1-D ``mesh`` runs.
+    """Cut ``model`` in place, so that it keeps what this rank runs.
 
     Args:
         model: The whole model.
         pipeline: How it can be cut.
-        mesh: Of the pp axis.
+        mesh: The 1-D mesh of pp.
         schedule: How the stages run. Without ``layers`` they are balanced by FLOPs.
         zero: The ZeRO stage.
-        seq_len: Tokens of a sample, at which FLOPs are counted.
+        seq_len: Tokens of a sample, for which FLOPs are counted.
 
     Returns:
         What runs the stages.
@@ -72,7 +73,8 @@ def _not_whole(*args: Any, **kwargs: Any) -> Any:
 class PipelineRunner:
     """Runs this rank's stages, in step with those of the other ranks of the pp axis.
 
-    placement: the pp rank of every stage. ties: what stages share, the same list on every rank.
+    ``placement`` is the pp rank of every stage. ``ties`` are the parameters that stages share, the same
+    list on every rank.
     """
 
     def __init__(
@@ -89,23 +91,23 @@ class PipelineRunner:
         self.device_type = mesh.device_type
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
-        # Of the last batch's shapes: it holds buffers for every micro-batch.
+        # The runtime for the last batch's shapes; it holds buffers for every micro-batch.
         self.runtime: tuple[Any, _PipelineScheduleRuntime] | None = None
-        # By the shapes of a micro-batch, what then goes from stage to stage.
+        # The tensor that goes from stage to stage, by the shapes of a micro-batch.
         self.streams: dict[Any, Tensor] = {}
         self.loss: StepLoss | None = None
 
     @property
     def aliases(self) -> dict[str, str]:
-        """What had another name in the whole model: that name, by the one it has in a stage."""
+        """Return names of the whole model by names in a stage, where they differ."""
         return {name: tied.name for tied in self.ties for _, name in tied.holders if name != tied.name}
 
     def is_last(self, stage: Stage) -> bool:
-        """Whether ``stage`` ends the model."""
+        """Tell whether ``stage`` ends the model."""
         return stage.index == len(self.placement) - 1
 
     def forward_order(self, micro_batches: int) -> dict[str, list[int]]:
-        """Of every module of this rank's stages, by name: its micro-batches in the order they run."""
+        """Return, for every module of this rank's stages, its micro-batches in the order they run."""
         per_rank = len(self.placement) // self.pp
         table = build_table(self.schedule.name, self.pp, per_rank, micro_batches)
         return {
@@ -115,11 +117,19 @@ class PipelineRunner:
         }
 
     def run(self, batch: Mapping[str, Tensor], micro_batch: int, loss: StepLoss) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of the losses if the last stage is here,
-        else zero.
+        """Run forward and backward of all micro-batches.
 
-        batch: (samples, ...), the same on every rank of the axis. Raises ConfigError where the samples
-        are no whole micro-batches, or the schedule cannot run their number.
+        Args:
+            batch: Tensors (samples, ...), the same on every rank of the axis.
+            micro_batch: Samples of a micro-batch.
+            loss: The loss of this step.
+
+        Returns:
+            The sum of the losses if the last stage is on this rank, else zero.
+
+        Raises:
+            ConfigError: The samples are no whole micro-batches, or the schedule cannot run their
+                number.
         """
         samples = len(batch["targets"])
         _check_whole(samples, micro_batch)
@@ -150,21 +160,26 @@ class PipelineRunner:
         each: Callable[[Tensor, Mapping[str, Tensor]], None],
         before: Callable[[Mapping[str, Tensor]], None],
     ) -> None:
-        """Forward alone of every micro-batch, the same ``parts`` on every rank of the axis; ``before``
-        gets the part ahead of the last stage, and ``each`` then what that gives, on the rank it is on.
+        """Run only the forward of every micro-batch.
 
-        Raises ConfigError where the parts are not alike.
+        Args:
+            parts: The micro-batches, the same on every rank of the axis.
+            each: Called with the last stage's output and the part, on the rank of the last stage.
+            before: Called with the part before the last stage runs, on the same rank.
+
+        Raises:
+            ConfigError: The parts are not alike.
         """
         inputs = [{k: v for k, v in part.items() if k != "targets"} for part in parts]
         firsts = [part.pop(self.first_argument) for part in inputs]
         _check_whole(sum(map(len, firsts)), len(firsts[0]))
         stream = self._stream(firsts[0], inputs[0])
         modules = {stage.index: stage.module for stage in self.stages}
-        # What has come to a stage that is here, or is on its way to it; and what leaves.
+        # Messages that have come to a stage of this rank or are on their way, and those that leave.
         inbox: dict[tuple[int, int], _Message] = {}
         sent: list[_Message] = []
-        # The two ranks of a message begin it at the same place of one order, so that no two wait for
-        # each other.
+        # All ranks follow one order, so the two ranks of a message begin it at the same place, and no
+        # two ranks wait for each other.
         for stage, _, number in forwards(self.placement, len(parts)):
             rank = self.placement[stage]
             after = self.placement[stage + 1] if stage + 1 < len(self.placement) else None
@@ -204,7 +219,7 @@ class PipelineRunner:
                 last + 1,
                 first.device,
                 input_args=sample if stage.index == 0 else stream,
-                output_args=stream,  # of the last nobody asks
+                output_args=stream,  # not used for the last stage
                 group=self.group,
             )
             for stage in self.stages
@@ -212,7 +227,7 @@ class PipelineRunner:
         for stage in stages:
             stage.zero = self.zero
         runtime = _PipelineScheduleRuntime(
-            # The last stage has found it.
+            # The last stage has computed the loss itself.
             stages,
             count,
             loss_fn=lambda loss, targets: loss,
@@ -231,7 +246,7 @@ class PipelineRunner:
         return self.loss
 
     def _stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """What goes from stage to stage for one micro-batch, on meta: the first stage tries it once."""
+        """Return what one micro-batch sends between stages, on meta; the first stage tries it once."""
         key = tuple((value.shape, value.dtype) for value in (first, *inputs.values()))
         if key not in self.streams:
             self.streams[key] = self._try_stream(first, inputs)
@@ -256,7 +271,7 @@ class PipelineRunner:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def _take_tied_gradients(self) -> dict[str, Tensor]:
-        """Gradients that tied parameters have from before, by name; taken, since they are sums."""
+        """Take the gradients that tied parameters already have, by name; they are sums already."""
         earlier = {}
         for tied in self.ties:
             for stage, name in tied.holders:
@@ -268,8 +283,10 @@ class PipelineRunner:
         return earlier
 
     def _sum_tied_gradients(self, earlier: Mapping[str, Tensor]) -> None:
-        """Give every copy of a tied parameter the sum of their gradients, and ``earlier`` ones, bitwise
-        the same."""
+        """Give every copy of a tied parameter the sum of all gradients, bitwise the same.
+
+        The sum includes the ``earlier`` gradients.
+        """
         for tied in self.ties:
             ranks = sorted({self.placement[stage] for stage, _ in tied.holders})
             held = {
@@ -279,7 +296,7 @@ class PipelineRunner:
             }
             if not any(parameter.requires_grad for parameter in held.values()):
                 continue
-            # Messages are of the device, where gradients need not be.
+            # Messages are sent from the device, but gradients may be in host memory.
             gradients = {s: _local_gradient(p).to(self.device_type) for s, p in held.items()}
             like = next(iter(gradients.values()))
             operations = []
@@ -293,7 +310,7 @@ class PipelineRunner:
                     operations.append(self._p2p(dist.irecv, gradients[stage], source))
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
-            # In the order of stages on every rank: floating-point sums depend on it.
+            # Every rank adds in the order of stages, since floating-point sums depend on the order.
             total = torch.stack([gradients[stage] for stage, _ in tied.holders]).sum(0)
             if tied.name in earlier:
                 total += earlier[tied.name].to(total)
@@ -301,7 +318,7 @@ class PipelineRunner:
                 _local_gradient(parameter).copy_(total)
 
     def _parameter(self, index: int, name: str) -> nn.Parameter:
-        """A parameter of a stage that is here, by the name it has there."""
+        """Return a parameter of a stage of this rank, by its name in the stage."""
         return next(s.module for s in self.stages if s.index == index).get_parameter(name)
 
     def _p2p(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
@@ -313,12 +330,13 @@ class PipelineRunner:
 
 @dataclass(frozen=True)
 class _Message:
-    """A tensor that is on its way to another rank or from one, or is there already."""
+    """A tensor that is on its way to or from another rank, or is there already."""
 
     tensor: Tensor
     works: Sequence[dist.Work] = ()
 
     def wait(self) -> Tensor:
+        """Wait for the message, and return its tensor."""
         for work in self.works:
             work.wait()
         return self.tensor

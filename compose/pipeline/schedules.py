@@ -1,10 +1,10 @@
 """Pipeline schedules as tables: what each rank does, action after action.
 
-A table is what the runtime executes, ``python -m compose schedule`` draws and a CSV file holds:
-one row per pipeline rank, one cell per action, as ``2F0``: stage 2, forward, micro-batch 0. F is a
-forward, B a whole backward, I the part of it that finds the input's gradient and W the part that finds
-the weights' (Qi et al. 2023, arXiv:2401.10241). The tables of named schedules are those of
-``torch.distributed.pipelining``.
+The runtime executes a table, ``python -m compose schedule`` draws it, and a CSV file holds it. It has
+one row for each pipeline rank and one cell for each action, as ``2F0``: stage 2, forward, micro-batch
+0. F is a forward and B a whole backward. I is the part of a backward that computes the input's
+gradient, and W the part that computes the weights' (Qi et al. 2023, arXiv:2401.10241). The tables of
+named schedules are those of ``torch.distributed.pipelining``.
 """
 
 import csv
@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from compose.errors import ConfigError, did_you_mean
 from compose.parallel.mesh import Parallel
 
-# Names, and the stages each rank holds where nothing else is asked for.
+# The names of schedules, and how many stages each rank holds by default.
 SCHEDULES = {
     "GPipe": 1,
     "1F1B": 1,
@@ -32,28 +32,25 @@ SCHEDULES = {
     "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }
-# Those that are defined for that number only.
+# The schedules that are defined for this number of stages only.
 _FIXED = ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV")
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a pipeline runs.
-
-    Args:
-        name: Of a schedule in SCHEDULES, or of a CSV file.
-        virtual_stages: Stages on each rank. 0: as many as the schedule is made for.
-        layers: Of each stage, in order. Empty: balanced by FLOPs.
-    """
+    """How a pipeline runs."""
 
     name: str = "1F1B"
+    """The name of a schedule in SCHEDULES, or of a CSV file."""
     virtual_stages: int = 0
+    """Stages on each rank. 0: as many as the schedule is made for."""
     layers: Sequence[int] = ()
+    """Layers of each stage, in order. Empty: balanced by FLOPs."""
 
 
 def schedule_of(parallel: Parallel) -> Schedule:
-    """Return what the table [parallel] says of the pipeline."""
+    """Return what the table [parallel] says about the pipeline."""
     return Schedule(parallel.pp_schedule, parallel.pp_virtual_stages, parallel.pp_layers)
 
 
@@ -69,13 +66,18 @@ class Action(NamedTuple):
 
 
 Table = list[list[Action]]
-"""For each pipeline rank its actions, in order."""
+"""The actions of each pipeline rank, in order."""
 
 
 def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
-    """How many stages each rank holds: ``virtual_stages``, or what the schedule is made for if 0.
+    """Return how many stages each rank holds.
 
-    Raises ConfigError for a name that is neither a schedule nor a CSV file, or a number it cannot have.
+    Args:
+        schedule: The name of a schedule, or of a CSV file.
+        virtual_stages: The number asked for; 0: as many as the schedule is made for.
+
+    Raises:
+        ConfigError: The name is unknown, or the schedule cannot have this number.
     """
     if schedule.endswith(".csv"):
         return virtual_stages or 1
@@ -96,9 +98,17 @@ def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
 
 
 def build_table(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Table:
-    """The table of a named schedule, or of a CSV file, for ``pp`` ranks of so many stages each.
+    """Return the table of a named schedule, or of a CSV file.
 
-    Raises ConfigError where the schedule cannot be, with the nearest number of micro-batches that can.
+    Args:
+        schedule: The name of a schedule, or of a CSV file.
+        pp: Ranks on the pp axis.
+        virtual_stages: Stages on each rank; 0: as many as the schedule is made for.
+        micro_batches: Micro-batches of a step.
+
+    Raises:
+        ConfigError: The schedule cannot run this; the message names the nearest number of
+            micro-batches.
     """
     per_rank = stages_per_rank(schedule, virtual_stages)
     if schedule.endswith(".csv"):
@@ -118,15 +128,19 @@ def build_table(schedule: str, pp: int, virtual_stages: int, micro_batches: int)
 
 
 def splits_backward(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> bool:
-    """Tell whether a schedule runs the backward of inputs and of weights apart.
+    """Tell whether a schedule runs, and splits the backward of inputs from that of weights.
 
-    ``micro_batches`` of 0 stands for any number. False for a schedule that cannot be.
+    Args:
+        schedule: The name of a schedule, or of a CSV file.
+        pp: Ranks on the pp axis.
+        virtual_stages: Stages on each rank; 0: as many as the schedule is made for.
+        micro_batches: Micro-batches of a step; 0 stands for any number.
     """
     try:
         if schedule.endswith(".csv"):
             table = read_table(schedule)
         else:
-            # Every named schedule runs so many.
+            # Every named schedule can run 2 pp micro-batches.
             table = build_table(schedule, pp, virtual_stages, micro_batches or 2 * pp)
     except ConfigError:
         return False
@@ -134,7 +148,7 @@ def splits_backward(schedule: str, pp: int, virtual_stages: int, micro_batches: 
 
 
 def _nearest(schedule: str, pp: int, per_rank: int, micro_batches: int) -> str:
-    """The nearest number below that can run, and the nearest above."""
+    """Return the nearest number below that can run, and the nearest above."""
     above = itertools.count(micro_batches + 1)
     found = [
         next((n for n in numbers if _exists(schedule, pp, per_rank, n)), None)
@@ -154,7 +168,7 @@ def _exists(schedule: str, pp: int, per_rank: int, micro_batches: int) -> bool:
 def _table_of_torch(schedule: str, pp: int, per_rank: int, micro_batches: int) -> Table:
     if schedule in _SINGLE:
         return [_SINGLE[schedule](rank, pp, micro_batches) for rank in range(pp)]
-    # A schedule reads no more of its stages than these numbers until it runs.
+    # A schedule reads only these numbers of its stages until it runs.
     stage: Any = SimpleNamespace(
         group_rank=0, group_size=pp, num_stages=pp * per_rank, stage_index=0, submod=nn.Module()
     )
@@ -164,12 +178,12 @@ def _table_of_torch(schedule: str, pp: int, per_rank: int, micro_batches: int) -
 
 
 def _gpipe(rank: int, pp: int, micro_batches: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965)."""
+    """Return all forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965)."""
     return [Action(rank, kind, n) for kind in "FB" for n in range(micro_batches)]
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Action]:
-    """PipeDream-flush (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1)."""
+    """Return PipeDream-flush (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1)."""
     warmup = min(pp - 1 - rank, micro_batches)
     forwards = [Action(rank, "F", n) for n in range(micro_batches)]
     backwards = [Action(rank, "B", n) for n in range(micro_batches)]
@@ -177,12 +191,12 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Ac
     return forwards[:warmup] + [a for pair in steady for a in pair if a is not None]
 
 
-# PyTorch runs these two by loops of their own; its table of 1F1B lacks the last rank's first forward.
+# PyTorch runs these two without a table; its table of 1F1B lacks the last rank's first forward.
 _SINGLE = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}
 
 
 def _own_actions(actions: Sequence[Any]) -> list[Action]:
-    """Compute actions alone; those that overlap one another are, on one device, one after another."""
+    """Return the computing actions alone; overlapped ones run one after another on one device."""
     found: list[Action] = []
     for action in actions:
         if action is None:
@@ -197,12 +211,16 @@ def _own_actions(actions: Sequence[Any]) -> list[Action]:
 
 
 def forwards(ranks: Sequence[int], micro_batches: int) -> list[Action]:
-    """Every forward of a pipeline that runs no backward, in an order in which they can run.
+    """Return every forward of a pipeline that runs no backward, in an order in which they can run.
 
-    ranks: that of each stage. In each turn a rank runs the deepest of its stages that has an input, so
-    what waits between stages is little, and a V-schedule's ranks are busy too.
+    In each turn a rank runs the deepest of its stages that has an input. So few activations wait
+    between stages, and the ranks of a V-schedule are busy too.
+
+    Args:
+        ranks: The rank of each stage.
+        micro_batches: How many micro-batches.
     """
-    # For each stage the micro-batches that have come to it; behind the last, those that are done.
+    # For each stage the micro-batches that have come to it; after the last, those that are done.
     come = [micro_batches, *[0] * len(ranks)]
     order: list[Action] = []
     while come[-1] < micro_batches:
@@ -214,7 +232,10 @@ def forwards(ranks: Sequence[int], micro_batches: int) -> list[Action]:
 
 
 def read_table(path: str) -> Table:
-    """The table of a CSV file: a row per rank, cells as ``2F0``, empty cells ignored."""
+    """Return the table of a CSV file: a row for each rank, cells as ``2F0``, empty cells ignored.
+
+    Raises ConfigError if the file cannot be read, or holds something else.
+    """
     try:
         rows = list(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))
     except (OSError, UnicodeError) as error:
@@ -239,13 +260,27 @@ def read_table(path: str) -> Table:
 
 
 def write_table(table: Table, path: str) -> None:
-    """``table`` as a CSV file that :func:`read_table` reads."""
+    """Write a table to a CSV file that :func:`read_table` reads.
+
+    Args:
+        table: The table.
+        path: The file.
+    """
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([map(str, row) for row in table])
 
 
 def placement(schedule: str, pp: int, virtual_stages: int) -> list[int]:
-    """The pipeline rank of each stage: round and round, or there and back for V-schedules."""
+    """Return the pipeline rank of each stage: round and round, or there and back for V-schedules.
+
+    Args:
+        schedule: The name of a schedule, or of a CSV file.
+        pp: Ranks on the pp axis.
+        virtual_stages: Stages on each rank; 0: as many as the schedule is made for.
+
+    Raises:
+        ConfigError: The stages of a CSV file are not counted from 0 on.
+    """
     if schedule.endswith(".csv"):
         table = read_table(schedule)
         stages = {action.stage for row in table for action in row}
@@ -261,7 +296,7 @@ def placement(schedule: str, pp: int, virtual_stages: int) -> list[int]:
 
 
 def stage_ranks(table: Table) -> list[int]:
-    """The pipeline rank of each stage."""
+    """Return the pipeline rank of each stage."""
     ranks = {action.stage: rank for rank, row in enumerate(table) for action in row}
     return [ranks[stage] for stage in range(len(ranks))]
 
@@ -292,11 +327,15 @@ def _span(numbers: set[int]) -> str:
 
 
 def check_table(table: Table, name: str) -> None:
-    """Raise ConfigError unless ``table`` is a whole, possible step.
+    """Raise ConfigError unless a table is a whole, possible step.
 
-    Every stage runs each micro-batch forward once, then B once, or I and then W; it stands on one
-    rank; the last runs forwards in order, by which PyTorch's runtime finds the losses; and no two
-    ranks wait for each other.
+    Every stage runs each micro-batch forward once. Then it runs B once, or I and then W. Every stage is
+    on one rank. The last stage runs forwards in order, by which PyTorch's runtime finds the losses. No
+    two ranks wait for each other.
+
+    Args:
+        table: The table.
+        name: Its name in messages.
     """
 
     def refuse(problem: str) -> ConfigError:
@@ -336,7 +375,12 @@ def check_table(table: Table, name: str) -> None:
 
 
 def needs(action: Action, last_stage: int) -> list[set[Action]]:
-    """What must have run before ``action``: one of each set."""
+    """Return what must have run before an action: one action of each set.
+
+    Args:
+        action: The action.
+        last_stage: The index of the last stage.
+    """
     stage, kind, micro_batch = action
     if kind == "F":
         return [{Action(stage - 1, "F", micro_batch)}] if stage > 0 else []
@@ -349,7 +393,10 @@ def needs(action: Action, last_stage: int) -> list[set[Action]]:
 
 
 def execution_order(table: Table) -> list[Action]:
-    """All actions in an order in which they can run, or those that can if ranks wait for each other."""
+    """Return all actions in an order in which they can run.
+
+    If ranks wait for each other, only the actions that can run are in it.
+    """
     last = max(a.stage for row in table for a in row)
     place = [0] * len(table)
     done: dict[Action, None] = {}

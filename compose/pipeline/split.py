@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: the layers of each stage, and the parts of a model that are left of it."""
+"""The cut of a pipeline: the layers of each stage, and the parts of the model that a rank keeps."""
 
 import copy
 from collections.abc import Sequence
@@ -17,37 +17,51 @@ from compose.plan import Pipeline
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of this rank.
-
-    module: the model without what other stages run; its modules are the model's own. absent: names of
-    what it lacks.
-    """
+    """One stage of this rank."""
 
     index: int
+    """The stage's number in the pipeline."""
     module: nn.Module
+    """The model without what other stages run; its modules are the model's own."""
     absent: frozenset[str]
+    """The names of the modules that it lacks."""
 
 
 @dataclass(frozen=True)
 class Tied:
-    """One parameter of the whole model that several stages hold a copy of.
-
-    name: the first it had in the whole model. holders: (stage, a name it has there), in their order.
-    """
+    """One parameter of the whole model that several stages hold a copy of."""
 
     name: str
+    """Its first name in the whole model."""
     holders: tuple[tuple[int, str], ...]
+    """(stage, a name it has there), in the order of stages."""
 
 
 def layer_names(model: nn.Module, pipeline: Pipeline) -> list[str]:
-    """The layers' names within their container, in the order they run."""
+    """Return the layers' names within their container, in the order they run.
+
+    Args:
+        model: The whole model.
+        pipeline: How it can be cut.
+
+    Returns:
+        The names.
+    """
     return [name for name, _ in model.get_submodule(pipeline.layers).named_children()]
 
 
 def check_layers(layers: Sequence[int], stages: int, n_layers: int) -> None:
-    """Raise ConfigError unless ``layers`` deals ``n_layers`` out to ``stages``, none idle.
+    """Raise ConfigError unless ``layers`` gives each stage its layers and leaves no stage idle.
 
     The first and the last stage may hold no layer, since they hold the model's ends.
+
+    Args:
+        layers: Layers of each stage.
+        stages: How many stages.
+        n_layers: Layers of the model.
+
+    Raises:
+        ConfigError: The numbers do not fit.
     """
     shown = f"parallel.pp_layers: {list(layers)}"
     if len(layers) != stages:
@@ -63,9 +77,17 @@ def check_layers(layers: Sequence[int], stages: int, n_layers: int) -> None:
 
 
 def check_stages(stages: int, pp: int, n_layers: int) -> None:
-    """Raise ConfigError unless ``n_layers`` suffice for the ``stages`` of ``pp`` ranks.
+    """Raise ConfigError unless the model has enough layers for all stages.
 
-    The first and the last can do with none.
+    The first and the last stage need none.
+
+    Args:
+        stages: How many stages.
+        pp: Ranks on the pp axis.
+        n_layers: Layers of the model.
+
+    Raises:
+        ConfigError: There are too few layers.
     """
     if n_layers < stages - 2:
         per_rank = stages // pp
@@ -87,11 +109,22 @@ def _made_to_fit(layers: Sequence[int], n_layers: int) -> list[int]:
 
 
 def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: int) -> tuple[int, ...]:
-    """Layers of each stage such that the slowest stage does the fewest FLOPs, at ``seq_len`` tokens.
+    """Return the layers of each stage such that the slowest stage does the fewest FLOPs.
 
-    FLOPs are counted as the model runs on meta tensors: those of attention and of the output
-    projection too; an embedding's look-up costs none. Raises ConfigError if there are fewer layers than
-    ``stages`` need, or if the model's first argument is not a tensor of token ids (B, L).
+    FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
+    output projection. An embedding's look-up costs none.
+
+    Args:
+        model: The whole model; its first argument must be token ids (B, L).
+        pipeline: How it can be cut.
+        stages: How many stages.
+        seq_len: Tokens of a sample.
+
+    Returns:
+        The layers of each stage.
+
+    Raises:
+        ConfigError: There are fewer layers than ``stages`` need, or FLOPs cannot be counted.
     """
     check_stages(stages, stages, len(layer_names(model, pipeline)))
     first, layers, last = _costs(model, pipeline, seq_len)
@@ -99,7 +132,7 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: int) ->
 
 
 def _costs(model: nn.Module, pipeline: Pipeline, seq_len: int) -> tuple[float, list[float], float]:
-    """Forward FLOPs of one sample: before the layers, of each layer, behind them."""
+    """Return the forward FLOPs of one sample: before the layers, of each layer, after them."""
     layers = [f"{pipeline.layers}.{name}" for name in layer_names(model, pipeline)]
     spent = dict.fromkeys([*pipeline.first, *layers, *pipeline.last], 0.0)
     counter = FlopCounterMode(display=False)
@@ -135,7 +168,7 @@ def _costs(model: nn.Module, pipeline: Pipeline, seq_len: int) -> tuple[float, l
 
 
 def _fewest_at_most(first: float, layers: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
-    """The cut with the smallest greatest cost, then with the smallest sum of squares."""
+    """Return the cut with the smallest greatest cost, and among these the smallest sum of squares."""
     n = len(layers)
     before = [0.0]
     for cost in layers:
@@ -160,10 +193,19 @@ def _fewest_at_most(first: float, layers: Sequence[float], last: float, stages: 
 def split(
     model: nn.Module, pipeline: Pipeline, layers: Sequence[int], mine: Sequence[int]
 ) -> tuple[list[Stage], list[Tied]]:
-    """Take from ``model``, in place, what is not of the stages ``mine``; these, and what they share.
+    """Remove from ``model``, in place, all that is not part of this rank's stages.
 
-    What a stage lacks between its ends is replaced by the identity, so that the model's own forward,
-    given the stream in place of its first argument, is the stage's.
+    The identity replaces what a stage lacks between its ends. So the model's own forward is the
+    stage's, if it gets the stream in place of its first argument.
+
+    Args:
+        model: The whole model.
+        pipeline: How it can be cut.
+        layers: Layers of each stage.
+        mine: The stages of this rank.
+
+    Returns:
+        This rank's stages, and the parameters that stages share.
     """
     names = layer_names(model, pipeline)
     last = len(layers) - 1
@@ -184,7 +226,7 @@ def split(
 
 
 def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
-    """Give each stage a copy of its own of what several hold."""
+    """Give each stage its own copy of a parameter that several stages hold."""
     ties = []
     for names in tied_names(model):
         by_stage: dict[int, list[str]] = {}
@@ -220,10 +262,10 @@ def _parent(name: str) -> str:
 
 
 def _twin(module: nn.Module, path: str, changing: set[str]) -> nn.Module:
-    """``module`` again, with the same children, but for those on the way to ``changing``."""
+    """Return a second ``module`` with the same children, except those on the way to ``changing``."""
     twin = copy.copy(module)
     for key, value in vars(module).items():
-        # Its hooks and children are its own; parameters and buffers stay one with the other's.
+        # The twin has its own hooks and children. It shares parameters and buffers with the original.
         if isinstance(value, dict) and key not in ("_parameters", "_buffers"):
             vars(twin)[key] = value.copy()
     for name, child in module.named_children():

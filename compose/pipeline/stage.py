@@ -1,4 +1,4 @@
-"""What PyTorch's pipeline runtime is given of a stage, and what goes from one to the next."""
+"""The form of a stage for PyTorch's pipeline runtime, and what goes from one stage to the next."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,9 +15,9 @@ from compose.parallel.data_parallel import finish_backward, gather, prepare_micr
 
 
 def plain_stream(output: Any) -> Tensor:
-    """What a stage hands on, by what its module returned.
+    """Return what a stage hands on, from what its module returned.
 
-    Raises ConfigError where that is not one plain tensor.
+    Raises ConfigError if that is not one plain tensor.
     """
     stream = arrived(logits_of(output))
     if type(stream) is not Tensor:
@@ -29,24 +29,35 @@ def plain_stream(output: Any) -> Tensor:
 
 
 class PlainStage(nn.Module):
-    """Keeps a stage's FSDP from the runtime, which would gather it for a whole step. The last returns
-    the loss of what its module returned, for the runtime takes tensors alone.
+    """A wrapper that hides a stage's FSDP from the runtime, which would gather it for a whole step.
 
-    loss: of the step at hand."""
+    The last stage returns the loss of its module's output, since the runtime takes tensors alone.
+    ``loss`` returns the loss of the current step.
+    """
 
     def __init__(self, stage: nn.Module, loss: Callable[[], StepLoss], last: bool) -> None:
         super().__init__()
         self.stage, self.loss, self.last = stage, loss, last
 
     def forward(self, *args: Any, targets: Tensor, **kwargs: Any) -> Tensor:
+        """Run the stage.
+
+        Args:
+            *args: The stream, or the model's first argument.
+            targets: The targets of the micro-batch, (B, L).
+            **kwargs: The model's other inputs.
+
+        Returns:
+            The stream, or the loss if this is the last stage.
+        """
         loss = self.loss()
         loss.expect(targets)
         output = self.stage(*args, **kwargs)
         if self.last:
             return loss(output, targets)
         stream = plain_stream(output)
-        # A view, as a slice of the positions is, cannot be detached in place, which a backward in two
-        # parts does with it.
+        # A backward in two parts detaches the stream in place. A view, such as a slice of the
+        # positions, cannot be detached in place.
         return stream.clone() if stream._is_view() else stream
 
 
@@ -58,11 +69,21 @@ class RuntimeStage(StageOverrides, PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
+        """Run a backward, or a half of it, with FSDP as its ZeRO stage says.
+
+        Args:
+            backward_type: "full", "input" or "weight".
+            bwd_kwargs: As PyTorch's runtime passes them.
+            last_backward: Whether this is the stage's last backward of the step.
+
+        Returns:
+            What PyTorch's own method returns.
+        """
         module = cast(PlainStage, self.submod).stage
         if backward_type == "full":
             prepare_micro_batch(module, self.zero, last=last_backward)
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        # The two halves look for the parameters themselves, and set gradients past FSDP's hooks.
+        # The two halves look up the parameters themselves, and set gradients without FSDP's hooks.
         gather(module)
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         finish_backward(module, self.zero, last=last_backward)

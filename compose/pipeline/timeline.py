@@ -1,7 +1,7 @@
-"""What a pipeline table costs, and how it looks: bubbles, activations held, timelines.
+"""The cost and the picture of a pipeline table: bubbles, activations held, timelines.
 
-Time is counted in forwards of one stage: F 1, B 2, its halves I and W 1 each, and nothing for
-communication. Tables are those that :func:`compose.pipeline.schedules.check_table` passes.
+Time is counted in forwards of one stage: F is 1, B is 2, its halves I and W are 1 each, and
+communication is 0. Tables must pass :func:`compose.pipeline.schedules.check_table`.
 """
 
 import re
@@ -14,8 +14,8 @@ from compose.pipeline.schedules import Action, Table, execution_order, needs, st
 DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
 KINDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
 
-# Of a terminal's 256 colours, so that it shows what the pictures show: one shade for each stage of a
-# rank, then from the first again.
+# Colours among a terminal's 256, so that it shows what the pictures show. Each stage of a rank has a
+# shade; after the last shade the first is used again.
 SHADES = {
     "F": ("#5f87ff", "#87afff", "#afd7ff"),
     "B": ("#00af5f", "#5fd787", "#afffaf"),
@@ -27,7 +27,7 @@ _STAGES = "a shade for each stage of a rank"
 PAPER = "#ffffff"
 INK = "#222222"
 
-# For each schedule a formula and its time at work in units of (p-1), as a multiple of v m.
+# For each schedule a formula, and its busy time in units of (p-1), as a multiple of v m.
 _TEXTBOOK = {
     "GPipe": ("(p-1)/(m+p-1)", 1.0),
     "1F1B": ("(p-1)/(m+p-1)", 1.0),
@@ -45,18 +45,21 @@ _REMARKS = {
 
 @dataclass(frozen=True)
 class Slot:
-    """One action on the clock; ``start`` and ``end`` in forwards of one stage."""
+    """One action on the clock."""
 
     rank: int
     action: Action
     start: int
+    """Its start, in forwards of one stage."""
     end: int
+    """Its end, in forwards of one stage."""
 
 
 def simulate(table: Table) -> list[Slot]:
-    """When each action runs, by rank and then by time.
+    """Return when each action runs, sorted by rank and then by time.
 
-    A rank runs its row in order; an action starts once the rank is free and what it needs has ended.
+    A rank runs its row in order. An action starts once the rank is free and all that it needs has
+    ended.
     """
     rank_of = {action: rank for rank, row in enumerate(table) for action in row}
     last = max(action.stage for action in rank_of)
@@ -73,14 +76,14 @@ def simulate(table: Table) -> list[Slot]:
 
 
 def bubble_fraction(slots: list[Slot]) -> float:
-    """The idle share, 0 to 1, of all ranks' time from 0 to the last end."""
+    """Return the idle share, 0 to 1, of all ranks' time from 0 to the last end."""
     ranks = 1 + max(slot.rank for slot in slots)
     busy = sum(slot.end - slot.start for slot in slots)
     return 1 - busy / (ranks * max(slot.end for slot in slots))
 
 
 def peak_in_flight(table: Table) -> list[int]:
-    """For each rank the most pairs of stage and micro-batch whose activations it holds at once.
+    """Return for each rank the most pairs of stage and micro-batch whose activations it holds at once.
 
     A pair is held from its F until its B or W, in the order of the rank's own row.
     """
@@ -101,22 +104,32 @@ def peak_in_flight(table: Table) -> list[int]:
 def textbook(
     schedule: str, pp: int, virtual_stages_per_rank: int, micro_batches: int
 ) -> tuple[str, float] | None:
-    """The bubble fraction in closed form as text and value, None for a CSV file.
+    """Return the bubble fraction in closed form as text and value, or None for a CSV file.
 
-    p is the number of ranks, v of stages on each, m of micro-batches. How the simulated tables compare:
+    p is the number of ranks, v of stages on each, m of micro-batches. The simulated tables compare so:
 
     - GPipe (Huang et al. 2018, arXiv:1811.06965) and 1F1B (Narayanan et al. 2021, arXiv:2104.04473):
       equal for every m.
     - Interleaved1F1B (Narayanan et al. 2021), LoopedBFS (Lamy-Poirier 2022, arXiv:2211.05953) and
       InterleavedZeroBubble (ZB-H1 of Qi et al. 2023, arXiv:2401.10241, with v stages a rank: idle for
       (p-1)(F+I-W)): equal from m = p on, above it for fewer.
-    - ZBVZeroBubble (Qi et al. 2023, section 6): the paper's 0 is of each rank's own span, from its
+    - ZBVZeroBubble (Qi et al. 2023, section 6): the paper's 0 is that of each rank's own span, from its
       first start to its last end. Ranks start one forward after another, which leaves p-1 of the whole
-      span. Equal from m = 3p/2, rounded down, on, above it for fewer; own spans are full from 2p-1 on.
+      span. It is equal from m = 3p/2, rounded down, on, and above it for fewer. Own spans are full from
+      2p-1 on.
     - DualPipeV (DeepSeek-V3, arXiv:2412.19437; github.com/deepseek-ai/DualPipe gives (PP/2-1)(F&B+B-3W)
       for PP = 2p stages): idle for 2(p-1), where the overlapped pair F&B takes F+B and ends as one. A
-      table runs the pair's forward first and hands its output on at once, which halves the idle time:
+      table runs the pair's forward first and hands its output on at once. This halves the idle time:
       (p-1)/(6m+p-1).
+
+    Args:
+        schedule: The name of a schedule, or of a CSV file.
+        pp: p.
+        virtual_stages_per_rank: v.
+        micro_batches: m.
+
+    Returns:
+        The formula and its value.
     """
     if schedule not in _TEXTBOOK:
         return None
@@ -126,7 +139,16 @@ def textbook(
 
 
 def report(table: Table, schedule_name: str, virtual_stages: int) -> str:
-    """Lines for a person: bubble fraction, what the textbook says, micro-batches in flight."""
+    """Return lines for a person: bubble fraction, the textbook's formula, micro-batches in flight.
+
+    Args:
+        table: The table.
+        schedule_name: The name of the schedule.
+        virtual_stages: Stages on each rank; 0: as many as the schedule is made for.
+
+    Returns:
+        The lines.
+    """
     micro_batches = len({action.micro_batch for row in table for action in row})
     bubble = bubble_fraction(simulate(table))
     lines = [f"bubble fraction {bubble:.1%} (of the table, with F 1, I 1, W 1, B 2)"]
@@ -139,7 +161,7 @@ def report(table: Table, schedule_name: str, virtual_stages: int) -> str:
 
 
 def _places(slots: list[Slot]) -> dict[int, int]:
-    """For each stage its place, from 0, among those of its rank."""
+    """Return for each stage its place, from 0, among the stages of its rank."""
     stages: dict[int, set[int]] = {}
     for slot in slots:
         stages.setdefault(slot.rank, set()).add(slot.action.stage)
@@ -151,17 +173,26 @@ def _shade(kind: str, place: int) -> str:
 
 
 def _painted(text: str, colour: str) -> str:
-    """``text`` in black on one of the 6 x 6 x 6 colours of a terminal."""
+    """Return ``text`` in black on one of the 6 x 6 x 6 colours of a terminal."""
     levels = ("00", "5f", "87", "af", "d7", "ff")
     red, green, blue = (levels.index(part) for part in re.findall("[0-9a-f]{2}", colour))
     return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}\x1b[0m"
 
 
 def as_text(slots: list[Slot], colour: bool, width: int) -> str:
-    """A line for each rank, time to the right, in blocks of ``width`` characters at most.
+    """Return a line for each rank, with time to the right, in blocks.
 
-    In colour an action is its micro-batch's number; else a letter and the number, after the stage's
-    where ranks hold several. A dot is one unit of idle time, a dash one more of an action's.
+    In colour an action is its micro-batch's number. Without colour it is a letter and the number, after
+    the stage's number if ranks hold several stages. A dot is one idle unit. A dash is one more unit of
+    an action.
+
+    Args:
+        slots: The actions on the clock.
+        colour: Whether to use a terminal's colours.
+        width: The most characters of a line.
+
+    Returns:
+        The text.
     """
     places = _places(slots)
     several = any(places.values())
@@ -210,7 +241,7 @@ class _Box(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """``x`` is the middle of ``text``, or its left edge where ``left``; ``y`` is its middle."""
+    """A text of the picture; ``x`` is its middle, or its left edge if ``left``; ``y`` is its middle."""
 
     x: float
     y: float
@@ -223,9 +254,9 @@ _WIDEST, _MOST_TEXTS = 1600, 4000
 
 
 def _picture(slots: list[Slot], title: str) -> tuple[int, int, list[_Box], list[_Text]]:
-    """Width and height in pixels, boxes in the order of drawing, and texts, for SVG and PNG alike.
+    """Return width and height in pixels, boxes in drawing order, and texts, for SVG and PNG alike.
 
-    Long tables take fewer pixels for a unit of time, and leave the numbers out where they do not fit.
+    Long tables use fewer pixels for a unit of time, and leave out numbers that do not fit.
     """
     places = _places(slots)
     ranks = 1 + max(slot.rank for slot in slots)
@@ -263,7 +294,15 @@ def _picture(slots: list[Slot], title: str) -> tuple[int, int, list[_Box], list[
 
 
 def as_svg(slots: list[Slot], title: str) -> str:
-    """The timeline as an SVG picture, with each action's times as a tooltip."""
+    """Return the timeline as an SVG picture, with each action's times as a tooltip.
+
+    Args:
+        slots: The actions on the clock.
+        title: The title.
+
+    Returns:
+        The SVG text.
+    """
     width, height, boxes, texts = _picture(slots, title)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
@@ -291,7 +330,13 @@ def as_svg(slots: list[Slot], title: str) -> str:
 
 
 def write_png(slots: list[Slot], title: str, path: str) -> None:
-    """The picture of :func:`as_svg` as a PNG file."""
+    """Write the picture of :func:`as_svg` as a PNG file.
+
+    Args:
+        slots: The actions on the clock.
+        title: The title.
+        path: The file.
+    """
     from PIL import Image, ImageDraw, ImageFont  # only pictures need it
 
     width, height, boxes, texts = _picture(slots, title)

@@ -1,5 +1,7 @@
-"""In which types a step computes, reduces and keeps. Exports the table [precision]; float8 layers and
-the loss scale of float16 stand beside it."""
+"""This room answers in which types a step computes, reduces and keeps its tensors.
+
+It exports the table [precision]. Float8 layers and the loss scale of float16 are modules beside it.
+"""
 
 from typing import TYPE_CHECKING
 

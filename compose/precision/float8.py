@@ -1,11 +1,13 @@
-"""Float8: products of linear layers taken in 8-bit floats, by torchao (Micikevicius et al. 2022,
-arXiv:2209.05433). Weights stay in their own type; each operand is scaled and rounded as it is used.
+"""Float8: products of linear layers in 8-bit floats, by torchao.
 
-    tensorwise     a scale for each tensor; what FSDP and tensor parallel gather travels in 8 bits too
-    rowwise        a scale for each row of an operand: an outlier costs its own row only
+Weights stay in their own type. Each operand is scaled and rounded when it is used (Micikevicius et al.
+2022, arXiv:2209.05433).
+
+    tensorwise     a scale for each tensor; what FSDP and tensor parallel gather is sent in 8 bits too
+    rowwise        a scale for each row of an operand: an outlier harms its own row only
     rowwise_gw_hp  the same, and the weight's gradient in the type of forward and backward
 
-A device without the instructions emulates them: operands are rounded alike, products are float32's.
+A device without the instructions emulates them: operands are rounded alike, and products are float32's.
 """
 
 import importlib.util
@@ -31,19 +33,19 @@ from compose.plan import Resolved, inside
 
 Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"]
 
-# torchao's names of the recipes.
+# The names of the recipes in torchao.
 _RECIPES = {
     "tensorwise": "tensorwise",
     "rowwise": "rowwise",
     "rowwise_gw_hp": "rowwise_with_gw_hp",
 }
 
-# The kernels take rows of 16 bytes.
+# The kernels need rows of a multiple of 16 bytes.
 _MULTIPLE = 16
 
-# Layers that are no faster in float8: of at most so many outputs and at most so many inputs. From
-# torchao's measurements of forward and backward on an H100 (torchao/float8/README.md, and the
-# thresholds of float8_linear_utils.py in torchao 0.18, which has none of its own for rowwise_gw_hp).
+# Layers with at most so many outputs and at most so many inputs are no faster in float8. The numbers
+# are from torchao's measurements of forward and backward on an H100 (torchao/float8/README.md, and the
+# thresholds of float8_linear_utils.py in torchao 0.18, which has no own ones for rowwise_gw_hp).
 CROSSOVERS: dict[str, tuple[tuple[float, float], ...]] = {
     "tensorwise": ((1024, 4096),),
     "rowwise": ((2048, inf), (inf, 1024), (4096, 2048)),
@@ -61,8 +63,11 @@ class Choice:
 
     recipe: Recipe
     emulated: bool
-    converted: Mapping[str, int]  # to the outputs of a tp rank's part
+    """Whether the device emulates float8."""
+    converted: Mapping[str, int]
+    """The layers by name, each with the number of outputs of a tp rank's part."""
     left: Mapping[str, str]
+    """The other layers, with the reason."""
 
     def __str__(self) -> str:
         how = "emulated here, for no gain in speed" if self.emulated else "by the device"
@@ -78,18 +83,31 @@ NOTHING = Choice("off", False, {}, {})
 
 
 def emulated(device_type: str) -> bool:
-    """Whether this machine's devices have no float8 products of their own: CUDA's have from 8.9 on."""
+    """Tell whether this machine has no float8 products; CUDA devices have them from 8.9 on."""
     if device_type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9)
 
 
 def choose(model: nn.Module, plan: Resolved, tp: int, recipe: Recipe, device_type: str) -> Choice:
-    """Which linear layers of ``plan`` compute in float8, of the whole ``model``.
+    """Choose which linear layers of a plan compute in float8.
 
-    A layer is left out where the plan excepts it, where a side of the part that each of ``tp`` ranks
-    holds is no multiple of 16, and, unless float8 is emulated, where CROSSOVERS has that part as too
-    small to gain. Raises ConfigError without torchao.
+    A layer is left out if the plan excepts it, or if a side of the part that each tp rank holds is no
+    multiple of 16. Unless float8 is emulated, it is left out too if CROSSOVERS has that part as too
+    small to gain.
+
+    Args:
+        model: The whole model.
+        plan: Its plan.
+        tp: Ranks on the tp axis.
+        recipe: How products are scaled.
+        device_type: "cpu" or "cuda".
+
+    Returns:
+        The choice.
+
+    Raises:
+        ConfigError: torchao is not installed.
     """
     if recipe == "off":
         return NOTHING
@@ -108,7 +126,8 @@ def choose(model: nn.Module, plan: Resolved, tp: int, recipe: Recipe, device_typ
         if not isinstance(module, nn.Linear):
             continue
         style = placed.get(name)
-        # Heads that ranks share leave a layer whole; then the part is taken as smaller than it is.
+        # A layer whose heads are shared by ranks stays whole. Its part is then taken as smaller than it
+        # is.
         rows, columns = module.out_features, module.in_features
         if isinstance(style, RowwiseParallel):
             columns = columns / tp
@@ -127,11 +146,14 @@ def choose(model: nn.Module, plan: Resolved, tp: int, recipe: Recipe, device_typ
 
 
 def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
-    """Make ``choice.converted``, those that are in ``model``, torchao's Float8Linear, in place.
+    """Make the chosen layers of a model torchao's Float8Linear, in place.
 
-    shards: ranks over which FSDP will cut a weight. With tensorwise it then gathers the weights in 8
-    bits, of layers that are cut evenly; these weights become a subclass that knows how (see
-    ``compose.base.local_tensor.local_tensor``).
+    Args:
+        model: The model, or a stage.
+        choice: The layers; those that ``model`` lacks are ignored.
+        shards: Ranks over which FSDP will cut a weight. With tensorwise it then gathers the weights of
+            evenly cut layers in 8 bits. These weights become a subclass that does this (see
+            ``compose.base.local_tensor.local_tensor``).
     """
     if not choice.converted:
         return
@@ -156,13 +178,21 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
 def float8_styles(
     styles: Iterable[tuple[str, ParallelStyle]], modules: Sequence[str], choice: Choice
 ) -> list[tuple[str, ParallelStyle]]:
-    """``styles`` of tensor parallel, with those of ``choice.converted`` by torchao's own, which send
-    8 bits: of inputs in forward and of outputs' gradients in backward.
+    """Return the styles of tensor parallel with those of converted layers replaced by torchao's.
 
-    ``modules`` are those of Plan.float8: a PrepareModuleInput of one casts what it gathers, if all
-    linear layers that are listed inside are converted. Scales of rows cannot travel: with other recipes
-    than tensorwise PyTorch's styles stay as they are. In any case the styles of
-    compose/parallel/local_parallel.py become PyTorch's.
+    torchao's styles send 8 bits: inputs in forward, and outputs' gradients in backward. A
+    PrepareModuleInput of one of ``modules`` casts what it gathers, if all linear layers that are listed
+    inside are converted. Scales of rows cannot be sent, so with other recipes than tensorwise PyTorch's
+    styles stay as they are. In any case the styles of compose/parallel/local_parallel.py become
+    PyTorch's.
+
+    Args:
+        styles: Styles by the names of modules.
+        modules: The modules of Plan.float8.
+        choice: The layers that compute in float8.
+
+    Returns:
+        The new styles.
     """
     if choice.recipe == "off":
         return list(styles)
@@ -201,7 +231,7 @@ def float8_styles(
 
 
 def send_as_bytes() -> None:
-    """Have torchao gather 8-bit tensors as bytes, for gloo, which knows no float8."""
+    """Make torchao gather 8-bit tensors as bytes, since gloo has no float8."""
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
@@ -217,8 +247,14 @@ def send_as_bytes() -> None:
 
 @contextmanager
 def shared_scales(model: nn.Module, choice: Choice) -> Iterator[None]:
-    """Within it, FSDP gathers weights in 8 bits by scales that one collective has found for all; else
-    each gather finds its own, of each tp rank's part by itself. Weights must not change within it.
+    """Let FSDP gather weights in 8 bits by scales that one collective has computed for all of them.
+
+    Otherwise each gather computes its own scale, for each tp rank's part by itself. Weights must not
+    change inside this context.
+
+    Args:
+        model: The model.
+        choice: The layers that compute in float8.
     """
     if choice.recipe != "tensorwise":
         yield
@@ -230,14 +266,14 @@ def shared_scales(model: nn.Module, choice: Choice) -> Iterator[None]:
         yield
     finally:
         for parameter in model.parameters():
-            # Where torchao puts it: to_local() makes a view, which has none.
+            # torchao puts the scale here. to_local() makes a view, which has none.
             held: Any = getattr(parameter, "_local_tensor", parameter)
             if hasattr(held, "_precomputed_scale"):
                 held._precomputed_scale = None
 
 
 def _import_quietly() -> None:
-    """Import torchao without its warnings of kernels that this machine cannot load and nobody uses."""
+    """Import torchao without its warnings about unused kernels that this machine cannot load."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -8,6 +8,8 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
+    """The table [precision]."""
+
     param: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of parameters and activations in forward and backward; with float16 the loss is scaled
     dynamically."""
@@ -22,20 +24,20 @@ class Precision:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """``param`` as torch names it."""
+        """``param`` as torch's type."""
         return getattr(torch, self.param)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """``reduce`` as torch names it."""
+        """``reduce`` as torch's type."""
         return getattr(torch, self.reduce)
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """``master`` as torch names it."""
+        """``master`` as torch's type."""
         return getattr(torch, self.master)
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """``optimizer_state`` as torch names it."""
+        """``optimizer_state`` as torch's type."""
         return getattr(torch, self.optimizer_state)

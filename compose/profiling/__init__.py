@@ -1,4 +1,4 @@
-"""What a run's time and memory go into: traces of some steps, and a summary of them."""
+"""This room answers where a run's time and memory go: traces of some steps, and a summary of them."""
 
 from typing import TYPE_CHECKING
 

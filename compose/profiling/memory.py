@@ -1,4 +1,4 @@
-"""What fills a rank's memory at its peak, and a snapshot of it for PyTorch's viewer."""
+"""The tensors that fill a rank's memory at its peak, and a snapshot of it for PyTorch's viewer."""
 
 import math
 from bisect import bisect
@@ -14,22 +14,34 @@ CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER)
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """Memory between two times, in microseconds; ``category`` one of CATEGORIES, empty before known."""
+    """Memory between two times."""
 
     start: float
+    """Time of the allocation, in microseconds."""
     end: float
+    """Time at which it was freed, in microseconds."""
     address: int
     bytes: int
     within: Range | None
+    """The range in which it was allocated."""
     freed_within: Range | None
+    """The range in which it was freed."""
     category: str
+    """One of CATEGORIES; empty while it is not known."""
 
 
 def allocations(trace: Trace, noted: Sequence[Mapping[int, str]]) -> list[Allocation]:
-    """What was allocated while the trace was made; and before (on a GPU, where that is known), if it
-    was freed meanwhile.
+    """Return what was allocated while the trace was made.
 
-    noted: at each range NOTED of the trace, the category of what then was at an address.
+    On a GPU there are also earlier allocations that were freed meanwhile, since only there they are
+    known.
+
+    Args:
+        trace: The trace.
+        noted: For each range NOTED of the trace, the categories of addresses at that time.
+
+    Returns:
+        The allocations.
     """
     found: list[Allocation] = []
     held: dict[int, Allocation] = {}
@@ -58,7 +70,7 @@ def allocations(trace: Trace, noted: Sequence[Mapping[int, str]]) -> list[Alloca
 
 
 def _categorize(found: Sequence[Allocation], trace: Trace) -> None:
-    """By the ranges in which they were allocated and freed."""
+    """Give each allocation its category, by the ranges in which it was allocated and freed."""
     backwards = sorted(r.start for r in trace.ranges if r.backward)
     for each in found:
         within = each.within
@@ -66,12 +78,12 @@ def _categorize(found: Sequence[Allocation], trace: Trace) -> None:
             each.category = each.category or ACTIVATIONS
             continue
         place = bisect(backwards, each.start)
-        # A forward's, and there when the next backward begins: it was made to be kept.
+        # It was made in a forward and is there when the next backward begins, so it is kept for it.
         kept = not within.backward and place < len(backwards) and backwards[place] < each.end
         if within.buffers:
             each.category = COMMUNICATION
         elif each.freed_within and each.freed_within.reduces:
-            each.category = GRADIENTS  # FSDP lets go of a whole gradient once it has a copy to send
+            each.category = GRADIENTS  # FSDP frees a whole gradient once it has a copy to send
         elif within.label == COMMUNICATION and not kept:
             each.category = COMMUNICATION
         else:
@@ -79,8 +91,17 @@ def _categorize(found: Sequence[Allocation], trace: Trace) -> None:
 
 
 def peak(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
-    """Most bytes at once, ``peak``; how CATEGORIES shared them, ``at_peak``, which sum to it; and the
-    most that each had at any time, ``most``. ``before``: what there was of them at the start."""
+    """Return the greatest use of memory, and how categories shared it.
+
+    Args:
+        found: The allocations.
+        before: Bytes of each category at the start.
+
+    Returns:
+        ``peak``, the most bytes at one time; ``at_peak``, how CATEGORIES shared them, which sums to it;
+            and
+        ``most``, the most bytes of each category at any time.
+    """
     now = {category: before.get(category, 0) for category in CATEGORIES}
     most, at_peak, whole = dict(now), dict(now), sum(now.values())
     highest = whole
@@ -96,8 +117,17 @@ def peak(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, An
 
 
 def snapshot(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
-    """What ``torch.cuda.memory._snapshot`` returns on a GPU, for a CPU, as far as a profiler knows it;
-    the viewer colours by category. In place of Python's stack there are the ranges of the trace."""
+    """Return for a CPU what ``torch.cuda.memory._snapshot`` returns on a GPU, as far as it is known.
+
+    The viewer colours by category. The ranges of the trace are in the place of Python's stack.
+
+    Args:
+        found: The allocations.
+        before: Bytes of each category at the start.
+
+    Returns:
+        The snapshot.
+    """
     events: list[tuple[float, dict[str, Any]]] = []
     # The viewer fails on categories without "unknown".
     for address, category in enumerate(CATEGORIES, 1):

@@ -7,6 +7,8 @@ from compose.base.fields import NonNegative
 
 @dataclass(frozen=True)
 class Profile:
+    """The table [profile]."""
+
     steps: tuple[NonNegative, ...] = ()
     """First and last step to profile, as [11, 13]; empty is off. Files are in run.dir/traces."""
     ranks: tuple[NonNegative, ...] = (0,)

@@ -1,4 +1,4 @@
-"""The steps of a run that are profiled: which, by whom, and what is left of them in ``run.dir``."""
+"""The profiled steps of a run: which steps, on which ranks, and what they leave in ``run.dir``."""
 
 import gzip
 import json
@@ -31,15 +31,23 @@ from compose.profiling.text import as_text
 from compose.profiling.trace import NOTED, Trace, span, step_span
 from compose.runtime.stragglers import report_phase
 
-_GZIP = 5  # of 9: traces of large models are hundreds of megabytes, and others wait for them
-_HISTORY = 1_000_000  # events of the CUDA allocator that are kept, some kilobytes each
+_GZIP = 5  # of 9; traces of large models are hundreds of megabytes, and other ranks wait for them
+_HISTORY = 1_000_000  # events of the CUDA allocator that are kept; each takes some kilobytes
 
 
 class Profiler:
     """Profiles ``chosen.steps`` of a run on ``chosen.ranks``, into ``folder``/traces.
 
-    Every rank makes one and calls it alike. ``done``: steps taken before. A run that begins within
-    these steps profiles the rest of them, one that ends within them those it has taken.
+    Every rank makes one and calls it alike. A run that begins within these steps profiles the rest of
+    them. A run that ends within them profiles those that it has taken.
+
+    Args:
+        chosen: The table [profile].
+        folder: The run's folder.
+        model: The model, or this rank's stages.
+        optimizer: Its optimizer.
+        device: This rank's device.
+        done: Steps taken before.
     """
 
     def __init__(
@@ -62,7 +70,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step ``number`` of the run, counted from 1; after the last one see :meth:`finish`."""
+        """Profile step ``number`` of the run, counted from 1, if it is one of the chosen steps."""
         if not self.first <= number <= self.last:
             if self.recording and number == self.first - 1:
                 self.recording.prepare()
@@ -79,7 +87,7 @@ class Profiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was recorded, if anything was, and print a summary; a collective then."""
+        """Write what was recorded, if anything was, and print a summary; then it is a collective."""
         if not self.begun:
             return
         self.begun = False
@@ -92,9 +100,9 @@ class Profiler:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 result |= self.recording.write(self.folder / f"{steps}_rank{dist.get_rank()}")
-            except OSError as error:  # no reason to end a run
+            except OSError as error:  # this must not end a run
                 result["problem"] = str(error)
-            self.recording = None  # it holds all that was recorded
+            self.recording = None  # this frees all that was recorded
         found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(result, found)
         if found is not None:
@@ -107,14 +115,14 @@ class Profiler:
             print(as_text(summary, self.folder), flush=True)
 
     def close(self) -> None:
-        """Stop, and forget what was not written."""
+        """Stop, and drop what was not written."""
         if self.recording:
             self.recording.drop()
         self.begun = False
 
 
 class Recording:
-    """What one rank records."""
+    """The recording of one rank."""
 
     def __init__(
         self,
@@ -123,12 +131,12 @@ class Recording:
         device: torch.device,
         memory: bool,
     ) -> None:
-        # torch 2.13 says on standard error when it begins and ends, at levels up to 5.
+        # At levels up to 5 torch 2.13 reports its beginning and end on standard error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self.model, self.optimizer, self.device, self.memory = model, optimizer, device, memory
         self.cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.cuda
-        # Not shapes: for them it holds on to tensors, which changes what there is in memory.
+        # Shapes are not recorded: for them the profiler keeps tensors, which changes memory.
         self.profile = profile(activities=activities, profile_memory=True)
         self.prepared = self.going = False
         self.before: dict[str, int] = {}
@@ -137,7 +145,7 @@ class Recording:
         self.undo = ExitStack()
 
     def prepare(self) -> None:
-        """A step early, so that the first step has none of the profiler's own start-up in it."""
+        """Start the profiler a step early, so that the first step is free of its start-up time."""
         self.profile.prepare_trace()
         self.prepared = True
 
@@ -155,7 +163,7 @@ class Recording:
             there = torch.cuda.memory_allocated(self.device)
             self.before[OTHER] = there - sum(self.before.values())
             if self.memory:
-                # Private by name, but what PyTorch's documentation tells to use.
+                # The name is private, but PyTorch's documentation says to use it.
                 torch.cuda.memory._record_memory_history(max_entries=_HISTORY, stacks="python")
                 self.undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
         else:
@@ -181,8 +189,10 @@ class Recording:
             self.stop()
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write the trace, and the memory's snapshot, under names that begin with ``path``'s; return
-        the summary. Raises OSError."""
+        """Write the trace and the memory's snapshot, and return the summary.
+
+        Their names begin with that of ``path``. Raises OSError.
+        """
         plain = path.with_name(f"{path.name}.json")
         self.profile.export_chrome_trace(str(plain))
         content = plain.read_bytes()
@@ -214,7 +224,7 @@ class Recording:
         return self._storages(value for value in values if isinstance(value, Tensor))
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """Bytes by address of what this rank holds of ``tensors`` on the device, each storage once."""
+        """Return bytes by address of this rank's ``tensors`` on the device, each storage once."""
         plain = map(local_tensor, tensors)
         found = (t.untyped_storage() for t in plain if t.device.type == self.device.type)
         return {storage.data_ptr(): storage.nbytes() for storage in found}
@@ -222,7 +232,10 @@ class Recording:
 
 @contextmanager
 def _waits_marked() -> Iterator[None]:
-    """Ranges around waits for messages: PyTorch records none, and on a CPU the thread waits there."""
+    """Record ranges around waits for messages.
+
+    PyTorch records none, and on a CPU the thread waits there.
+    """
     real = dist.Work.wait
 
     def wait(self: dist.Work, *args: Any, **kwargs: Any) -> Any:

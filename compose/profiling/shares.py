@@ -1,4 +1,4 @@
-"""Which share of a run's time goes into what."""
+"""The shares of a run's time."""
 
 from collections.abc import Iterator
 
@@ -6,20 +6,22 @@ from compose.profiling.trace import ATTENTION, COMMUNICATION, DATA, MATMUL, OPTI
 
 OTHER, IDLE = "other", "idle"
 KINDS = (MATMUL, ATTENTION, COMMUNICATION, OPTIMIZER, DATA, OTHER, IDLE)
-# Of what a GPU does at once the first counts; so communication only where nothing is computed.
+# If a GPU does several things at once, the first of these counts. So communication counts only where
+# nothing is computed.
 _FIRST = (MATMUL, ATTENTION, OPTIMIZER, DATA, OTHER, COMMUNICATION)
 
 _MAKING = "making data"
 
 
 def time_shares(trace: Trace) -> dict[str, float]:
-    """Of the time from the first step's start to the last one's end, the share of each of KINDS; they
-    sum to 1.
+    """Return the share of each of KINDS in the time of all steps; the shares sum to 1.
 
-    On a CPU it is the training thread's time: each moment belongs to the innermost operator. On a GPU
-    it is the device's, by kernels. ``communication`` is what computation does not hide: the waits of
-    the thread, with the copies into and out of buffers; or where the GPU has no other kernel.
-    ``idle``: Python between operators; or no kernel at all, unless data is being made.
+    The time is that from the first step's start to the last one's end. On a CPU it is the training
+    thread's time, and each moment belongs to the innermost operator. On a GPU it is the device's time,
+    by kernels. ``communication`` is the part that computation does not hide. On a CPU it is the
+    thread's waits, with the copies into and out of buffers; on a GPU it is the time without another
+    kernel. ``idle`` is Python between operators; on a GPU it is the time without a kernel, unless data
+    is being made.
     """
     spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for kind, time in _of_device(trace) if trace.gpu else _of_thread(trace):
@@ -40,7 +42,7 @@ def _of_thread(trace: Trace) -> Iterator[tuple[str, float]]:
 
 
 def _of_device(trace: Trace) -> Iterator[tuple[str, float]]:
-    # The host is ahead of the device, so the last step's kernels end after it.
+    # The host is ahead of the device, so the last step's kernels end after the step.
     end = max([trace.end, *(kernel.end for kernel in trace.kernels)])
     edges: list[tuple[float, int, str]] = []
     for kernel in trace.kernels:

@@ -9,7 +9,15 @@ from compose.profiling.shares import KINDS
 
 
 def as_text(summary: Mapping[str, Any], folder: Path) -> str:
-    """What ``Profiler`` prints of the summary that it writes into ``folder``."""
+    """Return the lines that ``Profiler`` prints.
+
+    Args:
+        summary: The summary.
+        folder: The folder that it was written to.
+
+    Returns:
+        The text.
+    """
     first, last = summary["steps"]
     lines = [f"profile of steps {first} to {last}, in {folder}"]
     times, memories = [["time, %", "s/step", *KINDS]], [["memory, MiB", "all", *CATEGORIES]]

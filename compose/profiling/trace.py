@@ -1,6 +1,6 @@
-"""A profiler's trace, with every operator and allocation in its place and under a label.
+"""A profiler's trace, with every operator and allocation in its place and with a label.
 
-What is read is the file for Chrome's viewer, whose format is documented; PyTorch's own objects of the
+It is read from the file for Chrome's viewer, whose format is documented. PyTorch's own objects with the
 same content are private, and change.
 """
 
@@ -21,8 +21,8 @@ MATMUL, ATTENTION, DATA, OPTIMIZER, COMMUNICATION = (
     "optimizer",
     "communication",
 )
-# An operator within others has the label that comes last here: a product within attention is attention,
-# Muon's products are the optimizer, and a wait within it is communication.
+# An operator within others gets the label with the highest number: a product within attention is
+# attention, Muon's products are the optimizer, and a wait within it is communication.
 _ORDER = {"": 0, MATMUL: 1, ATTENTION: 2, DATA: 3, OPTIMIZER: 3, COMMUNICATION: 4}
 
 _NAMES = {
@@ -34,7 +34,7 @@ _NAMES = {
     MATMUL: r"aten::(mm|addmm|bmm|baddbmm|mv|addmv|dot|mkldnn_linear|_addmm_activation|_int_mm"
     r"|(_scaled)?(_grouped)?_mm(_v2)?)$|mkldnn::_linear_pointwise",
 }
-# Kernels of which it is not known what launched them, as those of a compiled graph.
+# The names of kernels whose launching operator is not known, as in a compiled graph.
 _KERNELS = {
     COMMUNICATION: r"nccl",
     ATTENTION: r"flash|fmha|attention|attn",
@@ -44,30 +44,28 @@ _BY_NAME = [(label, re.compile(pattern)) for label, pattern in _NAMES.items()]
 _BY_KERNEL = [(label, re.compile(pattern, re.I)) for label, pattern in _KERNELS.items()]
 _STEP = "ProfilerStep#"  # PyTorch's own tools know steps by this name
 _BACKWARD = "autograd::engine::evaluate_function"
-# Of FSDP's ranges, those that change types or devices, not places.
+# The ranges of FSDP that change types or devices and do not touch its buffers.
 _NO_BUFFERS = re.compile(r"FSDP::(cast_|inputs_|post_backward_accumulate)")
 _REDUCES = "FSDP::post_backward_reduce"
 NOTED = "compose::noted"
 
 
 def span(name: str) -> record_function:
-    """A range of this name in a trace, if one is made; ``data`` and ``optimizer`` have labels."""
+    """Return a context that marks a range of this name in a trace, if one is made.
+
+    ``data`` and ``optimizer`` have labels.
+    """
     return record_function(f"compose::{name}")
 
 
 def step_span(number: int) -> record_function:
-    """The range of one step."""
+    """Return a context that marks the range of one step."""
     return record_function(f"{_STEP}{number}")
 
 
 @dataclass(slots=True, eq=False)
 class Range:
-    """An operator or a named range; times in microseconds.
-
-    own: time in which no other range within it went on. backward: within autograd's backward. buffers:
-    within what FSDP does to its buffers; reduces: within its reduction of gradients. makes: number of
-    the node of autograd that this may have made; runs: of the node whose backward this is; or -1.
-    """
+    """An operator or a named range; times are in microseconds."""
 
     name: str
     start: float
@@ -76,17 +74,23 @@ class Range:
     operator: bool
     parent: "Range | None"
     own: float
+    """Time in which no other range inside it ran."""
     label: Label
     backward: bool
+    """Whether it is inside autograd's backward."""
     buffers: bool
+    """Whether it is inside FSDP's work on its buffers."""
     reduces: bool
+    """Whether it is inside FSDP's reduction of gradients."""
     makes: int
+    """The number of autograd's node that it may have made, or -1."""
     runs: int
+    """The number of autograd's node whose backward it is, or -1."""
 
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """Work of a GPU; times in microseconds."""
+    """Work of a GPU; times are in microseconds."""
 
     start: float
     end: float
@@ -95,20 +99,29 @@ class Kernel:
 
 @dataclass(slots=True, eq=False)
 class Change:
-    """bytes: allocated at ``address``, or freed if below 0. within: the innermost range."""
+    """A change of memory."""
 
     time: float
     address: int
     bytes: int
+    """Bytes allocated at ``address``, or freed if below 0."""
     within: Range | None
+    """The innermost range."""
 
 
 class Trace:
-    """The content of a trace's file. ``gpu``: training is on one; else on the CPU.
+    """The content of a trace's file.
 
-    ranges: of all threads, each after the one that it is in. kernels: of the GPU. changes: of the
-    device's memory, in order. steps: their numbers. start, end: of the steps, together. thread: that
-    trains. Raises IndexError where there is no range of a step.
+    ``ranges`` has those of all threads, each after the range that contains it. ``kernels`` are the
+    GPU's. ``changes`` are those of the device's memory, in order. ``steps`` are their numbers.
+    ``start`` and ``end`` are those of all steps together. ``thread`` is the one that trains.
+
+    Args:
+        content: The parsed file.
+        gpu: Whether training is on a GPU; else it is on the CPU.
+
+    Raises:
+        IndexError: There is no range of a step.
     """
 
     def __init__(self, content: Mapping[str, Any], gpu: bool = False) -> None:
@@ -127,10 +140,10 @@ class Trace:
         self.start, self.end = steps[0].start, max(r.end for r in steps)
 
     def _nest(self, events: Iterable[dict[str, Any]]) -> dict[int, Range]:
-        """Fill ``ranges`` and ``changes``; the ranges by the number that kernels know them by."""
+        """Fill ``ranges`` and ``changes``; return the ranges by the numbers that kernels refer to."""
         found: dict[int, Range] = {}
         chosen = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation") or _is_memory(e)]
-        # What begins together: the longer one first, and memory within it.
+        # Of events that begin together the longer one is first, and memory events are inside it.
         chosen.sort(key=lambda e: (str(e["tid"]), e["ts"], -e.get("dur", -1)))
         for _, group in itertools.groupby(chosen, key=lambda e: str(e["tid"])):
             within: list[Range] = []
@@ -143,7 +156,7 @@ class Trace:
                     self._change(event, inner)
                     continue
                 if inner and start + event["dur"] > inner.end + 1:
-                    continue  # ends elsewhere: a message on its way, that nobody waits for
+                    continue  # a message on its way, which ends elsewhere: no thread waits for it
                 one = _range(event, inner)
                 self.ranges.append(one)
                 within.append(one)
@@ -156,9 +169,10 @@ class Trace:
             self.changes.append(Change(event["ts"], about["Addr"], about["Bytes"], within))
 
     def _label_backward(self) -> None:
-        """Attention out of plain products has a backward of plain products: known by what was made."""
+        """Label the backward of attention from plain products, by the operators that made its nodes."""
         made: dict[int, Range] = {}
-        # An operator that makes no node has the number of the next one that does: the last has made it.
+        # An operator that makes no node has the number of the next one that does. So the last operator
+        # with a number has made the node.
         for one in self.ranges:
             if one.makes >= 0 and (one.makes not in made or made[one.makes].start <= one.start):
                 made[one.makes] = one

@@ -1,5 +1,7 @@
-"""Whether a composition equals one process. compose.verify is for a model of one's own, prove.py for a
-config. Exports the trial that is proved and the report that comes back."""
+"""This room answers whether a composition equals one process.
+
+compose.verify proves a model of one's own, and prove.py a config. It exports the trial and the report.
+"""
 
 from typing import TYPE_CHECKING
 

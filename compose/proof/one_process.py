@@ -1,7 +1,8 @@
-"""What one process computes in plain PyTorch: what the proof holds a composition against.
+"""What one process computes in plain PyTorch; the proof compares a composition with it.
 
-It runs several times: as the composition computes, and exactly, in float64. How far the two are apart
-is the error that one process makes by rounding, and the measure of what a composition may differ by.
+It runs several times: once as the composition computes, and once exactly, in float64. The distance
+between the two is the error that one process makes by rounding. It measures how far a composition may
+be from one process.
 """
 
 import copy
@@ -23,12 +24,12 @@ from compose.proof.routing_trace import Choices, follow
 Named = Iterable[tuple[str, nn.Parameter]]
 State = Literal["", "zero", "unused"]
 
-# A float64 rounds 2^29 times finer than a float32.
+# float64 rounds 2^29 times more finely than float32.
 _FINER = 2.0**-29
-# A sum of parts that cancel leaves 2^-29 of the error that float32 makes there, another gradient
-# a million times that error or so.
+# In float64 a sum of parts that cancel leaves 2^-29 of the error that float32 makes there. Any other
+# gradient is about a million times that error.
 _ZERO = 1e-4
-# How many times the greatest change of a routing's margin by rounding still counts as a tie.
+# A margin counts as a tie up to this many times the greatest change of a margin by rounding.
 _TIE = 2.0
 
 
@@ -37,10 +38,15 @@ class Arithmetic:
     """The types that a training step computes in. The defaults are float32 throughout."""
 
     param: torch.dtype = torch.float32
+    """Type of forward and backward."""
     reduce: torch.dtype = torch.float32
+    """Type in which gradients are reduced."""
     master: torch.dtype = torch.float32
+    """Type of the weights that the optimizer updates."""
     state: torch.dtype = torch.float32
+    """Type of the optimizer's running means."""
     float8: Recipe = "off"
+    """The float8 recipe of linear layers."""
 
     @property
     def reduced(self) -> bool:
@@ -57,7 +63,7 @@ class Arithmetic:
 
 
 def arithmetic_of(precision: Precision) -> Arithmetic:
-    """Return what ``precision`` says in torch's types."""
+    """Return the types of the table [precision] as torch's."""
     return Arithmetic(
         precision.param_dtype,
         precision.reduce_dtype,
@@ -68,7 +74,7 @@ def arithmetic_of(precision: Precision) -> Arithmetic:
 
 
 def precision_of(arithmetic: Arithmetic) -> Precision:
-    """Return the table [precision] for ``arithmetic``, which may be float64 as no file can say."""
+    """Return the table [precision] for ``arithmetic``; it may hold float64, unlike any file."""
     kinds = (arithmetic.param, arithmetic.reduce, arithmetic.master, arithmetic.state)
     param, reduce, master, state = (str(kind).removeprefix("torch.") for kind in kinds)
     return Precision(
@@ -81,7 +87,7 @@ def precision_of(arithmetic: Arithmetic) -> Precision:
 
 
 EXACT = Arithmetic(torch.float64, torch.float64, torch.float64, torch.float64)
-"""That of a proof's logic: rounding is too small to hide a fault."""
+"""The arithmetic of a proof's logic: its rounding is too small to hide a fault."""
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 OptimizerOf = Callable[[Arithmetic, Named], torch.optim.Optimizer]
@@ -89,13 +95,14 @@ OptimizerOf = Callable[[Arithmetic, Named], torch.optim.Optimizer]
 
 
 class OneProcess:
-    """Optimizer steps on the global batch, of the whole model, without any of compose's techniques.
+    """Optimizer steps of the whole model on the global batch, without any of compose's techniques.
 
-    Plain PyTorch, but for three things: float8 layers are made by ``compose.apply_float8`` (torchao's,
-    in the reduced run alone), routers are told what compose/parallel/routing.py tells them, and where
-    a routing is a tie it goes as in the composition.
+    It is plain PyTorch, with three exceptions. ``compose.apply_float8`` makes the float8 layers
+    (torchao's, in the reduced run alone). Routers are told what compose/parallel/routing.py tells them.
+    Where a routing is a tie, it follows the composition.
 
-    micro_batch: samples of one forward; None: all. tie: a margin of a routing that is as good as none.
+    ``micro_batch`` is the number of samples of one forward; None is all. ``tie`` is the margin of a
+    routing up to which its choice is as good as random.
     """
 
     def __init__(
@@ -130,9 +137,11 @@ class OneProcess:
         self.choices: dict[str, Choices] = {}
 
     def step(self, batch: Mapping[str, Tensor], found: Mapping[str, Sequence[Choices]]) -> None:
-        """One optimizer step; notes loss and norm, and of the first step the gradients.
+        """Take one optimizer step; note loss and norm, and on the first step the gradients.
 
-        Where routing is a tie, it goes as in the other run, which ``found``.
+        Args:
+            batch: The global batch.
+            found: What the composition's routers chose, by router; a routing that is a tie follows it.
         """
         targets = batch["targets"]
         count = count_targets(targets).clamp(min=1)
@@ -176,7 +185,7 @@ class OneProcess:
 
     @torch.no_grad()
     def natural(self, batch: Mapping[str, Tensor]) -> dict[str, Choices]:
-        """What routers choose by themselves, by their names."""
+        """Return what routers choose by themselves, by their names."""
         inputs = {name: value for name, value in batch.items() if name != "targets"}
         targets = batch["targets"]
         ids = torch.arange(targets.numel()).view(targets.shape)
@@ -193,12 +202,12 @@ class OneProcess:
         return torch.func.functional_call(self.model, cast, args=(), kwargs=dict(inputs))
 
     def change(self, name: str) -> Tensor:
-        """Of a parameter over all steps."""
+        """Return the change of a parameter over all steps."""
         return self.parameters[name].detach() - self.initial[name]
 
 
 def _check_sum(loss_function: LossFunction, output: object, targets: Tensor) -> None:
-    """A sum over targets doubles when all targets come twice; a mean does not."""
+    """Raise ConfigError if the loss is a mean: only a sum doubles when all targets come twice."""
     if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != len(targets):
         return
     with torch.no_grad():
@@ -214,23 +223,24 @@ def _check_sum(loss_function: LossFunction, output: object, targets: Tensor) -> 
 
 @dataclass(frozen=True)
 class Expected:
-    """A value that one process found. rounding: the norm of its own error. exact: the same in float64.
-
-    state: "zero" where nothing but rounding is left of it, since what adds up to it cancels; "unused"
-    where nothing adds up to it at all. Neither can show a fault as others do.
-    """
+    """A value that one process found."""
 
     value: Tensor
     rounding: float = 0.0
+    """The norm of the value's own error."""
     exact: Tensor | None = None
+    """The same value in float64."""
     state: State = ""
+    """"zero": only rounding is left, since the terms of the sum cancel. "unused": the sum has no terms.
+    Neither can show a fault as other values do.
+    """
 
 
 class References:
-    """One process, run as the composition computes, and otherwise to know its rounding.
+    """One process, run as the composition computes, and run otherwise to measure its rounding.
 
-    In a reduced precision the run that is ``own`` takes the composition's micro-batches, so that it
-    rounds as often. Else it takes other ones, on which nothing that is right depends.
+    In a reduced precision the ``own`` run takes the composition's micro-batches, so that it rounds as
+    often. Otherwise it takes other micro-batches, since a correct result does not depend on them.
     """
 
     def __init__(
@@ -270,9 +280,15 @@ class References:
         return list(runs.values())
 
     def step(self, batch: Mapping[str, Tensor], found: Mapping[str, Sequence[Choices]]) -> None:
-        """One optimizer step of each run."""
+        """Take one optimizer step in each run.
+
+        Args:
+            batch: The global batch.
+            found: What the composition's routers chose, by router.
+        """
         if self.own.arithmetic.reduced and found:
-            # What rounding moves on one process it may move here; independently, so both ways.
+            # Rounding may move a composition's margins as far as it moves one process's. The two move
+            # independently, so they may move in opposite directions.
             moved = _moved(self.own.natural(batch), self.exact.natural(batch))
             self.tie = max(self.tie, _TIE * moved)
         for run in self._runs:
@@ -280,7 +296,7 @@ class References:
             run.step(batch, found)
 
     def expected(self, of: Callable[[OneProcess], Tensor]) -> Expected:
-        """What the own run has, with its error."""
+        """Return what the own run has, with its error."""
         own, exact, coarse = of(self.own), of(self.exact), of(self.coarse)
         rounding = _distance(coarse, exact)
         size = float(exact.double().norm())
@@ -292,31 +308,34 @@ class References:
         return Expected(own, rounding, exact, state)
 
     def gradient(self, name: str) -> Expected:
-        """Of a parameter, on the first step."""
+        """Return the gradient of a parameter on the first step."""
         like = self.model.get_parameter(name)
         return self.expected(lambda run: run.gradients.get(name, torch.zeros_like(like)))
 
     def update(self, name: str) -> Expected:
-        """Of a parameter, over all steps. That a learning rate of 0 leaves it as it was is a result
-        like others: what has no gradient is named by its gradient."""
+        """Return the change of a parameter over all steps.
+
+        Its state is never "unused": a learning rate of 0 also leaves a weight as it was, and that is a
+        result like others. A parameter without a gradient is reported in its gradient's row.
+        """
         found = self.expected(lambda run: run.change(name))
         return replace(found, state="") if found.state == "unused" else found
 
     def buffer(self, name: str) -> Expected:
-        """After all steps."""
+        """Return a buffer after all steps."""
         return replace(self.expected(lambda run: run.model.get_buffer(name)), state="")
 
     def loss(self) -> Expected:
-        """Of the last step."""
+        """Return the loss of the last step."""
         return self.expected(lambda run: run.losses[-1])
 
     def norm(self) -> Expected:
-        """Of all gradients in the last step, before clipping."""
+        """Return the norm of all gradients in the last step, before clipping."""
         return self.expected(lambda run: run.norms[-1])
 
 
 def _moved(own: Mapping[str, Choices], exact: Mapping[str, Choices]) -> float:
-    """The greatest change of a margin by rounding, of what was decided the same way."""
+    """Return the greatest change of a margin by rounding, over decisions that both runs made alike."""
     greatest = 0.0
     for name, choices in own.items():
         other = exact[name]
@@ -340,14 +359,14 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def _other_split(micro_batch: int | None, samples: int) -> int | None:
-    """Samples of one forward where the composition takes ``micro_batch``."""
+    """Return the samples of one forward for a run that must not use the same ``micro_batch``."""
     if micro_batch is not None and micro_batch < samples:
         return None
     return (samples + 1) // 2
 
 
 class RoundedWeights(torch.optim.Optimizer):
-    """An optimizer's steps on weights of a coarser type, whose values wide parameters hold."""
+    """An optimizer's steps on weights of a coarser type. Wide parameters hold the coarse values."""
 
     def __init__(self, make: OptimizerFactory, dtype: torch.dtype, named: Named) -> None:
         self.pairs = [(name, p, nn.Parameter(p.detach().to(dtype))) for name, p in named]
@@ -356,7 +375,7 @@ class RoundedWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take the inner optimizer's step, and hold what it left."""
+        """Take the inner optimizer's step, and copy the weights that it left."""
         for _, wide, rounded in self.pairs:
             rounded.grad = None if wide.grad is None else wide.grad.to(rounded.dtype)
         self.inner.step()

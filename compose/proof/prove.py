@@ -1,4 +1,4 @@
-"""The proof for a job: the run that ``train.py`` would start, held against one process."""
+"""The proof for a job: the run that ``train.py`` would start is compared with one process."""
 
 import copy
 from dataclasses import replace
@@ -21,22 +21,23 @@ from compose.proof.report import Report
 from compose.proof.verify import Sides, Trial, prove_both
 
 STEPS = 2
-# AdamW divides by a gradient's own size plus eps: with 1e-8 one element whose gradient is rounding
-# noise takes a full-sized step of random sign, and a small tensor fails for it.
+# AdamW divides by a gradient's own size plus eps. With 1e-8 an element whose gradient is only rounding
+# noise takes a full step of random sign, and one such element makes a small tensor fail.
 EPS = 1e-6
-# Of train.max_norm. First gradients are hardly larger than it, and clipping has to act to be seen.
+# The factor of train.max_norm. The first gradients are hardly larger than max_norm, and only clipping
+# that acts can be compared.
 CLIP = 0.1
 
 
 def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
     """Compare a job on ``mesh`` with one process over two steps on random documents.
 
-    The composition is made as training makes it, from meta, so initial weights are compared too.
+    The composition is made from meta, as training makes it. So initial weights are compared too.
 
     Args:
-        job: Of the ranks of ``mesh``.
-        mesh: Of ``compose.init_mesh``.
-        device: Of this rank.
+        job: A job for the ranks of ``mesh``.
+        mesh: The mesh of ``compose.init_mesh``.
+        device: This rank's device.
 
     Returns:
         What was compared, and the verdict; the same on every rank.
@@ -70,7 +71,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
         return composition
 
     def optimizer(arithmetic: Arithmetic, composition: Composition) -> torch.optim.Optimizer:
-        # On CUDA Muon's products are in bfloat16 by default, too coarse for another proof.
+        # On CUDA Muon's products are in bfloat16 by default, which is too coarse for other proofs.
         muon_dtype = None if arithmetic.reduced else arithmetic.param
         return build_optimizer(composition, _in(arithmetic, job), muon_dtype)
 
@@ -94,7 +95,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
 
 
 def _in(arithmetic: Arithmetic, job: Job) -> Job:
-    """``job`` as it is, or in full precision where ``arithmetic`` is."""
+    """Return ``job`` as it is, or in full precision if ``arithmetic`` is not reduced."""
     if arithmetic.reduced:
         return job
     return replace(job, config=replace(job.config, precision=Precision()))

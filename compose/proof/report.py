@@ -1,4 +1,4 @@
-"""What a proof found: rows of errors against tolerances, gathered from every rank."""
+"""What a proof found: rows of errors and tolerances, gathered from every rank."""
 
 import math
 import statistics
@@ -16,61 +16,74 @@ from compose.proof.routing_trace import Difference
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest relative error that is allowed without a look at one process's own rounding.
-
-    An update is the change of a weight over all steps; AdamW divides by the gradient's own size, so
-    rounding near zero weighs more there. Where one process itself is further from float64, a
-    composition may be ``times`` as far from it: see :meth:`allowed`. same_bits: of one process's own
-    error, how much updates may differ by where both round by the same random bits; 0: not asked.
-    """
+    """The largest relative errors that are allowed whatever one process's own rounding is."""
 
     loss: float
+    """Of the loss."""
     gradient: float
+    """Of a gradient."""
     update: float
+    """Of the change of a weight over all steps. AdamW divides by the gradient's own size, so rounding
+    near zero weighs more here.
+    """
     times: float = 10.0
+    """If one process itself has an error, a composition's may be this many times as large."""
     same_bits: float = 0.0
+    """How much updates may differ where both sides round by the same random bits, as a share of one
+    process's own error; 0: not checked.
+    """
 
     def allowed(self, base: float, own: float, mean: float) -> float:
-        """The relative error allowed where one process's own is ``own``, and ``mean`` over all values
-        of the same quantity: of a few elements the error may be small by chance. ``base`` is one of the
-        above; 0 stays 0."""
+        """Return the relative error that is allowed for one value.
+
+        The mean is needed since the error of a few elements may be small by chance.
+
+        Args:
+            base: One of the tolerances above; 0 stays 0.
+            own: One process's own error of the value.
+            mean: One process's own error over all values of the same quantity.
+
+        Returns:
+            The allowed error.
+        """
         return base and max(base, self.times * max(own, mean))
 
     def update_of(self, elements: int) -> float:
-        """The same as ``update`` for a parameter of so many elements, where gradients are rounded.
+        """Return ``update`` for a parameter of so many elements, where gradients are rounded.
 
-        AdamW's elements take steps of like size. One whose gradient is nothing but rounding may take it
-        in the other direction, which is 2 / elements^0.5 of the whole; one process may have none such.
+        AdamW's elements take steps of like size. An element whose gradient is only rounding may step in
+        the other direction, which is 2 / elements^0.5 of the whole. One process may have no such
+        element.
         """
         return max(self.update, 2 / max(elements, 1) ** 0.5)
 
 
-# In float64 rounding is 1e-16 of a value; what is left after a step's sums is far below 1e-10.
+# In float64 rounding is 1e-16 of a value. After a step's sums the error is still far below 1e-10.
 EXACTLY = Tolerance(loss=1e-10, gradient=1e-10, update=1e-10)
 FLOAT32 = Tolerance(loss=1e-5, gradient=1e-4, update=1e-3)
 
-# Steps between neighbouring numbers, relative: one rounding of a value in each type.
+# The relative step between neighbouring numbers of each type, which is one rounding of a value.
 _STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
-_FLOAT8_STEP = 2.0**-3  # of e4m3; of e5m2, in which gradients are, twice that
+_FLOAT8_STEP = 2.0**-3  # for e4m3; gradients are in e5m2, whose step is twice as large
 
-# How many times one process's own error a reduced run may differ from it. Two runs that round
-# independently are 2^0.5 apart; collectives and the sums of parts round a few times more.
+# A reduced run may differ from one process by this many times its own error. Two runs that round
+# independently are 2^0.5 apart. Collectives and sums of parts round a few times more.
 TIMES = 3.0
 
-# By how many times the error of all gradients together may be above or below one process's. A type
-# that is not applied at all makes this some hundreds.
+# The error of all gradients together may be above or below one process's by this factor. If a type is
+# not applied at all, the factor is some hundreds.
 SAME_ROUNDING = 3.0
 
-# Where the optimizer's running means alone are coarse, gradients are exact beside their rounding, and
-# the same random bits give the same means: 0.01 of one process's error is left. With other bits, other
-# types or no rounding it is 0.5 to 1.5.
+# If only the optimizer's running means are coarse, gradients are exact in comparison, and the same
+# random bits give the same means: 0.01 of one process's error is left. With other bits, other types or
+# no rounding it is 0.5 to 1.5.
 SAME_BITS = 0.2
 
 
 def tolerance_of(arithmetic: Arithmetic) -> Tolerance:
-    """What a run in these types is allowed.
+    """Return what a run in these types is allowed.
 
-    A reduced run is held against one process's own error, and one rounding is free.
+    A reduced run is compared with one process's own error, and one rounding is always allowed.
     """
     if not arithmetic.reduced:
         return EXACTLY if arithmetic.param == torch.float64 else FLOAT32
@@ -79,7 +92,8 @@ def tolerance_of(arithmetic: Arithmetic) -> Tolerance:
         step = max(step, _FLOAT8_STEP)
     kept = max(_STEP[arithmetic.master], _STEP[arithmetic.state])
     return Tolerance(
-        # A mean over tokens, whose errors are those of logits times a probability, of any sign.
+        # The loss is a mean over tokens. A token's error is that of a logit times a probability, and
+        # has any sign.
         loss=max(min(step, 2.0**-6), FLOAT32.loss),
         gradient=max(step, FLOAT32.gradient),
         update=max(step, kept, FLOAT32.update),
@@ -90,25 +104,26 @@ def tolerance_of(arithmetic: Arithmetic) -> Tolerance:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: ``error`` is relative, the largest over ranks, and ``rank`` the one with it.
-
-    state: "zero" and "unused" as ``Expected`` has them; then the row proves little, or nothing.
-    """
+    """One comparison."""
 
     quantity: str
     name: str
     error: float
+    """The relative error, the largest over ranks."""
     tolerance: float
     rank: int
+    """The rank with that error."""
     state: State = ""
+    """"zero" or "unused", as in ``Expected``; then the row proves little or nothing."""
 
     @property
     def ok(self) -> bool:
+        """Whether the error is allowed."""
         return self.error <= self.tolerance  # False for NaN
 
     @property
     def verdict(self) -> str:
-        """What stands behind the row in a table."""
+        """The remark after the row in a table."""
         if not self.ok:
             return "FAILED"
         return {"": "", "zero": "not proved: zero but for rounding", "unused": "not proved: unused"}[
@@ -118,27 +133,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The same on every rank; ``print`` it for a table, worst first."""
+    """The result of a proof, the same on every rank; ``print`` shows a table, worst first."""
 
     rows: list[Row]
     notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs, and nothing is left unexercised by the batch.
+        """Whether no quantity differs, and the batch exercises everything.
 
-        A gradient that is zero but for rounding, since what adds up to it cancels, is compared with
-        zero and passes: its row and the verdict say that it is not proved.
+        A gradient may be zero but for rounding, since its terms cancel. It is compared with zero and
+        passes; its row and the verdict say that it is not proved.
         """
         return all(row.ok and row.state != "unused" for row in self.rows)
 
     @property
     def failed(self) -> list[Row]:
+        """The rows whose error is not allowed."""
         return [row for row in self.rows if not row.ok]
 
     @property
     def not_proved(self) -> list[Row]:
-        """Gradients that are zero on one process."""
+        """The gradients that are zero on one process."""
         return [row for row in self.rows if row.state and "gradient" in row.quantity]
 
     def __str__(self) -> str:
@@ -154,7 +170,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The last line."""
+        """The last line of the table."""
         if self.failed:
             differ = f"{len(self.failed)} of {len(self.rows)} quantities differ"
             return f"NOT equal to one process: {differ}"
@@ -169,7 +185,7 @@ class Report:
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """One report of several."""
+    """Return one report made of several."""
     return Report(
         [row for report in reports for row in report.rows],
         tuple(note for report in reports for note in report.notes),
@@ -177,20 +193,17 @@ def joined(reports: Sequence[Report]) -> Report:
 
 
 def _severity(row: Row) -> float:
-    """How many times its tolerance an error is; what should be exact and is not comes first."""
+    """Return the error over its tolerance; an error that should be 0 and is not comes first."""
     if row.tolerance == 0:
         return 0.0 if row.ok else float("inf")
     return _or_infinite(row.error / row.tolerance)
 
 
-_NOT_HELD = -1.0  # the error of what a rank has no part of
+_NOT_HELD = -1.0  # the error of a tensor of which this rank has no part
 
 
 class Judge:
-    """Holds what each rank has against what rank 0 expects. Every call is a collective.
-
-    prefix: of each row's quantity. times: see Tolerance.
-    """
+    """Compares what each rank has with what rank 0 expects. ``prefix`` begins each row's quantity."""
 
     def __init__(self, device: torch.device, tolerance: Tolerance, prefix: str = "") -> None:
         self.device, self.tolerance, self.prefix = device, tolerance, prefix
@@ -198,7 +211,7 @@ class Judge:
         self.errors: list[float] = []
         self.own: list[float] = []  # one process's error of each row, relative
         self.sums: dict[str, list[int]] = {}  # checksums of this rank's copies, by name
-        # Of gradients: this rank's distance from float64, and one process's.
+        # The distance of gradients from float64: this rank's, and one process's.
         self.from_exact: list[float] = []
         self.own_from_exact: list[float] = []
         self.gradients_size = 0.0
@@ -218,12 +231,12 @@ class Judge:
 
         Args:
             quantity: What it is, as "gradient".
-            name: Of the parameter or buffer, or the step.
-            values: What this rank holds of it, whole; it may be nothing.
-            shape: Of the whole tensor.
-            expected: What one process found; counts on rank 0.
-            tolerance: Of the error. It grows with one process's own error as Tolerance.allowed says,
-                but where it is 0.
+            name: The name of the parameter or buffer, or the step.
+            values: The whole tensors that this rank holds; there may be none.
+            shape: The shape of the whole tensor.
+            expected: What one process found; only rank 0's counts.
+            tolerance: The allowed error. Unless it is 0, it grows with one process's own error
+                (``Tolerance.allowed``).
         """
         self._tensor(quantity, name, values, shape, expected, tolerance, source=0)
 
@@ -253,7 +266,13 @@ class Judge:
         self.errors.append(max(map(_or_infinite, errors), default=_NOT_HELD))
 
     def rounding(self, values: Sequence[Tensor], shape: torch.Size, expected: Expected | None) -> None:
-        """Note how far a gradient is from float64, for :meth:`same_rounding`."""
+        """Note how far a gradient is from float64, for :meth:`same_rounding`; a collective.
+
+        Args:
+            values: The whole gradients that this rank holds; there may be none.
+            shape: The shape of the whole gradient.
+            expected: What one process found; only rank 0's counts.
+        """
         exact = torch.zeros(shape, dtype=torch.float64, device=self.device)
         if expected is not None and expected.exact is not None:
             exact.copy_(expected.exact)
@@ -263,8 +282,10 @@ class Judge:
         self.from_exact.append(max(distances, default=0.0))
 
     def same_rounding(self) -> None:
-        """That all gradients together are as far from float64 as one process's: a type that is not
-        applied makes them more exact, one that is applied too often less."""
+        """Check that all gradients together are as far from float64 as one process's; a collective.
+
+        A type that is not applied makes them more exact; one that is applied too often, less exact.
+        """
         worst = torch.tensor(self.from_exact, dtype=torch.float64, device=self.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         found, own = float(worst.norm()), math.hypot(*self.own_from_exact)
@@ -274,12 +295,23 @@ class Judge:
         self.errors.append(ratio if dist.get_rank() == 0 else _NOT_HELD)
 
     def same_everywhere(self, name: str, values: Sequence[Tensor]) -> None:
-        """That ranks which hold a parameter hold the same of it, bit for bit; no collective."""
+        """Note a parameter's checksums, to check that ranks hold the same bits of it; no collective.
+
+        Args:
+            name: The parameter's name.
+            values: The whole parameters that this rank holds; there may be none.
+        """
         flat = [v.cpu().contiguous().flatten().view(torch.uint8) for v in values]
         self.sums[name] = [zlib.crc32(each.numpy().tobytes()) for each in flat]
 
     def copies(self, name: str, values: Sequence[Tensor], shape: torch.Size) -> None:
-        """That all ranks' copies of one parameter are the same, bit for bit."""
+        """Check that all ranks' copies of a tied parameter have the same bits; a collective.
+
+        Args:
+            name: The parameter's name.
+            values: The whole copies that this rank holds; there may be none.
+            shape: The shape of the whole parameter.
+        """
         holds: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(holds, bool(values))
         source = holds.index(True)
@@ -287,7 +319,7 @@ class Judge:
         self._tensor("tied copies", name, values, shape, expected, 0.0, source)
 
     def _copies(self) -> list[Row]:
-        """Of all ranks' checksums: 0 where they are the same; else how many are not the first's."""
+        """Compare all ranks' checksums: the error is 0 where they are the same, else infinite."""
         everyone: list[dict[str, list[int]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, self.sums)
         rows = []
@@ -299,22 +331,32 @@ class Judge:
         return rows
 
     def _same_bits(self, rows: Sequence[Row]) -> Row:
-        """The median over parameters of an update's error, in one process's own: a few may have
-        gradients that are rounding alone."""
+        """Return the median over parameters of an update's error, in units of one process's own.
+
+        A median is taken because the gradients of a few parameters may be only rounding.
+        """
         pairs = zip(rows, self.own, strict=False)
         errors = [row.error / own for row, own in pairs if row.quantity.endswith("update") and own]
         middle = statistics.median(errors) if errors else 0.0
         return Row(f"{self.prefix}rounding", "all updates", middle, self.tolerance.same_bits, 0)
 
     def _means(self) -> dict[str, float]:
-        """One process's error by quantity: the root of the mean square over what is not zero."""
+        """Return one process's error by quantity: its root mean square over values that are not 0."""
         found: dict[str, list[float]] = {}
         for row, own in zip(self.compared, self.own, strict=True):
             found.setdefault(row.quantity, []).append(0.0 if row.state else own)
         return {name: math.hypot(*own) / len(own) ** 0.5 for name, own in found.items()}
 
     def report(self, routing: Sequence[Difference], tie: float) -> Report:
-        """``routing``: of each router and step, on rank 0. ``tie``: a margin as good as none."""
+        """Gather the errors of all ranks, and return the report; a collective.
+
+        Args:
+            routing: The differences of each router and step; only rank 0's count.
+            tie: The margin up to which a choice of a router is as good as random.
+
+        Returns:
+            The report, the same on every rank.
+        """
         everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, self.errors)
         rows, means = [], self._means()

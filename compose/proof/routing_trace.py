@@ -1,9 +1,9 @@
-"""What routers decided, recorded on two runs and compared: the experts of each token, and which of its
-rows were dropped.
+"""What routers decided, recorded on two runs and compared.
 
-Such a decision is a choice. Where two scores are as close as rounding, two correct runs may decide
-otherwise, and all that follows differs. So the one process follows the other run there, and the proof
-says where that was. What differs by more than rounding is a failure of its own.
+A router decides the experts of each token, and which of the token's rows are dropped. If two scores are
+as close as rounding, two correct runs may decide differently, and all later results differ. So the one
+process follows the other run in such cases, and the proof reports them. A difference by more than
+rounding is a failure of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,41 +23,46 @@ from compose.parallel.routing import routers
 
 @dataclass(frozen=True)
 class Drops:
-    """Of one router and one step: the experts (T, k) of each token's rows, which rows they took (T, k),
-    and by what margins (T, k)."""
+    """Which rows one router dropped in one step."""
 
     experts: Tensor
+    """The experts of each token's rows, (T, k)."""
     kept: Tensor
+    """Which rows the experts took, (T, k)."""
     margins: Tensor
+    """The margins of these decisions, (T, k)."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Of one router and one step: ids of tokens (T,), their experts (T, k), and their margins (T,).
-
-    drops: Where experts have a capacity. In a run that follows another its experts are those followed.
-    """
+    """The experts that one router chose in one step."""
 
     ids: Tensor
+    """Ids of the tokens, (T,)."""
     experts: Tensor
+    """The experts of each token, (T, k)."""
     margins: Tensor
+    """The margins of the choices, (T,)."""
     drops: Drops | None = None
+    """Which rows were dropped, if experts have a capacity. In a run that follows another, these experts
+    are the other run's.
+    """
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one router and one step: tokens for which it decided otherwise than one process did.
-
-    margin: the greatest by which one process decided for one of them. kind: of experts, or of the rows
-    that are beyond an expert's capacity.
-    """
+    """The tokens for which a router decided differently than one process, in one step."""
 
     router: str
     step: int
     tokens: int
+    """The number of these tokens."""
     of: int
+    """The number of all tokens."""
     margin: float
+    """The greatest margin by which one process decided for one of these tokens."""
     kind: Literal["routing", "capacity"] = "routing"
+    """"routing": the choice of experts. "capacity": the choice of rows beyond an expert's capacity."""
 
     def __str__(self) -> str:
         what = "chose other experts" if self.kind == "routing" else "had other rows dropped"
@@ -74,17 +79,20 @@ class _Call(NamedTuple):
 
 
 class Witness:
-    """What every router of a model decided, in the order of its forward calls."""
+    """A record of what every router of a model decided, in the order of its forward calls."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[tuple[int, _Call]]] = {}
         self.count = 0
 
     def choices(self, ids: Mapping[str, Sequence[Tensor]]) -> dict[str, Choices]:
-        """By router, and start anew. ``ids``: of the tokens of its calls in order, -1 for padding."""
+        """Return the choices by router, and clear the record.
+
+        ``ids`` are the tokens' ids of each router's calls, in order; -1 marks padding.
+        """
         result = {}
         for name, calls in self.calls.items():
-            # Backward recorded them, in an order of its own.
+            # Backward recorded the calls, in its own order.
             calls.sort(key=lambda call: call[0])
             result[name] = _choices(ids[name], [call for _, call in calls])
         self.calls = {}
@@ -92,7 +100,7 @@ class Witness:
 
 
 def _choices(ids: Sequence[Tensor], calls: Sequence[_Call]) -> Choices:
-    """In host memory, as ids are: what a GPU's rank finds, another's compares."""
+    """Return the calls' choices in host memory, as another rank's device will compare them."""
     tokens = torch.cat([x.flatten() for x in ids])
     real = tokens >= 0
     experts = torch.cat([call.experts.flatten(0, 1) for call in calls]).cpu()[real]
@@ -100,7 +108,7 @@ def _choices(ids: Sequence[Tensor], calls: Sequence[_Call]) -> Choices:
     drops = None
     if calls[0].kept is not None:
         kept = torch.cat([cast(Tensor, call.kept).flatten(0, 1) for call in calls]).cpu()[real]
-        # Nobody asks by what margin another run dropped.
+        # The margins of the other run's drops are not used.
         drops = Drops(experts, kept, torch.zeros(kept.shape))
     return Choices(tokens[real], experts, margins, drops)
 
@@ -114,7 +122,7 @@ def watch(model: nn.Module) -> Iterator[Witness]:
         def see(module: nn.Module, inputs: Any, routing: Any, name: str = name) -> Any:
             witness.count += 1
             seen = (name, witness.count, _Call(routing.experts, routing.margin, routing.kept))
-            # Recomputation runs this again, but backward goes through the first.
+            # Recomputation runs this hook again, but backward goes through the first call only.
             return routing._replace(weights=_Seen.apply(routing.weights, witness, seen))
 
         handles.append(cast(nn.Module, router).register_forward_hook(see))
@@ -141,14 +149,22 @@ class _Seen(torch.autograd.Function):
 def ids_of_calls(
     composition: Composition, shape: torch.Size, micro_batch: int | None
 ) -> dict[str, list[Tensor]]:
-    """Return which tokens of a global batch (B, S), numbered row by row, each router's calls on this
-    rank see, as ``forward_backward`` cuts it."""
+    """Return which tokens each router's calls on this rank see, as ``forward_backward`` cuts the batch.
+
+    Args:
+        composition: The composition.
+        shape: The shape (B, S) of the global batch, whose tokens are numbered row by row.
+        micro_batch: Samples in one forward; None is a rank's whole share.
+
+    Returns:
+        The ids of each call's tokens, by router; -1 marks padding.
+    """
     mesh, pipeline = composition.mesh, composition.pipeline
     index, count = batch_share(mesh)
     ids = torch.arange(shape.numel()).view(shape).chunk(count)[index]
     if axis_size(mesh, "cp") > 1:
         tp = axis_size(mesh, "tp")
-        # Under this name padding is marked.
+        # shard_sequence marks padding under this name, with -1.
         ids = shard_sequence({"positions": ids}, mesh["cp"], composition.balance, tp)["positions"]
     parts = list(ids.split(micro_batch or len(ids)))
     if axis_size(mesh, "tp") > 1:
@@ -164,10 +180,16 @@ def ids_of_calls(
 def follow(
     model: nn.Module, found: Mapping[str, Sequence[Choices]], ids: Sequence[Tensor], within: float
 ) -> Iterator[dict[str, Choices]]:
-    """Have the routers of a whole ``model`` decide as another run did where their own margin is at most
-    ``within``; what they would have decided, filled in at the end.
+    """Let the routers of a whole model decide as another run did, where their own margin is small.
 
-    found: by router, what ranks decided for the tokens that each saw. ids: of the tokens of each call.
+    Args:
+        model: The whole model.
+        found: What ranks of the other run decided for the tokens that each saw, by router.
+        ids: The ids of the tokens of each call.
+        within: The margin up to which a router follows.
+
+    Yields:
+        What the routers would have decided themselves; it is filled in at the end.
     """
     natural: dict[str, Choices] = {}
     followers = {
@@ -184,7 +206,7 @@ def follow(
 
 
 class _Follower:
-    """Decides in place of ``router``; its own decisions are ``choices``, one for each call."""
+    """Decides in place of ``router``; ``choices`` holds the router's own decisions by call."""
 
     def __init__(
         self, router: object, found: Choices | None, ids: Sequence[Tensor], within: float
@@ -199,9 +221,11 @@ class _Follower:
         self.router.choose, self.router.keep = self.choose, self.keep
 
     def stop(self) -> None:
+        """Give the router its own methods back."""
         del self.router.choose, self.router.keep
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts as the other run did where the margin is small."""
         experts, margin = self.own_choose(scores)
         ids = next(self.calls).flatten()
         self.choices.append(Choices(ids, experts.flatten(0, 1).cpu(), margin.flatten().cpu()))
@@ -213,6 +237,7 @@ class _Follower:
         return experts, margin
 
     def keep(self, chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep rows as the other run did where the margin is small."""
         kept, margins = self.own_keep(chosen, scores, everyone)
         rows = [x.flatten(0, 1).cpu() for x in (chosen, kept, margins)]
         call = self.choices[-1]
@@ -226,16 +251,17 @@ class _Follower:
 
 
 def _kept_there(found: Drops, place: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows by token and expert, (T, k) each: whether another run kept them, and whether it had them.
+    """Return whether another run kept each row, and whether it had that row: (T, k) each.
 
-    It may name a token's experts in another order. place: of the tokens in ``found``.
+    A row is a token and an expert; the other run may list a token's experts in another order. ``place``
+    holds the tokens' places in ``found``.
     """
     same = experts[:, :, None] == found.experts[place][:, None, :]
     return (same & found.kept[place][:, None, :]).any(-1), same.any(-1)
 
 
 def gathered(found: Mapping[str, Choices]) -> dict[str, list[Choices]]:
-    """What each rank ``found``, by router; nothing on ranks other than the first."""
+    """Return what all ranks ``found``, by router, on the first rank; on others nothing."""
     everyone: list[Mapping[str, Choices]] = [{} for _ in range(dist.get_world_size())]
     dist.gather_object(found, everyone if dist.get_rank() == 0 else None)
     return {
@@ -263,7 +289,17 @@ def _joined(choices: Sequence[Choices]) -> Choices:
 def compare_choices(
     router: str, step: int, expected: Choices, found: Sequence[Choices]
 ) -> list[Difference]:
-    """``found``: what ranks decided for the tokens each saw. One that none saw makes the margin inf."""
+    """Compare what ranks decided with what one process would have decided.
+
+    Args:
+        router: The router's name.
+        step: The step, from 1.
+        expected: What one process would have decided for all tokens.
+        found: What ranks decided for the tokens that each saw.
+
+    Returns:
+        The differences. Their margin is infinite if no rank saw one of the tokens.
+    """
     joined, of = _joined(found), len(expected.ids)
     lost = len(set(expected.ids.tolist()) - set(joined.ids.tolist()))
     place = torch.empty_like(expected.ids)

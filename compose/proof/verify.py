@@ -1,9 +1,9 @@
 """The proof that a composition equals one process: loss, norm, every gradient, the weights after.
 
-Rank 0 runs the whole batch through the whole model as compose/proof/one_process.py does. Every rank
-then holds what the composition gave it against that, since replicas that have drifted apart look right
-on one rank. Where a composition computes in a reduced precision, its logic runs in float64 first: there
-a fault cannot hide behind rounding.
+Rank 0 runs the whole batch through the whole model, as compose/proof/one_process.py does. Every rank
+then compares its part of the composition with that result, since replicas that have drifted apart look
+right on one rank. A composition in a reduced precision first runs in float64, where a fault of its
+logic cannot hide behind rounding.
 """
 
 import copy
@@ -56,7 +56,7 @@ from compose.proof.routing_trace import (
 from compose.train.step import clip_grad_norm_, forward_backward
 from compose.weights import local_part, named_generator
 
-# Of what is added to weights that are all alike, as zeros are.
+# The standard deviation of the noise that is added to a parameter whose elements are all alike.
 _SPREAD = 0.02
 
 
@@ -67,14 +67,13 @@ class Trial:
     micro_batch: int | None = None
     """Samples in one forward; None is a rank's whole share."""
     loss_function: LossFunction = cross_entropy
-    """As ``forward_backward`` takes it."""
+    """The loss function, as ``forward_backward`` takes it."""
     optimizer: OptimizerFactory | None = None
-    """Makes an optimizer from parameters; None: AdamW. With master weights in bfloat16 it is given
-    pairs of name and parameter, as ``compose.optimizer.AdamW`` takes them."""
+    """Makes an optimizer from parameters (named ones, if master weights are bfloat16); None: AdamW."""
     max_norm: float = 1.0
     """The limit of ``clip_grad_norm_``."""
     tolerance: Tolerance | None = None
-    """Of the run in the types asked for; None: ``compose.proof.report.tolerance_of`` them."""
+    """Tolerance of the run in the asked types; None: that of ``report.tolerance_of``."""
 
 
 def verify(
@@ -87,15 +86,13 @@ def verify(
 ) -> Report:
     """Prove that ``plan`` on ``mesh`` trains ``model`` as one process does.
 
-    Every option takes part. A reduced precision is run twice: in float64, without float8, and as it
-    is.
+    Every option takes part. A reduced precision is run twice: in float64 without float8, and as it is.
 
     Args:
-        model: Holds its weights, those of rank 0 counting; it is left as it was. Where a parameter is
-            the same number throughout, as zeros are, the proof adds noise to it: behind a projection
-            of zeros no gradient would be seen.
+        model: The weights of rank 0 count; it is left as it was. A parameter whose elements are all
+            alike gets noise in the proof: behind a projection of zeros all gradients are zero.
         plan: The model's parallelization.
-        mesh: Of ``compose.init_mesh``.
+        mesh: The mesh of ``compose.init_mesh``.
         batch: The global batch, the same on every rank, as ``forward_backward`` takes it. A list of
             batches runs one optimizer step for each; gradients are compared on the first.
         options: As ``compose.apply`` takes them.
@@ -105,7 +102,7 @@ def verify(
         What was compared, and the verdict; the same on every rank.
 
     Raises:
-        ConfigError: The plan does not fit the model, no target is trained on, or ``loss_function``
+        ConfigError: The plan does not fit the model, the batch has no target, or ``loss_function``
             returns a mean.
     """
     trial = trial or Trial()
@@ -150,9 +147,9 @@ class Sides:
     float8: Choice = WHOLE
     """The layers that compute in float8 on one process."""
     logic: Arithmetic = EXACT
-    """What the logic of a reduced precision runs in."""
+    """The arithmetic in which the logic of a reduced precision runs."""
     loss_scale: float = 1.0
-    """By which the loss is multiplied before backward."""
+    """The factor of the loss before backward."""
 
 
 def prove_both(
@@ -162,11 +159,22 @@ def prove_both(
     sides: Sides,
     trial: Trial,
 ) -> Report:
-    """Prove a composition in ``arithmetic``; where this is reduced, its logic first."""
+    """Prove a composition in ``arithmetic``; if this is reduced, prove its logic first.
+
+    Args:
+        model: The whole model; only rank 0's weights count.
+        batches: The global batch of each step.
+        arithmetic: The types that the composition computes in.
+        sides: How the composition and the one process are made.
+        trial: The training step.
+
+    Returns:
+        What was compared, and the verdict; the same on every rank.
+    """
     reports = []
     for kind in [sides.logic, arithmetic] if arithmetic.reduced else [arithmetic]:
         composition = sides.compose(kind)
-        # Only the run in the types asked for is allowed what the caller says.
+        # The caller's tolerance is for the run in the asked types only.
         how = trial if kind is arithmetic else replace(trial, tolerance=None)
         label = f"{kind} " if arithmetic.reduced and kind is sides.logic else ""
         reports.append(compare(model, composition, batches, Run(kind, sides, label), how))
@@ -175,7 +183,7 @@ def prove_both(
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a proof, in one arithmetic. label: stands before each quantity."""
+    """One run of a proof, in one arithmetic; ``label`` begins each quantity."""
 
     arithmetic: Arithmetic
     sides: Sides
@@ -189,7 +197,15 @@ def compare(
     run: Run,
     trial: Trial,
 ) -> Report:
-    """Make the comparison of :func:`verify`, of a model that the caller has cut and filled."""
+    """Return the report of :func:`verify`, for a model that the caller has cut and filled.
+
+    Args:
+        model: The whole model; only rank 0's weights count.
+        composition: What the caller made of it.
+        batches: The global batch of each step.
+        run: The arithmetic, and how the one process is made.
+        trial: The training step.
+    """
     arithmetic, loss_scale, mesh = run.arithmetic, run.sides.loss_scale, composition.mesh
     micro_batch, max_norm = trial.micro_batch, trial.max_norm
     composed = composition.model
@@ -258,7 +274,7 @@ def compare(
         judge.tensor("loss", row, [loss], loss.shape, expected(References.loss), tolerance.loss)
         right = expected(References.norm)
         judge.tensor("grad_norm", row, [norm], norm.shape, right, tolerance.gradient)
-    # A lone data rank reduces nothing.
+    # One data rank alone reduces nothing.
     reduces = arithmetic.reduce.itemsize < 4 and axis_size(mesh, "cp") * count > 1
     if arithmetic.param.itemsize < 4 or arithmetic.float8 != "off" or reduces:
         judge.same_rounding()
@@ -281,7 +297,7 @@ def compare(
 def _judge_beginning(
     judge: Judge, model: nn.Module, composition: Composition, master: torch.dtype | None
 ) -> None:
-    """Compare weights and buffers before the first step; ``master`` is None but on the first rank."""
+    """Compare weights and buffers before the first step; only rank 0 has ``master``."""
     held = _held(composition)
     for name, parameter in model.named_parameters():
         values = [whole(p) for p in held.get(name, [])]
@@ -294,7 +310,7 @@ def _judge_beginning(
 
 
 def _buffers(model: nn.Module, composed: nn.Module) -> Iterator[tuple[str, torch.Size, list[Tensor]]]:
-    """Name and shape of each buffer of the whole model, and what this rank has of it."""
+    """Yield name and shape of each buffer of the whole model, and what this rank has of it."""
     here = dict(composed.named_buffers())
     for name, buffer in model.named_buffers():
         yield name, buffer.shape, [here[name]] if name in here else []
@@ -315,8 +331,10 @@ def _check_batches(batches: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh) ->
 
 @torch.no_grad()
 def _spread(model: nn.Module, composition: Composition, first: bool) -> None:
-    """Add noise to the parameters that are one number throughout, in the whole model on the first rank
-    and in what each rank holds. Zeros hide what is behind them, and ones an order of shards."""
+    """Add noise to each parameter whose elements are all alike, on the whole model and on every rank.
+
+    Zeros would hide the modules behind them, and ones would hide a wrong order of shards.
+    """
     alike = [
         name
         for name, p in model.named_parameters()
@@ -337,7 +355,7 @@ def _spread(model: nn.Module, composition: Composition, first: bool) -> None:
 
 
 def _held(composition: Composition) -> dict[str, list[nn.Parameter]]:
-    """This rank's parameters by their names in the whole model, of which it may have copies."""
+    """Return this rank's parameters by their names in the whole model; one may have several copies."""
     held: dict[str, list[nn.Parameter]] = {}
     for name, parameter in composition.named_parameters():
         held.setdefault(name, []).append(parameter)
@@ -357,7 +375,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _on_first_rank(work: Callable[[], None] | None) -> None:
-    """Do what rank 0 alone has to do; if it raises, every rank does, rather than wait for it."""
+    """Do rank 0's own work. If it raises, every rank raises and does not wait for rank 0."""
     problem: list[list[str] | str | None] = [None]
     try:
         if work:
@@ -374,8 +392,8 @@ def _on_first_rank(work: Callable[[], None] | None) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor (a collective), or the tensor itself; a detached copy."""
-    if isinstance(tensor, DTensor):  # whose part may be in host memory, where no collective reaches
+    """Return the full tensor of a DTensor (a collective), or the tensor itself, as a detached copy."""
+    if isinstance(tensor, DTensor):  # its part may be in host memory, where collectives do not work
         tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
     return tensor.detach().clone()
 

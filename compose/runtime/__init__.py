@@ -1,5 +1,7 @@
-"""This room starts the process group of a command and watches over its ranks. It exports what a run
-reports and raises while it goes on."""
+"""This room starts the process group of a command, and watches over its ranks.
+
+It exports what a run reports and raises while it goes on.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,11 +1,10 @@
-"""Seen from beside the run, whatever that waits for: a rank that is silent or has failed, a launcher
-that is gone.
+"""A watch beside the run: it sees a rank that is silent or has failed, and a launcher that is gone.
 
-What waits for a rank does not always end within ``comm.timeout``: a pipeline's messages on gloo keep
-the limit that their group was made with, and with no launcher the store is in rank 0, which may be the
-one that is stopped. So every rank has a thread that says in the store that the process runs, and two
-ranks read what all have said. A slow rank is not silent: what computes, waits, compiles, reads or
-writes for long gives Python's lock to that thread meanwhile.
+A wait for a rank does not always end within ``comm.timeout``. A pipeline's messages on gloo keep the
+limit that their group was made with. With no launcher the store is in rank 0, which may be the rank
+that is stopped. So every rank has a thread that says in the store that the process runs, and two ranks
+read what all have said. A slow rank is not silent: while it computes, waits, compiles, reads or writes
+for long, it gives Python's lock to that thread.
 """
 
 import contextlib
@@ -18,23 +17,29 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-_EVERY = 2.0  # seconds between two looks, or less where the limit is short
+_EVERY = 2.0  # seconds between two looks, or less if the limit is short
 _GRACE = 30.0  # seconds from SIGTERM to the end, as torchrun gives
-_ECHO = 5.0  # seconds in which a rank ends by itself once another has told of its failure
+_ECHO = 5.0  # seconds in which a rank ends by itself after another rank has reported its failure
 _DONE = b"done"
 
 
 class Silence:
-    """How long each rank has said nothing new. limit: seconds after which it is as good as gone."""
+    """How long each rank has said nothing new; after ``limit`` seconds a rank counts as gone."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.heard: dict[int, tuple[bytes, float]] = {}
 
     def longest(self, said: Sequence[bytes], now: float) -> tuple[int, float] | None:
-        """The rank that has been silent longest, and for how many seconds, if that is too long.
+        """Return the rank that has been silent longest, and its seconds, if that is too long.
 
-        said: by each rank, something else each time; the last time ``done``."""
+        Args:
+            said: What each rank said last. It says something else each time; its last word is ``done``.
+            now: The time, in seconds.
+
+        Returns:
+            (rank, seconds), or None.
+        """
         for rank, word in enumerate(said):
             if rank not in self.heard or self.heard[rank][0] != word:
                 self.heard[rank] = (word, now)
@@ -43,18 +48,28 @@ class Silence:
         return (rank, silent[rank]) if rank is not None and silent[rank] > self.limit else None
 
     def forget(self) -> None:
-        """Begin anew: this process itself did not run for a while."""
+        """Begin anew, since this process itself did not run for a while."""
         self.heard.clear()
 
 
 class Watch:
     """Threads of this rank, from :meth:`start` to :meth:`stop`.
 
-    store: of all ranks, of which a connection of its own is made. limit: seconds. A rank that says
-    nothing for three quarters of them is told to ``report(store, rank, seconds)`` by rank 0 and rank 1;
-    so is rank 0, with None as the store, where that does not answer and is ``kept_by_first``. Then this
-    process ends. It ends too, if it has not by itself, where the key ``failed`` is in the store.
-    parent: of this process, which ends with it; 0 is nobody.
+    Rank 0 and rank 1 report a rank that says nothing for three quarters of the limit. A rank also
+    reports rank 0, with None as the store, if the store does not answer and is ``kept_by_first``. After
+    a report this process ends. It ends too, if it has not ended by itself, when the key ``failed`` is
+    in the store.
+
+    Args:
+        store: The store of all ranks; the watch opens its own connection to it.
+        rank: This rank.
+        world_size: How many ranks.
+        limit: Seconds of silence.
+        report: Called as ``report(store, rank, seconds)``.
+        failed: The key that says that a rank has failed.
+        kept_by_first: Whether the store is in rank 0.
+        parent: The process with which this one ends; 0 is none.
+        end: Ends this process.
     """
 
     def __init__(
@@ -71,7 +86,7 @@ class Watch:
     ) -> None:
         self.rank, self.world_size, self.limit, self.failed = rank, world_size, limit, failed
         self.report, self.kept_by_first, self.parent, self.end = report, kept_by_first, parent, end
-        # A store's connection serves one call at a time, and training may wait in one.
+        # A store's connection serves one call at a time, and training may be waiting in a call.
         self.store: dist.Store | None = cast(Any, store).clone() if world_size > 1 else None
         self.answered = time.monotonic()
         self.stopped = threading.Event()
@@ -84,7 +99,7 @@ class Watch:
         return min(_EVERY, self.limit / 8)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         self.answered = time.monotonic()
         if self.store or self.parent:
             self.looking.start()
@@ -92,20 +107,20 @@ class Watch:
             self.talking.start()
 
     def stop(self) -> None:
-        """This rank has done its work; others may go on."""
+        """Say that this rank has done its work; others may go on."""
         self.stopped.set()
         if self.store:
-            self.talking.join(_ECHO)  # or its next word would come after the last
-            with contextlib.suppress(RuntimeError):  # the store may be gone before
+            self.talking.join(_ECHO)  # or the thread's next word would come after the last one
+            with contextlib.suppress(RuntimeError):  # the store may be gone already
                 self.store.set(self._key(self.rank), _DONE.decode())
 
     def _talk(self) -> None:
         assert self.store is not None
         silence, count, before = Silence(self.limit), 0, time.monotonic()
-        # Two are enough: one of them may be the silent one.
+        # Two ranks read the words of all, since one of the two may be the silent one.
         keys = [self._key(rank) for rank in range(self.world_size if self.rank < 2 else 0)]
         try:
-            # At once: a rank that is stopped before its first word would be waited for, not missed.
+            # The first word is said at once: a rank that stops before it would not be missed.
             self.store.set(self._key(self.rank), str(count))
             while not self.stopped.wait(self.every):
                 count += 1
@@ -128,7 +143,7 @@ class Watch:
                         self.report(self.store, *found)
                         self.end()
                         return
-        except RuntimeError:  # the store has ended: what waits for its ranks will hear of it
+        except RuntimeError:  # the store has ended, and whatever waits for other ranks will fail
             self.answered = float("inf")
 
     def _look(self) -> None:
@@ -164,10 +179,10 @@ def _limit_key(rank: int) -> str:
 
 
 def launcher() -> int:
-    """The process of torchrun, which this one does not outlive; 0 without it."""
+    """Return the process of torchrun, with which this one ends; 0 without torchrun."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def store_in_first_rank() -> bool:
-    """Whether the store is in rank 0 and not in torchrun."""
+    """Tell whether the store is in rank 0 and not in torchrun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -1,4 +1,4 @@
-"""The process group of a command: started, named in errors once, and shut down."""
+"""The process group of a command: its start, one report of an error, and its end."""
 
 import contextlib
 import os
@@ -24,18 +24,22 @@ _SAID = "compose/said"
 
 
 def start_timeout(comm: Comm) -> timedelta:
-    """How long a collective waits until the first step has ended."""
+    """Return how long a collective waits until the first step has ended."""
     return timedelta(seconds=max(comm.start_timeout, comm.timeout))
 
 
 def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
-    """How long collectives wait from now on, in all groups of this process ``but`` one, and how long a
-    rank may be silent.
+    """Set how long collectives wait from now on, and how long a rank may be silent.
 
-    Meshes make their groups with PyTorch's own limit, whatever the default group has. On gloo sends and
-    receives between two ranks, as of a pipeline, keep what their group was made with.
+    Meshes make their groups with PyTorch's own limit, whatever the default group has. On gloo, sends
+    and receives between two ranks, as in a pipeline, keep the limit that their group was made with.
+
+    Args:
+        timeout: The new limit.
+        but: The group that keeps its limit.
     """
-    # Private: groups of flattened meshes, and of those only a module knows, are listed nowhere else.
+    # This is private. But the groups of flattened meshes, and those that only one module knows, are
+    # listed nowhere else.
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but:
             group.set_timeout(timeout)
@@ -43,11 +47,11 @@ def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
 
 
 class TrainingError(Exception):
-    """The run cannot go on, for a reason that one line tells; every rank raises it alike."""
+    """The run cannot go on, for a reason that fits on one line; every rank raises it alike."""
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this rank for ``run.device``: one GPU per local rank, or the CPU."""
+    """Return the device of this rank for ``run.device``: one GPU per local rank, or the CPU."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -57,13 +61,13 @@ def pick_device(name: str) -> torch.device:
 
 @contextmanager
 def process_group(config: Config) -> Iterator[torch.device]:
-    """The default process group, under torchrun or alone, and this rank's device.
+    """Start the default process group, under torchrun or alone, and yield this rank's device.
 
-    What goes wrong inside is reported by the rank where it went wrong first, once: a ConfigError
-    (exit code 2) or TrainingError (1) as one line, anything else with its traceback (1). The others
-    exit quietly, for theirs is only the echo of it.
+    An error inside is reported once, by the rank where it happened first: a ConfigError (exit code 2)
+    or TrainingError (1) as one line, anything else with its traceback (1). The other ranks exit
+    quietly, since their errors only follow from it.
     """
-    # FSDP warns of a view that nothing here changes in place.
+    # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     store, rank, world_size = _rendezvous()
     timeout = start_timeout(config.comm)
@@ -135,20 +139,21 @@ def _report_silent(world_size: int, store: dist.Store | None, rank: int, seconds
 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:
-    """Where ranks find each other, this one's number, and how many there are."""
+    """Return the store where ranks find each other, this rank's number, and the number of ranks."""
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # Torchrun's default rendezvous keeps one store: after a restart the addresses of the dead would
-        # still be there. (c10d's makes a new one; of several nodes each counts restarts by itself.)
+        # Torchrun's default rendezvous keeps one store. After a restart the addresses of the dead
+        # processes would still be there. (c10d's rendezvous makes a new store; with several nodes each
+        # node counts restarts by itself.)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt {attempt}", store)
     return store, rank, world_size
 
 
 def _from_others(error: Exception) -> bool:
-    """Whether it is a collective that failed, as it does where another rank has died or hangs."""
+    """Tell whether a collective has failed, as it does if another rank has died or hangs."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 

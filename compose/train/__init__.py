@@ -1,5 +1,7 @@
-"""One run: a step, the loop around it, what it reports, and how it ends. Exports the functions of a
-step; the trainer is for train.py."""
+"""This room answers how one run trains: a step, the loop around it, its reports, and its end.
+
+It exports the functions of a step; the trainer is for train.py.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Forward alone, on any mesh: the loss of a batch, or what the model says to it."""
+"""Forward alone, on any mesh: the loss of a batch, or the model's output for it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,19 +22,19 @@ def evaluate(
     micro_batch: int | None = None,
     loss_function: LossFunction = cross_entropy,
 ) -> tuple[Tensor, Tensor]:
-    """Find the loss of a batch, and change nothing: the next step is what it would have been.
+    """Compute the loss of a batch, and change nothing: the next step is what it would have been.
 
     Dropout and the like are off. There are no gradients, and routers neither count nor balance.
 
     Args:
         composition: What ``compose.apply`` returned.
-        batch: As ``forward_backward`` takes it. A row that fills up a share has IGNORE as its targets
+        batch: As ``forward_backward`` takes it. A row that only fills up a share has targets of IGNORE
             and positions of -1.
         micro_batch: Samples in one forward; None is the whole share.
         loss_function: As ``forward_backward`` takes it.
 
     Returns:
-        The sum of the loss over all targets of all ranks, float64, and the targets' number, int64.
+        The sum of the loss over all targets of all ranks, float64, and the number of targets, int64.
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
@@ -70,9 +70,9 @@ def forward(
         composition: What ``compose.apply`` returned.
         batch: As ``forward_backward`` takes it; the model does not see ``targets``.
         micro_batch: Samples in one forward; None is the whole share.
-        each: Called as ``each(output, part)`` for every micro-batch in order. With cp, ``part`` is what
-            this rank has of each sequence. In a pipeline it is called where the last stage is.
-        before: Called with each part ahead of its forward, where ``each`` is called.
+        each: Called as ``each(output, part)`` for every micro-batch in order. With cp, ``part`` is this
+            rank's part of each sequence. In a pipeline it is called on the rank of the last stage.
+        before: Called with each part before its forward, on the ranks where ``each`` is called.
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
@@ -93,7 +93,7 @@ def forward(
 
 @contextmanager
 def _evaluating(*models: nn.Module) -> Iterator[None]:
-    """In evaluation mode, each module of ``models``; then in the mode it had."""
+    """Put each module of ``models`` in evaluation mode, and afterwards back in the mode that it had."""
     training = [module for model in models for module in model.modules() if module.training]
     for module in training:
         module.training = False

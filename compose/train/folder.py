@@ -1,4 +1,4 @@
-"""The folder of a run: the same on every rank, and of one run at a time."""
+"""The folder of a run: the same on every rank, and used by one run at a time."""
 
 import fcntl
 import os
@@ -19,8 +19,11 @@ _FOLDERS = ("checkpoints", "traces", "tokenizer")
 
 
 def strangers(folder: Path) -> list[str]:
-    """One line for each of a run's files or folders in ``folder`` that is a link, which could lead
-    anywhere, or another kind of thing; and for each checkpoint that a link names elsewhere."""
+    """Return one line for each file or folder of a run in ``folder`` that is not what a run makes.
+
+    It may be a link, which could lead anywhere, or another kind of file. There is a line too for each
+    checkpoint that a link names elsewhere.
+    """
     problems = []
     for name in (*_FILES, *_FOLDERS):
         try:
@@ -37,10 +40,10 @@ def strangers(folder: Path) -> list[str]:
 
 
 class RunFolder:
-    """``run.dir``, or a new folder named by the time; making one is a collective.
+    """``run.dir``, or a new folder named by the time; creating the object is a collective.
 
-    The first rank creates it, and holds its lock until :meth:`release` or its end. Raises ConfigError
-    where another run holds it.
+    The first rank creates the folder, and holds its lock until :meth:`release` or the end of the
+    process. It raises ConfigError if another run holds the lock.
     """
 
     def __init__(self, name: str) -> None:
@@ -57,7 +60,7 @@ class RunFolder:
         self.path = Path(found[0])
 
     def _take(self, folder: Path) -> str:
-        """Lock the folder; what is wrong if that cannot be."""
+        """Lock the folder, and return the problem if that fails."""
         try:
             file = open_own(folder / ".lock", "a+")
         except OSError as error:
@@ -70,7 +73,7 @@ class RunFolder:
             file.close()
             return f"run.dir: {folder} is in use by another run ({holder})"
         except OSError:
-            return ""  # a file system without locks
+            return ""  # the file system has no locks
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         file.flush()
@@ -78,13 +81,13 @@ class RunFolder:
         return ""
 
     def release(self) -> None:
-        """Let another run have the folder."""
+        """Unlock the folder, so that another run may use it."""
         if self._lock:
             self._lock.close()
 
 
 def _new() -> Path:
-    """A new folder, whose name another run may have taken already."""
+    """Create and return a new folder; another run may have taken the first name already."""
     while True:
         folder = Path(f"runs/{datetime.now():%Y%m%d-%H%M%S}")
         try:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of the steps."""
+"""Python's garbage collector, which runs between steps only."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -9,9 +9,9 @@ _EVERY = 100  # steps between two collections
 
 @contextmanager
 def collected_between_steps() -> Iterator[Callable[[int], None]]:
-    """Have garbage collected when it is said, and not within a step.
+    """Collect garbage when the caller says so, and not within a step.
 
-    Ranks would stop for it at different moments, and each waits for all.
+    Ranks would otherwise stop for it at different moments, and each one waits for all.
 
     Yields:
         ``after_step(number)``, which collects after some steps.

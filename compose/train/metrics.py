@@ -37,7 +37,15 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak of one device in FLOP/s, None where it is not known: then MFU is null."""
+    """Return the dense peak of one device in FLOP/s.
+
+    Args:
+        device_name: The device's name, as torch.cuda.get_device_name() returns it.
+        dtype: The type of products, such as "bfloat16".
+
+    Returns:
+        The peak; None if it is not known, and then MFU is null.
+    """
     for name, rates in PEAK_FLOPS.items():
         if name in device_name:
             return rates.get(dtype)
@@ -45,16 +53,24 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def device_peak(device: torch.device, precision: Precision) -> float | None:
-    """Peak FLOP/s of ``device`` in the precision of forward and backward."""
+    """Return the peak FLOP/s of a device in the precision of forward and backward.
+
+    Args:
+        device: The device.
+        precision: The table [precision].
+
+    Returns:
+        The peak; None if it is not known.
+    """
     if device.type != "cuda":
         return None
-    # The half types have one peak.
+    # float16 and bfloat16 have the same peak.
     dtype = "bfloat16" if precision.param == "float16" else precision.param
     return peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this rank has used: of the GPU's allocator, or resident on a CPU."""
+    """Return the most bytes this rank has used: of the GPU's allocator, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -66,7 +82,8 @@ class StepMetrics:
     """One line of metrics.jsonl; docs/metrics.md defines each field."""
 
     step: int
-    loss: float | None  # null where it was not finite
+    loss: float | None
+    """null if it was not finite."""
     grad_norm: float | None
     lr: float
     tokens: int
@@ -74,18 +91,35 @@ class StepMetrics:
     tokens_per_second: float
     mfu: float | None
     memory: int
-    z_loss: float | None = None  # of the model's own logits
-    loss_scale: float | None = None  # that the step's loss was multiplied by, in float16
-    epochs: Mapping[str, float] = field(default_factory=dict)  # of each of several sets of data
-    validation_loss: float | None = None  # where it was measured
-    skipped: int = 0  # steps of this process that were not finite
-    routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by router
-    checkpoint: Mapping[str, float] = field(default_factory=dict)  # of a save that has ended
-    recompiles: int | None = None  # graphs compiled, with torch.compile
-    offload: Mapping[str, float] = field(default_factory=dict)  # what left the device
+    z_loss: float | None = None
+    """The z-loss of the model's own logits."""
+    loss_scale: float | None = None
+    """The factor of the step's loss, in float16."""
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    """Epochs of each set of data, if there are several."""
+    validation_loss: float | None = None
+    """The loss on data.validation, if it was measured."""
+    skipped: int = 0
+    """Steps of this process that were not finite."""
+    routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What routers report, by router."""
+    checkpoint: Mapping[str, float] = field(default_factory=dict)
+    """What a save reports that has ended."""
+    recompiles: int | None = None
+    """The number of compiled graphs, with torch.compile."""
+    offload: Mapping[str, float] = field(default_factory=dict)
+    """What was moved off the device."""
 
     def console(self, steps: int, seconds_left: float) -> str:
-        """The step as a line for a person, with the time left."""
+        """Return the step as a line for a person, with the time left.
+
+        Args:
+            steps: All steps of the run.
+            seconds_left: The time left.
+
+        Returns:
+            The line.
+        """
         minutes, seconds = divmod(round(seconds_left), 60)
         mfu = "" if self.mfu is None else f"  mfu {self.mfu:.1%}"
         loads = [report["load"] for report in self.routing.values() if "load" in report]
@@ -106,11 +140,19 @@ def _shown(value: float | None, digits: int) -> str:
 
 
 class MetricsWriter:
-    """Writes steps into ``folder``, after the lines that are there of the first ``steps``: a run that
-    goes on leaves one line a step. Made by one rank; the others have none.
+    """Writes steps into a folder; one rank makes one.
 
-    Where nothing can be written, it says so once, keeps the lines, and writes them when it can. Raises
-    ConfigError where the file that is there cannot be read or replaced.
+    The file keeps its lines of the first ``steps`` steps, so that a resumed run leaves one line for
+    each step. If nothing can be written, the writer says so once, keeps the lines, and writes them when
+    it can.
+
+    Args:
+        folder: The run's folder.
+        tensorboard: Whether to write TensorBoard events too.
+        steps: Steps whose lines are kept.
+
+    Raises:
+        ConfigError: The file that is there cannot be read or replaced.
     """
 
     def __init__(self, folder: Path, tensorboard: bool, steps: int = 0) -> None:
@@ -122,7 +164,7 @@ class MetricsWriter:
                 aside = next(name for name in names if not os.path.lexists(name))
                 self.path.rename(aside)
                 _say(f"{self.path}: {strange} of its lines are no steps; it is kept as {aside}")
-            # A new file in its place, so that a crash leaves the old one or the new one.
+            # A new file replaces the old one, so that a crash leaves one of them whole.
             write_whole(self.path, b"".join(kept))
             self.file: IO[bytes] = open_own(self.path, "ab", buffering=0)
         except OSError as error:
@@ -130,12 +172,12 @@ class MetricsWriter:
         self.size, self.waiting, self.problem = sum(map(len, kept)), b"", ""
         self.events: Any = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # half a second to import
+            from torch.utils.tensorboard import SummaryWriter  # its import takes half a second
 
             self.events = SummaryWriter(str(folder), purge_step=steps + 1 if steps else None)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one line, on disk when this returns if it can be, and one event per number."""
+        """Append one line and one event for each number; the line is on disk on return if possible."""
         values = asdict(metrics)
         optional = (
             "z_loss",
@@ -163,12 +205,12 @@ class MetricsWriter:
                 for name, value in values.items():
                     if name != "step" and value is not None:
                         self.events.add_scalar(name, value, metrics.step)
-            except OSError as error:  # of its own thread, which then writes no more
+            except OSError as error:  # an error of TensorBoard's thread, which then writes no more
                 self.events = None
                 _say(f"TensorBoard's events cannot be written: {error.strerror}; training goes on")
 
     def _append(self, line: bytes) -> None:
-        """Write what waits and ``line``, all or nothing."""
+        """Write the waiting lines and ``line``, all or nothing."""
         self.waiting += line
         try:
             left = memoryview(self.waiting)
@@ -203,8 +245,11 @@ class MetricsWriter:
 
 
 def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
-    """The lines of the first ``steps`` steps, once each, and how many there are that no run leaves, not
-    even one that is killed: no steps, in front of the last line."""
+    """Return the lines of the first ``steps`` steps, once each, and the number of strange lines.
+
+    A strange line has no step and is not the last line. No run leaves such a line, not even a killed
+    one.
+    """
     try:
         with open_own(path) as file:
             lines = file.read().splitlines(keepends=True)
@@ -215,7 +260,7 @@ def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
     for place, line in enumerate(lines):
         step = _step_of(line)
         if step is None:
-            strange += place + 1 < len(lines)  # the last was cut short
+            strange += place + 1 < len(lines)  # the last line may be cut short
         elif step <= steps:
             strange += step in kept
             kept.setdefault(step, line)
@@ -223,7 +268,7 @@ def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step that a whole line is of."""
+    """Return the step of a whole line."""
     try:
         values = json.loads(line.decode("utf-8")) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

@@ -10,6 +10,8 @@ from compose.base.fields import NonNegative, Positive
 
 @dataclass(frozen=True)
 class Run:
+    """The table [run]."""
+
     dir: str = ""
     """Folder that holds all a run leaves; empty is runs/<timestamp>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -18,6 +20,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Train:
+    """The table [train]."""
+
     steps: Positive = 250
     """Optimizer steps of the whole schedule."""
     stop_after: NonNegative = 0
@@ -45,6 +49,8 @@ class Train:
 
 @dataclass(frozen=True)
 class Metrics:
+    """The table [metrics]."""
+
     tensorboard: bool = True
     """Write TensorBoard events into run.dir."""
     console_every: Positive = 10

@@ -1,9 +1,9 @@
-"""Copies that must be bitwise equal, compared: memory and links flip bits, and nothing else would tell.
+"""A comparison of copies that must be bitwise equal, since memory and links flip bits without a sign.
 
 Weights, gradients and optimizer state have copies on the ranks of every axis over which they are not
-sharded: replicas, norms on the tp axis, experts on what ep leaves; and a weight that several stages of
-a pipeline share has one on each. All of them are results of the same operations on the same values, or
-of a collective that gives every rank the same sum.
+sharded: replicas, norms on the tp axis, experts on the ranks that ep leaves. A weight that several
+stages of a pipeline share has a copy on each. All copies are results of the same operations on the same
+values, or of a collective that gives every rank the same sum.
 """
 
 from collections import Counter
@@ -23,10 +23,18 @@ _PIECE = 2**24  # bytes
 
 
 def differences(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """One line for each group of ranks whose copies differ: which ranks, and in what; a collective.
+    """Return one line for each group of ranks whose copies differ; a collective.
 
-    To be called after gradients are complete and before the optimizer's step. The same on every rank.
-    Of two copies that differ both ranks are named; of more, those unlike most.
+    A line says which ranks differ, and in what. If two copies differ, it names both ranks; if there are
+    more, it names those unlike most. Call it after gradients are complete and before the optimizer's
+    step.
+
+    Args:
+        composition: What ``compose.apply`` returned.
+        optimizer: Its optimizer, whose state is compared too.
+
+    Returns:
+        The lines, the same on every rank.
     """
     by_axis: dict[tuple[DeviceMesh, int], list[tuple[str, Tensor]]] = {}
     mesh, pipeline = composition.mesh, composition.pipeline
@@ -40,7 +48,7 @@ def differences(composition: Composition, optimizer: torch.optim.Optimizer | Non
                 if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
                     local = (name, local_tensor(tensor))
                     by_axis.setdefault((tensor.device_mesh, axis), []).append(local)
-        else:  # whole on every rank of a stage
+        else:  # it is whole on every rank of a stage
             for axis, axis_name in enumerate(AXES):
                 if axis_name != "pp" and mesh.size(axis) > 1:
                     by_axis.setdefault((mesh, axis), []).append((name, tensor))
@@ -64,13 +72,16 @@ def differences(composition: Composition, optimizer: torch.optim.Optimizer | Non
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Of a tensor's bits, int64: any one flipped bit changes it, and so do two that change places."""
+    """Return a checksum of a tensor's bits, int64.
+
+    Any one flipped bit changes it, and so do two bytes that change places.
+    """
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     before = 0
-    # In pieces: what is computed with is eight times as large.
+    # It works in pieces, since int64 copies of the bytes take eight times as much memory.
     for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE):
         places = torch.arange(before + 1, before + 1 + len(piece), device=piece.device)
-        # Odd factors: of a product with one, no bit is lost where sums wrap around.
+        # The factors are odd: a product with an odd number loses no bit where sums wrap around.
         found += (piece.to(torch.int64) * (2 * places + 1)).sum()
         before += len(piece)
     return found
@@ -79,13 +90,13 @@ def checksum(tensor: Tensor) -> Tensor:
 def _tensors(
     composition: Composition, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """(what it is called in a message, the parameter's or buffer's name in the whole model, itself)."""
+    """Yield each tensor as (its name in a message, its name in the whole model, the tensor)."""
     for name, parameter in composition.named_parameters():
         yield f"weight {name}", name, parameter
         if parameter.grad is not None:
             yield f"gradient of {name}", name, parameter.grad
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
-            if isinstance(value, Tensor) and key != "step":  # which may be on the host
+            if isinstance(value, Tensor) and key != "step":  # the step may be on the host
                 yield f"{key} of {name}", name, value
     persistent = composition.model.state_dict(keep_vars=True)
     for name, buffer in composition.model.named_buffers():
@@ -96,7 +107,7 @@ def _tensors(
 def _gathered(
     tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup
 ) -> dict[str, list[tuple[int, int]]]:
-    """(rank, checksum) of every copy in ``group``, by name; a rank may hold several, or none."""
+    """Return (rank, checksum) of every copy in ``group``, by name; a rank may hold several, or none."""
     mine = [(name, int(checksum(local_tensor(tensor)))) for name, tensor in tensors]
     everyone: list[list[tuple[str, int]]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everyone, mine, group=group)
@@ -108,7 +119,7 @@ def _gathered(
 
 
 def _unlike(tensors: Iterable[tuple[str, Sequence[tuple[int, int]]]]) -> list[str]:
-    """tensors: the name of each, and (rank, checksum) of its copies."""
+    """Return the lines for ``tensors``: names with the (rank, checksum) of each copy."""
     guilty: dict[tuple[int, ...], list[str]] = {}
     for name, held in tensors:
         counts = Counter(value for _, value in held)

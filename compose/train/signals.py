@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: noted at once, acted on between two steps, by all ranks alike."""
+"""Signals that ask a run to end: noted at once, and acted on by all ranks between two steps."""
 
 import signal
 import time
@@ -7,15 +7,15 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-# In the order of their codes, from 1; where ranks got different ones, the last counts.
+# Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
 _ASKS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-_ECHO = 2.0  # seconds within which a second signal is the same one, passed on by torchrun too
+_ECHO = 2.0  # seconds within which a second signal is the first one, passed on by torchrun
 
 
 class Signals:
-    """While this is entered, SIGINT, SIGTERM and SIGUSR1 let the step at hand finish.
+    """A context in which SIGINT, SIGTERM and SIGUSR1 let the current step finish.
 
-    A second one, later than the echo of the first, ends the process at once.
+    A second signal, later than the echo of the first, ends the process at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Signals:
             signal.signal(number, handler)
 
     def asked(self) -> signal.Signals | None:
-        """What any rank was asked by; a collective, so that all leave after the same step."""
+        """Return the signal that any rank got; a collective, so that all leave after the same step."""
         code = torch.tensor(self.code, dtype=torch.int32, device=self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(code, dist.ReduceOp.MAX)

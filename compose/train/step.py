@@ -30,9 +30,9 @@ def forward_backward(
 ) -> Tensor:
     """Accumulate the gradient of the global batch's mean loss.
 
-    The loss is divided by the number of targets in the *global* batch. So it does not matter how
-    samples, or masked targets, fall on ranks and micro-batches. Routers (compose/parallel/routing.py)
-    act on what the whole batch counted.
+    The loss is divided by the number of targets in the *global* batch. So the result does not depend on
+    how samples, or masked targets, are dealt to ranks and micro-batches. Routers
+    (compose/parallel/routing.py) act on the counts of the whole batch.
 
     Args:
         composition: What ``compose.apply`` returned.
@@ -40,10 +40,10 @@ def forward_backward(
             ``loss_function``, all else to the model by name. With cp, each tensor is cut along its
             second dim.
         micro_batch: Samples in one forward; None is the whole share.
-        loss_function: Of (output, targets), returns a sum over targets. A CrossEntropy with ``chunk``
-            (compose/loss/output.py) has the model's last projection find it, and needs Plan.output.
-        loss_scale: Multiplies the gradients, not what is returned. ``clip_grad_norm_`` takes it away
-            again.
+        loss_function: Takes (output, targets) and returns a sum over targets. With a CrossEntropy with
+            ``chunk`` (compose/loss/output.py) the model's last projection computes the loss; this needs
+            Plan.output.
+        loss_scale: Multiplies the gradients, not the returned loss. ``clip_grad_norm_`` divides by it.
 
     Returns:
         The mean loss of the global batch, a float64 scalar, the same on every rank.
@@ -72,7 +72,18 @@ def forward_backward(
 
 
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
-    """``micro_batch``; None is all samples of ``batch``. Raises ValueError below 1."""
+    """Return ``micro_batch``, or the number of samples in the batch if it is None.
+
+    Args:
+        batch: Tensors (samples, ...), by name.
+        micro_batch: Samples in one forward, or None.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        ValueError: The number is below 1.
+    """
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
@@ -82,7 +93,15 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
 def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return what this rank runs of its share of a batch: with cp, its part of each sequence.
 
-    Raises ConfigError where the ranks of tp cannot share the sequences.
+    Args:
+        composition: What ``compose.apply`` returned.
+        batch: This rank's share of the batch.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        ConfigError: The ranks of tp cannot share the sequences.
     """
     mesh = composition.mesh
     if axis_size(mesh, "cp") == 1:
@@ -102,7 +121,15 @@ def _check_length(sequences: Tensor, ranks: int) -> None:
 
 
 def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """``batch`` in parts of ``size`` samples; the last may have fewer."""
+    """Cut a batch into parts of ``size`` samples; the last may have fewer.
+
+    Args:
+        batch: Tensors (samples, ...), by name.
+        size: Samples of a part.
+
+    Yields:
+        The parts.
+    """
     for start in range(0, len(next(iter(batch.values()))), size):
         yield {name: value[start : start + size] for name, value in batch.items()}
 
@@ -110,7 +137,7 @@ def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, 
 def _run(
     model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int, loss: StepLoss, zero: int
 ) -> Tensor:
-    """Forward and backward of one micro-batch after another; the sum of their losses."""
+    """Run forward and backward of one micro-batch after another, and return the sum of their losses."""
     total = torch.zeros((), device=batch["targets"].device)
     parts = list(micro_batches(batch, micro_batch))
     for number, part in enumerate(parts):
@@ -119,7 +146,7 @@ def _run(
         loss.expect(targets)
         value = loss(model(**part), targets)
         value.backward()
-        total = total + value.detach()  # which may be wider than float32
+        total = total + value.detach()  # the loss may be wider than float32
     return total
 
 
@@ -127,13 +154,13 @@ def _run(
 def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float = 1.0) -> Tensor:
     """Scale all gradients in place so that their global 2-norm is at most ``max_norm``.
 
-    The norm counts every element of every parameter once, wherever it is sharded or replicated. The
+    The norm counts every element of every parameter once, however it is sharded or replicated. The
     formula is that of ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
         composition: What ``compose.apply`` returned.
         max_norm: The limit; 0 leaves the norm as it is.
-        loss_scale: By which the gradients are divided first.
+        loss_scale: The gradients are divided by it first.
 
     Returns:
         The norm before clipping and without the scale, a float64 scalar, the same on every rank.
@@ -150,7 +177,7 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
     stage = mesh.size() // axis_size(mesh, "pp")
     norms: dict[int, list[Tensor]] = {}
     for gradient, holders in found:
-        # A stage's parameters are on one rank of the pp axis; tied ones on one for each holder.
+        # A stage's parameters are on one rank of the pp axis; a tied one is on one rank per holder.
         local, copies = gradient, stage * holders
         if isinstance(gradient, DTensor):
             local = gradient.to_local()
@@ -160,7 +187,7 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
                 copies //= 1 if placement.is_replicate() else size
         wide = torch.promote_types(local.dtype, torch.float32)
         norms.setdefault(copies, []).append(torch.linalg.vector_norm(local, dtype=wide))
-    # An element that n ranks hold adds n times an nth of its square to the sum over all ranks.
+    # Each of the n ranks that hold an element adds 1/n of its square to the sum over all ranks.
     squares = [torch.stack(some).double().square().sum() / copies for copies, some in norms.items()]
     total = (
         torch.stack(squares).sum().to(mesh.device_type)  # gradients may be in host memory

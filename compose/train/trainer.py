@@ -55,9 +55,9 @@ class Trainer:
 
         Args:
             job: What to train.
-            mesh: Of ``compose.init_mesh``.
-            device: Of this rank.
-            data: Of the job, opened; None: opened here.
+            mesh: The mesh of ``compose.init_mesh``.
+            device: This rank's device.
+            data: The opened data of the job; None: it is opened here.
 
         Raises:
             ConfigError: The data, the checkpoint, the first weights or the folder cannot be used.
@@ -73,7 +73,7 @@ class Trainer:
         self.validation = Validation(config, data.validation, device, self.last_step)
         self.step_tokens = train.global_batch * train.seq_len
         peak = device_peak(device, config.precision)
-        # Tokens per second at which every device would run at its peak.
+        # The tokens per second if every device ran at its peak.
         self.peak_rate = peak and peak * mesh.size() / shape.flops_per_token(train.seq_len)
         self.held = RunFolder(config.run.dir)
         self.folder = self.held.path
@@ -95,7 +95,7 @@ class Trainer:
             self.writer = self._begin(job)
 
     def _begin(self, job: Job) -> MetricsWriter:
-        """On the first rank: say what is run, and open what it writes."""
+        """Say what is run, and open the files that it writes; only on the first rank."""
         config, train = self.config, self.config.train
         try:
             write_whole(self.folder / "config.toml", dump(config))
@@ -118,11 +118,10 @@ class Trainer:
         return writer
 
     def run(self) -> None:
-        """Train to the end, or until a signal asks for it, after which the step at hand is finished and
-        the run saved first.
+        """Train to the end, or until a signal asks to stop; then finish the step and save.
 
-        Raises TrainingError where a loss or gradient is not finite, before it reaches the weights, or
-        where saving fails too often; KeyboardInterrupt after Ctrl-C.
+        Raises TrainingError if a loss or gradient is not finite, before it reaches the weights, or if
+        saving fails too often; and KeyboardInterrupt after Ctrl-C.
         """
         try:
             with Signals(self.device) as signals, collected_between_steps() as collect:
@@ -145,10 +144,10 @@ class Trainer:
                         return
                     self._save(done)
                     collect(done)
-                # What asks a run to end that is at its end waits for the last save too.
+                # A signal at the end of the run waits for the last save too.
                 self.checkpointer.wait()
                 self.checkpointer.finished()
-        except TrainingError:  # on every rank: what was saved before is whole, so let it be published
+        except TrainingError:  # on every rank: the earlier save is whole, so it may be published
             self.checkpointer.wait()
             raise
         finally:
@@ -160,7 +159,7 @@ class Trainer:
             self.held.release()
 
     def _save(self, done: int) -> None:
-        """The checkpoint that is due after ``done`` steps, if one is."""
+        """Save the checkpoint that is due after ``done`` steps, if one is."""
         every = self.config.checkpoint.interval
         if self._any(self.checkpointer.failed_too_often):
             raise TrainingError(
@@ -171,7 +170,7 @@ class Trainer:
             self.checkpointer.save(self.progress)
 
     def _stop(self, asked: signal.Signals) -> None:
-        """Save, and say how to go on; raise KeyboardInterrupt if it was Ctrl-C."""
+        """Save, and say how to resume; raise KeyboardInterrupt if the signal was Ctrl-C."""
         self.profiler.finish()
         interrupted = asked == signal.SIGINT
         saved = ""
@@ -186,7 +185,7 @@ class Trainer:
             raise KeyboardInterrupt
 
     def step(self) -> StepMetrics:
-        """The next optimizer step; the same metrics on every rank, but for those of saving."""
+        """Take the next optimizer step; except those of saving, metrics are equal on all ranks."""
         config, start, before = self.config, time.perf_counter(), self.progress
         step, train = before.step, config.train
         scale = before.scale.value if before.scale else 1.0
@@ -219,7 +218,7 @@ class Trainer:
             before.scale and before.scale.after(finite),
         )
         z_loss = self.loss.mean_square(self.mesh) if train.z_loss else None
-        if self.device.type == "cuda":  # which may still be at the optimizer's step
+        if self.device.type == "cuda":  # it may still compute the optimizer's step
             torch.cuda.synchronize(self.device)
         rate = self.step_tokens / (time.perf_counter() - start)
         report = self.checkpointer.finished()
@@ -244,14 +243,13 @@ class Trainer:
         )
 
     def _offloaded(self) -> dict[str, float]:
-        """Bytes that went off the device and onto it in this step, and seconds waited for them."""
+        """Return the bytes copied off the device and back in this step, and the seconds waited."""
         activations = self.composition.activations
         optimizer = self.optimizer.metrics if isinstance(self.optimizer, OffloadedAdamW) else {}
         return optimizer | (activations.metrics() if activations else {})
 
     def _finite(self, step: int, loss: float, norm: float) -> bool:
-        """Whether the step can be taken. Raises TrainingError if not, unless it may be skipped, as
-        where float16 overflows."""
+        """Tell whether the step can be taken; raise TrainingError if not, unless it may be skipped."""
         scale = self.progress.scale
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if math.isfinite(value):
@@ -270,7 +268,7 @@ class Trainer:
         return True
 
     def _check_copies(self, step: int) -> None:
-        """Raise TrainingError where ranks differ that must not, every ``comm.check_every`` steps."""
+        """Raise TrainingError if ranks' copies differ, every ``comm.check_every`` steps."""
         every = self.config.comm.check_every
         if every and (step + 1) % every == 0:
             found = differences(self.composition, self.optimizer)
@@ -288,7 +286,7 @@ class Trainer:
             print(metrics.console(self.config.train.steps, left), flush=True)
 
     def _any(self, flag: bool) -> bool:
-        """Whether it is so on any rank: all must leave after the same step."""
+        """Tell whether ``flag`` is set on any rank: all must leave after the same step."""
         if not self.config.checkpoint.fail_after:
             return False
         found = torch.tensor(flag, dtype=torch.int32, device=self.device)

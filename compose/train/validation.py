@@ -13,7 +13,7 @@ from compose.train.evaluate import evaluate
 
 
 class Validation:
-    """Measures ``data.validation`` every ``train.validate_every`` steps, and after the last."""
+    """Measures the loss of ``data.validation`` every ``train.validate_every`` steps, and at the end."""
 
     def __init__(
         self, config: Config, samples: Samples | None, device: torch.device, last_step: int
@@ -22,7 +22,15 @@ class Validation:
         self.function = loss_function(config)
 
     def loss(self, composition: Composition, step: int) -> float | None:
-        """Return the mean over all targets, in nats, after ``step`` steps; None where it is not due."""
+        """Return the mean loss over all targets after a step.
+
+        Args:
+            composition: What ``compose.apply`` returned.
+            step: Steps taken so far.
+
+        Returns:
+            The loss in nats; None if it is not due.
+        """
         train = self.config.train
         if not self.samples or not (step % train.validate_every == 0 or step == self.last_step):
             return None

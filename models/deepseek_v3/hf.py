@@ -1,6 +1,7 @@
-"""Hugging Face's weights and config.json (``DeepseekV3ForCausalLM``, and V2's); none needs reshaping.
+"""Hugging Face's weights and config.json (``DeepseekV3ForCausalLM``, and V2's).
 
-V2 is the one with a softmax over its experts, without groups, normalization and selection bias.
+No tensor needs reshaping. V2 has a softmax over its experts, without groups, normalization and
+selection bias.
 """
 
 import re
@@ -61,7 +62,7 @@ _FIELDS = {
     "norm_eps": "rms_norm_eps",
     "route_scale": "routed_scaling_factor",
     "tie_embeddings": "tie_word_embeddings",
-    # What training alone needs.
+    # The fields that only training needs.
     "balance_loss": "seq_aux",
     "balance_weight": "aux_loss_alpha",
     "bias_rate": "bias_rate",
@@ -71,7 +72,7 @@ _FIELDS = {
 _GROUPS = {"n_groups": "n_group", "top_groups": "topk_group", "normalize_weights": "norm_topk_prob"}
 _READ = ("num_key_value_heads", "head_dim", "qk_head_dim", "num_local_experts", "num_experts")
 _ONLY = {"moe_layer_freq": (1,), "rope_interleave": (True,)}
-# Of layers that no model here has.
+# The keys of layers that no model here has.
 _PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 KEYS = {
     "deepseek_v3": keys(
@@ -89,16 +90,25 @@ KEYS = {
         _PREDICTION,
     ),
 }
-# The norms of its latents have this in all published code, whatever rms_norm_eps says.
+# The epsilon of the latents' norms in all published code, whatever rms_norm_eps says.
 _LATENT_EPS = 1e-6
 
 
 def hf_name(name: str, config: DeepSeekV3Config | None = None) -> str:
-    """Hugging Face's name of our parameter ``name``: 'layers.3.ffn_norm.weight' and so on.
+    """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
 
-    Theirs are not stacked: '{}' in the name of our experts' weight stands for the index of the expert,
-    whose part ``weight[index]`` is. The router's bias is a buffer here as there; with a ``config`` of
-    V2, it has none. Raises KeyError for what they have not.
+    Their experts are not stacked. In the name of our experts' weight '{}' stands for the index of the
+    expert, whose part is ``weight[index]``. The router's bias is a buffer in both.
+
+    Args:
+        name: Our name.
+        config: The model's config; if it is V2's, the router's bias has no name.
+
+    Returns:
+        Their name.
+
+    Raises:
+        KeyError: They have no such parameter.
     """
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     if not layer:
@@ -110,8 +120,11 @@ def hf_name(name: str, config: DeepSeekV3Config | None = None) -> str:
 
 
 def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
-    """config.json of a model of this shape, with the keys of the published ones, and under our own
-    names what training alone needs. Raises ValueError for what theirs cannot be."""
+    """Return the config.json of a model of this shape.
+
+    It has the keys of the published ones. Fields that only training needs are under our own names.
+    Raises ValueError for what theirs cannot be.
+    """
     c, third = config, config.scoring == "sigmoid"
     if (c.latent_norm_eps or c.norm_eps) != _LATENT_EPS:
         raise ValueError(
@@ -128,7 +141,7 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
         "mscale": c.rope_mscale,
         "mscale_all_dim": c.rope_mscale_all_dim,
     }
-    # transformers takes the paper's magnitude where one of the two is 0 and this does not stand there.
+    # If one of the two is 0 and this key is absent, transformers takes the paper's magnitude.
     if not (c.rope_mscale and c.rope_mscale_all_dim) and c.rope_mscale != 1:
         rule["attention_factor"] = _growth(c.rope_factor, c.rope_mscale, c.rope_mscale_all_dim)
     return {
@@ -161,14 +174,17 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
-    """The inverse. Raises ValueError, with key and value, for what a model here cannot have."""
+    """Return the config for a config.json, the inverse of :func:`hf_config`.
+
+    Raises ValueError, with key and value, for what a model here cannot have.
+    """
     only(values, "model_type", *MODEL_TYPES)
     known = KEYS[values.get("model_type") or "deepseek_v3"]
     known.check(values)
     third = values.get("model_type") != "deepseek_v2"
     theta, rule = rope(values, "yarn")
     sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
-    # These are null where there is none, and where they are absent transformers has some.
+    # A null means none. If the key is absent, transformers uses its own default.
     counts = {
         ours: size(values, theirs) if values.get(theirs, 0) is not None else 0
         for ours, theirs in _FIELDS.items()
@@ -194,7 +210,7 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
         n_groups=size(values, "n_group") if third else 1,
         top_groups=size(values, "topk_group") if third else 1,
         balance_loss="sequence" if truth(values, "seq_aux", True) else "batch",
-        # What V3's report says, whose config.json does not: sections 4.2 of arXiv:2412.19437.
+        # V3's report gives the weight, and its config.json does not: section 4.2 of arXiv:2412.19437.
         balance_weight=number(values, "aux_loss_alpha", 1e-4 if third else 1e-3),
         bias_rate=number(values, "bias_rate", 1e-3 if third else 0),
         z_weight=number(values, "z_weight", 0),
@@ -204,9 +220,9 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
 
 
 def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Our fields of YaRN's parameters, as transformers reads them; none where they change nothing.
+    """Return our fields of YaRN's parameters, as transformers reads them; none if they change nothing.
 
-    Raises ValueError for what DeepSeek's own code reads otherwise, or a model here cannot have.
+    Raises ValueError for what DeepSeek's own code reads differently, or a model here cannot have.
     """
     if not rule:
         return {}
@@ -219,7 +235,7 @@ def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
         if not value >= 0:
             raise ValueError(f"{key}.{name}: {value} should be at least 0")
     growth = _growth(factor, mscale, all_dim)
-    if "attention_factor" in rule:  # as is, whatever the other two would make of it
+    if "attention_factor" in rule:  # it is used as it is, whatever the other two are
         wanted = rule["attention_factor"]
         if abs(wanted - growth) > 1e-12 * growth:
             magnitude = wanted * yarn_magnitude(factor, all_dim)
@@ -247,5 +263,5 @@ def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _growth(factor: float, mscale: float, all_dim: float) -> float:
-    """Factor on the rotated part of queries and keys alike, over that on all of them."""
+    """Return the factor on the rotated part of queries and keys alike, over that on all of them."""
     return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)

@@ -20,6 +20,8 @@ from models.layers.router import MoEConfig
 
 @dataclass(frozen=True)
 class DeepSeekV3Config(MoEConfig):
+    """The config of a DeepSeek-V3 or V2."""
+
     vocab_size: int = 257
     """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
     dim: int = 128
@@ -115,11 +117,11 @@ class DeepSeekV3Config(MoEConfig):
             )
 
     def is_dense(self, layer: int) -> bool:
-        """Whether the layer of this index has a dense feed-forward network."""
+        """Tell whether the layer of this index has a dense feed-forward network."""
         return layer < self.n_dense_layers or not self.n_experts
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
         k_dim = self.nope_dim + self.rope_dim
         attention = self.dim * (self.kv_rank + self.rope_dim)
         attention += self.kv_rank * self.n_heads * (self.nope_dim + self.v_dim)
@@ -127,7 +129,7 @@ class DeepSeekV3Config(MoEConfig):
         attention += self.q_rank * self.dim
         attention += (self.q_rank or self.dim) * self.n_heads * k_dim
         dense = 3 * self.dim * self.hidden_dim
-        # Those that a token activates.
+        # Only the experts that a token activates count.
         experts = 3 * self.dim * self.expert_dim * (self.top_k + self.n_shared_experts)
         experts += self.dim * self.n_experts
         n_dense = sum(self.is_dense(layer) for layer in range(self.n_layers))
@@ -137,7 +139,7 @@ class DeepSeekV3Config(MoEConfig):
         return 3 * 2 * (weights + scores)
 
 
-# Published shapes. The first is DeepSeek-V2-Lite; what it leaves to the defaults, V3 has too.
+# Published shapes. The first is DeepSeek-V2-Lite. Where it keeps a default, V3 has the same value.
 PRESETS = {
     "debug": DeepSeekV3Config(),
     "16b": DeepSeekV3Config(
@@ -198,7 +200,7 @@ class Attention(nn.Module):
     """Multi-head latent attention: keys and values of all heads are made from one narrow latent.
 
     Only ``rope_dim`` of a query and a key carry position, and that part of the key is made once for all
-    heads. Counts its heads from its input, so a rank may hold a part of them.
+    heads. The module counts heads from its input, so a rank may hold a part of them.
     """
 
     def __init__(self, config: DeepSeekV3Config) -> None:
@@ -216,13 +218,24 @@ class Attention(nn.Module):
         self.kv_norm = nn.RMSNorm(c.kv_rank, eps=latent_eps)
         self.wkv_b = nn.Linear(c.kv_rank, c.n_heads * (c.nope_dim + c.v_dim), bias=False)
         self.wo = nn.Linear(c.n_heads * c.v_dim, c.dim, bias=False)
-        # A module, so that a plan can name what all heads share.
+        # This is a module, so that a plan can name the tensor that all heads share.
         self.rope_key = nn.Identity()
         self.core = AttentionCore()
 
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
+        """Return attention's output.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, rope_dim / 2).
+            sine: Of the positions' angles, (B, L, 1, rope_dim / 2).
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
         c = self.config
         q_BLK = self.wq_b(self.q_norm(self.wq_a(x_BLD))) if c.q_rank else self.wq(x_BLD)
         q_BLHK = q_BLK.unflatten(-1, (-1, c.nope_dim + c.rope_dim))
@@ -237,12 +250,14 @@ class Attention(nn.Module):
 
         q_BLHK = torch.cat([q_nope_BLHK, q_rope_BLHK], dim=-1)
         k_BLHK = torch.cat([k_nope_BLHK, k_rope_BLHK], dim=-1)
-        # The queries take the keys' share too, for the core's own scale knows nothing of YaRN.
+        # The core's own scale does not include YaRN. So the queries get the keys' factor too.
         q_BLHK = q_BLHK * yarn_magnitude(c.rope_factor, c.rope_mscale_all_dim) ** 2
         return self.wo(self.core(q_BLHK, k_BLHK, v_BLHV, documents).flatten(2))
 
 
 class Block(nn.Module):
+    """One layer: attention and a feed-forward network or experts, each after a norm."""
+
     def __init__(self, config: DeepSeekV3Config, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -262,17 +277,31 @@ class Block(nn.Module):
         real_BL: Tensor,
         documents: Documents | None = None,
     ) -> Tensor:
+        """Return the stream after the layer.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, rope_dim / 2).
+            sine: Of the positions' angles, (B, L, 1, rope_dim / 2).
+            real_BL: False for padding, which routers do not count.
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
         x = self.ffn_norm(x_BLD)
         return x_BLD + (self.moe(x, real_BL) if hasattr(self, "moe") else self.feed_forward(x))
 
 
 class DeepSeekV3(nn.Module):
+    """The model."""
+
     def __init__(self, config: DeepSeekV3Config) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        # Keyed by index, so that a layer keeps its name when others are taken away.
+        # The keys are indices, so that a layer keeps its name when others are removed.
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -285,15 +314,20 @@ class DeepSeekV3(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, L, vocab_size) of ``tokens`` (B, L), int64.
+        """Return the logits of tokens.
 
-        ``positions`` (B, L) count from 0 if None, and are -1 for padding; ``document_ids`` (B, L) keep
-        attention within a document, and None makes each row one document.
+        Args:
+            tokens: (B, L), int64.
+            positions: (B, L), -1 for padding; None counts from 0.
+            document_ids: (B, L); attention stays within a document. None makes each row one.
+
+        Returns:
+            (B, L, vocab_size).
         """
         c = self.config
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        # Computed, not a buffer: nothing to go stale when the model is built on meta.
+        # It is computed, and no buffer, which would have no values if the model is built on meta.
         frequency = yarn_frequencies(
             c.rope_dim,
             c.rope_theta,
@@ -316,10 +350,15 @@ class DeepSeekV3(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill ``tensor``, the whole parameter ``name``: zeros (biases), ones (norms), else normal.
+        """Fill a whole parameter: zeros (biases), ones (norms), else normal.
 
-        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al.
-        2019, GPT-2), so that the stream's variance does not grow with depth.
+        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
+        GPT-2), so that the stream's variance does not grow with depth.
+
+        Args:
+            name: The parameter's name.
+            tensor: The parameter.
+            generator: The random numbers.
         """
         if tensor.ndim == 1:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,4 +1,4 @@
-"""How DeepSeek-V3 is cut: one value, for any mesh."""
+"""The plan that cuts DeepSeek-V3: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -17,10 +17,18 @@ from .model import DeepSeekV3Config
 
 
 def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
-    """The plan of a DeepSeek-V3 for these degrees."""
+    """Return the plan of a DeepSeek-V3 for these degrees.
+
+    Args:
+        model: The model's config.
+        parallel: The table [parallel].
+
+    Returns:
+        The plan.
+    """
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
-    # Not by default, Shard(-1), which PyTorch takes for another layout, and redistributes to.
+    # PyTorch takes its default, Shard(-1), for another layout, and would redistribute to it.
     columns = ColwiseParallel(output_layouts=Shard(2))
     gather = PrepareModuleInput(
         input_layouts=(stream, None, None, None),
@@ -33,7 +41,7 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
         any(model.is_dense(layer) is kind for layer in range(model.n_layers)) for kind in (True, False)
     )
     norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
-    # The latents are narrow, and every rank's heads read all of them: they are made on every rank.
+    # The latents are narrow, and every rank's heads read all of them. So every rank computes them.
     latents = ["wkv_a", "kv_norm", *(["wq_a", "q_norm"] if model.q_rank else [])]
     compiled = ["layers.*"]
     if has_moe:
@@ -61,7 +69,7 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
         context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)}
         | (moe.context if has_moe else {}),
         expert=moe.expert if has_moe else {},
-        # A tied weight belongs to one unit.
+        # A tied weight must be in one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
         compile=compiled,

@@ -1,4 +1,4 @@
-"""The attention core: everything between the projections, on whatever heads this rank holds."""
+"""The attention core: everything between the projections, on the heads that this rank holds."""
 
 import torch
 import torch.nn.functional as F
@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 
 class Documents:
-    """Which tokens belong together: made once in a forward pass, and handed to every layer's core.
+    """The documents of a batch: made once in a forward pass, and handed to every layer's core.
 
-    ids: (B, L), int64. Each run of equal ids is one document; a token attends to itself and to what
-    is before it in its document.
+    ``ids`` is (B, L), int64. Each run of equal ids is one document. A token attends to itself and to
+    earlier tokens of its document.
     """
 
     def __init__(self, ids_BL: Tensor) -> None:
@@ -18,8 +18,8 @@ class Documents:
 
     @property
     def mask(self) -> Tensor:
-        """True where a query may look. (B, 1, L, L), bool."""
-        # A compiled layer makes its own: its graph may not write to what it is given.
+        """Return a mask (B, 1, L, L), bool, that is True where a query may attend."""
+        # A compiled layer makes its own mask, since its graph may not write to its inputs.
         if self._mask is not None and not torch.compiler.is_compiling():
             return self._mask
         mask = self._made()
@@ -35,16 +35,26 @@ class Documents:
 class AttentionCore(nn.Module):
     """Causal softmax attention with grouped key/value heads (Ainslie et al. 2023, arXiv:2305.13245).
 
-    A module of its own, without parameters, so that a plan can name it.
+    It is a module of its own, without parameters, so that a plan can name it.
     """
 
     def forward(
         self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Attention within ``documents``; None makes each row one. Returns (B, L, H, K), K as in v."""
+        """Compute attention within documents.
+
+        Args:
+            q_BLHK: Queries.
+            k_BLGK: Keys.
+            v_BLGK: Values; K may be another width than that of keys.
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, H, K), with K as in v.
+        """
         shared = q_BLHK.shape[2] // k_BLGK.shape[2]
         if shared > 1 and q_BLHK.is_cuda and q_BLHK.dtype == torch.float32:
-            # There the one kernel that takes grouped heads holds all scores, (L, L).
+            # Here the only kernel that takes grouped heads would hold all scores, (L, L).
             k_BLGK, v_BLGK = (x.repeat_interleave(shared, 2) for x in (k_BLGK, v_BLGK))
         out_BHLK = F.scaled_dot_product_attention(
             q_BLHK.transpose(1, 2),
@@ -58,5 +68,5 @@ class AttentionCore(nn.Module):
 
 
 def attention_pairs(seq_len: int) -> float:
-    """Keys that one query attends to in causal attention, averaged over ``seq_len`` queries."""
+    """Return the number of keys that one query attends to, averaged over ``seq_len`` causal queries."""
     return (seq_len + 1) / 2

@@ -14,4 +14,5 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return the layer's output, (B, L, D) for (B, L, D)."""
         return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))

@@ -1,11 +1,11 @@
 """Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), as it runs on one process.
 
     router   scores every expert for every token and picks k of them (router.py)
-    experts  run the tokens that chose them, which stand sorted by expert
-    moe      sorts, runs, puts back in order, and sums by the router's weights
+    experts  run the tokens that chose them, sorted by expert
+    moe      sorts the rows, runs the experts, restores the order, and sums by the router's weights
 
 Shapes: B batch, L sequence length, D model width, E experts, k experts per token, F an expert's inner
-width, T = B L tokens, N = T k rows that experts run (fewer where tokens are dropped).
+width, T = B L tokens, N = T k rows that experts run (fewer if tokens are dropped).
 """
 
 from typing import Any
@@ -29,30 +29,58 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """``x_ND``: rows sorted by expert, ``counts_E`` of each; what is returned is in that order."""
+        """Run each expert on its rows.
+
+        Args:
+            x_ND: Rows, sorted by expert.
+            counts_E: How many rows each expert has.
+
+        Returns:
+            (N, D), in the same order.
+        """
         return self.run(x_ND, counts_E, self.w1, self.w2, self.w3)
 
     @staticmethod
     def run(x_ND: Tensor, counts_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        """:meth:`forward` with any weights of these shapes, for as many experts as there are counts."""
+        """Run :meth:`forward` with given weights, for as many experts as there are counts.
+
+        Args:
+            x_ND: Rows, sorted by expert.
+            counts_E: How many rows each expert has.
+            w1: (E, F, D).
+            w2: (E, D, F).
+            w3: (E, F, D).
+
+        Returns:
+            (N, D), in the same order.
+        """
         hidden = F.silu(grouped_mm(x_ND, w1, counts_E)) * grouped_mm(x_ND, w3, counts_E)
         return grouped_mm(hidden, w2, counts_E)
 
 
 def grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tensor:
-    """Each expert's rows times its weight, transposed: (N, M). One kernel where there is one."""
+    """Multiply each expert's rows by its transposed weight, in one kernel where there is one.
+
+    Args:
+        x_NK: Rows, sorted by expert.
+        weight_EMK: The weight of each expert.
+        counts_E: How many rows each expert has.
+
+    Returns:
+        (N, M).
+    """
     if _has_kernel(x_NK, weight_EMK):
         ends = counts_E.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x_NK, weight_EMK.transpose(-2, -1), offs=ends)
-    if x_NK.is_meta:  # without counts; shape and FLOPs are the same for any
+    if x_NK.is_meta:  # there are no counts on meta; shape and FLOPs are the same for any counts
         return x_NK @ weight_EMK[0].T
     parts = x_NK.split(counts_E.tolist())
-    # unbind's backward is one stack; that of indexing would be a whole gradient for each expert.
+    # The backward of unbind is one stack. Indexing would make a whole gradient for each expert.
     return torch.cat([part @ weight.T for part, weight in zip(parts, weight_EMK.unbind(), strict=True)])
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes these: bfloat16, rows of whole 16 bytes, and at least one row."""
+    """Tell whether ``grouped_mm`` takes these: bfloat16, rows of whole 16 bytes, at least one row."""
     aligned = x.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0 and len(x) > 0
     if x.dtype != torch.bfloat16 or not aligned:
         return False
@@ -60,10 +88,10 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 class MoE(nn.Module):
-    """The layer: (B, L, D) to (B, L, D). ``shared``: an expert that every token goes to besides.
+    """The layer, (B, L, D) to (B, L, D); every token also goes to the expert ``shared``, if any.
 
-    The router's weights are applied after the experts. A token all of whose rows are dropped gets what
-    ``shared`` gives it alone.
+    The router's weights are applied after the experts. If all rows of a token are dropped, it gets the
+    output of ``shared`` alone.
     """
 
     def __init__(self, dim: int, config: MoEConfig, shared: nn.Module | None = None) -> None:
@@ -73,7 +101,15 @@ class MoE(nn.Module):
         self.shared = shared
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
-        """``real_BL``: False for padding, which is computed but not counted."""
+        """Run the layer.
+
+        Args:
+            x_BLD: The stream.
+            real_BL: False for padding, which is computed but not counted; None: all tokens are real.
+
+        Returns:
+            (B, L, D).
+        """
         routing: Routing = self.router(x_BLD, real_BL)
         k, n_experts = routing.experts.shape[-1], self.router.config.n_experts
         rows_N = routing.experts.flatten()
@@ -81,7 +117,7 @@ class MoE(nn.Module):
             rows_N = rows_N.where(routing.kept.flatten(), n_experts)
         order = rows_N.argsort(stable=True)
         counts_E = count_rows(rows_N, n_experts)
-        if routing.kept is not None and not x_BLD.is_meta:  # where nothing is known of the counts
+        if routing.kept is not None and not x_BLD.is_meta:  # meta tensors have no counts
             order = order[: int(counts_E.sum())]
         x_TD = x_BLD.flatten(0, 1)
         out_ND = self.experts(_Dispatch.apply(x_TD, order, k), counts_E)
@@ -93,10 +129,10 @@ class MoE(nn.Module):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows for the experts, (N, D): row i is of token ``order[i] // k`` of (T, D).
+    """Rows for the experts, (N, D): row i belongs to token ``order[i] // k`` of (T, D).
 
-    The gradient of a token is the sum over its k rows, in their order: indexing would add them up by
-    atomic operations, in any.
+    The gradient of a token is the sum over its k rows, in their order. Indexing would add them by
+    atomic operations, in any order.
     """
 
     @staticmethod

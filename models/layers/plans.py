@@ -1,4 +1,4 @@
-"""The part of a plan that belongs to a shared layer."""
+"""The parts of a plan that belong to shared layers."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,15 @@ from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwi
 
 
 def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, ParallelStyle]:
-    """Entries of ``tensor`` for a SwiGLU of w1, w2, w3. even: tp divides its inner width.
+    """Return the entries of ``tensor`` for a SwiGLU of w1, w2, w3.
 
-    name: its pattern. stream: layout of its input and output, (B, L, D) over tp.
+    Args:
+        name: The pattern of the layer.
+        stream: The layout of its input and output, (B, L, D) over tp.
+        even: Whether tp divides its inner width.
+
+    Returns:
+        Styles by pattern.
     """
     return {
         name: LocalInput(stream),
@@ -22,32 +28,33 @@ def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, Parallel
 
 
 def float8_feed_forward(name: str) -> list[str]:
-    """Entries of ``float8`` for the same."""
+    """Return the entries of ``float8`` for the same layer."""
     return [name, f"{name}.w[123]"]
 
 
 def outermost(n_layers: int) -> list[str]:
-    """The first layer and the last, which suffer most from float8; none if there are no others."""
+    """Return the first layer and the last, which lose most by float8; none if there are no others."""
     return ["layers.0", f"layers.{n_layers - 1}"] if n_layers > 2 else []
 
 
 @dataclass(frozen=True)
 class MoEPlan:
-    """How layers.moe.MoE is cut: what it adds to ``tensor``, ``expert`` and ``context`` of a Plan.
-
-    name: pattern of the layer. stream: layout of its input, (B, L, D) over tp. tp: that degree.
-    shared_dim: inner width of the shared expert, 0 without one.
-    """
+    """The cut of a layers.moe.MoE: its entries in ``tensor``, ``expert`` and ``context`` of a Plan."""
 
     name: str
+    """The pattern of the layer."""
     stream: Placement
+    """The layout of its input, (B, L, D) over tp."""
     tp: int
+    """The tensor-parallel degree."""
     shared_dim: int = 0
+    """Inner width of the shared expert; 0 without one."""
 
     @property
     def tensor(self) -> dict[str, ParallelStyle]:
+        """The entries of ``tensor``."""
         styles: dict[str, ParallelStyle] = {
-            # Each rank routes a part of the tokens: the same part twice would be wasted work.
+            # Each rank routes its own part of the tokens, so that no work is done twice.
             self.name: PrepareModuleInputOutput(
                 input_layouts=(self.stream, Replicate()),
                 desired_input_layouts=(Shard(1), Shard(1)),
@@ -56,7 +63,7 @@ class MoEPlan:
                 desired_output_layouts=self.stream,
             ),
             f"{self.name}.router": GatherSequence(),
-            # Whole, on this rank's tokens alone (T, D): the gradient is summed over tp.
+            # The gate is whole and runs on this rank's tokens (T, D): its gradient is summed over tp.
             f"{self.name}.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True),
         }
         if self.shared_dim:
@@ -65,20 +72,22 @@ class MoEPlan:
 
     @property
     def compile(self) -> list[str]:
-        """Of layers with experts, what is compiled: how many rows an expert gets no graph can know."""
+        """The compiled parts of such layers; no graph can know how many rows an expert gets."""
         layer = self.name.rpartition(".")[0]
         names = [f"{layer}.attention_norm", f"{layer}.attention", f"{layer}.ffn_norm"]
         return names + ([f"{self.name}.shared"] if self.shared_dim else [])
 
     @property
     def float8(self) -> list[str]:
-        """The shared expert alone: the others' products are grouped, and not nn.Linear's."""
+        """The shared expert alone: the products of the others are grouped, and not nn.Linear's."""
         return float8_feed_forward(f"{self.name}.shared") if self.shared_dim else []
 
     @property
     def expert(self) -> dict[str, ParallelStyle]:
+        """The entries of ``expert``."""
         return {f"{self.name}.experts": ExpertParallel()}
 
     @property
     def context(self) -> dict[str, ParallelStyle]:
+        """The entries of ``context``."""
         return {f"{self.name}.router": GatherSequence()}

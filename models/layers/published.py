@@ -1,7 +1,7 @@
-"""Between config.json and our configs, for the models' hf.py; what cannot be said is refused.
+"""The translation of config.json for the models' hf.py; it refuses what a model here cannot express.
 
-Each key of a config.json is read, or has the one value that the models here have, or is known to say
-nothing of what the weights compute. Any other may be a new one that changes it, and is refused.
+Each key of a config.json is read, or must have the one value that the models here have, or is known to
+say nothing about what the weights compute. Any other key may change it, and is refused.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 C = TypeVar("C")
 
-# What none of the models here can be, each with the values that mean so.
+# Features that no model here has. The values say that a published model lacks them too.
 _NONE_HERE: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),
@@ -25,7 +25,8 @@ _NONE_HERE: Mapping[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "quantization_config": (),
 }
-# What says nothing of the weights: who wrote the file, how text is generated, how results are returned.
+# Keys that say nothing about the weights: who wrote the file, how text is generated, how results are
+# returned.
 _BESIDES = """
 _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
 attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
@@ -41,7 +42,7 @@ suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_deco
 top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
 unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
-# How rotary frequencies are scaled: each rule with its parameters, the needed ones first.
+# The rules that scale rotary frequencies, each with its required and its optional parameters.
 _RULES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "llama3": (
@@ -58,19 +59,19 @@ _SHOWN = 60  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Keys:
-    """Every key of one kind of config.json that has been looked at.
-
-    fields: theirs by the name of our field. read: what is read besides. only: what has to have one of
-    these values, or is absent or null. besides: what says nothing of what the weights compute.
-    """
+    """Every known key of one kind of config.json."""
 
     fields: Mapping[str, str]
+    """The key for each of our fields."""
     read: frozenset[str]
+    """Keys that are read besides."""
     only: Mapping[str, tuple[Any, ...]]
+    """Keys that must have one of these values, or be absent or null."""
     besides: frozenset[str]
+    """Keys that say nothing about what the weights compute."""
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raises ValueError for a key that is not here, or has another value than it may have."""
+        """Raise ValueError for a key that is not known, or has a value that it may not have."""
         for key, allowed in self.only.items():
             only(values, key, *allowed)
         known = {*self.fields.values(), *self.read, *self.only, *self.besides}
@@ -82,7 +83,18 @@ class Keys:
                 )
 
     def build(self, kind: type[C], **values: Any) -> C:
-        """``kind(**values)``. Raises its ValueError in their words."""
+        """Return ``kind(**values)``; a ValueError names the published keys in place of our fields.
+
+        Args:
+            kind: The class of the config.
+            **values: The values by our fields.
+
+        Returns:
+            The config.
+
+        Raises:
+            ValueError: As ``kind`` raises it.
+        """
         try:
             return kind(**values)
         except ValueError as error:
@@ -97,7 +109,17 @@ def keys(
     only: Mapping[str, tuple[Any, ...]] | None = None,
     besides: Iterable[str] = (),
 ) -> Keys:
-    """Those of one model, and those that all have."""
+    """Return the known keys of one model, with those that all models have.
+
+    Args:
+        fields: The key for each of our fields.
+        read: Keys that are read besides.
+        only: Keys with the values that they may have.
+        besides: Keys that say nothing about what the weights compute.
+
+    Returns:
+        The keys.
+    """
     common = {"model_type", "rope_theta", "rope_scaling", "rope_parameters"}
     return Keys(
         fields,
@@ -108,14 +130,37 @@ def keys(
 
 
 def required(values: Mapping[str, Any], key: str) -> Any:
-    """The value of ``key``. Raises ValueError where there is none."""
+    """Return the value of a key.
+
+    Args:
+        values: The parsed config.json.
+        key: The key.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: The key is missing.
+    """
     if values.get(key) is None:
         raise ValueError(f"{key}: is missing")
     return values[key]
 
 
 def size(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number; where it is absent or null ``default``, and a ValueError where that is None."""
+    """Return a whole number.
+
+    Args:
+        values: The parsed config.json.
+        key: The key.
+        default: The value if the key is absent or null; None: it may not be.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: The value is no whole number, or is out of range.
+    """
     value = required(values, key) if default is None else _or(values, key, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{key}: expected a whole number, got {shown(value)}")
@@ -125,7 +170,19 @@ def size(values: Mapping[str, Any], key: str, default: int | None = None) -> int
 
 
 def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """The same for a number, which is finite."""
+    """Return a finite number.
+
+    Args:
+        values: The parsed config.json.
+        key: The key.
+        default: The value if the key is absent or null; None: it may not be.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: The value is no finite number.
+    """
     value = required(values, key) if default is None else _or(values, key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{key}: expected a number, got {shown(value)}")
@@ -135,7 +192,19 @@ def number(values: Mapping[str, Any], key: str, default: float | None = None) ->
 
 
 def truth(values: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
-    """The same for true or false."""
+    """Return true or false.
+
+    Args:
+        values: The parsed config.json.
+        key: The key.
+        default: The value if the key is absent or null; None: it may not be.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: The value is neither true nor false.
+    """
     value = required(values, key) if default is None else _or(values, key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key}: expected true or false, got {shown(value)}")
@@ -148,7 +217,16 @@ def _or(values: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def only(values: Mapping[str, Any], key: str, *allowed: Any) -> None:
-    """Raises ValueError where ``key`` has another value; where it is absent or null, all is well."""
+    """Raise ValueError if a key has another value than the allowed ones; it may be absent or null.
+
+    Args:
+        values: The parsed config.json.
+        key: The key.
+        *allowed: The allowed values.
+
+    Raises:
+        ValueError: The value is another one.
+    """
     value = values.get(key)
     if value is not None and value not in allowed:
         choice = f", only {' or '.join(json.dumps(one) for one in allowed)}" if allowed else ""
@@ -156,7 +234,7 @@ def only(values: Mapping[str, Any], key: str, *allowed: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON has it, cut off where it is long."""
+    """Return a value as JSON writes it, cut off if it is long."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -166,10 +244,20 @@ def _plain(key: str) -> str:
 
 
 def rope(values: Mapping[str, Any], kind: str = "default") -> tuple[float, dict[str, Any]]:
-    """(base of the rotary frequencies, parameters of the scaling rule ``kind``, {} for none).
+    """Return the base of the rotary frequencies, and the parameters of their scaling rule.
 
-    transformers has written them in two ways. What is absent or null is left out. Raises ValueError
-    for another rule, for a parameter that the rule has not, and for two words on one thing.
+    transformers has written them in two ways. Parameters that are absent or null are left out.
+
+    Args:
+        values: The parsed config.json.
+        kind: The scaling rule that the model can have.
+
+    Returns:
+        (base, parameters of the rule ``kind``); no parameters if frequencies are not scaled.
+
+    Raises:
+        ValueError: The rule is another one, has an unknown parameter, or two keys contradict each
+            other.
     """
     both = {key: _object(values, key) for key in ("rope_scaling", "rope_parameters")}
     given = {key: rule for key, rule in both.items() if rule}
@@ -183,7 +271,7 @@ def rope(values: Mapping[str, Any], kind: str = "default") -> tuple[float, dict[
     only({f"{key}.type": rule.get("type")}, f"{key}.type", found)
     if found not in ("default", kind):
         raise ValueError(f"{key}: {shown(values[key])} cannot be expressed here")
-    # By the names that a message has.
+    # The names are those that a message shows.
     flat = {f"{key}.{name}": value for name, value in rule.items() if value is not None}
     only(flat, f"{key}.partial_rotary_factor", 1)
     needed, besides = _RULES[found]
@@ -212,8 +300,16 @@ def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def unpublished(config: object, whose: str, **only_values: object) -> None:
-    """Raises ValueError for a field of ``config`` with another value, for which ``whose`` config.json
-    has no key."""
+    """Raise ValueError if a field has another value than given, and config.json has no key for it.
+
+    Args:
+        config: The model's config.
+        whose: Whose config.json it is, for the message.
+        **only_values: The value that each field must have.
+
+    Raises:
+        ValueError: A field has another value.
+    """
     for field, value in only_values.items():
         if getattr(config, field) != value:
             raise ValueError(f"{field}: {getattr(config, field)} has no place in {whose} config.json")

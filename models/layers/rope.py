@@ -15,12 +15,24 @@ def inverse_frequencies(
     original_max_seq_len: int = 8192,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Angular frequency of each rotated pair, shape (head_dim / 2,), radians per position.
+    """Return the angular frequency of each rotated pair, in radians per position.
 
     ``scaling_factor`` > 1 applies the rule of Llama 3.1 (Llama team 2024, arXiv:2407.21783, and the
-    reference code's ``apply_scaling``): wavelengths longer than ``original_max_seq_len /
-    low_freq_factor`` are stretched by the factor, those shorter than ``original_max_seq_len /
-    high_freq_factor`` are kept, and the ones between are interpolated.
+    reference code's ``apply_scaling``). Wavelengths longer than ``original_max_seq_len /
+    low_freq_factor`` are stretched by the factor. Wavelengths shorter than ``original_max_seq_len /
+    high_freq_factor`` are kept. Those between are interpolated.
+
+    Args:
+        head_dim: Width of a head.
+        theta: Base of the frequencies.
+        scaling_factor: Factor of the rule; 1 is off.
+        low_freq_factor: Bound of the long wavelengths.
+        high_freq_factor: Bound of the short wavelengths.
+        original_max_seq_len: Length the model was trained at before the rule.
+        device: Where the result is.
+
+    Returns:
+        (head_dim / 2,), float32.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequency = theta**-exponent
@@ -40,24 +52,36 @@ def yarn_frequencies(
     beta_slow: float,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Frequencies as :func:`inverse_frequencies`, scaled by YaRN (Peng et al. 2023, arXiv:2309.00071).
+    """Return frequencies as :func:`inverse_frequencies`, scaled by YaRN.
 
-    Pairs that turn more than ``beta_fast`` times within ``original_max_seq_len`` are kept, those that
-    turn less than ``beta_slow`` times are slowed down by ``factor``. Between them the blend is linear
-    in the pair's index, from whole index to whole index: as DeepSeek's models were trained, where the
-    paper has it linear in the turns.
+    YaRN is that of Peng et al. 2023, arXiv:2309.00071. Pairs that turn more than ``beta_fast`` times
+    within ``original_max_seq_len`` are kept. Pairs that turn less than ``beta_slow`` times are slowed
+    down by ``factor``. Between them the blend is linear in the pair's index, from whole index to whole
+    index. DeepSeek's models were trained so; in the paper the blend is linear in the turns.
+
+    Args:
+        head_dim: Width of a head's rotated part.
+        theta: Base of the frequencies.
+        factor: Factor on the context's length; 1 is none.
+        original_max_seq_len: Length the model was trained at before.
+        beta_fast: Turns above which a pair is kept.
+        beta_slow: Turns below which a pair is slowed down in full.
+        device: Where the result is.
+
+    Returns:
+        (head_dim / 2,), float32, radians per position.
     """
     frequency = inverse_frequencies(head_dim, theta, device=device)
     if factor == 1.0:
         return frequency
 
     def index(turns: float) -> float:
-        """The pair that turns so often: theta^(-2 i / head_dim) * length = 2 pi turns, solved for i."""
+        """Solve theta^(-2 i / head_dim) * length = 2 pi turns for i, the pair that turns so often."""
         ratio = original_max_seq_len / (2 * math.pi * turns)
         return head_dim / 2 * math.log(ratio) / math.log(theta)
 
     first = max(math.floor(index(beta_fast)), 0)
-    # Bounded by the width, where the pairs are half as many: so it is for the published weights.
+    # The bound is the width, though there are half as many pairs: so it was for the published weights.
     last = min(math.ceil(index(beta_slow)), head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
     slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
@@ -65,24 +89,43 @@ def yarn_frequencies(
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """YaRN's factor on queries and on keys alike, against the entropy that a longer context adds.
+    """Return YaRN's factor on queries and keys alike, which offsets a longer context's entropy.
 
-    ``mscale`` weighs the part that grows with ``factor``; the paper has 1.
+    Args:
+        factor: The factor on the context's length.
+        mscale: Weight of the part that grows with ``factor``; the paper has 1.
+
+    Returns:
+        1 + 0.1 mscale ln(factor).
     """
     return 1 + 0.1 * mscale * math.log(factor)
 
 
 def yarn_weight(factor: float, magnitude: float) -> float:
-    """The ``mscale`` with which :func:`yarn_magnitude` is ``magnitude``; ``factor`` is above 1."""
+    """Return the ``mscale`` for which :func:`yarn_magnitude` is ``magnitude``.
+
+    Args:
+        factor: The factor on the context's length, above 1.
+        magnitude: The factor on queries and keys.
+
+    Returns:
+        The weight.
+    """
     return (magnitude - 1) / (0.1 * math.log(factor))
 
 
 def rotation(
     positions_BL: Tensor, inverse_frequency: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each of shape (B, L, 1, head_dim / 2).
+    """Return cosine and sine of every position's angles.
 
-    They are float32, or of ``dtype``, that of what is rotated, where this is wider.
+    Args:
+        positions_BL: The positions.
+        inverse_frequency: (head_dim / 2,), radians per position.
+        dtype: The type of what is rotated.
+
+    Returns:
+        Two tensors (B, L, 1, head_dim / 2), float32, or of ``dtype`` if that is wider.
     """
     wide = torch.promote_types(dtype, torch.float32)
     angles = positions_BL[..., None, None].to(wide) * inverse_frequency
@@ -90,9 +133,16 @@ def rotation(
 
 
 def rotate(x_BLHK: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of each head: the layout of Hugging Face's weights.
+    """Rotate the pairs (i, i + head_dim / 2) of each head, the layout of Hugging Face's weights.
 
-    ``interleaved``: the pairs (2 i, 2 i + 1), that of Meta's and DeepSeek's weights.
+    Args:
+        x_BLHK: Queries or keys.
+        cosine: Of :func:`rotation`.
+        sine: Of :func:`rotation`.
+        interleaved: Rotate the pairs (2 i, 2 i + 1), the layout of Meta's and DeepSeek's weights.
+
+    Returns:
+        The rotated tensor, in its own type.
     """
     x = x_BLHK.to(torch.promote_types(x_BLHK.dtype, torch.float32))
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)

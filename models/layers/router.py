@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which experts a token goes to, and how load is kept even.
 
-Shapes: B batch, L the sequence length here, S that of whole sequences, D model width, E experts, k
-experts per token, T = B L tokens.
+Shapes: B batch, L sequence length on this rank, S length of whole sequences, D model width, E experts,
+k experts per token, T = B L tokens.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class MoEConfig:
     """The fields of a model's config that its mixture-of-experts layers read.
 
-    training_fields: those that change how it is trained, not what its weights mean.
+    ``training_fields`` are those that change how it is trained, and not what its weights mean.
     """
 
     training_fields: ClassVar[tuple[str, ...]] = (
@@ -80,13 +80,16 @@ class MoEConfig:
 
 
 class Routing(NamedTuple):
-    """What a router decided. experts: (B, L, k), int64. weights: (B, L, k), float32. kept: (B, L, k),
-    False where a token is dropped; None: none is. margin: (B, L), as :meth:`Router.choose` gives it."""
+    """The decisions of a router."""
 
     experts: Tensor
+    """The chosen experts, (B, L, k), int64."""
     weights: Tensor
+    """The weights of the experts' outputs, (B, L, k), float32."""
     kept: Tensor | None
+    """(B, L, k), False where a row is dropped; None: no row is."""
     margin: Tensor
+    """The margin of the choice, (B, L), as :meth:`Router.choose` returns it."""
 
 
 class Gate(nn.Linear):
@@ -96,6 +99,7 @@ class Gate(nn.Linear):
         super().__init__(dim, n_experts, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the logits (T, E) of ``input`` (T, D)."""
         wide = torch.promote_types(input.dtype, torch.float32)
         return F.linear(input.to(wide), self.weight.to(wide))
 
@@ -103,16 +107,16 @@ class Gate(nn.Linear):
 class Router(nn.Module):
     """Scores experts, picks k for each token, and keeps the load even.
 
-    A loss belongs to the mean over all tokens of an optimizer step, and its gradient is added in
-    backward without being part of the model's output, so that it needs no way through the layers (or
-    pipeline stages) behind. What it counts (``tally``) it counts in backward too: once per token,
-    with recomputation as without, and nothing in evaluation. After a step, :meth:`finish_step` takes
-    the tally of the whole batch.
+    A loss of the router is a mean over all tokens of an optimizer step. Its gradient is added in
+    backward, and the loss is no part of the model's output. So it needs no path through later layers or
+    pipeline stages. The router counts (``tally``) in backward too: once per token, with recomputation
+    or without, and nothing in evaluation. After a step, :meth:`finish_step` takes the tally of the
+    whole batch.
 
-    tokens_per_step: of the whole batch; None is what one forward sees.
-    loss_scale: of the gradients of its losses, as that of the model's own loss is scaled.
-    gather_sequence: (B, L, n) of the tokens here to (B, S, n) of whole sequences, in any order, where
-    others hold the rest.
+    ``tokens_per_step`` are the tokens of the whole batch; None: those of one forward. ``loss_scale`` is
+    the factor of its losses' gradients, the same as for the model's own loss. ``gather_sequence`` takes
+    (B, L, n) of this rank's tokens and returns (B, S, n) of whole sequences, in any order, if other
+    ranks hold the rest.
     """
 
     bias: Tensor
@@ -127,17 +131,26 @@ class Router(nn.Module):
         self.loss_scale = 1.0
         self.gather_sequence: Callable[[Tensor], Tensor] = _alone
         n = config.n_experts
-        # On a real device even where the model is made on meta: their values are not to be drawn.
+        # The buffers are on a real device even if the model is on meta: their values are constants.
         self.register_buffer("bias", torch.zeros(n, device="cpu"))
         # The share of each expert in the last step's batch.
         self.register_buffer("load", torch.full((n,), 1 / n, device="cpu"))
-        # Rows per expert; then rows dropped, and the sums over tokens of balancing loss and z-loss.
+        # It holds the rows of each expert, then the dropped rows, then the sums over tokens of the
+        # balancing loss and the z-loss.
         tally = torch.zeros(n + 3, dtype=torch.float64, device="cpu")
         self.register_buffer("tally", tally, persistent=False)
         self.last: dict[str, Tensor] = {}
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Routing:
-        """``real_BL``: False for padding, which counts for nothing; None: all tokens are real."""
+        """Choose experts for each token.
+
+        Args:
+            x_BLD: The stream.
+            real_BL: False for padding, which counts for nothing; None: all tokens are real.
+
+        Returns:
+            The decisions.
+        """
         c = self.config
         logits_BLE = self.gate(x_BLD.flatten(0, 1)).unflatten(0, x_BLD.shape[:2])
         sigmoid = c.scoring == "sigmoid"
@@ -150,7 +163,7 @@ class Router(nn.Module):
         weights_BLK = weights_BLK * c.route_scale
 
         real_BL = torch.ones_like(x_BLD[..., 0], dtype=torch.bool) if real_BL is None else real_BL
-        # A row of experts_BLK for padding names none of them.
+        # A row for padding gets no expert: its number is n_experts.
         chosen_BLK = torch.where(real_BL[..., None], experts_BLK, c.n_experts)
         everyone_BSK: Tensor | None = None
         kept_BLK: Tensor | None = None
@@ -163,7 +176,7 @@ class Router(nn.Module):
             probabilities = scores_BLE / scores_BLE.sum(-1, keepdim=True) if sigmoid else scores_BLE
             balance = self._balance(probabilities, real_BL, everyone_BSK)
             z = (logits_BLE.logsumexp(-1).square() * real_BL).sum()
-            # A loss without weight is only reported.
+            # A loss with a weight of 0 is only reported.
             loss = sum(
                 weight * (value if weight else value.detach())
                 for weight, value in ((c.balance_weight, balance), (c.z_weight, z))
@@ -179,9 +192,11 @@ class Router(nn.Module):
         return Routing(experts_BLK, weights_BLK, kept_BLK, margin_BL)
 
     def choose(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's experts (B, L, k), out of its best groups (DeepSeek-AI 2024, arXiv:2412.19437),
-        and its margin (B, L): how far the last that was chosen is ahead of the first that was not,
-        relative to it."""
+        """Choose each token's experts, out of its best groups (DeepSeek-AI 2024, arXiv:2412.19437).
+
+        Returns the experts (B, L, k) and the margin (B, L). The margin is how far the last chosen score
+        is ahead of the first one that was not chosen, relative to it.
+        """
         c, margin_BL = self.config, torch.full_like(scores_BLE[..., 0], torch.inf)
         if c.top_groups < c.n_groups:
             groups = scores_BLE.unflatten(-1, (c.n_groups, -1))
@@ -197,13 +212,13 @@ class Router(nn.Module):
         return best.indices[..., : c.top_k], margin_BL
 
     def _balance(self, probabilities: Tensor, real_BL: Tensor, everyone_BSK: Tensor | None) -> Tensor:
-        """Sum over tokens of E sum_e f_e p_e, which is 1 for each where all is even.
+        """Return the sum over tokens of E sum_e f_e p_e, which is 1 for each token if all is even.
 
-        p_e is the token's probability of e, f_e the share of e among all choices: of the batch (Fedus
-        et al. 2021, arXiv:2101.03961, eq. 4; over all ranks as in Qiu et al. 2025, arXiv:2501.11873),
-        or of the token's sequence (arXiv:2412.19437, eq. 17). The batch's is that of the step before:
-        backward of the first micro-batch begins before the last one is routed, and what is summed over
-        the micro-batch at hand would depend on the mesh.
+        p_e is the token's probability of e, and f_e the share of e among all choices. The choices are
+        those of the batch (Fedus et al. 2021, arXiv:2101.03961, eq. 4; over all ranks as in Qiu et al.
+        2025, arXiv:2501.11873), or of the token's sequence (arXiv:2412.19437, eq. 17). The batch's
+        share is that of the step before: backward of the first micro-batch begins before the last one
+        is routed, and a sum over the current micro-batch would depend on the mesh.
         """
         c, share = self.config, self.load
         if everyone_BSK is not None and c.balance_loss == "sequence":
@@ -214,7 +229,7 @@ class Router(nn.Module):
     def keep(
         self, chosen_BLK: Tensor, scores_BLK: Tensor, everyone_BSK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Which rows their expert takes: the best-scored ones of each sequence, up to its capacity.
+        """Decide which rows each expert takes: the best-scored of each sequence, up to its capacity.
 
         Args:
             chosen_BLK: The expert of each row; E for padding, which is not taken.
@@ -222,9 +237,12 @@ class Router(nn.Module):
             everyone_BSK: ``chosen_BLK`` of whole sequences.
 
         Returns:
-            True where a row is taken (B, L, k), and its margin (B, L, k), relative to the greater
-            score: how far a taken row is ahead of the first that is beyond the capacity, or how far
-            another is behind the last that is within it; inf where the expert has room for all.
+            True where a row is taken (B, L, k), and the margin (B, L, k), relative to the greater
+                score. For a
+            taken row it is how far the row is ahead of the first one beyond the capacity. For another
+                row it is
+            how far it is behind the last one within the capacity. It is inf if the expert has room for
+                all.
         """
         c = self.config
         scores_BSK = self.gather_sequence(scores_BLK)
@@ -240,7 +258,7 @@ class Router(nn.Module):
             beyond.append(torch.where(full, best[(last + 1).clamp(max=len(best) - 1)], -torch.inf))
 
         def of_rows(limits: list[Tensor]) -> Tensor:
-            # A place for padding, which takes none.
+            # One more place, for padding, which takes no row.
             limit = F.pad(torch.stack(limits), (0, 1), value=torch.inf)
             return limit.gather(1, chosen_BLK.flatten(1)).view_as(chosen_BLK)
 
@@ -252,12 +270,12 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def finish_step(self, tally: Tensor) -> None:
-        """After an optimizer step's backward; ``tally`` is that of the whole batch, summed over ranks.
+        """Act on the whole batch's ``tally``, summed over ranks, after an optimizer step's backward.
 
         Moves each expert's bias by ``bias_rate`` towards an even load (Wang et al. 2024,
-        arXiv:2408.15664), and keeps in ``last``: load (greatest over mean), dropped (rows),
-        balance_loss and z_loss (means over tokens, unweighted), bias_change (mean size). Where the
-        balancing loss has no weight, the batch's is reported.
+        arXiv:2408.15664). Sets ``last``: load (greatest over mean), dropped (rows), balance_loss and
+        z_loss (means over tokens, unweighted), bias_change (mean size). If the balancing loss has no
+        weight, the batch's is reported.
         """
         c = self.config
         counts, (dropped, balance, z) = tally[: c.n_experts], tally[c.n_experts :]
@@ -277,7 +295,7 @@ class Router(nn.Module):
 
 
 def _lead(best: Tensor) -> Tensor:
-    """Of descending scores (..., n): by how much the last but one exceeds the last, relative to it."""
+    """Return the relative lead of the last but one of descending scores (..., n) over the last."""
     return _relative(best[..., -2], best[..., -1])
 
 
@@ -286,12 +304,12 @@ def _relative(ahead: Tensor, behind: Tensor) -> Tensor:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """A sequence of which no one else holds a part."""
+    """Return ``tensor`` as it is: no other rank holds a part of its sequences."""
     return tensor
 
 
 class _Observe(torch.autograd.Function):
-    """Hands weights on; in backward, adds the gradient of a loss, and to the router's tally."""
+    """Returns weights as they are; in backward it adds a loss' gradient, and to the router's tally."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, loss: Tensor, router: Router, found: Tensor) -> Tensor:
@@ -305,6 +323,14 @@ class _Observe(torch.autograd.Function):
 
 
 def count_rows(experts: Tensor, n_experts: int) -> Tensor:
-    """How often each expert stands in ``experts``, of any shape: (E,), int64. E itself counts not."""
+    """Count how often each expert is in ``experts``, of any shape; the number E itself is not counted.
+
+    Args:
+        experts: Numbers of experts, 0 to E.
+        n_experts: E.
+
+    Returns:
+        (E,), int64.
+    """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:n_experts]

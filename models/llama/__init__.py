@@ -1,4 +1,4 @@
-"""Llama 3. The four names below are what the trainer looks for in a model's folder."""
+"""Llama 3. The trainer looks for the four names below in a model's folder."""
 
 from .model import PRESETS
 from .model import Llama as Model

@@ -46,15 +46,23 @@ KEYS = {
             "tie_embeddings": "tie_word_embeddings",
         },
         read=("head_dim",),
-        only={"rope_interleaved": (False,)},  # of older files: pairs as Meta has them
+        only={"rope_interleaved": (False,)},  # a key of older files: pairs in Meta's layout
     )
 }
 
 
 def hf_name(name: str, config: LlamaConfig | None = None) -> str:
-    """Hugging Face's name of our parameter ``name``: 'layers.3.ffn_norm.weight' and so on.
+    """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
 
-    Raises KeyError where it has none. ``config``: not needed here, for no name depends on it.
+    Args:
+        name: Our name.
+        config: Not used, since no name depends on it.
+
+    Returns:
+        Their name.
+
+    Raises:
+        KeyError: They have no such parameter.
     """
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
     if layer:
@@ -63,7 +71,7 @@ def hf_name(name: str, config: LlamaConfig | None = None) -> str:
 
 
 def hf_config(config: LlamaConfig) -> dict[str, Any]:
-    """config.json of a model of this shape, with the keys of the published ones."""
+    """Return the config.json of a model of this shape, with the keys of the published ones."""
     scaled = config.rope_scaling != 1.0
     rule = {theirs: getattr(config, ours) for ours, theirs in _RULE.items()}
     return {
@@ -78,21 +86,24 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": {"rope_type": "llama3", **rule} if scaled else None,
-        # All published ones that are scaled were trained to this length, whatever their factor.
+        # All published models with scaling were trained to this length, whatever their factor.
         "max_position_embeddings": 131_072 if scaled else config.rope_original_seq_len,
         "tie_word_embeddings": config.tie_embeddings,
     }
 
 
 def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
-    """The inverse. Raises ValueError, with key and value, for what a Llama here cannot have."""
+    """Return the config for a config.json, the inverse of :func:`hf_config`.
+
+    Raises ValueError, with key and value, for what a Llama here cannot have.
+    """
     only(values, "model_type", *MODEL_TYPES)
     known = KEYS["llama"]
     known.check(values)
     sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
     theta, rule = rope(values, "llama3")
     scaling = {ours: rule[theirs] for ours, theirs in _RULE.items() if rule}
-    if scaling.get("rope_scaling") == 1:  # what stretches nothing has no length that it begins at
+    if scaling.get("rope_scaling") == 1:  # a factor of 1 stretches nothing, whatever the length
         scaling = {}
     config = known.build(
         LlamaConfig,

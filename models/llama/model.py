@@ -17,6 +17,8 @@ from models.layers.rope import inverse_frequencies, rotate, rotation
 
 @dataclass(frozen=True)
 class LlamaConfig:
+    """The config of a Llama."""
+
     vocab_size: int = 257
     """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
     dim: int = 128
@@ -67,10 +69,11 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of each head."""
         return self.dim // self.n_heads
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
         attention = self.dim * (2 * self.dim + 2 * self.n_kv_heads * self.head_dim)
         weights = self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
         weights += self.vocab_size * self.dim
@@ -97,7 +100,7 @@ PRESETS = {
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; counts its heads from its input, so a rank may hold a part of them."""
+    """Grouped-query attention; it counts heads from its input, so a rank may hold a part of them."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -112,6 +115,17 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
+        """Return attention's output.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
         q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -120,6 +134,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer: attention and the feed-forward network, each after a norm and added to the stream."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -130,16 +146,29 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
+        """Return the stream after the layer; arguments as for :class:`Attention`.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
         return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
 
 
 class Llama(nn.Module):
+    """The model."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        # Keyed by index, so that a layer keeps its name when others are taken away.
+        # The keys are indices, so that a layer keeps its name when others are removed.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -152,15 +181,20 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, L, V) of ``tokens`` (B, L), int64.
+        """Return the logits of tokens.
 
-        ``positions`` (B, L) count from 0 if None; ``document_ids`` (B, L) keep attention within a
-        document, and None makes each row one document.
+        Args:
+            tokens: (B, L), int64.
+            positions: (B, L); None counts from 0.
+            document_ids: (B, L); attention stays within a document. None makes each row one.
+
+        Returns:
+            (B, L, V).
         """
         c = self.config
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        # Computed, not a buffer: nothing to go stale when the model is built on meta.
+        # It is computed, and no buffer, which would have no values if the model is built on meta.
         frequency = inverse_frequencies(
             c.head_dim,
             c.rope_theta,
@@ -179,10 +213,15 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill ``tensor``, the whole parameter ``name``: zeros (biases), ones (norms), else normal.
+        """Fill a whole parameter: zeros (biases), ones (norms), else normal.
 
-        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al.
-        2019, GPT-2), so that the stream's variance does not grow with depth.
+        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
+        GPT-2), so that the stream's variance does not grow with depth.
+
+        Args:
+            name: The parameter's name.
+            tensor: The parameter.
+            generator: The random numbers.
         """
         if tensor.ndim == 1:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,4 +1,4 @@
-"""How Llama is cut: one value, for any mesh."""
+"""The plan that cuts Llama: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -18,7 +18,15 @@ from .model import LlamaConfig
 
 
 def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
-    """The plan of a Llama for these degrees."""
+    """Return the plan of a Llama for these degrees.
+
+    Args:
+        model: The model's config.
+        parallel: The table [parallel].
+
+    Returns:
+        The plan.
+    """
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     hidden = LocalColwise(even=model.hidden_dim % parallel.tp == 0)
@@ -45,7 +53,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
         },
         context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)},
         replicate=[] if parallel.sequence else norms,
-        # A tied weight belongs to one unit.
+        # A tied weight must be in one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
         compile=["layers.*"],

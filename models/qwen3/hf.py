@@ -1,5 +1,7 @@
-"""Hugging Face's weights and config.json (``Qwen3ForCausalLM``, ``Qwen3MoeForCausalLM``); no tensor
-needs reshaping."""
+"""Hugging Face's weights and config.json (``Qwen3ForCausalLM``, ``Qwen3MoeForCausalLM``).
+
+No tensor needs reshaping.
+"""
 
 import re
 from collections.abc import Mapping
@@ -46,31 +48,40 @@ _FIELDS = {
 }
 _EXPERTS = {"top_k": "num_experts_per_tok", "expert_dim": "moe_intermediate_size"}
 _ROUTER = {"normalize_weights": "norm_topk_prob", "balance_weight": "router_aux_loss_coef"}
-# What training alone needs, under our own names.
+# The fields that only training needs, under our own names.
 _OURS = {one: one for one in ("balance_loss", "z_weight", "capacity_factor")}
 KEYS = {
     "qwen3": keys(
         _FIELDS | {"hidden_dim": "intermediate_size"},
         read=("layer_types",),
         only={"use_sliding_window": (False,)},
-        besides=("sliding_window",),  # of no use without use_sliding_window
+        besides=("sliding_window",),  # not used without use_sliding_window
     ),
     "qwen3_moe": keys(
         _FIELDS | _EXPERTS | _ROUTER | _OURS | {"n_experts": "num_experts"},
         read=("layer_types", "num_local_experts"),
         only={"use_sliding_window": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
-        # Of a layer without experts, which there is none of.
+        # intermediate_size is for layers without experts, and there are none.
         besides=("sliding_window", "intermediate_size"),
     ),
 }
 
 
 def hf_name(name: str, config: Qwen3Config | None = None) -> str:
-    """Hugging Face's name of our parameter ``name``: 'layers.3.ffn_norm.weight' and so on.
+    """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
 
-    Theirs are not stacked: '{}' in the name of our experts' weight stands for the index of the expert,
-    whose part ``weight[index]`` is. Raises KeyError for what they have not, as a router's buffers.
-    ``config``: not needed here, for no name depends on it.
+    Their experts are not stacked. In the name of our experts' weight '{}' stands for the index of the
+    expert, whose part is ``weight[index]``.
+
+    Args:
+        name: Our name.
+        config: Not used, since no name depends on it.
+
+    Returns:
+        Their name.
+
+    Raises:
+        KeyError: They have no such parameter, as for a router's buffers.
     """
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", name)
@@ -78,8 +89,11 @@ def hf_name(name: str, config: Qwen3Config | None = None) -> str:
 
 
 def hf_config(config: Qwen3Config) -> dict[str, Any]:
-    """config.json of a model of this shape, with the keys of the published ones, and under our own
-    names what training alone needs. Raises ValueError for a router that theirs cannot be."""
+    """Return the config.json of a model of this shape.
+
+    It has the keys of the published ones. Fields that only training needs are under our own names.
+    Raises ValueError for a router that theirs cannot be.
+    """
     c = config
     values: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM" if c.n_experts else "Qwen3ForCausalLM"],
@@ -109,7 +123,10 @@ def hf_config(config: Qwen3Config) -> dict[str, Any]:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
-    """The inverse. Raises ValueError, with key and value, for what a Qwen3 here cannot have."""
+    """Return the config for a config.json, the inverse of :func:`hf_config`.
+
+    Raises ValueError, with key and value, for what a Qwen3 here cannot have.
+    """
     only(values, "model_type", *MODEL_TYPES)
     known = KEYS[values.get("model_type") or "qwen3"]
     known.check(values)
@@ -134,7 +151,7 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
         }
         if not kinds["n_experts"]:
             raise ValueError("num_experts: 0 should be at least 1")
-    else:  # of the others the published size is of no use, as there is no such layer
+    else:  # the published size of dense layers is not used, as there is no such layer
         kinds = {"hidden_dim": size(values, "intermediate_size")}
     return known.build(
         Qwen3Config,

@@ -19,6 +19,8 @@ from models.layers.router import MoEConfig
 
 @dataclass(frozen=True)
 class Qwen3Config(MoEConfig):
+    """The config of a Qwen3, dense or with experts."""
+
     vocab_size: int = 257
     """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
     dim: int = 128
@@ -57,10 +59,10 @@ class Qwen3Config(MoEConfig):
             raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
         hidden, router = self.hidden_dim, 0
-        if self.n_experts:  # those that a token activates
+        if self.n_experts:  # only the experts that a token activates count
             hidden, router = self.top_k * self.expert_dim, self.dim * self.n_experts
         weights = self.n_layers * (attention + 3 * self.dim * hidden + router)
         weights += self.vocab_size * self.dim
@@ -69,7 +71,7 @@ class Qwen3Config(MoEConfig):
 
 
 def _published(dim: int, n_layers: int, n_heads: int, hidden_dim: int, tied: bool) -> Qwen3Config:
-    """What all published sizes share is given here."""
+    """Return a published dense model; this function holds what all sizes share."""
     return Qwen3Config(
         vocab_size=151_936,
         dim=dim,
@@ -83,7 +85,7 @@ def _published(dim: int, n_layers: int, n_heads: int, hidden_dim: int, tied: boo
 
 
 def _published_moe(dim: int, n_layers: int, n_heads: int, expert_dim: int) -> Qwen3Config:
-    """The same for mixture of experts; the balancing loss's weight is that of the model cards."""
+    """Return a published mixture of experts; the balancing loss's weight is that of the model cards."""
     return Qwen3Config(
         vocab_size=151_936,
         dim=dim,
@@ -115,7 +117,7 @@ PRESETS = {
 class Attention(nn.Module):
     """Grouped-query attention with an RMSNorm of each query and key head (QK-Norm).
 
-    Counts its heads from its input, so a rank may hold a part of them.
+    It counts heads from its input, so a rank may hold a part of them.
     """
 
     def __init__(self, config: Qwen3Config) -> None:
@@ -133,6 +135,17 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
+        """Return attention's output.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
         q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -142,6 +155,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer: attention and a feed-forward network or experts, each after a norm."""
+
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -160,17 +175,31 @@ class Block(nn.Module):
         real_BL: Tensor,
         documents: Documents | None = None,
     ) -> Tensor:
+        """Return the stream after the layer.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            real_BL: False for padding, which routers do not count.
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
         x = self.ffn_norm(x_BLD)
         return x_BLD + (self.moe(x, real_BL) if hasattr(self, "moe") else self.feed_forward(x))
 
 
 class Qwen3(nn.Module):
+    """The model."""
+
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        # Keyed by index, so that a layer keeps its name when others are taken away.
+        # The keys are indices, so that a layer keeps its name when others are removed.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -183,15 +212,20 @@ class Qwen3(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, L, V) of ``tokens`` (B, L), int64.
+        """Return the logits of tokens.
 
-        ``positions`` (B, L) count from 0 if None, and are -1 for padding; ``document_ids`` (B, L) keep
-        attention within a document, and None makes each row one document.
+        Args:
+            tokens: (B, L), int64.
+            positions: (B, L), -1 for padding; None counts from 0.
+            document_ids: (B, L); attention stays within a document. None makes each row one.
+
+        Returns:
+            (B, L, V).
         """
         c = self.config
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        # Computed, not a buffer: nothing to go stale when the model is built on meta.
+        # It is computed, and no buffer, which would have no values if the model is built on meta.
         frequency = inverse_frequencies(c.head_dim, c.rope_theta, device=tokens.device)
         x_BLD = self.tok_embeddings(tokens)
         cosine, sine = rotation(positions, frequency, x_BLD.dtype)
@@ -203,10 +237,15 @@ class Qwen3(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill ``tensor``, the whole parameter ``name``: zeros (biases), ones (norms), else normal.
+        """Fill a whole parameter: zeros (biases), ones (norms), else normal.
 
-        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al.
-        2019, GPT-2), so that the stream's variance does not grow with depth.
+        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
+        GPT-2), so that the stream's variance does not grow with depth.
+
+        Args:
+            name: The parameter's name.
+            tensor: The parameter.
+            generator: The random numbers.
         """
         if tensor.ndim == 1:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,4 +1,4 @@
-"""How Qwen3 is cut: one value, for any mesh."""
+"""The plan that cuts Qwen3: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -18,7 +18,15 @@ from .model import Qwen3Config
 
 
 def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
-    """The plan of a Qwen3 for these degrees."""
+    """Return the plan of a Qwen3 for these degrees.
+
+    Args:
+        model: The model's config.
+        parallel: The table [parallel].
+
+    Returns:
+        The plan.
+    """
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     moe = MoEPlan("layers.*.moe", stream, parallel.tp)
@@ -32,7 +40,8 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
             "layers.*.attention": LocalInput(stream, inputs=4),
             "layers.*.attention.wq": LocalColwise(),
             "layers.*.attention.w[kv]": LocalHeads(model.n_kv_heads),
-            # Whole, on this rank's heads alone (B, L, heads, head_dim): the gradient is summed over tp.
+            # These norms are whole and run on this rank's heads (B, L, heads, head_dim), so their
+            # gradients are summed over tp.
             "layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2),
             "layers.*.attention.wo": LocalRowwise(stream),
             **(moe.tensor if model.n_experts else hidden),
@@ -46,7 +55,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
         | (moe.context if model.n_experts else {}),
         expert=moe.expert if model.n_experts else {},
         replicate=[] if parallel.sequence else norms,
-        # A tied weight belongs to one unit.
+        # A tied weight must be in one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
         compile=moe.compile if model.n_experts else ["layers.*"],
