@@ -31,7 +31,7 @@ from compose.pipeline.pipeline_parallel import PipelineRunner
 from compose.pipeline.stage import RuntimeStage
 from compose.proof.report import Report
 from models.llama import Model
-from tests.helpers import prove_case
+from tests.helpers import prove_step
 
 Fault = Callable[[], AbstractContextManager[None]]
 EVERYTHING = {"*"}
@@ -339,7 +339,7 @@ def a_gradient_is_not_a_number_on_the_last_rank() -> Iterator[None]:
 def with_fault(fault: Fault, keys: dict[str, object]) -> Report:
     """On every rank of a pool: the proof while the fault lasts."""
     with fault():
-        return prove_case(keys)
+        return prove_step(keys)
 
 
 def assert_named(report: Report, quantity: str, names: set[str]) -> None:

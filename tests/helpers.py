@@ -68,6 +68,12 @@ def prove_case(keys: dict[str, object]) -> Report:
     return prove(job, make_mesh(job.degrees), torch.device("cpu"))
 
 
+def prove_step(keys: dict[str, object]) -> Report:
+    """As :func:`prove_case`, over one step: for techniques that leave nothing behind for the next."""
+    job = make_job(dist.get_world_size(), **keys)
+    return prove(job, make_mesh(job.degrees), torch.device("cpu"), steps=1)
+
+
 def agreed(reports: list[Report]) -> Report:
     """The one report that all ranks have made."""
     assert all(report == reports[0] for report in reports), "ranks disagree on the report"

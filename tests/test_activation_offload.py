@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from compose.memory import activation_offload
 from compose.memory.activation_offload import ActivationOffload
 from compose.proof.report import Report
-from tests.helpers import Keys, agreed, prove_case
+from tests.helpers import Keys, agreed, prove_step
 from tests.pool import Pool
 
 
@@ -156,7 +156,7 @@ MESHES: dict[str, Keys] = {
 def _prove(keys: Keys) -> tuple[Report, bool]:
     with however_small(), mock.patch.object(ActivationOffload, "back", autospec=True) as back:
         back.side_effect = _back
-        return prove_case(keys), back.called
+        return prove_step(keys), back.called
 
 
 _back: Any = ActivationOffload.back

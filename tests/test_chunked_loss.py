@@ -25,7 +25,7 @@ from compose.loss.output import CrossEntropy, StepLoss
 from compose.proof.report import Report
 from models.llama import plan as llama_plan
 from tests.faults import Fault, assert_named, with_fault
-from tests.helpers import agreed, make_config, make_job, prove_case
+from tests.helpers import agreed, make_config, make_job, prove_step
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train
 
@@ -187,7 +187,7 @@ MOE: dict[str, object] = {"model__name": "deepseek_v3", "parallel__tp": 2, "para
 
 
 def _prove_all(cases: list[dict[str, object]]) -> list[Report]:
-    return [prove_case({**CHUNKED, **keys}) for keys in cases]
+    return [prove_step({**CHUNKED, **keys}) for keys in cases]
 
 
 @pytest.mark.parametrize("ranks", CASES)

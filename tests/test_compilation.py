@@ -14,7 +14,7 @@ from compose.build import cut, fill
 from compose.compiler.compilation import Compile, GraphCount, graphs_compiled, parts
 from compose.data import random_batch
 from compose.parallel.mesh import batch_share
-from tests.helpers import make_config, make_job, prove_case, tier
+from tests.helpers import make_config, make_job, prove_step, tier
 from tests.pool import Pool, make_mesh
 
 
@@ -85,7 +85,7 @@ def test_whole_model(pool: Pool, keys: dict[str, Any]) -> None:
 @pytest.mark.full
 def test_inductor_equals_one_process(pool: Pool) -> None:
     keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "compile__mode": "block"}
-    reports = pool.run(prove_case, 4, keys)
+    reports = pool.run(prove_step, 4, keys)
     assert reports[0].ok, str(reports[0])
 
 

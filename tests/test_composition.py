@@ -14,7 +14,7 @@ from compose.toml import load
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model, plan
 from tests.command_lines import answered
-from tests.helpers import ROOT, SMALL, agreed, prove_case
+from tests.helpers import ROOT, SMALL, agreed, prove_step
 from tests.pool import Pool, make_mesh
 
 RANKS = 8
@@ -33,7 +33,7 @@ def config() -> Config:
 
 def prove(pool: Pool, degrees: dict[str, int]) -> None:
     keys = KEYS | {f"parallel__{axis}": degree for axis, degree in degrees.items()}
-    report = agreed(pool.run(prove_case, RANKS, keys))
+    report = agreed(pool.run(prove_step, RANKS, keys))
     assert report.ok, f"{degrees}\n{report}"
 
 

@@ -33,7 +33,7 @@ from tests.faults import (
     partial_gradients_are_taken_as_whole,
     with_fault,
 )
-from tests.helpers import FLOAT8_SHAPE, make_config, make_job, prove_case, tier
+from tests.helpers import FLOAT8_SHAPE, make_config, make_job, prove_step, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -233,10 +233,10 @@ def _without_noise(keys: dict[str, object]) -> Report:
     """Norms stay ones. Other weights turn the last bit of what the largest element is, and with it of
     a scale, by which all values then round anew."""
     with mutated("compose.proof.verify:_spread", "normal_(0.0, _SPREAD,", "normal_(0.0, 0.0,"):
-        return prove_case(keys)
+        return prove_step(keys)
 
 
-def proved(pool: Pool, name: str, prove: Callable[..., Report] = prove_case) -> Report:
+def proved(pool: Pool, name: str, prove: Callable[..., Report] = prove_step) -> Report:
     ranks, keys = CASES[name]
     given = FLOAT8_SHAPE | {"train__global_batch": 8, "train__micro_batch": 2} | keys
     if given.get("model__name"):

@@ -25,7 +25,7 @@ from compose.proof.verify import whole as full
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.helpers import agreed, in_turn, make_job, parallel, prove_case
+from tests.helpers import agreed, in_turn, make_job, parallel, prove_step
 from tests.pool import Pool, make_mesh
 
 
@@ -48,7 +48,7 @@ def test_every_schedule(pool: Pool, schedule: str, pp: int, tied: bool) -> None:
     """Layers as FLOPs ask for."""
     keys = parallel(pp=pp, pp_schedule=schedule) | batches(8)
     keys |= {"model__n_layers": 6, "model__tie_embeddings": tied}
-    report = agreed(pool.run(prove_case, pp, keys))
+    report = agreed(pool.run(prove_step, pp, keys))
     assert report.ok, str(report)
     quantities = {row.quantity for row in report.rows}
     usual = {"initial weight", "gradient", "loss", "grad_norm", "update", "copies"}
@@ -90,7 +90,7 @@ UNEVEN: list[tuple[int, dict[str, object], int]] = [
 )
 def test_uneven(pool: Pool, ranks: int, keys: dict[str, object], micro_batches: int) -> None:
     tied = {"model__n_layers": 6, "model__tie_embeddings": micro_batches % 2 == 0}
-    report = agreed(pool.run(prove_case, ranks, keys | batches(micro_batches) | tied))
+    report = agreed(pool.run(prove_step, ranks, keys | batches(micro_batches) | tied))
     assert report.ok, str(report)
 
 
@@ -145,7 +145,7 @@ PRODUCTS: list[tuple[int, dict[str, object]]] = [
 )
 def test_products(pool: Pool, ranks: int, keys: dict[str, object]) -> None:
     tied = {"model__n_layers": 4, "model__tie_embeddings": True}
-    report = agreed(pool.run(prove_case, ranks, tied | keys))
+    report = agreed(pool.run(prove_step, ranks, tied | keys))
     assert report.ok, str(report)
 
 
@@ -165,7 +165,7 @@ def test_v_schedules_with_documents_tied_weights_cp_and_zero(
 ) -> None:
     keys = parallel(pp=2, cp=2, dp_shard=2, zero=zero, pp_schedule=schedule) | batches(4, 2)
     report = agreed(
-        pool.run(prove_case, 8, keys | {"model__n_layers": 4, "model__tie_embeddings": True})
+        pool.run(prove_step, 8, keys | {"model__n_layers": 4, "model__tie_embeddings": True})
     )
     assert report.ok, str(report)
 
@@ -179,7 +179,7 @@ def test_v_schedules_with_documents_tied_weights_cp_and_zero(
 def test_bfloat16(pool: Pool, schedule: str, zero: int) -> None:
     keys = parallel(pp=2, dp_shard=2, zero=zero, pp_schedule=schedule) | batches(4, 2)
     report = agreed(
-        pool.run(prove_case, 4, keys | {"precision__param": "bfloat16", "model__n_layers": 4})
+        pool.run(prove_step, 4, keys | {"precision__param": "bfloat16", "model__n_layers": 4})
     )
     assert report.ok, str(report)
 
@@ -189,7 +189,7 @@ def test_csv_of_actions(pool: Pool, tmp_path: Path) -> None:
     table = build_table("GPipe", 2, 0, 3)
     write_table([row[:3] + row[:2:-1] for row in table], str(tmp_path / "own.csv"))
     keys = parallel(pp=2, pp_schedule=str(tmp_path / "own.csv")) | batches(3)
-    report = agreed(pool.run(prove_case, 2, keys))
+    report = agreed(pool.run(prove_step, 2, keys))
     assert report.ok, str(report)
 
 

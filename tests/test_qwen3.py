@@ -23,7 +23,7 @@ from models.layers.attention import AttentionCore
 from models.qwen3 import PRESETS, Config, Model
 from models.qwen3.hf import hf_name
 from models.qwen3.model import Attention
-from tests.helpers import ROOT, agreed, make_config, parallel, prove_case, tier
+from tests.helpers import ROOT, agreed, make_config, parallel, prove_step, tier
 from tests.pool import Pool
 from tests.transformers_models import QWEN3, RowByRow
 
@@ -183,7 +183,7 @@ LEFT = {
 def test_equals_one_process(pool: Pool, case: str) -> None:
     ranks, keys = PROVED[case]
     keys = keys | {"model__name": "qwen3"}
-    report = agreed(pool.run(prove_case, ranks, keys))
+    report = agreed(pool.run(prove_step, ranks, keys))
     assert report.ok, str(report)
     heads = {row.name for row in report.rows if re.search(r"\.[qk]_norm\.weight$", row.name)}
     assert len(heads) == 2 * int(str(keys.get("model__n_layers", 2)))
@@ -215,7 +215,7 @@ def norms_of_heads_are_taken_as_whole(norm: str) -> Iterator[None]:
 
 def _with_whole_norms(norm: str, keys: dict[str, object]) -> Report:
     with norms_of_heads_are_taken_as_whole(norm):
-        return prove_case(keys)
+        return prove_step(keys)
 
 
 @pytest.mark.parametrize(("norm", "sequence"), [("q_norm", True), ("k_norm", False)])

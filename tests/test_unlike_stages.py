@@ -16,7 +16,7 @@ from compose.base.local_tensor import local_tensor
 from compose.build import cut
 from compose.train.trainer import Trainer
 from tests.experts import DEEPSEEK, QWEN, keys_of
-from tests.helpers import agreed, make_job, prove_case, tier
+from tests.helpers import agreed, make_job, prove_step, tier
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines
 
@@ -50,7 +50,7 @@ def _in_turn() -> list[Any]:
 @pytest.mark.parametrize(("mesh", "content"), _in_turn())
 def test_equals_one_process(pool: Pool, mesh: str, content: str) -> None:
     ranks, keys = keys_of(CONTENTS[content], mesh)
-    report = agreed(pool.run(prove_case, ranks, keys))
+    report = agreed(pool.run(prove_step, ranks, keys))
     assert report.ok, str(report)
 
 

@@ -13,7 +13,7 @@ from compose.proof.report import Report, Row
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.helpers import agreed, prove_case, tier
+from tests.helpers import agreed, prove_step, tier
 from tests.meshes import MESHES, name_of, ranks_of
 from tests.pool import Pool, make_mesh
 
@@ -53,7 +53,7 @@ def test_equals_one_process(
         "train__micro_batch": 2,
         "train__global_batch": 2 * data_ranks * accumulation,
     }
-    report = agreed(pool.run(prove_case, ranks_of(mesh), keys))
+    report = agreed(pool.run(prove_step, ranks_of(mesh), keys))
     assert report.ok, str(report)
     quantities = {row.quantity for row in report.rows}
     assert quantities == {"initial weight", "gradient", "loss", "grad_norm", "update", "copies"}
@@ -118,7 +118,7 @@ def test_context_parallel(pool: Pool, keys: dict[str, object]) -> None:
     """On random documents of 8 tokens in the mean, many of which span ranks."""
     keys = {"train__global_batch": 8, **keys}
     degrees = [keys.get(f"parallel__{axis}", 1) for axis in ("cp", "dp_replicate", "dp_shard", "tp")]
-    report = agreed(pool.run(prove_case, math.prod(map(int, map(str, degrees))), keys))
+    report = agreed(pool.run(prove_step, math.prod(map(int, map(str, degrees))), keys))
     assert report.ok, str(report)
 
 
@@ -171,7 +171,7 @@ def test_odd_sizes(pool: Pool, case: str) -> None:
     keys = {"train__global_batch": 8, **ODD[case]}
     count = keys.pop("ranks")
     assert isinstance(count, int)
-    report = agreed(pool.run(prove_case, count, keys))
+    report = agreed(pool.run(prove_step, count, keys))
     assert report.ok, str(report)
 
 
@@ -200,7 +200,7 @@ BFLOAT16: list[dict[str, int | bool]] = [
 def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
     keys = {f"parallel__{key}": value for key, value in mesh.items()}
     keys |= {"precision__param": "bfloat16", "precision__reduce": reduce}
-    report = agreed(pool.run(prove_case, ranks_of(mesh), keys))
+    report = agreed(pool.run(prove_step, ranks_of(mesh), keys))
     assert report.ok, str(report)
     if not mesh and reduce == "float32":
         # Alone, the same operations round alike: nothing is cast but parameters.

@@ -29,8 +29,8 @@ EPS = 1e-6
 CLIP = 0.1
 
 
-def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
-    """Compare a job on ``mesh`` with one process over two steps on random documents.
+def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int = STEPS) -> Report:
+    """Compare a job on ``mesh`` with one process over some steps on random documents.
 
     The composition is made from meta, as training makes it. So initial weights are compared too.
 
@@ -38,6 +38,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
         job: A job for the ranks of ``mesh``.
         mesh: The mesh of ``compose.init_mesh``.
         device: This rank's device.
+        steps: Optimizer steps. The second shows what the first left behind, such as optimizer state.
 
     Returns:
         What was compared, and the verdict; the same on every rank.
@@ -59,7 +60,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
                 train.global_batch, train.seq_len, vocabulary, train.seed + step
             ).items()
         }
-        for step in range(STEPS)
+        for step in range(steps)
     ]
     scale = first_scale(config.precision)
     rules = parameter_rules(job.model, job.plan, config.optimizer)
