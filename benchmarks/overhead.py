@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
-from compose.build import build, build_optimizer, fill
+from compose.build import build, build_optimizer, fill_weights
 from compose.commands.cli import parse
 from compose.composition.state import Composition
 from compose.config import Config
@@ -96,7 +96,7 @@ def styled_model(job: Job, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     replicated = [(name, Replicated()) for name in job.resolved.replicate]
     apply_tensor_parallel(model, job.resolved.tensor + replicated, mesh["tp"])
     # As the job's, of which this is one: its parameters have no other names.
-    fill(Composition(model, mesh), job, device)
+    fill_weights(Composition(model, mesh), job, device)
     return model
 
 

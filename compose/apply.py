@@ -22,13 +22,13 @@ from compose.parallel.context_parallel import Balance, ContextParallel
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
-from compose.parallel.secondary_shards import NearGather, near_groups
+from compose.parallel.secondary_shards import SecondaryGather, secondary_groups
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
 from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
 from compose.pipeline.schedules import schedule_of
 from compose.pipeline.split import Stage
 from compose.plan import Plan, Resolved, resolve
-from compose.precision.float8 import Choice, apply_float8, choose, float8_styles
+from compose.precision.float8 import Choice, apply_float8, float8_styles, select_layers
 
 
 def apply(
@@ -62,7 +62,7 @@ def apply(
     pp, cp, tp = (axis_size(mesh, axis) for axis in ("pp", "cp", "tp"))
     resolved = plan if isinstance(plan, Resolved) else resolve(plan, model)
     check_setup(Setup(model, resolved, options, mesh.size(), mesh.device_type))
-    choice = choose(model, resolved, tp, float8, mesh.device_type)
+    choice = select_layers(model, resolved, tp, float8, mesh.device_type)
     _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -107,8 +107,8 @@ def apply(
     opaque += [name for name, _ in resolved.expert]
     modules = [stage.module for stage in stages]
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
-    near = near_groups(mesh, parallel.zero3_reshard, zero, over)
-    gathers: list[NearGather] = []
+    near = secondary_groups(mesh, parallel.zero3_reshard, zero, over)
+    gathers: list[SecondaryGather] = []
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
         how = Sharding(
@@ -123,8 +123,8 @@ def apply(
         for stage in stages:
             here = resolved.without(stage.absent)
             experts = [name for name, _ in here.expert]
-            ends = runner is None or runner.is_last(stage)
-            gathers += apply_data_parallel(stage.module, here.shard, mesh, how, experts, ends)
+            is_last_stage = runner is None or runner.is_last(stage)
+            gathers += apply_data_parallel(stage.module, here.shard, mesh, how, experts, is_last_stage)
     # On a rank without the last stage this is an identity, and nothing calls it.
     output = Output(model.get_submodule(resolved.output)) if resolved.output else None
     return Composition(

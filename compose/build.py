@@ -21,10 +21,10 @@ from compose.legality.job import Job
 from compose.loss.output import CrossEntropy
 from compose.optimizer.adamw import AdamW
 from compose.optimizer.groups import Together, grouped, stage_group
+from compose.optimizer.lr_schedule import set_learning_rate
 from compose.optimizer.muon import Muon
 from compose.optimizer.offload import OffloadedAdamW
-from compose.optimizer.rates import set_learning_rate
-from compose.optimizer.rules import Rule, parameter_rules
+from compose.optimizer.rules import ParameterRule, parameter_rules
 from compose.optimizer.scratch import remove_left
 from compose.registry import InitialisedModel
 from compose.weights import init_weights, materialize
@@ -37,7 +37,7 @@ def loss_function(config: Config) -> CrossEntropy:
     return CrossEntropy(config.train.loss_chunk, config.train.z_loss)
 
 
-def cut(
+def parallelize(
     job: Job, mesh: DeviceMesh, device: torch.device, options: Options | None = None
 ) -> Composition:
     """Cut the job's model over ``mesh``, with memory on ``device`` but without values for the weights.
@@ -68,12 +68,12 @@ def build(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
     Returns:
         The composition.
     """
-    composition = cut(job, mesh, device)
-    fill(composition, job, device)
+    composition = parallelize(job, mesh, device)
+    fill_weights(composition, job, device)
     return composition
 
 
-def fill(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
+def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
     """Give a model its first weights, from ``checkpoint.load_hf`` or drawn by ``train.seed``.
 
     Args:
@@ -156,7 +156,7 @@ def _muon(
 
 def _adamw(
     named: Sequence[tuple[str, nn.Parameter]],
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, ParameterRule],
     config: Config,
     folder: Path | None,
 ) -> torch.optim.Optimizer:

@@ -78,17 +78,17 @@ def init_weights(
         if parameter.ndim < 3:
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             init_parameter(name, drawn, named_generator(seed, name, device))
-            local.copy_(local_part(drawn, parameter))
+            local.copy_(local_shard(drawn, parameter))
             continue
         numbers = torch.arange(len(parameter)).view(-1, *[1] * (parameter.ndim - 1))
-        held = local_part(numbers.expand(parameter.shape), parameter)
+        held = local_shard(numbers.expand(parameter.shape), parameter)
         for place, number in enumerate(held.flatten(1)[:, :1].flatten().tolist()):
             drawn = torch.empty(parameter.shape[1:], dtype=torch.float32, device=device)
             init_parameter(name, drawn, named_generator(seed, f"{name}.{number}", device))
-            local[place].copy_(local_part(drawn.expand(parameter.shape), parameter)[place])
+            local[place].copy_(local_shard(drawn.expand(parameter.shape), parameter)[place])
 
 
-def local_part(whole: Tensor, like: Tensor) -> Tensor:
+def local_shard(whole: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of ``whole``, as a view.
 
     Args:
@@ -99,10 +99,10 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
     Returns:
         The part.
     """
-    return whole[local_box(like)]
+    return whole[local_region(like)]
 
 
-def local_box(like: Tensor, coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
+def local_region(like: Tensor, coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
     """Return the place of a rank's part in the whole of a DTensor.
 
     FSDP cuts a dim after tensor parallel has cut it (its placement is then a strided one). PyTorch's
@@ -115,7 +115,7 @@ def local_box(like: Tensor, coordinate: Sequence[int] | None = None) -> tuple[sl
     Returns:
         One slice for each dim; for a plain tensor they cover all of it.
     """
-    box = [range(size) for size in like.shape]
+    region = [range(size) for size in like.shape]
     if isinstance(like, DTensor):
         place = like.device_mesh.get_coordinate() if coordinate is None else coordinate
         assert place is not None, "a rank outside of the mesh holds nothing"
@@ -125,9 +125,9 @@ def local_box(like: Tensor, coordinate: Sequence[int] | None = None) -> tuple[sl
             if isinstance(placement, (Shard, _StridedShard))
         ]
         for _, axis, dim in sorted(cuts):
-            each = -(-len(box[dim]) // like.device_mesh.size(axis))  # the rule of Tensor.chunk
-            box[dim] = box[dim][place[axis] * each : (place[axis] + 1) * each]
-    return tuple(slice(held.start, held.stop) for held in box)
+            each = -(-len(region[dim]) // like.device_mesh.size(axis))  # the rule of Tensor.chunk
+            region[dim] = region[dim][place[axis] * each : (place[axis] + 1) * each]
+    return tuple(slice(held.start, held.stop) for held in region)
 
 
 def named_generator(seed: int, name: str, device: torch.device | str = "cpu") -> Generator:

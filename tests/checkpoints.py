@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compose.build import build, build_optimizer, cut
+from compose.build import build, build_optimizer, parallelize
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.state import named_tensors
@@ -61,8 +61,8 @@ def ranks_of(mesh: Keys) -> int:
 
 @torch.no_grad()
 def _cut_without_weights(*args: Any) -> Composition:
-    """As ``cut``, with NaN for whatever was in memory: nothing of it may stay."""
-    composition = cut(*args)
+    """As ``parallelize``, with NaN for whatever was in memory: nothing of it may stay."""
+    composition = parallelize(*args)
     for parameter in composition.model.parameters():
         parameter.fill_(torch.nan)
     return composition
@@ -72,7 +72,7 @@ def trained_state(keys: Keys) -> dict[str, torch.Tensor]:
     """Train to ``stop_after``; on the first rank, the whole state that is left, by name."""
     job = make_job(dist.get_world_size(), **keys)
     mesh = make_mesh(job.degrees)
-    with mock.patch("compose.train.trainer.cut", _cut_without_weights):
+    with mock.patch("compose.train.trainer.parallelize", _cut_without_weights):
         trainer = Trainer(job, mesh, torch.device("cpu"))
     trainer.run()
     named = named_tensors(trainer.composition, trainer.optimizer)

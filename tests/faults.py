@@ -152,7 +152,7 @@ def gradients_are_averaged_over_ranks() -> Iterator[None]:
 @contextmanager
 def wo_shards_are_in_reverse_order() -> Iterator[None]:
     """Each tp rank fills wo with the part of the rank opposite."""
-    real = compose.weights.local_part
+    real = compose.weights.local_shard
 
     def fake(whole: Tensor, like: Tensor) -> Tensor:
         cut = isinstance(like, DTensor) and like.placements[-1].is_shard(1)
@@ -160,7 +160,7 @@ def wo_shards_are_in_reverse_order() -> Iterator[None]:
             whole = torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)
         return real(whole, like)
 
-    with mock.patch.object(compose.weights, "local_part", fake):
+    with mock.patch.object(compose.weights, "local_shard", fake):
         yield
 
 

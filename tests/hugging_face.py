@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compose.base.safetensors_files import Planned, write_files
-from compose.build import fill
+from compose.build import fill_weights
 from compose.huggingface.folder import find_hf, name_of, published
 from models import deepseek_v3, llama, qwen3
 from tests.experts import DEEPSEEK, QWEN
@@ -43,7 +43,7 @@ def save_model(folder: Path, keys: dict[str, object], dtype: torch.dtype = torch
     """A Hugging Face folder of the model of ``keys``, every value another."""
     job = make_job(1, **keys)
     config, model = job.config, copy.deepcopy(job.model)
-    fill(model, job, torch.device("cpu"))
+    fill_weights(model, job, torch.device("cpu"))
     planned: list[Planned] = []
     tensors: list[Tensor] = []
     generator = torch.Generator().manual_seed(1)

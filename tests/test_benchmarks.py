@@ -18,6 +18,7 @@ def shown(*arguments: str, ranks: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_overhead() -> None:
     trainer, styled = shown("benchmarks/overhead.py", "--steps", "1")
     assert (trainer["benchmark"], styled["benchmark"]) == ("overhead", "tp_dispatch")
@@ -155,6 +156,7 @@ def test_loss() -> None:
     "techniques",
     [["full", "activation offload"], pytest.param([], marks=pytest.mark.full)],
 )
+@pytest.mark.slow
 def test_memory(techniques: list[str]) -> None:
     """Here figures mean what they say: every technique saves what its formula does."""
     done = execute("benchmarks/memory.py", "--small", *techniques)

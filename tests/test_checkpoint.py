@@ -69,7 +69,7 @@ IN_THE_SUITE = {
         pytest.param(
             *pair,
             id=f"{pair[0]}: {pair[2]} to {pair[3]}",
-            marks=tier(pair[0] == "llama", full=(pair[0], *pair[2:]) not in IN_THE_SUITE),
+            marks=tier(pair[0] in ("llama", "qwen3"), full=(pair[0], *pair[2:]) not in IN_THE_SUITE),
         )
         for pair in PAIRS
     ],

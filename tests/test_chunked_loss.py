@@ -25,7 +25,7 @@ from compose.loss.output import CrossEntropy, StepLoss
 from compose.proof.report import Report
 from models.llama import plan as llama_plan
 from tests.faults import Fault, assert_named, with_fault
-from tests.helpers import agreed, make_config, make_job, prove_step
+from tests.helpers import agreed, make_config, make_job, prove_step, tier
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train
 
@@ -190,7 +190,7 @@ def _prove_all(cases: list[dict[str, object]]) -> list[Report]:
     return [prove_step({**CHUNKED, **keys}) for keys in cases]
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=n == 2)) for n in CASES])
 def test_equals_one_process(pool: Pool, ranks: int) -> None:
     found = pool.run(_prove_all, ranks, CASES[ranks])
     for keys, *reports in zip(CASES[ranks], *found, strict=True):

@@ -10,8 +10,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from compose import ConfigError, forward_backward
-from compose.build import cut, fill
-from compose.compiler.compilation import Compile, GraphCount, graphs_compiled, parts
+from compose.build import fill_weights, parallelize
+from compose.compiler.compilation import Compile, GraphCount, compiled_parts, graphs_compiled
 from compose.data import random_batch
 from compose.parallel.mesh import batch_share
 from tests.helpers import make_config, make_job, prove_step, tier
@@ -29,8 +29,8 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
     share = {name: value.chunk(count)[index] for name, value in batch.items()}
     found: list[list[torch.Tensor]] = []
     for options in (Compile(), Compile(mode, backend="aot_eager")):  # type: ignore[arg-type]
-        composition = cut(job, mesh, cpu, replace(config.options, compile=options))
-        fill(composition, job, cpu)
+        composition = parallelize(job, mesh, cpu, replace(config.options, compile=options))
+        fill_weights(composition, job, cpu)
         model = composition.model
         assert "_orig_mod" not in "".join(name for name, _ in model.named_parameters())
         for _ in range(2):
@@ -68,7 +68,8 @@ MORE: dict[str, tuple[int, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=tier(n == "ring", full=n in MORE)) for n in CASES | MORE]
+    "name",
+    [pytest.param(n, marks=tier(n in ("ring", "fsdp x tp"), full=n in MORE)) for n in CASES | MORE],
 )
 def test_one_graph_for_layers_that_are_alike(pool: Pool, name: str) -> None:
     ranks, keys, graphs = (CASES | MORE)[name]
@@ -100,8 +101,8 @@ def test_parts_leave_out_what_is_opaque() -> None:
         }
     )
     model = nn.ModuleDict({"0": layer, "1": nn.Linear(3, 3)})
-    assert list(parts(model, ["0", "1"], [])) == ["0", "1"]
-    assert list(parts(model, ["0", "1"], ["0.attention.core"])) == [
+    assert list(compiled_parts(model, ["0", "1"], [])) == ["0", "1"]
+    assert list(compiled_parts(model, ["0", "1"], ["0.attention.core"])) == [
         "0.norm",
         "0.attention.q_norm",
         "0.feed_forward",

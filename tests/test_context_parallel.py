@@ -166,6 +166,7 @@ def _peak(method: Method, part: int) -> int:
     return peak_bytes(core, part * dist.get_world_size())
 
 
+@pytest.mark.slow
 def test_ring_memory_is_linear_in_the_part_held(pool: Pool) -> None:
     small, large = (max(pool.run(_peak, 2, "ring", n)) for n in (512, 1024))
     assert small > 0

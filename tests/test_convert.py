@@ -183,6 +183,7 @@ print((peak() - before) * 1024)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells of memory on Linux")
+@pytest.mark.slow
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     config = dataclasses.replace(LLAMA, dim=768, n_layers=6, hidden_dim=3072)
     with torch.device("meta"):

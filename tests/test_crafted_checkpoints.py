@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from compose.checkpoint import store
-from compose.checkpoint.parts import LoadParts, Part, SaveParts
+from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner
 from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.errors import ConfigError
 from compose.huggingface.conversion import export
@@ -42,8 +42,8 @@ STATE = {
 def _parts() -> dict[str, Any]:
     """A tensor, and another."""
     return {
-        "model.a": Part(torch.Size((4, 3)), torch.Size((0, 0)), VALUES.clone()),
-        "model.b": Part(torch.Size(()), torch.Size(()), torch.tensor(7)),
+        "model.a": LocalShard(torch.Size((4, 3)), torch.Size((0, 0)), VALUES.clone()),
+        "model.b": LocalShard(torch.Size(()), torch.Size(()), torch.tensor(7)),
     }
 
 
@@ -59,7 +59,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """One as a run writes it."""
     folder = store.begin(tmp_path, 2)
     with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.save(_parts(), storage_writer=PartsWriter(folder), planner=SaveParts(), no_dist=True)
+        dcp.save(_parts(), storage_writer=PartsWriter(folder), planner=ShardSavePlanner(), no_dist=True)
     (folder / store.STATE).write_text(json.dumps(STATE))
     (folder / "config.toml").write_text("")
     done = store.publish(folder, store.described(folder.iterdir()))
@@ -71,7 +71,9 @@ def _as_of_before(folder: Path) -> None:
     """Its description as DCP itself writes it, without ours."""
     aside = folder.with_name("stock")
     with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.save(_parts(), storage_writer=FileSystemWriter(aside), planner=SaveParts(), no_dist=True)
+        dcp.save(
+            _parts(), storage_writer=FileSystemWriter(aside), planner=ShardSavePlanner(), no_dist=True
+        )
     for path in (*folder.glob("__*"), folder / "metadata.json"):
         path.unlink(missing_ok=True)
     for path in aside.iterdir():
@@ -90,9 +92,13 @@ class Touches:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    parts = {name: Part(p.shape, p.offsets, torch.zeros_like(p.local)) for name, p in _parts().items()}
+    parts = {
+        name: LocalShard(p.shape, p.offsets, torch.zeros_like(p.local)) for name, p in _parts().items()
+    }
     with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.load(dict(parts), storage_reader=PartsReader(folder), planner=LoadParts(), no_dist=True)
+        dcp.load(
+            dict(parts), storage_reader=PartsReader(folder), planner=ShardLoadPlanner(), no_dist=True
+        )
     return {name: part.local for name, part in parts.items()}
 
 
@@ -156,10 +162,12 @@ def test_a_shard_that_is_a_trap(checkpoint: Path, tmp_path: Path) -> None:
     torch.save(Touches(tmp_path / "caught"), trap)
     shard.write_bytes(trap.read_bytes().ljust(size, b"\0"))
     with pytest.warns(match="torch.distributed is"), pytest.raises(CheckpointException):
-        dcp.load(_parts(), storage_reader=PartsReader(checkpoint), planner=LoadParts(), no_dist=True)
+        dcp.load(
+            _parts(), storage_reader=PartsReader(checkpoint), planner=ShardLoadPlanner(), no_dist=True
+        )
     item = ReadItem(LoadItemType.BYTE_IO, AT, torch.Size(), AT, torch.Size(), torch.Size())
     with pytest.raises(TypeError, match="a is no tensor"):
-        LoadParts().load_bytes(item, io.BytesIO(trap.read_bytes()))
+        ShardLoadPlanner().load_bytes(item, io.BytesIO(trap.read_bytes()))
     assert not (tmp_path / "caught").exists()
 
 
@@ -290,12 +298,12 @@ BOXES: list[tuple[Change, str]] = [
     (_set("tensors", "model.a", "dtype", "object"), "tensors.model.a: dtype: 'object' is none of F32"),
     (
         _set("tensors", "model.a", "shape", [5, 3]),
-        "tensors.model.a: its boxes are not the whole of [5, 3]",
+        "tensors.model.a: its regions are not the whole of [5, 3]",
     ),
-    (_twice, "tensors.model.a: its boxes are not the whole of [8, 3]"),
+    (_twice, "tensors.model.a: its regions are not the whole of [8, 3]"),
     (
         _set("tensors", "model.a", "chunks", []),
-        "tensors.model.a: its boxes are not the whole of [4, 3]",
+        "tensors.model.a: its regions are not the whole of [4, 3]",
     ),
     (_box("model.a", 0, "/etc/passwd"), "tensors.model.a: '/etc/passwd' is no name of a shard"),
     (_box("model.a", 0, 3), "tensors.model.a.chunks[0][0]: expected a string, got 3"),
@@ -304,8 +312,8 @@ BOXES: list[tuple[Change, str]] = [
         "tensors.model.a.chunks[0][1]: -8 should be greater than or equal to 0",
     ),
     (_box("model.a", 2, 44), "tensors.model.a: 44 bytes at"),
-    (_box("model.a", 3, [1, 0]), "tensors.model.a: a box of [4, 3] at [1, 0] is not in [4, 3]"),
-    (_box("model.a", 3, [0]), "tensors.model.a: a box of 1 and 2 dims, of 2"),
+    (_box("model.a", 3, [1, 0]), "tensors.model.a: a region of [4, 3] at [1, 0] is not in [4, 3]"),
+    (_box("model.a", 3, [0]), "tensors.model.a: a region of 1 and 2 dims, of 2"),
     (_box("model.a", 4, [0, 3]), "tensors.model.a.chunks[0][4][0]: 0 should be greater than"),
     (_box("model.a", 4, 3), "tensors.model.a.chunks[0][4]: expected a list, got 3"),
 ]
@@ -364,7 +372,7 @@ def _trusts(tree: ast.Module) -> list[int]:
             if function in ("torch.load", "yaml.load", "pickle.Unpickler"):
                 found += [] if "weights_only" in given else [node.lineno]
             if function == "dcp.load":  # whose own planner and reader unpickle
-                ours = given.get("planner") == "LoadParts()" and "reader" in given.get(
+                ours = given.get("planner") == "ShardLoadPlanner()" and "reader" in given.get(
                     "storage_reader", ""
                 )
                 found += [] if ours else [node.lineno]

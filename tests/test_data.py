@@ -23,7 +23,7 @@ from compose.data import (
     training_batches,
 )
 from compose.data.batches import in_order
-from compose.data.opening import described
+from compose.data.datasets import described
 from compose.data.order import Interleaving, shuffled
 from compose.data.rows import Row, Stored
 from compose.data.sources import Samples, Windows, open_samples

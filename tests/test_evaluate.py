@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compose.build import build, build_optimizer, fill
-from compose.checkpoint.parts import part_of
+from compose.build import build, build_optimizer, fill_weights
+from compose.checkpoint.local_shards import local_shard_of
 from compose.composition.state import Composition
 from compose.config import Config
 from compose.data import open_data, random_batch
@@ -83,7 +83,7 @@ def batch_of(config: Config, rows: int, filled: int, seed: int) -> dict[str, Ten
 def on_one_process(job: Job, batch: dict[str, Tensor]) -> tuple[float, int]:
     """(sum of the loss, targets) by the plain model."""
     model = copy.deepcopy(job.model)
-    fill(model, job, CPU)
+    fill_weights(model, job, CPU)
     inputs = {name: value for name, value in batch.items() if name != "targets"}
     with torch.no_grad():
         logits = model(**inputs).double()
@@ -152,9 +152,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     """What this rank holds: parameters as they are sharded, gradients, buffers, the mode of modules."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        found[name] = part_of(parameter).local.clone()
+        found[name] = local_shard_of(parameter).local.clone()
         if parameter.grad is not None:
-            found[f"gradient of {name}"] = part_of(parameter.grad).local.clone()
+            found[f"gradient of {name}"] = local_shard_of(parameter.grad).local.clone()
     found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     found |= {f"mode of {name}": torch.tensor(m.training) for name, m in model.named_modules()}
     for name, router in routers(model).items():

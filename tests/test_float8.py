@@ -23,7 +23,7 @@ from compose.build import build
 from compose.data import random_batch
 from compose.legality.job import Job
 from compose.plan import resolve
-from compose.precision.float8 import EXCEPTED, Choice, apply_float8, choose, float8_styles
+from compose.precision.float8 import EXCEPTED, Choice, apply_float8, float8_styles, select_layers
 from compose.proof.report import Report
 from compose.registry import find_model
 from tests.checkpoints import shards, train_on
@@ -96,7 +96,7 @@ def chosen(preset: str, recipe: Any, tp: int = 1, emulate: bool = False) -> Choi
         model = folder.Model(config)
     resolved = resolve(folder.plan(config, Parallel(tp=tp)), model)
     with mock.patch.object(float8, "emulated", return_value=emulate):
-        return choose(model, resolved, tp, recipe, "cuda")
+        return select_layers(model, resolved, tp, recipe, "cuda")
 
 
 def kinds(names: Any) -> set[str]:
@@ -144,7 +144,7 @@ def test_the_first_layer_and_the_last_are_left_out(name: str) -> None:
         model = folder.Model(config)
     resolved = resolve(folder.plan(config, Parallel()), model)
     last = str(sum(1 for _ in model.get_submodule("layers").children()) - 1)
-    choice = choose(model, resolved, 1, "tensorwise", "cpu")
+    choice = select_layers(model, resolved, 1, "tensorwise", "cpu")
     excepted = {name for name, why in choice.left.items() if why == EXCEPTED}
     linear = {n for n in resolved.float8 if isinstance(model.get_submodule(n), nn.Linear)}
     assert excepted == {n for n in linear if n.split(".")[1] in ("0", last)}
@@ -245,7 +245,7 @@ def proved(pool: Pool, name: str, prove: Callable[..., Report] = prove_step) -> 
 
 
 IN_THE_SUITE = ("uneven shards", "tp, rowwise", "ring", "ZBVZeroBubble", "experts with a shared one")
-SLOW = ("ring", "ZBVZeroBubble")
+SLOW = ("ring", "ZBVZeroBubble", "experts with a shared one")
 
 
 @pytest.mark.parametrize(
@@ -262,6 +262,7 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_scales_are_those_of_the_whole(pool: Pool) -> None:
     """Where all scales are those of one process and nothing else is rounded, hardly a rounding falls
     apart; each tp rank's own scales of its part would make errors of 0.1."""
@@ -270,7 +271,11 @@ def test_scales_are_those_of_the_whole(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [partial_gradients_are_taken_as_whole, gradients_are_averaged_over_ranks]
+    "fault",
+    [
+        pytest.param(partial_gradients_are_taken_as_whole, marks=pytest.mark.slow),
+        gradients_are_averaged_over_ranks,
+    ],
 )
 def test_faults_are_above_its_tolerance(pool: Pool, fault: Any) -> None:
     tp = fault is partial_gradients_are_taken_as_whole

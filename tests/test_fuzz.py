@@ -25,7 +25,7 @@ from compose.__main__ import main
 from compose.base.fields import docs
 from compose.checkpoint import store
 from compose.commands.cli import parse
-from compose.commands.generate import Sampling, choose
+from compose.commands.generate import Sampling, sample_token
 from compose.config import TABLES
 from compose.data import training_batches
 from compose.errors import ConfigError
@@ -453,4 +453,4 @@ def test_weights_that_are_no_numbers_say_nothing(work: Path) -> None:
 
 def test_a_temperature_near_0_takes_the_likeliest() -> None:
     sampling = Sampling(temperature=1e-320)
-    assert choose(torch.tensor([1.0, 3.0, 2.0]), 0, sampling) == 1
+    assert sample_token(torch.tensor([1.0, 3.0, 2.0]), 0, sampling) == 1

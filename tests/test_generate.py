@@ -21,10 +21,10 @@ from compose.commands.generate import (
     _job,
     _next_logits,
     _tokenizer,
-    choose,
     nucleus,
     open_model,
     sample,
+    sample_token,
     text_of,
 )
 from compose.data.tokenizer import Bytes
@@ -83,7 +83,7 @@ def plain(model: nn.Module, sampling: Sampling, prompt: Sequence[int] = PROMPT) 
     for _ in range(sampling.max_tokens):
         with torch.no_grad():
             logits = model(torch.tensor([known]))[0, -1]
-        known.append(choose(logits, len(known), sampling))
+        known.append(sample_token(logits, len(known), sampling))
     return known[len(prompt) :]
 
 
@@ -229,18 +229,22 @@ def test_nucleus() -> None:
 def test_temperature() -> None:
     """Tokens are drawn as often as softmax(logits / temperature) says, by seed and position alone."""
     logits = torch.tensor([1.0, 3.0, 2.0, -torch.inf, 0.0])
-    assert choose(logits, 5, Sampling(temperature=0, top_p=1e-3)) == 1
+    assert sample_token(logits, 5, Sampling(temperature=0, top_p=1e-3)) == 1
     draws = 4000
     for temperature in (0.5, 1.0, 2.0):
         expected = (logits / temperature).softmax(0)
         how = [Sampling(temperature=temperature, top_p=1, seed=seed) for seed in range(4)]
-        counts = Counter(choose(logits, place, each) for each in how for place in range(draws // 4))
+        counts = Counter(
+            sample_token(logits, place, each) for each in how for place in range(draws // 4)
+        )
         for token, share in enumerate(expected.tolist()):
             deviation = (share * (1 - share) / draws) ** 0.5
             assert abs(counts[token] / draws - share) <= 4 * deviation, (temperature, token)
-    again = [choose(logits, place, Sampling(temperature=2)) for place in range(30)]
-    assert again == [choose(logits, place, Sampling(temperature=2)) for place in range(30)]
-    assert again != [choose(logits, place, Sampling(temperature=2, seed=1)) for place in range(30)]
+    again = [sample_token(logits, place, Sampling(temperature=2)) for place in range(30)]
+    assert again == [sample_token(logits, place, Sampling(temperature=2)) for place in range(30)]
+    assert again != [
+        sample_token(logits, place, Sampling(temperature=2, seed=1)) for place in range(30)
+    ]
 
 
 def test_text_comes_in_whole_characters() -> None:

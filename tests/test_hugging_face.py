@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.base.safetensors_files import INDEX, Planned, TensorFiles, write_files
-from compose.build import build, fill
-from compose.checkpoint.parts import part_of
+from compose.build import build, fill_weights
+from compose.checkpoint.local_shards import local_shard_of
 from compose.checkpoint.state import named_tensors
 from compose.commands.cli import parse
 from compose.errors import ConfigError
@@ -208,7 +208,7 @@ def _loaded(keys: dict[str, object]) -> tuple[dict[str, Tensor], int, int]:
 
     with mock.patch.object(TensorFiles, "read", counted):
         composition = build(job, mesh, torch.device("cpu"))
-    share = sum(part_of(p).local.nbytes for p in composition.model.parameters())
+    share = sum(local_shard_of(p).local.nbytes for p in composition.model.parameters())
     named = named_tensors(composition, None)
     mine: dict[str, Tensor] = {}
     for name, copies in named.items():
@@ -238,7 +238,7 @@ def test_a_cut_model_is_filled_alike(
     keys = MODELS[name] | {"checkpoint__load_hf": folder}
     job = make_job(1, **keys)
     config, one = job.config, copy.deepcopy(job.model)
-    fill(one, job, torch.device("cpu"))
+    fill_weights(one, job, torch.device("cpu"))
     theirs = read_tensors(folder)
     for _, there, tensor in published(one, name_of(config.model.name, config.model.config)):
         parts = [theirs[there.format(i)] for i in range(len(tensor))] if "{}" in there else None
@@ -257,7 +257,7 @@ def test_half_precision_becomes_float32(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", {}, torch.bfloat16)
     job = make_job(1, checkpoint__load_hf=tmp_path / "hf")
     model = copy.deepcopy(job.model)
-    fill(model, job, torch.device("cpu"))
+    fill_weights(model, job, torch.device("cpu"))
     there = read_tensors(tmp_path / "hf")["model.layers.1.mlp.up_proj.weight"]
     found = model.get_parameter("layers.1.feed_forward.w3.weight")
     assert there.dtype == torch.bfloat16
@@ -387,7 +387,7 @@ def test_links_out_of_the_folder_are_refused_and_those_of_the_hub_are_not(tmp_pa
         (snapshot / path.name).symlink_to(Path("../../blobs") / str(i))
     keys = MODELS["llama"] | {"checkpoint__load_hf": snapshot}
     job = make_job(1, **keys)
-    fill(copy.deepcopy(job.model), job, torch.device("cpu"))
+    fill_weights(copy.deepcopy(job.model), job, torch.device("cpu"))
     for name in ("config.json", INDEX, "model-00001-of-00002.safetensors"):
         before = os.readlink(snapshot / name)
         (snapshot / name).unlink()
@@ -395,7 +395,7 @@ def test_links_out_of_the_folder_are_refused_and_those_of_the_hub_are_not(tmp_pa
         secret.write_bytes(b"{}")
         (snapshot / name).symlink_to(secret)
         with pytest.raises(ConfigError, match=r"is a link that leads out of its folder") as caught:
-            fill(copy.deepcopy(job.model), job, torch.device("cpu"))
+            fill_weights(copy.deepcopy(job.model), job, torch.device("cpu"))
         assert str(snapshot / name) in str(caught.value)
         (snapshot / name).unlink()
         (snapshot / name).symlink_to(before)

@@ -67,6 +67,7 @@ def _train_from(keys: dict[str, object], first: float) -> None:
         train(keys)
 
 
+@pytest.mark.slow
 def test_overflow_is_seen_by_all_ranks_and_stages(pool: Pool, tmp_path: Path) -> None:
     """From a scale that overflows: every mesh skips the same steps, the scale goes down, and is
     the checkpoint's."""

@@ -218,7 +218,9 @@ def _with_whole_norms(norm: str, keys: dict[str, object]) -> Report:
         return prove_step(keys)
 
 
-@pytest.mark.parametrize(("norm", "sequence"), [("q_norm", True), ("k_norm", False)])
+@pytest.mark.parametrize(
+    ("norm", "sequence"), [pytest.param("q_norm", True, marks=pytest.mark.slow), ("k_norm", False)]
+)
 def test_norm_not_summed_over_tp_is_named(pool: Pool, norm: str, sequence: bool) -> None:
     keys = parallel(tp=4, sequence=sequence) | {"model__name": "qwen3"}
     report = pool.run(_with_whole_norms, 4, norm, keys)[0]

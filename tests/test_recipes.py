@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -51,6 +52,7 @@ def _train(recipe: str, folder: Path, first_scale: float = 1.0, **more: Any) -> 
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
     """From a loss scale that overflows: it comes down, and the loss too."""
     pool.run(_train, 2, "llama_10b_2x24gb_offload_fp16.toml", tmp_path, 2.0**22)
@@ -66,6 +68,7 @@ def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
 def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
     keys = {"parallel__dp_shard": 2, "train__global_batch": 8}
     printed = pool.run(partial(_train, **keys), 2, "llama3_8b_fsdp8_float8.toml", tmp_path)[0]

@@ -18,7 +18,7 @@ import compose.parallel.tensor_parallel
 import compose.proof.prove
 import compose.train.step
 from compose import Composition, Options, Parallel, Plan, Trial, apply
-from compose.build import cut
+from compose.build import parallelize
 from compose.parallel.expert_parallel import ExpertParallel
 from compose.parallel.routing import begin_step, finish_step, routers
 from compose.proof.one_process import Arithmetic
@@ -107,13 +107,13 @@ def _weights_first(moe: MoE, x_BLD: Tensor, real_BL: Tensor | None = None) -> Te
 @contextmanager
 def weights_are_applied_before_the_experts() -> Iterator[None]:
     def fake(*args: Any) -> Composition:
-        composition = cut(*args)
+        composition = parallelize(*args)
         for module in composition.model.modules():
             if isinstance(module, MoE):
                 module.forward = partial(_weights_first, module)
         return composition
 
-    with mock.patch.object(compose.proof.prove, "cut", fake):
+    with mock.patch.object(compose.proof.prove, "parallelize", fake):
         yield
 
 

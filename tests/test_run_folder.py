@@ -20,7 +20,7 @@ import torch.distributed as dist
 from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress, changes
-from compose.checkpoint.parts import Part
+from compose.checkpoint.local_shards import LocalShard
 from compose.checkpoint.state import named_tensors, staged
 from compose.commands.cli import _run_dir
 from compose.config import Config
@@ -284,9 +284,9 @@ def test_what_is_published_is_on_the_device_first(
 
 def test_what_is_staged_is_a_copy(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is the state of the step that was saved, whatever training does meanwhile."""
-    one = {"a": Part(torch.Size((2,)), torch.Size((0,)), torch.ones(2))}
+    one = {"a": LocalShard(torch.Size((2,)), torch.Size((0,)), torch.ones(2))}
     copy = staged(one)
-    again = staged({"a": Part(torch.Size((2,)), torch.Size((0,)), torch.full((2,), 3.0))}, copy)
+    again = staged({"a": LocalShard(torch.Size((2,)), torch.Size((0,)), torch.full((2,), 3.0))}, copy)
     one["a"].local.fill_(2)
     assert again["a"].local.tolist() == [3, 3]
     job = _job(tmp_path)

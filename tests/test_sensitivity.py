@@ -1,11 +1,14 @@
 """How sensitive the proof is: one table of single faults over every technique and precision, each of
 which the report must name."""
 
+import inspect
+import textwrap
 from fnmatch import fnmatchcase
 
 import pytest
 
 from tests.helpers import prove_case
+from tests.mutation import function_at
 from tests.pool import Pool
 from tests.sensitivity import context, data_tensor, pipeline_experts, precision, steps
 from tests.sensitivity.row import Row
@@ -92,3 +95,10 @@ def test_the_table_is_whole() -> None:
     # The files of which each has a technique.
     places = {row.place.partition(":")[0] for rows in TABLE.values() for row in rows}
     assert places >= {f"compose.{name}" for name in TECHNIQUES}
+
+
+def test_every_fault_has_its_place() -> None:
+    """The text that a fault changes stands in the function once, so the table is as new as the code."""
+    for row in (row for rows in TABLE.values() for row in rows):
+        source = textwrap.dedent(inspect.getsource(function_at(row.place)))
+        assert source.count(row.old) == 1, (row.name, row.place)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageRea
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import storage, store
-from compose.checkpoint.parts import LoadParts, Part, SaveParts
+from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner
 from compose.checkpoint.storage import PartsReader, PartsWriter
 from tests.pool import Pool
 
@@ -40,11 +40,11 @@ def _tensors() -> dict[str, Tensor]:
     }
 
 
-def _part(whole: Tensor, box: Box, **kind: Any) -> Part:
+def _part(whole: Tensor, box: Box, **kind: Any) -> LocalShard:
     """A box of ``whole``, not yet filled; ``kind`` of another type or layout."""
     full = (*box, *(slice(0, n) for n in whole.shape[len(box) :]))
     local = torch.zeros_like(whole[full], **kind)
-    return Part(whole.shape, torch.Size(s.start for s in full), local)
+    return LocalShard(whole.shape, torch.Size(s.start for s in full), local)
 
 
 def _write(folder: Path, stock: bool = False) -> dict[str, dict[str, int]]:
@@ -53,11 +53,11 @@ def _write(folder: Path, stock: bool = False) -> dict[str, dict[str, int]]:
         part = _part(whole, WRITTEN[dist.get_rank()])
         part.local.copy_(whole[WRITTEN[dist.get_rank()]])
         parts[name] = part
-    parts["scalar"] = Part(torch.Size(), torch.Size(), torch.tensor(3.5))
+    parts["scalar"] = LocalShard(torch.Size(), torch.Size(), torch.tensor(3.5))
     empty = torch.zeros(0, 4) if dist.get_rank() else torch.arange(8.0).view(2, 4)
-    parts["only the first has it"] = Part(torch.Size((2, 4)), torch.Size((0, 0)), empty)
+    parts["only the first has it"] = LocalShard(torch.Size((2, 4)), torch.Size((0, 0)), empty)
     writer = FileSystemWriter(folder) if stock else PartsWriter(folder)
-    dcp.save(parts, storage_writer=writer, planner=SaveParts())
+    dcp.save(parts, storage_writer=writer, planner=ShardSavePlanner())
     return writer.entries if isinstance(writer, PartsWriter) else {}
 
 
@@ -66,9 +66,9 @@ def _read(folder: Path, dtype: torch.dtype | None = None) -> None:
     whole = _tensors()
     box = READ[dist.get_rank()] if dist.get_rank() < len(READ) else None
     parts = {name: _part(tensor, box, **kind) for name, tensor in whole.items() if box}
-    parts["scalar"] = Part(torch.Size(), torch.Size(), torch.zeros((), **kind))
+    parts["scalar"] = LocalShard(torch.Size(), torch.Size(), torch.zeros((), **kind))
     parts["only the first has it"] = _part(torch.zeros(2, 4), (slice(0, 2), slice(1, 3)), **kind)
-    dcp.load(dict(parts), storage_reader=PartsReader(folder), planner=LoadParts())
+    dcp.load(dict(parts), storage_reader=PartsReader(folder), planner=ShardLoadPlanner())
     for name, tensor in whole.items():
         if box:
             assert torch.equal(parts[name].local, tensor[box].to(**kind)), name
@@ -105,19 +105,20 @@ def test_what_is_written_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(storage, "_BLOCK", block)
     monkeypatch.setattr(storage, "_AT_ONCE", 3 * block)
     parts: dict[str, Any] = {
-        name: Part(whole.shape, torch.Size((0, 0, 0)), whole) for name, whole in _tensors().items()
+        name: LocalShard(whole.shape, torch.Size((0, 0, 0)), whole)
+        for name, whole in _tensors().items()
     }
     writer = PartsWriter(tmp_path)
     with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.save(parts, storage_writer=writer, planner=SaveParts(), no_dist=True)
+        dcp.save(parts, storage_writer=writer, planner=ShardSavePlanner(), no_dist=True)
     assert writer.entries == store.described(tmp_path.glob("__*"))
     (name,) = writer.entries
     with pytest.raises(OSError, match=f"{name} was not written whole"):
         store.publish(tmp_path, {name: {"size": 1, "crc32": 0}})
     broken = PartsWriter(tmp_path / "broken")
-    parts["one more"] = Part(torch.Size((2,)), torch.Size((0,)), torch.zeros(2, device="meta"))
+    parts["one more"] = LocalShard(torch.Size((2,)), torch.Size((0,)), torch.zeros(2, device="meta"))
     with pytest.warns(match="torch.distributed is"), pytest.raises(CheckpointException):
-        dcp.save(parts, storage_writer=broken, planner=SaveParts(), no_dist=True)
+        dcp.save(parts, storage_writer=broken, planner=ShardSavePlanner(), no_dist=True)
     assert not broken.entries
 
 

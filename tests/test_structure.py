@@ -223,7 +223,8 @@ def test_no_registry_on_a_model(pool: Pool) -> None:
 
 def _start(words: list[str]) -> Counter[str]:
     """How often a start builds the model, resolves the plan and opens a set of data."""
-    from compose.data import opening
+
+    from compose.data import datasets
 
     counts: Counter[str] = Counter()
 
@@ -241,13 +242,13 @@ def _start(words: list[str]) -> Counter[str]:
         return dataclasses.replace(folder, Model=counted("builds", folder.Model))
 
     resolve = counted("resolutions", plan.resolve)
-    samples = counted("sets", opening.open_samples)
+    samples = counted("sets", datasets.open_samples)
     with (
         mock.patch("compose.legality.job.find_model", find),
         mock.patch("compose.legality.job.resolve", resolve),
         mock.patch("compose.legality.table.resolve", resolve),
         mock.patch.dict(vars(sys.modules["compose.apply"]), {"resolve": resolve}),
-        mock.patch.object(opening, "open_samples", samples),
+        mock.patch.object(datasets, "open_samples", samples),
     ):
         train.main(words)
     return counts

@@ -38,7 +38,11 @@ def start(folder: Path, *words: str, ranks: int = 0) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.full),
+    ],
 )
 def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
     """The step is finished and saved, the exit code 0; the same command goes on."""

@@ -10,7 +10,7 @@ import pytest
 
 from compose.config import Data
 from compose.data import Batches
-from compose.data.opening import keep_tokenizer
+from compose.data.datasets import keep_tokenizer
 from compose.data.sources import open_samples
 from compose.data.tokenizer import JsonTokenizer, carry, open_tokenizer
 from compose.errors import ConfigError

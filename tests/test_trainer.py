@@ -27,6 +27,7 @@ from tests.training import keys_for, lines, train, train_until_error
 DEFAULT = {"model.n_layers": 2, "model.dim": 128, "model.hidden_dim": 384, "train.seq_len": 256}
 
 
+@pytest.mark.slow
 def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> None:
     """Six steps of train.toml with two layers, on 1 rank and on 2 x 2 x 2 of different axes; of two
     sets of data, and with 31 samples to validate on, which no batch divides."""
@@ -181,7 +182,7 @@ def _compared(keys: dict[str, object]) -> tuple[list[tuple[int, bool]], str]:
         found.append((step.call_count, there and optimizer is trainer.optimizer))
         return ["rank 1 differs in norm.weight"] if len(found) == 2 else []
 
-    with steps as step, mock.patch.object(trainer_module, "differences", fake):
+    with steps as step, mock.patch.object(trainer_module, "replica_mismatches", fake):
         try:
             trainer.run()
         except TrainingError as error:
@@ -226,6 +227,7 @@ def test_torchrun_trains(tmp_path: Path) -> None:
     assert list((tmp_path / "run").glob("events*"))
 
 
+@pytest.mark.slow
 def test_bad_input_is_said_once_with_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     arguments = ["--parallel.tpp=2", "--train.steps=x"]
@@ -281,6 +283,7 @@ def test_ctrl_c_ends_after_the_step(tmp_path: Path, ranks: int) -> None:
         assert errors == ""
 
 
+@pytest.mark.slow
 def test_a_ranks_failure_is_shown_once(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from compose import Composition
 from compose.base.local_tensor import local_tensor
-from compose.build import cut
+from compose.build import parallelize
 from compose.train.trainer import Trainer
 from tests.experts import DEEPSEEK, QWEN, keys_of
 from tests.helpers import agreed, make_job, prove_step, tier
@@ -55,7 +55,7 @@ def test_equals_one_process(pool: Pool, mesh: str, content: str) -> None:
 
 
 def _cut_without_weights(*given: Any) -> Composition:
-    composition = cut(*given)
+    composition = parallelize(*given)
     with torch.no_grad():
         for parameter in composition.model.parameters():  # nothing of it may stay
             parameter.fill_(torch.nan)
@@ -80,7 +80,7 @@ def _resumed(folder: str) -> list[bool]:
     mesh, cpu = make_mesh(job.degrees), torch.device("cpu")
     trained = Trainer(job, mesh, cpu)
     trained.run()
-    with mock.patch("compose.train.trainer.cut", _cut_without_weights):
+    with mock.patch("compose.train.trainer.parallelize", _cut_without_weights):
         again = Trainer(job, mesh, cpu)
     again.held.release()
     models = again.composition.model, trained.composition.model

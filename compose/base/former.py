@@ -29,7 +29,7 @@ FORMER = {
     "compose.output": "compose.loss.output",
     "compose.pipeline_parallel": "compose.pipeline.pipeline_parallel",
     "compose.prove": "compose.proof.prove",
-    "compose.replicas": "compose.train.replicas",
+    "compose.replicas": "compose.train.replica_check",
     "compose.report": "compose.proof.report",
     "compose.routing": "compose.parallel.routing",
     "compose.schedules": "compose.pipeline.schedules",

@@ -103,19 +103,19 @@ class TensorFiles:
             raise ConfigError(f"{self.folder}: no such folder")
         raise ConfigError(f"{self.folder}: has neither {WHOLE} nor {INDEX}")
 
-    def read(self, name: str, box: Sequence[slice]) -> Tensor:
+    def read(self, name: str, region: Sequence[slice]) -> Tensor:
         """Read a part of a tensor.
 
         Args:
             name: The name of the tensor.
-            box: One slice for each dim.
+            region: One slice for each dim.
 
         Returns:
             The part; its memory may be that of the mapped file.
         """
         # Open the file each time: while a file stays mapped, all pages read from it stay in memory.
         with safe_open(self.entries[name].path, "pt") as file:
-            return file.get_slice(name)[tuple(box) or ...]
+            return file.get_slice(name)[tuple(region) or ...]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from compose.base.fields import toml_value
 from compose.base.own_files import open_own, write_whole
 from compose.checkpoint import store
 from compose.checkpoint.loading import cause_of, damage, load, model_fields
-from compose.checkpoint.parts import Part, SaveParts
+from compose.checkpoint.local_shards import LocalShard, ShardSavePlanner
 from compose.checkpoint.state import named_tensors, parts, staged
 from compose.checkpoint.storage import PartsWriter
 from compose.composition.state import Composition
@@ -66,7 +66,7 @@ class Progress:
 
 
 @dataclass
-class Report:
+class SaveReport:
     """The result of one save."""
 
     step: int
@@ -126,9 +126,9 @@ class Checkpointer:
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.thread: threading.Thread | None = None
-        self.report: Report | None = None
+        self.report: SaveReport | None = None
         self.failures = 0
-        self.stage: dict[str, Part] | None = None  # the last copy, whose memory is used again
+        self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
         self.in_files = isinstance(optimizer, OffloadedAdamW) and optimizer.folder is not None
         if self.in_files:
             optimizer.register_step_pre_hook(lambda *_: self._let_go())
@@ -186,7 +186,7 @@ class Checkpointer:
         files = {n: p for n, p in state.items() if self.in_files and n.startswith("optimizer.")}
         self.stage = staged({n: p for n, p in state.items() if n not in files}, self.stage)
         state = self.stage | files
-        self.report = Report(progress.step, stall=time.perf_counter() - begun)
+        self.report = SaveReport(progress.step, stall=time.perf_counter() - begun)
         self.thread = threading.Thread(target=self._write, args=(state, progress, begun), daemon=True)
         self.thread.start()
         if wait or not self.config.checkpoint.async_:
@@ -205,7 +205,7 @@ class Checkpointer:
         if self.thread and self.report:
             self.report.stall += time.perf_counter() - begun
 
-    def finished(self) -> Report | None:
+    def finished(self) -> SaveReport | None:
         """Return the report of a save on this rank that has ended since the last call, or None."""
         if self.thread is None or self.thread.is_alive():
             return None
@@ -225,10 +225,10 @@ class Checkpointer:
         """Whether ``checkpoint.fail_after`` saves have failed."""
         return 0 < self.config.checkpoint.fail_after <= self.failures
 
-    def _state(self) -> dict[str, Part]:
+    def _state(self) -> dict[str, LocalShard]:
         return parts(named_tensors(self.composition, self.optimizer))
 
-    def _write(self, state: Mapping[str, Part], progress: Progress, begun: float) -> None:
+    def _write(self, state: Mapping[str, LocalShard], progress: Progress, begun: float) -> None:
         """Write on every rank, then publish on the first one. This runs in the thread."""
         assert self.report is not None
         target = self.root / f".writing-{store.name_of(progress.step)}"
@@ -236,7 +236,9 @@ class Checkpointer:
         try:
             self._first(lambda: store.begin(self.root, progress.step))
             writer = PartsWriter(target)
-            dcp.save(dict(state), storage_writer=writer, planner=SaveParts(), process_group=self.group)
+            dcp.save(
+                dict(state), storage_writer=writer, planner=ShardSavePlanner(), process_group=self.group
+            )
             files = writer.entries
         except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
             problem = cause_of(error)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
-from compose.checkpoint.parts import LoadParts, mismatches
+from compose.checkpoint.local_shards import ShardLoadPlanner, mismatches
 from compose.checkpoint.state import named_tensors, parts, spread
 from compose.checkpoint.storage import PartsReader
 from compose.composition.state import Composition
@@ -90,7 +90,7 @@ def load(
     if problems:
         raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
     try:
-        dcp.load(dict(state), storage_reader=reader, planner=LoadParts(), process_group=group)
+        dcp.load(dict(state), storage_reader=reader, planner=ShardLoadPlanner(), process_group=group)
     except CheckpointException as error:
         raise ConfigError(f"{folder}: cannot be read: {cause_of(error)}") from None
     spread(tensors)

@@ -55,7 +55,7 @@ Size = Annotated[int, Field(ge=1, lt=2**63)]
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: its file, its bytes in the file, and its place in the whole tensor."""
+    """A region of a tensor: its file, its bytes in the file, and its place in the whole tensor."""
 
     file: str
     begin: Count
@@ -72,7 +72,7 @@ class Stored:
     """The dtype's name in safetensors, such as "F32"."""
     shape: tuple[Count, ...]
     chunks: tuple[Chunk, ...]
-    """The boxes of the tensor."""
+    """The regions of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def description(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]
 
     Args:
         metadata: DCP's description of the tensors.
-        places: The place of each box.
+        places: The place of each region.
 
     Returns:
         JSON.
@@ -144,9 +144,9 @@ def _plain(tensors: Mapping[str, Any], places: Mapping[Any, Any]) -> dict[str, A
     found: dict[str, Any] = {}
     for name, stored in tensors.items():
         chunks = []
-        for box in stored.chunks:
-            place = where[name, tuple(box.offsets)]
-            length, offsets, sizes = place.length, tuple(box.offsets), tuple(box.sizes)
+        for region in stored.chunks:
+            place = where[name, tuple(region.offsets)]
+            length, offsets, sizes = place.length, tuple(region.offsets), tuple(region.sizes)
             chunks.append((place.relative_path, place.offset, length, offsets, sizes))
         found[name] = {
             "dtype": NAMES[stored.properties.dtype],
@@ -157,26 +157,26 @@ def _plain(tensors: Mapping[str, Any], places: Mapping[Any, Any]) -> dict[str, A
 
 
 def _flaw(stored: Stored) -> str:
-    """Return why the boxes of a tensor do not cover it exactly once; empty if they do."""
+    """Return why the regions of a tensor do not cover it exactly once; empty if they do."""
     if stored.dtype not in _TYPES:
         return f"dtype: {stored.dtype!r} is none of {', '.join(_TYPES)}"
     for file, begin, length, offsets, sizes in stored.chunks:
         if not _SHARD.fullmatch(file):
             return f"{file!r} is no name of a shard"
         if not len(offsets) == len(sizes) == len(stored.shape):
-            return f"a box of {len(offsets)} and {len(sizes)} dims, of {len(stored.shape)}"
+            return f"a region of {len(offsets)} and {len(sizes)} dims, of {len(stored.shape)}"
         if any(o + n > whole for o, n, whole in zip(offsets, sizes, stored.shape, strict=True)):
-            return f"a box of {list(sizes)} at {list(offsets)} is not in {list(stored.shape)}"
+            return f"a region of {list(sizes)} at {list(offsets)} is not in {list(stored.shape)}"
         if file.endswith(SUFFIX) and length != prod(sizes) * _TYPES[stored.dtype].itemsize:
             return f"{length:,} bytes at {begin:,} of {file} are not {list(sizes)} of {stored.dtype}"
     missing = prod(stored.shape) - sum(prod(chunk.sizes) for chunk in stored.chunks)
     if missing or _overlap(stored.chunks, len(stored.shape)):
-        return f"its boxes are not the whole of {list(stored.shape)}"
+        return f"its regions are not the whole of {list(stored.shape)}"
     return ""
 
 
 def _overlap(chunks: Sequence[Chunk], dims: int) -> bool:
-    """Return whether any two boxes overlap."""
+    """Return whether any two regions overlap."""
     if dims == 0:
         return len(chunks) > 1
     # Sort along the dim with the most distinct offsets, so that few pairs need to be compared.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from compose.base.local_tensor import local_tensor
-from compose.checkpoint.parts import Part, part_of
+from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition.state import Composition, module_of
 
 
@@ -38,12 +38,14 @@ def named_tensors(
     return found
 
 
-def parts(tensors: dict[str, list[Tensor]]) -> dict[str, Part]:
+def parts(tensors: dict[str, list[Tensor]]) -> dict[str, LocalShard]:
     """Return this rank's part of each tensor, taken from the first copy."""
-    return {name: part_of(copies[0]) for name, copies in tensors.items()}
+    return {name: local_shard_of(copies[0]) for name, copies in tensors.items()}
 
 
-def staged(state: dict[str, Part], into: dict[str, Part] | None = None) -> dict[str, Part]:
+def staged(
+    state: dict[str, LocalShard], into: dict[str, LocalShard] | None = None
+) -> dict[str, LocalShard]:
     """Return a copy in host memory, which training cannot change.
 
     Args:
@@ -58,7 +60,7 @@ def staged(state: dict[str, Part], into: dict[str, Part] | None = None) -> dict[
     for name, part in state.items():
         # An optimizer has no state before its first step.
         kept = into[name].local if into and name in into else torch.empty_like(part.local, device="cpu")
-        copies[name] = Part(part.shape, part.offsets, kept.copy_(part.local))
+        copies[name] = LocalShard(part.shape, part.offsets, kept.copy_(part.local))
     return copies
 
 

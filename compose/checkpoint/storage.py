@@ -41,7 +41,7 @@ _READERS = 4  # parts read at once
 
 
 class PartsWriter(FileSystemWriter):
-    """Writes what SaveParts plans, one tensor at a time."""
+    """Writes what ShardSavePlanner plans, one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Prepare to write into ``folder``.
@@ -149,7 +149,10 @@ class _Summed:
 
 
 class PartsReader(FileSystemReader):
-    """Reads what LoadParts plans, from a checkpoint by PartsWriter or by DCP's own FileSystemWriter."""
+    """Reads what ShardLoadPlanner plans.
+
+    The checkpoint is one of PartsWriter, or of DCP's own FileSystemWriter.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the description of the checkpoint. DCP's own method would unpickle it.
@@ -206,8 +209,8 @@ class PartsReader(FileSystemReader):
         dtype, sizes = stored.properties.dtype, stored.chunks[item.storage_index.index].sizes
         target = planner.resolve_tensor(item).detach()
         # Read whole rows. The other dims are cut in memory.
-        box = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
-        rows, *cut = box or [slice(0, 1)]
+        region = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
+        rows, *cut = region or [slice(0, 1)]
         begin = info.offset + rows.start * prod(sizes[1:]) * dtype.itemsize
         straight = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
         if straight and item.lengths[1:] == sizes[1:]:

@@ -19,7 +19,7 @@ from compose import legality
 from compose.base.fields import attribute, docs, toml_value, type_name
 from compose.checkpoint.store import newest_first
 from compose.config import TABLES, Config, Model
-from compose.data.opening import OpenData, open_data
+from compose.data.datasets import OpenData, open_data
 from compose.errors import ConfigError, did_you_mean
 from compose.huggingface.folder import source_problems
 from compose.legality.job import Job

@@ -23,8 +23,8 @@ from compose.config import Config
 from compose.legality.job import Job
 from compose.optimizer.rules import parameter_rules
 from compose.parallel.mesh import AXES, init_mesh
-from compose.parallel.secondary_shards import near_experts
-from compose.precision.float8 import choose
+from compose.parallel.secondary_shards import secondary_experts
+from compose.precision.float8 import select_layers
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     ]
     if config.precision.float8 != "off":
         recipe, tp = config.precision.float8, config.parallel.tp
-        lines.insert(2, str(choose(job.model, job.resolved, tp, recipe, job.device_type)))
+        lines.insert(2, str(select_layers(job.model, job.resolved, tp, recipe, job.device_type)))
     if whole:
         lines.append(f"  {'gathered in a step':<20}{_bytes(whole)} ({config.precision.param})")
     return lines
@@ -192,7 +192,7 @@ def _gathered(stage: list[Placed], config: Config) -> int:
         return sum(p.whole_bytes for p in stage) if any(p.placements for p in stage) else 0
     if parallel.zero3_reshard in (0, parallel.dp_shard * parallel.cp):
         return 0
-    experts = near_experts(parallel.zero3_reshard, parallel.tp, parallel.ep)
+    experts = secondary_experts(parallel.zero3_reshard, parallel.tp, parallel.ep)
     found = 0
     for p in stage:
         near = experts if {"ep", "expert_shard"} & p.placements.keys() else parallel.zero3_reshard

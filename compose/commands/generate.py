@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from compose import legality
 from compose.base.fields import NonNegative, Positive
-from compose.build import cut, fill
+from compose.build import fill_weights, parallelize
 from compose.checkpoint.loading import damage, load
 from compose.commands.cli import device_problems, launched_ranks, read_words
 from compose.composition.state import Composition
@@ -182,9 +182,9 @@ def open_model(
     Raises:
         ConfigError: No checkpoint is whole.
     """
-    composition = cut(job, mesh, device)
+    composition = parallelize(job, mesh, device)
     if not folders:
-        fill(composition, job, device)
+        fill_weights(composition, job, device)
         return composition
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
@@ -227,7 +227,7 @@ def sample(
     known = list(tokens)
     for _ in range(sampling.max_tokens):
         logits = _next_logits(composition, known)
-        found = -1 if logits is None else choose(logits, len(known), sampling)
+        found = -1 if logits is None else sample_token(logits, len(known), sampling)
         # Ranks with logits have the same ones, except for rounding. The other ranks send -1.
         chosen = torch.tensor(found, device=composition.mesh.device_type)
         dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
@@ -258,13 +258,13 @@ def _next_logits(composition: Composition, tokens: Sequence[int]) -> Tensor | No
     return found[0].cpu() if found else None
 
 
-def choose(logits: Tensor, position: int, sampling: Sampling) -> int:
+def sample_token(logits: Tensor, position: int, sampling: Sampling) -> int:
     """Return a token: the likeliest one, or one drawn by the seed and ``position``.
 
     Args:
         logits: The model's logits (V,).
         position: Place of the new token in the sequence.
-        sampling: How to choose.
+        sampling: How to sample_token.
 
     Returns:
         The id of the token.

@@ -48,7 +48,7 @@ def check_whole(mode: str, tp: int) -> None:
         )
 
 
-def parts(model: nn.Module, units: Sequence[str], opaque: Collection[str]) -> Iterator[str]:
+def compiled_parts(model: nn.Module, units: Sequence[str], opaque: Collection[str]) -> Iterator[str]:
     """Yield the names of the modules to compile.
 
     A unit without an opaque module is one part. In place of another unit come the largest modules
@@ -72,7 +72,7 @@ def parts(model: nn.Module, units: Sequence[str], opaque: Collection[str]) -> It
             for child, module in model.get_submodule(name).named_children()
             if not isinstance(module, nn.Linear) and any(True for _ in module.parameters())
         ]
-        yield from parts(model, inner if name not in opaque else (), opaque)
+        yield from compiled_parts(model, inner if name not in opaque else (), opaque)
 
 
 def apply_compile(
@@ -101,7 +101,7 @@ def apply_compile(
         enable_async_tp(mesh.get_group().group_name)
     how: dict[str, Any] = {"dynamic": False, "backend": options.backend}
     if options.mode == "block":
-        for name in parts(model, units, opaque):
+        for name in compiled_parts(model, units, opaque):
             module = model.get_submodule(name)
             # Compile forward only: the hooks of FSDP and tp stay outside.
             module.forward = _settled(torch.compile(module.forward, fullgraph=True, **how))

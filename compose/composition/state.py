@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.loss.output import Output
 from compose.memory.activation_offload import ActivationOffload
 from compose.parallel.context_parallel import Balance
-from compose.parallel.secondary_shards import NearGather
+from compose.parallel.secondary_shards import SecondaryGather
 from compose.pipeline.pipeline_parallel import PipelineRunner
 from compose.precision.float8 import NOTHING, Choice
 
@@ -41,7 +41,7 @@ class Composition:
     """The object that moves saved activations to host memory, if any."""
     float8: Choice = NOTHING
     """The layers that compute in float8."""
-    gathers: Sequence[NearGather] = ()
+    gathers: Sequence[SecondaryGather] = ()
     """Gathers of units whose shards neighbours keep for a step."""
 
     @property

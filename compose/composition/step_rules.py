@@ -10,7 +10,7 @@ from compose.errors import ConfigError
 from compose.memory.activation_checkpointing import ActivationCheckpoint, operators
 from compose.parallel.data_parallel import check_offload
 from compose.pipeline.schedules import splits_backward
-from compose.precision.float8 import EXCEPTED, choose
+from compose.precision.float8 import EXCEPTED, select_layers
 
 _READ_BY = {"every": "every_k", "keep": "selective", "budget": "budget"}
 
@@ -111,7 +111,7 @@ def _float8(setup: Setup) -> None:
     recipe = setup.options.precision.float8
     if recipe == "off" or not setup.resolved.float8:
         return
-    choice = choose(setup.model, setup.resolved, setup.degrees.tp, recipe, setup.device_type)
+    choice = select_layers(setup.model, setup.resolved, setup.degrees.tp, recipe, setup.device_type)
     if not choice.converted:
         reasons = list(choice.left.values())
         shape = next((reason for reason in reasons if reason != EXCEPTED), "")

@@ -9,7 +9,7 @@ from compose.base.lazy import export
 
 if TYPE_CHECKING:
     from compose.data.batches import Batches
-    from compose.data.opening import OpenData, open_data, training_batches
+    from compose.data.datasets import OpenData, open_data, training_batches
     from compose.data.packing import pack, random_batch
 
 __all__ = ["Batches", "OpenData", "open_data", "pack", "random_batch", "training_batches"]
@@ -18,10 +18,10 @@ export(
     __name__,
     {
         "Batches": "compose.data.batches",
-        "OpenData": "compose.data.opening",
-        "open_data": "compose.data.opening",
+        "OpenData": "compose.data.datasets",
+        "open_data": "compose.data.datasets",
         "pack": "compose.data.packing",
         "random_batch": "compose.data.packing",
-        "training_batches": "compose.data.opening",
+        "training_batches": "compose.data.datasets",
     },
 )

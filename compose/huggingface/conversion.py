@@ -28,7 +28,7 @@ from compose.base.safetensors_files import Planned, TensorFiles, write_files
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Progress
 from compose.checkpoint.loading import cause_of
-from compose.checkpoint.parts import LoadParts, Part, SaveParts, mismatches
+from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner, mismatches
 from compose.checkpoint.state import named_tensors
 from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.config import Config, Model
@@ -37,7 +37,7 @@ from compose.errors import ConfigError
 from compose.huggingface.folder import (
     config_problems,
     differences,
-    fill_part,
+    fill_shard,
     find_hf,
     name_of,
     published,
@@ -99,7 +99,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         if key not in theirs:  # a buffer that is not published keeps its value in a new model
             return tensors[key].clone()
         part = _whole(tensors[key], "cpu")
-        fill_part(files, theirs[key], part)
+        fill_shard(files, theirs[key], part)
         return part.local
 
     _absent(target)
@@ -235,7 +235,7 @@ def export(
     return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
 
 
-class _Streamed(SaveParts):
+class _Streamed(ShardSavePlanner):
     """Plans the writing of Parts on meta; ``read`` makes each tensor when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
@@ -260,7 +260,7 @@ class _Reader(PartsReader):
 def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
     part = _whole(like, "cpu")
     with _alone():
-        dcp.load({key: part}, storage_reader=reader, planner=LoadParts(), no_dist=True)
+        dcp.load({key: part}, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
     return part.local
 
 
@@ -272,10 +272,10 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _whole(like: Tensor, device: str) -> Part:
-    """Return an empty Part for a whole tensor with the shape and dtype of ``like``."""
+def _whole(like: Tensor, device: str) -> LocalShard:
+    """Return an empty LocalShard for a whole tensor with the shape and dtype of ``like``."""
     local = torch.empty(like.shape, dtype=like.dtype, device=device)
-    return Part(like.shape, torch.Size([0] * like.ndim), local)
+    return LocalShard(like.shape, torch.Size([0] * like.ndim), local)
 
 
 def _on_meta(model: Model) -> nn.Module:

@@ -20,7 +20,7 @@ from compose.base.json_files import read_json
 from compose.base.own_files import LEADS_OUT, leads_out
 from compose.base.safetensors_files import DTYPES, TensorFiles
 from compose.base.tied import tied_names
-from compose.checkpoint.parts import Part, part_of
+from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition.state import Composition, module_of
 from compose.errors import ConfigError
 from compose.legality.job import Job
@@ -209,11 +209,11 @@ def load_hf(
     if problems:
         raise ConfigError(*problems)
     for _, theirs, tensor in published(model, hf_name):
-        fill_part(files, theirs, part_of(tensor))
+        fill_shard(files, theirs, local_shard_of(tensor))
 
 
 @torch.no_grad()
-def fill_part(files: TensorFiles, theirs: str, part: Part) -> None:
+def fill_shard(files: TensorFiles, theirs: str, part: LocalShard) -> None:
     """Read this rank's part of a tensor in the files.
 
     Args:
@@ -223,12 +223,12 @@ def fill_part(files: TensorFiles, theirs: str, part: Part) -> None:
     """
     if part.local.numel() == 0:
         return
-    box = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
+    region = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
     if "{}" not in theirs:
-        part.local.copy_(files.read(theirs, box))
+        part.local.copy_(files.read(theirs, region))
         return
-    for place, index in enumerate(range(box[0].start, box[0].stop)):
-        part.local[place].copy_(files.read(theirs.format(index), box[1:]))
+    for place, index in enumerate(range(region[0].start, region[0].stop)):
+        part.local[place].copy_(files.read(theirs.format(index), region[1:]))
 
 
 def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfName) -> list[str]:

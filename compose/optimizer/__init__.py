@@ -6,17 +6,17 @@ from compose.base.lazy import export
 
 if TYPE_CHECKING:
     from compose.optimizer.adamw import AdamW
+    from compose.optimizer.lr_schedule import learning_rate, set_learning_rate
     from compose.optimizer.muon import Muon, orthogonalized
     from compose.optimizer.offload import OffloadedAdamW
-    from compose.optimizer.rates import learning_rate, set_learning_rate
-    from compose.optimizer.rules import Rule, parameter_rules
+    from compose.optimizer.rules import ParameterRule, parameter_rules
     from compose.optimizer.state import make_state
 
 __all__ = [
     "AdamW",
     "Muon",
     "OffloadedAdamW",
-    "Rule",
+    "ParameterRule",
     "learning_rate",
     "make_state",
     "orthogonalized",
@@ -30,11 +30,11 @@ export(
         "AdamW": "compose.optimizer.adamw",
         "Muon": "compose.optimizer.muon",
         "OffloadedAdamW": "compose.optimizer.offload",
-        "Rule": "compose.optimizer.rules",
-        "learning_rate": "compose.optimizer.rates",
+        "ParameterRule": "compose.optimizer.rules",
+        "learning_rate": "compose.optimizer.lr_schedule",
         "make_state": "compose.optimizer.state",
         "orthogonalized": "compose.optimizer.muon",
         "parameter_rules": "compose.optimizer.rules",
-        "set_learning_rate": "compose.optimizer.rates",
+        "set_learning_rate": "compose.optimizer.lr_schedule",
     },
 )

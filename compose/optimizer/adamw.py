@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from compose.optimizer.boxes import chunks, local, within
+from compose.optimizer.regions import chunks, local, within
 from compose.optimizer.rounding import random_bits, store
 from compose.optimizer.state import MakesState
-from compose.weights import local_box
+from compose.weights import local_region
 
 
 class AdamW(MakesState):
@@ -70,9 +70,9 @@ class AdamW(MakesState):
         rate, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
         weight, gradient = local(parameter), local(parameter.grad)
         mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        shape, box = parameter.shape or (1,), local_box(parameter) or (slice(0, 1),)
-        for part in chunks(box):
-            here = within(part, box)
+        shape, region = parameter.shape or (1,), local_region(parameter) or (slice(0, 1),)
+        for part in chunks(region):
+            here = within(part, region)
             g, m, v = gradient[here].float(), mean[here].float(), square[here].float()
             m = m.lerp(g, 1 - beta1)
             v = (v * beta2).addcmul_(g, g, value=1 - beta2)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compose.optimizer.rules import Rule
+from compose.optimizer.rules import ParameterRule
 from compose.optimizer.state import MakesState, make_state
 from compose.parallel.mesh import axis_size
 
@@ -36,7 +36,7 @@ def stage_group(mesh: DeviceMesh, timeout: int) -> dist.ProcessGroup:
 
 
 def grouped(
-    named: Iterable[tuple[str, nn.Parameter]], rules: Mapping[str, Rule], by_mesh: bool
+    named: Iterable[tuple[str, nn.Parameter]], rules: Mapping[str, ParameterRule], by_mesh: bool
 ) -> list[dict[str, Any]]:
     """Return parameter groups, one for each learning rate and weight decay.
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compose.loss.cross_entropy import at_least_float32
-from compose.optimizer.boxes import Box, chunks, lengths, local, within
+from compose.optimizer.assignment import Layout, Messages, Slab, assigned, in_flight, layout_of
+from compose.optimizer.regions import Region, chunks, lengths, local, within
 from compose.optimizer.rounding import random_bits, store
-from compose.optimizer.sharing import Layout, Messages, Slab, in_flight, layout_of, shared_out
 from compose.optimizer.state import MakesState
 
 ITERATIONS = 5
@@ -105,8 +105,8 @@ class Muon(MakesState):
             dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
         # Each rank handles its plain tensors alone.
         cut = {i: isinstance(p, DTensor) for i, (_, p, _) in enumerate(self.matrices)}
-        self.rounds = shared_out({i: x for i, x in enumerate(self.layouts) if cut[i]})
-        self.rounds += shared_out({i: x for i, x in enumerate(self.layouts) if not cut[i]})
+        self.rounds = assigned({i: x for i, x in enumerate(self.layouts) if cut[i]})
+        self.rounds += assigned({i: x for i, x in enumerate(self.layouts) if not cut[i]})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -142,17 +142,17 @@ class Muon(MakesState):
         own: Tensor | None = None
         for slab in slabs:
             layout = self.layouts[slab.parameter]
-            mine = layout.part(self.rank, slab.box)
+            mine = layout.part(self.rank, slab.region)
             if not mine:
                 continue
             part, copy = self._momentum(slab.parameter, mine), layout.replica[slab.owner]
             if slab.owner == self.rank:
-                own = part.new_empty(lengths(slab.box))
-                own[within(mine, slab.box)] = part
-                for rank, box in layout.parts(slab.box):
+                own = part.new_empty(lengths(slab.region))
+                own[within(mine, slab.region)] = part
+                for rank, region in layout.parts(slab.region):
                     if rank != self.rank and layout.replica[rank] == copy:
-                        piece = messages.receive(box, rank, self.dtype, self.device)
-                        arriving.append((within(box, slab.box), piece))
+                        piece = messages.receive(region, rank, self.dtype, self.device)
+                        arriving.append((within(region, slab.region), piece))
             elif layout.replica[self.rank] == copy:  # the other replicas would send the same
                 messages.send(part, slab.owner)
         messages.exchange()
@@ -169,14 +169,14 @@ class Muon(MakesState):
         messages, found = Messages(self.group), []
         for slab in slabs:
             layout = self.layouts[slab.parameter]
-            mine = layout.part(self.rank, slab.box)
+            mine = layout.part(self.rank, slab.region)
             if slab.owner == self.rank:
                 assert result is not None
                 packed: dict[str, Tensor] = {}  # replicas get the same message
-                for rank, box in layout.parts(slab.box):
-                    piece = packed.get(str(box))
+                for rank, region in layout.parts(slab.region):
+                    piece = packed.get(str(region))
                     if piece is None:
-                        piece = packed[str(box)] = result[within(box, slab.box)].contiguous()
+                        piece = packed[str(region)] = result[within(region, slab.region)].contiguous()
                     if rank != self.rank:
                         messages.send(piece, rank)
                 found.append((slab.parameter, mine, packed[str(mine)]))
@@ -184,36 +184,36 @@ class Muon(MakesState):
                 piece = messages.receive(mine, slab.owner, self.dtype, self.device)
                 found.append((slab.parameter, mine, piece))
         messages.exchange()
-        for parameter, box, piece in found:
-            self._update(parameter, box, piece)
+        for parameter, region, piece in found:
+            self._update(parameter, region, piece)
 
-    def _momentum(self, number: int, box: Box) -> Tensor:
-        """Update the momentum of this rank's part in ``box``; return it with Nesterov's look ahead."""
+    def _momentum(self, number: int, region: Region) -> Tensor:
+        """Update this rank's momentum in ``region``; return it with Nesterov's look ahead."""
         name, parameter, options = self.matrices[number]
         gradient = self._stack(parameter.grad, number)
         buffer = self._stack(self.state[parameter]["momentum_buffer"], number)
         purpose = f"{name}/{int(self.state[parameter]['step'])}/state"
-        ahead = torch.empty(lengths(box), dtype=self.dtype, device=self.device)
-        shape, held = self.layouts[number].shape, self.layouts[number].boxes[self.rank]
-        for part in chunks(box):
+        ahead = torch.empty(lengths(region), dtype=self.dtype, device=self.device)
+        shape, held = self.layouts[number].shape, self.layouts[number].regions[self.rank]
+        for part in chunks(region):
             here = within(part, held)
             g = at_least_float32(gradient[here])
             momentum = at_least_float32(buffer[here]) * options["momentum"]
             momentum += g
-            ahead[within(part, box)] = g.add(momentum, alpha=options["momentum"])
+            ahead[within(part, region)] = g.add(momentum, alpha=options["momentum"])
             store(buffer[here], momentum, random_bits(self.seed, purpose, part, shape, buffer))
         return ahead
 
-    def _update(self, number: int, box: Box, direction: Tensor) -> None:
+    def _update(self, number: int, region: Region, direction: Tensor) -> None:
         name, parameter, options = self.matrices[number]
         weight = self._stack(parameter, number)
         purpose = f"{name}/{int(self.state[parameter]['step'])}/weight"
-        shape, held = self.layouts[number].shape, self.layouts[number].boxes[self.rank]
+        shape, held = self.layouts[number].shape, self.layouts[number].regions[self.rank]
         lr, scale = options["lr"], SCALE * math.sqrt(max(shape[1:]))
-        for part in chunks(box):
+        for part in chunks(region):
             here = within(part, held)
             new = at_least_float32(weight[here]) * (1 - lr * options["weight_decay"])
-            new.add_(direction[within(part, box)].to(new.dtype), alpha=-lr * scale)
+            new.add_(direction[within(part, region)].to(new.dtype), alpha=-lr * scale)
             store(weight[here], new, random_bits(self.seed, purpose, part, shape, weight))
 
     def _stack(self, tensor: Tensor | None, number: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compose.optimizer.muon import COEFFICIENTS, EPS, ITERATIONS
 from compose.optimizer.options import Optimizer
 from compose.optimizer.rounding import random_bits, store
-from compose.optimizer.rules import Rule
+from compose.optimizer.rules import ParameterRule
 from compose.precision.options import Precision
 
 
@@ -29,7 +29,7 @@ class Reference(torch.optim.Optimizer):
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
-        rules: Mapping[str, Rule],
+        rules: Mapping[str, ParameterRule],
         options: Optimizer,
         precision: Precision,
         seed: int,

@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 def random_bits(
-    seed: int, purpose: str, box: Sequence[slice], shape: Sequence[int], like: Tensor
+    seed: int, purpose: str, region: Sequence[slice], shape: Sequence[int], like: Tensor
 ) -> Tensor:
-    """Return 32 random bits, int32, for each element in a box of a tensor.
+    """Return 32 random bits, int32, for each element in a region of a tensor.
 
     Args:
         seed: The seed.
         purpose: What the bits are for; the same words give the same bits.
-        box: The places of the elements in the whole tensor.
+        region: The places of the elements in the whole tensor.
         shape: The shape of the whole tensor, 1 dim or more.
         like: The tensor to be rounded.
 
@@ -37,10 +37,10 @@ def random_bits(
     digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
     key = int.from_bytes(digest[:4], "big", signed=True)
     row = torch.zeros((1,) * len(shape), dtype=torch.int32, device=device)
-    for dim, (held, size) in enumerate(zip(box[:-1], shape[:-1], strict=True)):
+    for dim, (held, size) in enumerate(zip(region[:-1], shape[:-1], strict=True)):
         place = torch.arange(held.start, held.stop, dtype=torch.int32, device=device)
         row = row * size + place.view([-1 if d == dim else 1 for d in range(len(shape))])
-    last = torch.arange(box[-1].start, box[-1].stop, dtype=torch.int32, device=device)
+    last = torch.arange(region[-1].start, region[-1].stop, dtype=torch.int32, device=device)
     return _mix_(_mix_(row ^ key) + last)
 
 

@@ -12,7 +12,7 @@ from compose.plan import Plan, inside, matching
 
 
 @dataclass(frozen=True)
-class Rule:
+class ParameterRule:
     """How one parameter is trained."""
 
     muon: bool
@@ -23,7 +23,7 @@ class Rule:
     """The weight decay of this parameter."""
 
 
-def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, Rule]:
+def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, ParameterRule]:
     """Return the rule of every parameter of the whole model, under each of its names if it is tied.
 
     Matrices are 2-dim weights, and 3-dim weights are stacks of them. Muon trains the matrices in the
@@ -74,7 +74,7 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
     if problems:
         raise ConfigError(*problems)
     return {
-        name: Rule(
+        name: ParameterRule(
             name in matrices,
             lr_scale.get(name, 1.0),
             options.weight_decay * decay.get(name, float(parameter.ndim > 1)),

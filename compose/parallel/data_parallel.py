@@ -34,7 +34,7 @@ from compose.base.local_tensor import local_tensor
 from compose.base.torch_versions import finish_fsdp_backward
 from compose.errors import ConfigError
 from compose.parallel.mesh import axis_size
-from compose.parallel.secondary_shards import NearGather, NearGroups
+from compose.parallel.secondary_shards import SecondaryGather, SecondaryGroups
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Sharding:
     """Units whose gather begins before the unit ahead of them runs, in forward and in backward. With 0
     FSDP decides: it prefetches the next unit in backward.
     """
-    near: NearGroups | None = None
+    near: SecondaryGroups | None = None
     """Neighbours that gather a unit again in stage 3, after a step's first gather."""
     expert_mesh: DeviceMesh | None = None
     """The mesh over which experts are sharded, from ``expert_mesh`` in expert_parallel.py."""
@@ -85,8 +85,8 @@ def apply_data_parallel(
     mesh: DeviceMesh,
     how: Sharding,
     experts: Sequence[str] = (),
-    ends: bool = True,
-) -> list[NearGather]:
+    is_last_stage: bool = True,
+) -> list[SecondaryGather]:
     """Apply ``fully_shard`` to each unit, then to the model, over the data axes of ``mesh``.
 
     Parameters are sharded over dp_shard and cp together, and replicated over dp_replicate. Gradients
@@ -99,7 +99,7 @@ def apply_data_parallel(
         mesh: The mesh of ``compose.init_mesh``.
         how: What is sharded, and in which types.
         experts: Modules that are sharded over ``how.expert_mesh``; each is a unit within another.
-        ends: Whether the loss follows the last unit; in a pipeline only the last stage has it.
+        is_last_stage: Whether the loss follows the last unit; in a pipeline only the last stage has it.
 
     Returns:
         The gathers that ``how.near`` asks for.
@@ -121,11 +121,11 @@ def apply_data_parallel(
         more |= {"mp_policy": policy, "offload_policy": where}
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **more)  # type: ignore[arg-type]
 
-    gathers: list[NearGather] = []
+    gathers: list[SecondaryGather] = []
 
-    def gather_near(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def gather_secondary(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         if group is not None and isinstance(module, FSDPModule):
-            gathers.append(NearGather(group))
+            gathers.append(SecondaryGather(group))
             module.set_custom_all_gather(cast(Any, gathers[-1]))
 
     expert_mesh = how.expert_mesh
@@ -138,15 +138,15 @@ def apply_data_parallel(
         for name in experts:
             module = model.get_submodule(name)
             shard(module, free, over, shard_placement_fn=place)
-            gather_near(module, near and near.experts)
+            gather_secondary(module, near and near.experts)
 
     for i, unit in enumerate(units):
         modules = [model.get_submodule(name) for name in unit]
         # The last unit's backward follows its forward at once.
-        keep = ends and i == len(units) - 1
+        keep = is_last_stage and i == len(units) - 1
         shard(modules if len(modules) > 1 else modules[0], zero == 3 and not keep)
         if not keep:
-            gather_near(modules[0], near and near.shards)
+            gather_secondary(modules[0], near and near.shards)
     shard(model, False)
     for module in model.modules():
         if isinstance(module, FSDPModule):

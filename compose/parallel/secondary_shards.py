@@ -25,10 +25,10 @@ from compose.errors import ConfigError
 from compose.parallel.mesh import axis_size
 
 
-class NearGather:
+class SecondaryGather:
     """The all-gather of one unit, for ``FSDPModule.set_custom_all_gather``; ``near`` is the group of N.
 
-    Outside of :func:`near_shards` it does what FSDP's own does.
+    Outside of :func:`secondary_shards` it does what FSDP's own does.
     """
 
     def __init__(self, near: dist.ProcessGroup) -> None:
@@ -82,7 +82,7 @@ class NearGather:
 
 
 @contextmanager
-def near_shards(gathers: Sequence[NearGather]) -> Iterator[None]:
+def secondary_shards(gathers: Sequence[SecondaryGather]) -> Iterator[None]:
     """Let ``gathers`` keep their parts inside this context; weights must not change there."""
     for gather in gathers:
         gather.keeping = True
@@ -94,7 +94,7 @@ def near_shards(gathers: Sequence[NearGather]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class NearGroups:
+class SecondaryGroups:
     """This rank's groups of neighbours."""
 
     shards: dist.ProcessGroup
@@ -105,9 +105,9 @@ class NearGroups:
     """Whether this group would be one rank, so that gathered experts are never freed."""
 
 
-def near_groups(
+def secondary_groups(
     mesh: DeviceMesh, near: int, zero: int, expert_mesh: DeviceMesh | None = None
-) -> NearGroups | None:
+) -> SecondaryGroups | None:
     """Return the groups of ``near`` neighbours along dp_shard x cp.
 
     Experts are shared by other ranks, those of ``expert_mesh``. Their neighbours are the ranks in the
@@ -124,21 +124,21 @@ def near_groups(
         The groups; None if all ranks are neighbours.
 
     Raises:
-        ConfigError: As :func:`check_near` raises it.
+        ConfigError: As :func:`check_secondary` raises it.
     """
     ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
-    check_near(near, zero, ranks)
+    check_secondary(near, zero, ranks)
     if near in (0, ranks):
         return None
-    shards = _near_group(mesh.mesh.flatten(2, 3), near)
+    shards = _secondary_group(mesh.mesh.flatten(2, 3), near)
     if expert_mesh is None:
-        return NearGroups(shards)
-    few = near_experts(near, axis_size(mesh, "tp"), axis_size(expert_mesh, "ep"))
-    experts = _near_group(expert_mesh.mesh, few) if few > 1 else None
-    return NearGroups(shards, experts, experts_stay=few == 1)
+        return SecondaryGroups(shards)
+    few = secondary_experts(near, axis_size(mesh, "tp"), axis_size(expert_mesh, "ep"))
+    experts = _secondary_group(expert_mesh.mesh, few) if few > 1 else None
+    return SecondaryGroups(shards, experts, experts_stay=few == 1)
 
 
-def near_experts(near: int, tp: int, ep: int) -> int:
+def secondary_experts(near: int, tp: int, ep: int) -> int:
     """Return how many of ``near`` x ``tp`` neighbours share an expert.
 
     Args:
@@ -152,7 +152,7 @@ def near_experts(near: int, tp: int, ep: int) -> int:
     return near * tp // ep if near * tp % ep == 0 else 0
 
 
-def _near_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
+def _secondary_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
     """Return this rank's group of ``near`` neighbours along dim 2 of ``ranks``.
 
     The dims of ``ranks`` are pp, replicas, shards and the rest.
@@ -163,7 +163,7 @@ def _near_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
     return group
 
 
-def check_near(near: int, zero: int, ranks: int) -> None:
+def check_secondary(near: int, zero: int, ranks: int) -> None:
     """Raise ConfigError unless parameters can be resharded to ``near`` ranks.
 
     Args:

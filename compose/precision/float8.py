@@ -89,7 +89,9 @@ def emulated(device_type: str) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9)
 
 
-def choose(model: nn.Module, plan: Resolved, tp: int, recipe: Recipe, device_type: str) -> Choice:
+def select_layers(
+    model: nn.Module, plan: Resolved, tp: int, recipe: Recipe, device_type: str
+) -> Choice:
     """Choose which linear layers of a plan compute in float8.
 
     A layer is left out if the plan excepts it, or if a side of the part that each tp rank holds is no
@@ -292,8 +294,8 @@ __all__ = [
     "Choice",
     "Recipe",
     "apply_float8",
-    "choose",
     "emulated",
     "float8_styles",
+    "select_layers",
     "shared_scales",
 ]

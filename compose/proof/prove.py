@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.build import build_optimizer, cut, fill, loss_function
+from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.composition.state import Composition
 from compose.data.packing import random_batch
 from compose.legality.job import Job
 from compose.optimizer.reference import Reference
 from compose.optimizer.rules import parameter_rules
-from compose.precision.float8 import choose
+from compose.precision.float8 import select_layers
 from compose.precision.loss_scale import first_scale
 from compose.precision.options import Precision
 from compose.proof.one_process import EXACT, Arithmetic, Named, arithmetic_of, precision_of
@@ -48,7 +48,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int = STEPS) 
     """
     whole = copy.deepcopy(job.model)
     if dist.get_rank() == 0:
-        fill(whole, job, device)
+        fill_weights(whole, job, device)
     eps = max(job.config.optimizer.eps, EPS)
     config = replace(job.config, optimizer=replace(job.config.optimizer, eps=eps))
     job = replace(job, config=config)
@@ -67,8 +67,8 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int = STEPS) 
 
     def compose(arithmetic: Arithmetic) -> Composition:
         options = replace(config.options, precision=precision_of(arithmetic))
-        composition = cut(job, mesh, device, options)
-        fill(composition, job, device)
+        composition = parallelize(job, mesh, device, options)
+        fill_weights(composition, job, device)
         return composition
 
     def optimizer(arithmetic: Arithmetic, composition: Composition) -> torch.optim.Optimizer:
@@ -84,7 +84,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int = STEPS) 
         compose,
         optimizer,
         reference_optimizer,
-        float8=choose(
+        float8=select_layers(
             job.model, job.resolved, job.degrees.tp, config.precision.float8, mesh.device_type
         ),
         # The offloaded optimizer's memory and files are float32.

@@ -202,7 +202,7 @@ def _severity(row: Row) -> float:
 _NOT_HELD = -1.0  # the error of a tensor of which this rank has no part
 
 
-class Judge:
+class Comparison:
     """Compares what each rank has with what rank 0 expects. ``prefix`` begins each row's quantity."""
 
     def __init__(self, device: torch.device, tolerance: Tolerance, prefix: str = "") -> None:

@@ -78,7 +78,7 @@ class _Call(NamedTuple):
     kept: Tensor | None
 
 
-class Witness:
+class RoutingRecorder:
     """A record of what every router of a model decided, in the order of its forward calls."""
 
     def __init__(self) -> None:
@@ -114,20 +114,20 @@ def _choices(ids: Sequence[Tensor], calls: Sequence[_Call]) -> Choices:
 
 
 @contextmanager
-def watch(model: nn.Module) -> Iterator[Witness]:
+def watch(model: nn.Module) -> Iterator[RoutingRecorder]:
     """Record what the routers of ``model`` choose, in forwards that backward follows."""
-    witness, handles = Witness(), []
+    recorder, handles = RoutingRecorder(), []
     for name, router in routers(model).items():
 
         def see(module: nn.Module, inputs: Any, routing: Any, name: str = name) -> Any:
-            witness.count += 1
-            seen = (name, witness.count, _Call(routing.experts, routing.margin, routing.kept))
+            recorder.count += 1
+            seen = (name, recorder.count, _Call(routing.experts, routing.margin, routing.kept))
             # Recomputation runs this hook again, but backward goes through the first call only.
-            return routing._replace(weights=_Seen.apply(routing.weights, witness, seen))
+            return routing._replace(weights=_Seen.apply(routing.weights, recorder, seen))
 
         handles.append(cast(nn.Module, router).register_forward_hook(see))
     try:
-        yield witness
+        yield recorder
     finally:
         for handle in handles:
             handle.remove()
@@ -135,14 +135,16 @@ def watch(model: nn.Module) -> Iterator[Witness]:
 
 class _Seen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, witness: Witness, seen: tuple[str, int, _Call]) -> Any:
-        ctx.witness, ctx.seen = witness, seen
+    def forward(
+        ctx: Any, weights: Tensor, recorder: RoutingRecorder, seen: tuple[str, int, _Call]
+    ) -> Any:
+        ctx.recorder, ctx.seen = recorder, seen
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         name, *call = ctx.seen
-        ctx.witness.calls.setdefault(name, []).append(tuple(call))
+        ctx.recorder.calls.setdefault(name, []).append(tuple(call))
         return grads[0], None, None
 
 

@@ -30,7 +30,7 @@ from compose.parallel.mesh import axis_size, batch_share
 from compose.parallel.routing import routers
 from compose.plan import Plan, resolve
 from compose.precision.float8 import NOTHING as WHOLE
-from compose.precision.float8 import Choice, choose
+from compose.precision.float8 import Choice, select_layers
 from compose.precision.options import Precision
 from compose.proof.one_process import (
     EXACT,
@@ -44,7 +44,7 @@ from compose.proof.one_process import (
     arithmetic_of,
     precision_of,
 )
-from compose.proof.report import Judge, Report, Tolerance, joined, tolerance_of
+from compose.proof.report import Comparison, Report, Tolerance, joined, tolerance_of
 from compose.proof.routing_trace import (
     Choices,
     Difference,
@@ -54,7 +54,7 @@ from compose.proof.routing_trace import (
     watch,
 )
 from compose.train.step import clip_grad_norm_, forward_backward
-from compose.weights import local_part, named_generator
+from compose.weights import local_shard, named_generator
 
 # The standard deviation of the noise that is added to a parameter whose elements are all alike.
 _SPREAD = 0.02
@@ -129,7 +129,7 @@ def verify(
         compose,
         lambda arithmetic, composition: optimizer_for(arithmetic, list(composition.named_parameters())),
         reference_optimizer,
-        float8=choose(model, resolved, axis_size(mesh, "tp"), asked.float8, mesh.device_type),
+        float8=select_layers(model, resolved, axis_size(mesh, "tp"), asked.float8, mesh.device_type),
     )
     return prove_both(model, list(_batches(batch)), chosen, sides, trial)
 
@@ -215,12 +215,12 @@ def compare(
     _check_batches(batches, mesh)
     tolerance = trial.tolerance or tolerance_of(arithmetic)
     index, count = batch_share(mesh)
-    judge = Judge(torch.device(mesh.device_type), tolerance, run.label)
+    comparison = Comparison(torch.device(mesh.device_type), tolerance, run.label)
     held = _held(composition)
     first = dist.get_rank() == 0
 
     model = copy.deepcopy(model) if first else model
-    _judge_beginning(judge, model, composition, arithmetic.master if first else None)
+    _compare_beginning(comparison, model, composition, arithmetic.master if first else None)
     _spread(model, composition, first)
 
     reference: References | None = None
@@ -245,7 +245,7 @@ def compare(
     differences: list[Difference] = []
     for step, batch in enumerate(batches):
         share = {name: _slice(value, index, count) for name, value in batch.items()}
-        with watch(composed) as witness:
+        with watch(composed) as recorder:
             loss = forward_backward(
                 composition,
                 share,
@@ -256,7 +256,7 @@ def compare(
         seen: dict[str, list[Choices]] = {}
         if routers(model):
             calls = ids_of_calls(composition, batch["targets"].shape, micro_batch)
-            seen = gathered(witness.choices(calls))
+            seen = gathered(recorder.choices(calls))
         _on_first_rank(partial(reference.step, batch, seen) if reference else None)
         if reference:
             for name, natural in reference.own.choices.items():
@@ -264,49 +264,49 @@ def compare(
         for name, parameter in model.named_parameters() if step == 0 else ():
             gradients = [_gradient(p) / loss_scale for p in held.get(name, ())]
             right = expected(lambda r, name=name: r.gradient(name))
-            judge.tensor("gradient", name, gradients, parameter.shape, right, tolerance.gradient)
+            comparison.tensor("gradient", name, gradients, parameter.shape, right, tolerance.gradient)
             if arithmetic.reduced:
-                judge.rounding(gradients, parameter.shape, right)
+                comparison.rounding(gradients, parameter.shape, right)
         norm = clip_grad_norm_(composition, max_norm, loss_scale)
         optimizer.step()
         optimizer.zero_grad()
         row = f"step {step + 1}"
-        judge.tensor("loss", row, [loss], loss.shape, expected(References.loss), tolerance.loss)
+        comparison.tensor("loss", row, [loss], loss.shape, expected(References.loss), tolerance.loss)
         right = expected(References.norm)
-        judge.tensor("grad_norm", row, [norm], norm.shape, right, tolerance.gradient)
+        comparison.tensor("grad_norm", row, [norm], norm.shape, right, tolerance.gradient)
     # One data rank alone reduces nothing.
     reduces = arithmetic.reduce.itemsize < 4 and axis_size(mesh, "cp") * count > 1
     if arithmetic.param.itemsize < 4 or arithmetic.float8 != "off" or reduces:
-        judge.same_rounding()
+        comparison.same_rounding()
     for name, shape, values in _buffers(model, composed):
         right = expected(lambda r, name=name: r.buffer(name))
-        judge.tensor("buffer after", name, values, shape, right, tolerance.loss)
+        comparison.tensor("buffer after", name, values, shape, right, tolerance.loss)
     after = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     for name, parameter in model.named_parameters():
         pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
         changes = [new.double() - old.double() for new, old in pairs]
         right = expected(lambda r, name=name: r.update(name))
         allowed = tolerance.update_of(parameter.numel()) if arithmetic.reduced else tolerance.update
-        judge.tensor("update", name, changes, parameter.shape, right, allowed)
-        judge.same_everywhere(name, after.get(name, ()))
+        comparison.tensor("update", name, changes, parameter.shape, right, allowed)
+        comparison.same_everywhere(name, after.get(name, ()))
     for tied in composition.pipeline.ties if composition.pipeline else ():
-        judge.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
-    return judge.report(differences, reference.tie if reference else tolerance.loss)
+        comparison.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
+    return comparison.report(differences, reference.tie if reference else tolerance.loss)
 
 
-def _judge_beginning(
-    judge: Judge, model: nn.Module, composition: Composition, master: torch.dtype | None
+def _compare_beginning(
+    comparison: Comparison, model: nn.Module, composition: Composition, master: torch.dtype | None
 ) -> None:
     """Compare weights and buffers before the first step; only rank 0 has ``master``."""
     held = _held(composition)
     for name, parameter in model.named_parameters():
         values = [whole(p) for p in held.get(name, [])]
         right = None if master is None else Expected(parameter.detach().to(master))
-        judge.tensor("initial weight", name, values, parameter.shape, right, 0.0)
+        comparison.tensor("initial weight", name, values, parameter.shape, right, 0.0)
     whole_buffers = dict(model.named_buffers())
     for name, shape, values in _buffers(model, composition.model):
         right = None if master is None else Expected(whole_buffers[name])
-        judge.tensor("buffer", name, values, shape, right, 0.0)
+        comparison.tensor("buffer", name, values, shape, right, 0.0)
 
 
 def _buffers(model: nn.Module, composed: nn.Module) -> Iterator[tuple[str, torch.Size, list[Tensor]]]:
@@ -350,7 +350,7 @@ def _spread(model: nn.Module, composition: Composition, first: bool) -> None:
             noise = torch.empty(parameter.shape, dtype=torch.float32)
             noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
             local = local_tensor(parameter)
-            changed = local.float() + local_part(noise, parameter).to(local.device)
+            changed = local.float() + local_shard(noise, parameter).to(local.device)
             local.copy_(changed)
 
 

@@ -16,7 +16,7 @@ from compose.parallel.context_parallel import shard_sequence
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
 from compose.parallel.routing import begin_step, finish_step
-from compose.parallel.secondary_shards import near_shards
+from compose.parallel.secondary_shards import secondary_shards
 from compose.precision.float8 import shared_scales
 
 
@@ -61,7 +61,7 @@ def forward_backward(
     batch = local_batch(composition, batch)
     # loss_parallel only changes what cross-entropy does with DTensors.
     losses = step_loss(loss_function, count / loss_scale, composition.output)
-    scales, near = shared_scales(model, composition.float8), near_shards(composition.gathers)
+    scales, near = shared_scales(model, composition.float8), secondary_shards(composition.gathers)
     with scales, loss_parallel(), near, losses as loss:
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.base.own_files import write_whole
-from compose.build import build_optimizer, cut, fill, loss_function
+from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.compiler.compilation import GraphCount
-from compose.data.opening import (
+from compose.data.datasets import (
     OpenData,
     described,
     keep_tokenizer,
@@ -24,8 +24,8 @@ from compose.data.opening import (
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import ConfigError
 from compose.legality.job import Job
+from compose.optimizer.lr_schedule import learning_rate, set_learning_rate
 from compose.optimizer.offload import OffloadedAdamW
-from compose.optimizer.rates import learning_rate, set_learning_rate
 from compose.parallel.mesh import batch_share
 from compose.parallel.routing import routing_metrics
 from compose.precision.loss_scale import first_scale
@@ -36,7 +36,7 @@ from compose.toml import dump
 from compose.train.folder import RunFolder
 from compose.train.garbage import collected_between_steps
 from compose.train.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
-from compose.train.replicas import differences
+from compose.train.replica_check import replica_mismatches
 from compose.train.signals import Signals
 from compose.train.step import clip_grad_norm_, forward_backward
 from compose.train.validation import Validation
@@ -65,7 +65,7 @@ class Trainer:
         config = job.config
         self.config, self.mesh, self.device = config, mesh, device
         train, shape = config.train, config.model.config
-        self.composition = cut(job, mesh, device)
+        self.composition = parallelize(job, mesh, device)
         self.loss = loss_function(config)
         data = data or open_data(config)
         self.batches = training_batches(config, data, batch_share(mesh))
@@ -83,7 +83,7 @@ class Trainer:
         )
         found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
         if found is None:
-            fill(self.composition, job, device)
+            fill_weights(self.composition, job, device)
         self.resumed, self.skipped = found is not None, 0
         begun, scale = found or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
@@ -271,7 +271,7 @@ class Trainer:
         """Raise TrainingError if ranks' copies differ, every ``comm.check_every`` steps."""
         every = self.config.comm.check_every
         if every and (step + 1) % every == 0:
-            found = differences(self.composition, self.optimizer)
+            found = replica_mismatches(self.composition, self.optimizer)
             if found:
                 raise TrainingError(
                     f"step {step + 1}: {'; '.join(found)}: silent corruption; the last checkpoint is"

@@ -10,12 +10,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose.config import Parallel
 from compose.optimizer import AdamW, adamw
-from compose.optimizer.boxes import local
 from compose.optimizer.offload import MEANS
+from compose.optimizer.regions import local
 from compose.optimizer.rounding import random_bits
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.tensor_parallel import apply_tensor_parallel
-from compose.weights import local_part
+from compose.weights import local_shard
 from tests.pool import Pool, make_mesh
 
 
@@ -151,20 +151,20 @@ def _train(parallel: Parallel) -> dict[str, torch.Tensor]:
     named = dict(model.named_parameters())
     optimizer = AdamW([{"params": list(named.items())}], lr=1e-2, state_dtype=torch.bfloat16, seed=3)
     for name, parameter in named.items():
-        local(parameter.detach()).copy_(local_part(whole[name], parameter))
+        local(parameter.detach()).copy_(local_shard(whole[name], parameter))
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         for parameter in named.values():
             gradient = torch.randn(parameter.shape, generator=generator).bfloat16()
             parameter.grad = torch.zeros_like(parameter)
-            local(parameter.grad).copy_(local_part(gradient, parameter))
+            local(parameter.grad).copy_(local_shard(gradient, parameter))
         optimizer.step()
     found = {}
     for name, parameter in named.items():
         for key, tensor in {"weight": parameter, **optimizer.state[parameter]}.items():
             if tensor.ndim:
                 full = torch.full(parameter.shape, math.nan)
-                local_part(full, parameter).copy_(local(tensor.detach()).float())
+                local_shard(full, parameter).copy_(local(tensor.detach()).float())
                 found[f"{name} {key}"] = full
     return found
 

@@ -16,11 +16,11 @@ from compose.build import build_optimizer
 from compose.composition.state import Composition
 from compose.config import Optimizer as Options
 from compose.config import Parallel, Precision
-from compose.optimizer import Muon, Rule, adamw, muon, orthogonalized
-from compose.optimizer.boxes import within
+from compose.optimizer import Muon, ParameterRule, adamw, muon, orthogonalized
+from compose.optimizer.assignment import Layout, Messages
 from compose.optimizer.reference import Reference
+from compose.optimizer.regions import within
 from compose.optimizer.rounding import random_bits
-from compose.optimizer.sharing import Layout, Messages
 from tests.experts import QWEN
 from tests.faults import Fault, assert_named, with_fault
 from tests.helpers import agreed, prove_case, tier
@@ -72,7 +72,7 @@ def test_the_reference_is_the_same_without_its_tricks() -> None:
     theirs = copy.deepcopy(ours)
     first = Muon(ours.items(), lr=0.02, momentum=0.9, weight_decay=0.3)
     options = Options(lr=0.02, momentum=0.9)
-    rules = dict.fromkeys(shapes, Rule(True, 1.0, 0.3))
+    rules = dict.fromkeys(shapes, ParameterRule(True, 1.0, 0.3))
     second = Reference(theirs, rules, options, Precision(), seed=0)
     for _ in range(4):
         for name in shapes:
@@ -270,10 +270,10 @@ def nothing_is_gathered() -> Iterator[None]:
         if own is None:
             return None
         slab = next(slab for slab in slabs if slab.owner == self.rank)
-        box = self.layouts[slab.parameter].part(self.rank, slab.box)
-        assert box
+        region = self.layouts[slab.parameter].part(self.rank, slab.region)
+        assert region
         mine = torch.zeros_like(own)
-        mine[within(box, slab.box)] = own[within(box, slab.box)]
+        mine[within(region, slab.region)] = own[within(region, slab.region)]
         return mine
 
     with mock.patch.object(Muon, "_gather", fake):

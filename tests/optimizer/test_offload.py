@@ -380,6 +380,7 @@ def _train_in_pieces(keys: Keys) -> dict[str, torch.Tensor]:
         return trained_state(keys)
 
 
+@pytest.mark.slow
 def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
     """From a checkpoint of files into files, and into memory; uneven shards, tp and accumulation."""
     in_files = SAVING | MESH | {"optimizer__offload": "nvme", "checkpoint__interval": 1}

@@ -22,6 +22,7 @@ HALF: Keys = {
 MESH: Keys = {"parallel__dp_shard": 2, "parallel__tp": 2}
 
 
+@pytest.mark.slow
 def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
     """With weights and state that are rounded at random."""
     expected = train_on(pool, tmp_path / "whole", HALF, MESH, 4)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.optimizer import boxes
-from compose.optimizer.boxes import chunks, lengths, within
+from compose.optimizer import regions
+from compose.optimizer.regions import chunks, lengths, within
 from compose.optimizer.rounding import random_bits, store
 
 SHAPE = (7, 30, 50)
@@ -16,15 +16,18 @@ WHOLE = [slice(0, n) for n in SHAPE]
 BFLOAT16 = torch.empty(0, dtype=torch.bfloat16)
 
 
-def bits(purpose: str, box: list[slice] = WHOLE, seed: int = 0) -> Tensor:
-    return random_bits(seed, purpose, box, SHAPE, BFLOAT16)
+def bits(purpose: str, region: list[slice] = WHOLE, seed: int = 0) -> Tensor:
+    return random_bits(seed, purpose, region, SHAPE, BFLOAT16)
 
 
 def test_bits_of_a_box_are_those_of_the_whole() -> None:
     whole = bits("a")
-    for box in ([slice(2, 5), slice(0, 30), slice(7, 50)], [slice(6, 7), slice(29, 30), slice(0, 1)]):
-        assert torch.equal(bits("a", box), whole[tuple(box)])
-    with mock.patch.object(boxes, "CHUNK", 130):
+    for region in (
+        [slice(2, 5), slice(0, 30), slice(7, 50)],
+        [slice(6, 7), slice(29, 30), slice(0, 1)],
+    ):
+        assert torch.equal(bits("a", region), whole[tuple(region)])
+    with mock.patch.object(regions, "CHUNK", 130):
         parts = list(chunks(WHOLE))
         elsewhere = list(chunks([slice(3, 7), slice(5, 30), slice(20, 50)]))
     seen = torch.zeros(SHAPE)

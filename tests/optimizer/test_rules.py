@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from compose import ConfigError, Parallel, Pipeline, Plan
 from compose.config import Optimizer
-from compose.optimizer import Rule, parameter_rules
+from compose.optimizer import ParameterRule, parameter_rules
 from compose.registry import find_model
 from tests.helpers import make_config
 
 MUON = Optimizer(name="muon", weight_decay=0.5)
 
 
-def rules(name: str, options: Optimizer, **fields: object) -> dict[str, Rule]:
+def rules(name: str, options: Optimizer, **fields: object) -> dict[str, ParameterRule]:
     folder = find_model(name)
     preset = "debug_moe" if name == "qwen3" else "debug"
     config = replace(folder.presets[preset], **fields)  # type: ignore[type-var]
@@ -76,19 +76,19 @@ def test_patterns() -> None:
         muon_except=("layers.*.feed_forward.w2", "layers.0.attention.wq.weight"),
     )
     found = rules("llama", options, n_layers=2)
-    assert found["layers.0.attention.wq.weight"] == Rule(False, 2.0, 0.5)
-    assert found["layers.1.attention.wk.weight"] == Rule(True, 2.0, 1.0)
-    assert found["layers.0.attention.wo.weight"] == Rule(True, 0.5, 0.5)
-    assert found["layers.1.feed_forward.w2.weight"] == Rule(False, 1.0, 1.0)
-    assert found["layers.1.ffn_norm.weight"] == Rule(False, 1.0, 0.125)
-    assert found["norm.weight"] == Rule(False, 1.0, 0.5)
-    assert found["output.weight"] == Rule(False, 0.0, 0.5)
+    assert found["layers.0.attention.wq.weight"] == ParameterRule(False, 2.0, 0.5)
+    assert found["layers.1.attention.wk.weight"] == ParameterRule(True, 2.0, 1.0)
+    assert found["layers.0.attention.wo.weight"] == ParameterRule(True, 0.5, 0.5)
+    assert found["layers.1.feed_forward.w2.weight"] == ParameterRule(False, 1.0, 1.0)
+    assert found["layers.1.ffn_norm.weight"] == ParameterRule(False, 1.0, 0.125)
+    assert found["norm.weight"] == ParameterRule(False, 1.0, 0.5)
+    assert found["output.weight"] == ParameterRule(False, 0.0, 0.5)
 
 
 def test_a_tied_weight_has_one_rule_by_any_name() -> None:
     options = Optimizer(lr_scale=("output=0.5",))
     found = rules("llama", options, tie_embeddings=True)
-    assert found["output.weight"] == found["tok_embeddings.weight"] == Rule(False, 0.5, 0.1)
+    assert found["output.weight"] == found["tok_embeddings.weight"] == ParameterRule(False, 0.5, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ DATA = [
     Row(
         "a later gather takes another's part",
         {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, "train__global_batch": 8},
-        "compose.parallel.secondary_shards:NearGather.__call__",
+        "compose.parallel.secondary_shards:SecondaryGather.__call__",
         "[self.near.rank()]",
         "[0]",
         "gradient",
@@ -99,7 +99,7 @@ DATA = [
     Row(
         "a step's weights are kept for the next",
         {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, "train__global_batch": 8},
-        "compose.parallel.secondary_shards:near_shards",
+        "compose.parallel.secondary_shards:secondary_shards",
         "gather.keeping, gather.kept = False, None",
         "gather.keeping = False",
         "loss",
@@ -226,7 +226,7 @@ TENSOR = [
     Row(
         "data parallel cuts before tensor parallel",
         {"parallel__dp_shard": 2, "parallel__tp": 2, "train__global_batch": 8},
-        "compose.weights:local_box",
+        "compose.weights:local_region",
         "sorted(cuts)",
         "cuts",
         "initial weight",

@@ -19,7 +19,7 @@ OPTIMIZER = [
     Row(
         "lr_scale is forgotten",
         ONE | {"optimizer__lr_scale": '["output=0.5"]'},
-        "compose.optimizer.rates:set_learning_rate",
+        "compose.optimizer.lr_schedule:set_learning_rate",
         'group.get("lr_scale", 1.0)',
         "1.0",
         "update",

@@ -12,8 +12,8 @@ from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.data import random_batch
 from compose.parallel.mesh import batch_share
-from compose.train import replicas
-from compose.train.replicas import checksum, differences
+from compose.train import replica_check
+from compose.train.replica_check import checksum, replica_mismatches
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.checkpoints import shards
 from tests.experts import DEEPSEEK
@@ -34,7 +34,7 @@ EXPERTS: Keys = DEEPSEEK | PRODUCT | {"parallel__ep": 2, "train__seq_len": 16, "
 
 @pytest.mark.parametrize("piece", [2**24, 7])
 def test_checksum_sees_every_bit(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(replicas, "_PIECE", piece)
+    monkeypatch.setattr(replica_check, "_PIECE", piece)
     tensor = torch.randn(3, 5)
     before = int(checksum(tensor))
     for byte in range(60):
@@ -47,7 +47,7 @@ def test_checksum_sees_every_bit(monkeypatch: pytest.MonkeyPatch, piece: int) ->
 
 
 def test_checksum_sees_what_changes_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_PIECE", 4)
+    monkeypatch.setattr(replica_check, "_PIECE", 4)
     assert int(checksum(torch.tensor([1.0, 2.0]))) != int(checksum(torch.tensor([2.0, 1.0])))
 
 
@@ -62,7 +62,7 @@ def _of_plain_tensors(kind: str) -> list[str]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), "grad": model.bias.grad}
     if dist.get_rank() == 1 and kind:
         tensors[kind].data[0] = 2.0
-    return differences(Composition(model, make_mesh(Parallel(dp_replicate=2))), None)
+    return replica_mismatches(Composition(model, make_mesh(Parallel(dp_replicate=2))), None)
 
 
 def test_buffers_that_are_saved_are_compared(pool: Pool) -> None:
@@ -87,7 +87,7 @@ def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]
         share = {key: value.chunk(count)[index] for key, value in batch.items()}
         forward_backward(composition, share, micro_batch=1)
         clip_grad_norm_(composition, 1.0)
-        found = differences(composition, optimizer)
+        found = replica_mismatches(composition, optimizer)
         assert found == [], f"step {step}: {found}"
         if step < steps - 1:
             optimizer.step()
@@ -99,7 +99,7 @@ def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]
         assert tensor is not None
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local.detach().view(-1).view(torch.int32)[-1] ^= 1
-    return differences(composition, optimizer)
+    return replica_mismatches(composition, optimizer)
 
 
 @pytest.mark.parametrize("what", ["weight", "gradient", "exp_avg", "exp_avg_sq"])
@@ -144,7 +144,7 @@ def test_one_bit_in_one_stages_copy_of_a_tied_weight(
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param(PRODUCT, id="product"),
+        pytest.param(PRODUCT, id="product", marks=pytest.mark.slow),
         pytest.param(EXPERTS, id="experts", marks=pytest.mark.full),
     ],
 )

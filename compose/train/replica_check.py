@@ -22,7 +22,7 @@ from compose.parallel.mesh import AXES
 _PIECE = 2**24  # bytes
 
 
-def differences(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
+def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
     """Return one line for each group of ranks whose copies differ; a collective.
 
     A line says which ranks differ, and in what. If two copies differ, it names both ranks; if there are

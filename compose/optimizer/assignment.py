@@ -2,7 +2,7 @@
 
 The rank that orthogonalizes a matrix needs the whole matrix. All ranks that hold parts of it, replicas
 too, divide the matrices among themselves by cost, so that each matrix is computed once. Places are
-boxes of the whole tensor, taken from the cut that filled it (weights.py).
+regions of the whole tensor, taken from the cut that filled it (weights.py).
 """
 
 import math
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compose.optimizer.boxes import Box, lengths, size
-from compose.weights import local_box
+from compose.optimizer.regions import Region, lengths, size
+from compose.weights import local_region
 
 # Elements of experts that one rank works on at once, unless a single expert has more.
 SLAB = 2**24
@@ -29,7 +29,7 @@ class Slab:
 
     parameter: int
     """The number of the stack."""
-    box: Box
+    region: Region
     """Their places in the stack; whole matrices."""
     owner: int
     """The rank."""
@@ -42,31 +42,31 @@ class Layout:
     """Where the parts of a stack of matrices (E, R, C) are, by rank of the group."""
 
     shape: tuple[int, ...]
-    boxes: Mapping[int, Box]
-    """The box of each rank."""
+    regions: Mapping[int, Region]
+    """The region of each rank."""
     replica: Mapping[int, int]
     """A number for each rank; ranks with the same number hold one copy between them."""
 
-    def part(self, rank: int, box: Box) -> Box | None:
-        """Return the part of a box that a rank holds.
+    def part(self, rank: int, region: Region) -> Region | None:
+        """Return the part of a region that a rank holds.
 
         Args:
             rank: The rank.
-            box: The box.
+            region: The region.
 
         Returns:
             The part; None if it is empty.
         """
         held = tuple(
             slice(max(one.start, two.start), min(one.stop, two.stop))
-            for one, two in zip(self.boxes[rank], box, strict=True)
+            for one, two in zip(self.regions[rank], region, strict=True)
         )
         return held if size(held) else None
 
-    def parts(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield each rank that holds a part of ``box``, and the part."""
-        for rank in self.boxes:
-            held = self.part(rank, box)
+    def parts(self, region: Region) -> Iterator[tuple[int, Region]]:
+        """Yield each rank that holds a part of ``region``, and the part."""
+        for rank in self.regions:
+            held = self.part(rank, region)
             if held:
                 yield rank, held
 
@@ -91,7 +91,7 @@ def layout_of(parameter: Tensor, group: dist.ProcessGroup | None) -> Layout:
     stack = (slice(0, 1),) * missing
     if not isinstance(parameter, DTensor):
         me = dist.get_rank(group) if group else 0
-        return Layout(shape, {me: stack + local_box(parameter)}, {me: 0})
+        return Layout(shape, {me: stack + local_region(parameter)}, {me: 0})
     mesh, placements = parameter.device_mesh, parameter.placements
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"a parameter is still to be summed: {placements}")
@@ -99,47 +99,49 @@ def layout_of(parameter: Tensor, group: dist.ProcessGroup | None) -> Layout:
     if sorted(ranks) != sorted(mesh.mesh.flatten().tolist()):
         raise ValueError(f"a parameter is on {mesh}, and not on the ranks {ranks} of the optimizer")
     copies = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
-    boxes, replica = {}, {}
+    regions, replica = {}, {}
     for number, rank in enumerate(ranks):
         coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
-        boxes[number] = stack + local_box(parameter, coordinate)
+        regions[number] = stack + local_region(parameter, coordinate)
         replica[number] = 0
         for axis in copies:
             replica[number] = replica[number] * mesh.size(axis) + coordinate[axis]
-    return Layout(shape, boxes, replica)
+    return Layout(shape, regions, replica)
 
 
-def shared_out(layouts: Mapping[int, Layout]) -> list[list[Slab]]:
+def assigned(layouts: Mapping[int, Layout]) -> list[list[Slab]]:
     """Return rounds of slabs, at most one per rank in a round; the same on every rank of the group.
 
     Costly matrices are dealt out first. Each goes to the rank that has least to do so far, among those
     that hold a part of it. ``layouts`` are those of parameters, by their numbers.
     """
-    wanted: list[tuple[float, int, Box, dict[int, Box]]] = []
+    wanted: list[tuple[float, int, Region, dict[int, Region]]] = []
     for number, layout in layouts.items():
         sides = layout.shape[1:]
         # All experts between two edges are held by the same ranks.
-        edges = {edge for box in layout.boxes.values() for edge in (box[0].start, box[0].stop)}
+        edges = {
+            edge for region in layout.regions.values() for edge in (region[0].start, region[0].stop)
+        }
         for first, last in zip(sorted(edges), sorted(edges)[1:], strict=False):
-            box = (slice(first, last), slice(0, sides[0]), slice(0, sides[1]))
-            holders = dict(layout.parts(box))
+            region = (slice(first, last), slice(0, sides[0]), slice(0, sides[1]))
+            holders = dict(layout.parts(region))
             count = last - first
-            pieces = max(min(count, len(holders)), math.ceil(size(box) / SLAB))
+            pieces = max(min(count, len(holders)), math.ceil(size(region) / SLAB))
             for i in range(pieces):
                 ends = (first + count * i // pieces, first + count * (i + 1) // pieces)
                 cost = (ends[1] - ends[0]) * flops(*sides)
-                wanted.append((cost, number, (slice(*ends), *box[1:]), holders))
+                wanted.append((cost, number, (slice(*ends), *region[1:]), holders))
     load: dict[int, float] = {}
     rounds: list[list[Slab]] = []
     turns: dict[int, int] = {}
-    for cost, number, box, holders in sorted(wanted, key=lambda one: -one[0]):
+    for cost, number, region, holders in sorted(wanted, key=lambda one: -one[0]):
         owner = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
         load[owner] = load.get(owner, 0.0) + cost
         turn = turns[owner] = turns.get(owner, -1) + 1
         if turn == len(rounds):
             rounds.append([])
-        most = max(size(part) for _, part in layouts[number].parts(box))
-        rounds[turn].append(Slab(number, box, owner, most))
+        most = max(size(part) for _, part in layouts[number].parts(region))
+        rounds[turn].append(Slab(number, region, owner, most))
     return rounds
 
 
@@ -186,19 +188,19 @@ class Messages:
         """
         self.operations.append(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to))
 
-    def receive(self, box: Box, source: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def receive(self, region: Region, source: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Ask for a message from another rank.
 
         Args:
-            box: The box that arrives.
+            region: The region that arrives.
             source: The rank of the group.
             dtype: Its type.
             device: Where it goes.
 
         Returns:
-            A tensor for ``box``; :meth:`exchange` fills it.
+            A tensor for ``region``; :meth:`exchange` fills it.
         """
-        tensor = torch.empty(lengths(box), dtype=dtype, device=device)
+        tensor = torch.empty(lengths(region), dtype=dtype, device=device)
         self.operations.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=source))
         return tensor
 

@@ -1,8 +1,9 @@
 """A rank's part of a tensor, described for torch.distributed.checkpoint (DCP).
 
 DCP accepts DTensors, but it places an uneven strided shard (257 rows over dp_shard 4 x tp 2) elsewhere
-than FSDP does, and then reports overlapping parts. Here every part is a box of the whole tensor. Its
-place comes from the same cut that filled the part (weights.py). The planners below tell DCP that box.
+than FSDP does, and then reports overlapping parts. Here every part is a region of the whole tensor.
+Its place comes from the same cut that filled the part (weights.py). The planners below tell DCP that
+region.
 """
 
 from collections.abc import Mapping
@@ -31,37 +32,37 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from compose.base.local_tensor import local_tensor
-from compose.weights import local_box
+from compose.weights import local_region
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a tensor that one rank holds: a box."""
+class LocalShard:
+    """The part of a tensor that one rank holds: a region."""
 
     shape: torch.Size
     """Shape of the whole tensor."""
     offsets: torch.Size
-    """Where the box begins in the whole tensor."""
+    """Where the region begins in the whole tensor."""
     local: Tensor
-    """The values of the box."""
+    """The values of the region."""
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The box as DCP describes it."""
+        """The region as DCP describes it."""
         return ChunkStorageMetadata(self.offsets, self.local.shape)
 
 
-def part_of(tensor: Tensor) -> Part:
+def local_shard_of(tensor: Tensor) -> LocalShard:
     """Return this rank's part of a DTensor, or all of a plain tensor; ``local`` shares its memory."""
     if not isinstance(tensor, DTensor):
-        return Part(tensor.shape, torch.Size([0] * tensor.ndim), local_tensor(tensor).detach())
+        return LocalShard(tensor.shape, torch.Size([0] * tensor.ndim), local_tensor(tensor).detach())
     local = local_tensor(tensor).detach()
     if local.numel() == 0:
-        return Part(tensor.shape, torch.Size([0] * tensor.ndim), local)
-    return Part(tensor.shape, torch.Size(held.start for held in local_box(tensor)), local)
+        return LocalShard(tensor.shape, torch.Size([0] * tensor.ndim), local)
+    return LocalShard(tensor.shape, torch.Size(held.start for held in local_region(tensor)), local)
 
 
-class SaveParts(DefaultSavePlanner):
+class ShardSavePlanner(DefaultSavePlanner):
     """Plans the writing of a dict of Parts; one rank writes a part that several ranks hold."""
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class SaveParts(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan that writes each part of this rank that is not empty."""
-        parts: Mapping[str, Part] = self.state_dict
+        parts: Mapping[str, LocalShard] = self.state_dict
         self.plan = SavePlan(
             [
                 WriteItem(
@@ -92,7 +93,7 @@ class SaveParts(DefaultSavePlanner):
         return self.state_dict[index.fqn].local
 
 
-class LoadParts(DefaultLoadPlanner):
+class ShardLoadPlanner(DefaultLoadPlanner):
     """Plans the reading of this rank's Parts, whoever wrote them.
 
     The checkpoint must have all their names.
@@ -103,7 +104,7 @@ class LoadParts(DefaultLoadPlanner):
 
     def set_up_planner(
         self,
-        state_dict: dict[str, Part],
+        state_dict: dict[str, LocalShard],
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
@@ -146,7 +147,7 @@ class LoadParts(DefaultLoadPlanner):
         return self.state_dict[index.fqn].local
 
 
-def mismatches(parts: Mapping[str, Part], metadata: Metadata) -> list[str]:
+def mismatches(parts: Mapping[str, LocalShard], metadata: Metadata) -> list[str]:
     """Return one line for each part that the checkpoint lacks or has in another shape.
 
     Args:

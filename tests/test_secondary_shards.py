@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compose import Comm, Composition, Options, Parallel, Plan, apply, forward_backward
 from compose.base.torch_versions import ALL_GATHER
 from compose.errors import ConfigError
-from compose.parallel.secondary_shards import check_near, near_experts
+from compose.parallel.secondary_shards import check_secondary, secondary_experts
 from tests.command_lines import answered
 from tests.helpers import agreed, prove_case, tier
 from tests.pool import Pool, make_mesh
@@ -200,7 +200,7 @@ def test_prefetch_begins_gathers_earlier(pool: Pool) -> None:
 
 
 def test_experts_of_the_same_span() -> None:
-    assert [near_experts(8, tp, ep) for tp, ep in ((1, 1), (2, 4), (1, 8), (1, 16), (3, 16))] == [
+    assert [secondary_experts(8, tp, ep) for tp, ep in ((1, 1), (2, 4), (1, 8), (1, 16), (3, 16))] == [
         8, 4, 1, 0, 0,
     ]  # fmt: skip
 
@@ -223,7 +223,7 @@ def test_experts_of_the_same_span() -> None:
 )
 def test_what_cannot_be(near: int, zero: int, ranks: int, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_near(near, zero, ranks)
+        check_secondary(near, zero, ranks)
     assert refused.value.problems == [f"parallel.zero3_reshard: {problem}"]
 
 

@@ -6,31 +6,31 @@ from unittest import mock
 
 import pytest
 
-from compose.optimizer import sharing
-from compose.optimizer.boxes import lengths, size
-from compose.optimizer.sharing import Layout, Slab, flops, in_flight, shared_out
+from compose.optimizer import assignment
+from compose.optimizer.assignment import Layout, Slab, assigned, flops, in_flight
+from compose.optimizer.regions import lengths, size
 
 
 def cut(shape: tuple[int, ...], shards: int, replicas: int = 1, dim: int = 1, ep: int = 1) -> Layout:
     """Ranks in the order (replica, shard, ep); ``dim`` is cut after experts are."""
-    boxes, replica = {}, {}
+    regions, replica = {}, {}
     for rank in range(replicas * shards * ep):
         copy, rest = divmod(rank, shards * ep)
         shard, owner = divmod(rest, ep)
-        box = [range(n) for n in shape]
+        region = [range(n) for n in shape]
         for axis, count, place in ((0, ep, owner), (dim, shards, shard)):
-            each = -(-len(box[axis]) // count)
-            box[axis] = box[axis][place * each : (place + 1) * each]
-        boxes[rank] = tuple(slice(held.start, held.stop) for held in box)
+            each = -(-len(region[axis]) // count)
+            region[axis] = region[axis][place * each : (place + 1) * each]
+        regions[rank] = tuple(slice(held.start, held.stop) for held in region)
         replica[rank] = copy
-    return Layout(shape, boxes, replica)
+    return Layout(shape, regions, replica)
 
 
 def loads(rounds: list[list[Slab]], layouts: dict[int, Layout]) -> Counter[int]:
     found: Counter[int] = Counter()
     for slab in (slab for some in rounds for slab in some):
         rows, columns = layouts[slab.parameter].shape[1:]
-        found[slab.owner] += int(lengths(slab.box)[0] * flops(rows, columns))
+        found[slab.owner] += int(lengths(slab.region)[0] * flops(rows, columns))
     return found
 
 
@@ -57,25 +57,25 @@ CASES: dict[str, tuple[int, dict[int, Layout]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_once_and_evenly(case: str) -> None:
     holders, layouts = CASES[case]
-    rounds = shared_out(layouts)
+    rounds = assigned(layouts)
     for slabs in rounds:
         assert len({slab.owner for slab in slabs}) == len(slabs)
         for slab in slabs:
             layout = layouts[slab.parameter]
-            assert layout.part(slab.owner, slab.box)
-            assert lengths(slab.box)[1:] == list(layout.shape[1:])
+            assert layout.part(slab.owner, slab.region)
+            assert lengths(slab.region)[1:] == list(layout.shape[1:])
             copy = [
-                box
-                for rank, box in layout.parts(slab.box)
+                region
+                for rank, region in layout.parts(slab.region)
                 if layout.replica[rank] == layout.replica[slab.owner]
             ]
-            assert sum(map(size, copy)) == size(slab.box), "one copy of it, and no more, is gathered"
+            assert sum(map(size, copy)) == size(slab.region), "one copy of it, and no more, is gathered"
             assert slab.elements == max(map(size, copy))
     times = Counter(
         (slab.parameter, expert)
         for slabs in rounds
         for slab in slabs
-        for expert in range(slab.box[0].start, slab.box[0].stop)
+        for expert in range(slab.region[0].start, slab.region[0].stop)
     )
     assert times == Counter((i, e) for i, layout in layouts.items() for e in range(layout.shape[0]))
     found = loads(rounds, layouts)
@@ -86,13 +86,13 @@ def test_each_once_and_evenly(case: str) -> None:
 
 def test_memory_is_bounded() -> None:
     layout = cut((64, 10, 6), 1)
-    with mock.patch.object(sharing, "SLAB", 300):
-        slabs = [slab for some in shared_out({0: layout}) for slab in some]
+    with mock.patch.object(assignment, "SLAB", 300):
+        slabs = [slab for some in assigned({0: layout}) for slab in some]
     assert len(slabs) == 13
-    assert {size(slab.box) for slab in slabs} == {240, 300}
-    with mock.patch.object(sharing, "IN_FLIGHT", 600):
+    assert {size(slab.region) for slab in slabs} == {240, 300}
+    with mock.patch.object(assignment, "IN_FLIGHT", 600):
         assert [len(group) for group in in_flight(slabs)] == [2] * 6 + [1]
-    with mock.patch.object(sharing, "IN_FLIGHT", 1):
+    with mock.patch.object(assignment, "IN_FLIGHT", 1):
         assert [len(group) for group in in_flight(slabs)] == [1] * 13
 
 
