@@ -35,6 +35,7 @@ def test_overhead_of_two_ranks() -> None:
 TINY = ("benchmarks/gpu.py", "--device", "cpu", "--tiny")
 
 
+@pytest.mark.slow
 def test_gpu() -> None:
     *device, compiled, bare, tensorwise, rowwise, eager, aims = shown(*TINY)
     assert [line["benchmark"] for line in device] == ["gpu_matmul"] * 2 + ["gpu_ceiling", "gpu_copy"]

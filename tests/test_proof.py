@@ -35,6 +35,7 @@ from compose.proof.report import Report
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.faults import Fault, reduce_scatter_keeps_own_part
+from tests.helpers import tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -302,7 +303,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [pytest.param(option, marks=tier(slow=option == "compile")) for option in OPTIONS]
+)
 def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
     """Of a user's own model. That the option is applied is seen by leaving it out of ``apply``."""
     ranks = 4 if option == "parallel.zero3_reshard" else 2

@@ -48,7 +48,7 @@ TECHNIQUES = (
     "compiler.compilation",
     "memory.activation_checkpointing",
     "memory.activation_offload",
-    *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "groups", "rates")),
+    *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "groups", "lr_schedule")),
 )
 ROWS = [
     pytest.param(row, id=f"{group}-{row.name}", marks=[] if row.name in QUICK else [pytest.mark.full])
