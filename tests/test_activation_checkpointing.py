@@ -264,7 +264,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=tier(n == "ring x tp", full=n in MORE)) for n in MESHES | MORE],
+    [pytest.param(n, marks=tier(n in ("ring x tp", "ep x tp"), full=n in MORE)) for n in MESHES | MORE],
 )
 def test_bitwise_on_every_axis(pool: Pool, name: str) -> None:
     ranks, keys = (MESHES | MORE)[name]

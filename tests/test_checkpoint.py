@@ -104,7 +104,7 @@ def test_resumes_on_another_mesh(
     "mesh",
     [
         pytest.param("one", marks=pytest.mark.full),
-        "tensor, uneven",
+        pytest.param("tensor, uneven", marks=pytest.mark.slow),
         pytest.param("v-schedule", marks=pytest.mark.full),
     ],
 )

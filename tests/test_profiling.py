@@ -27,7 +27,7 @@ from compose.profiling.shares import KINDS
 from compose.profiling.trace import Trace
 from compose.runtime.processes import TrainingError
 from compose.train.trainer import Trainer
-from tests.helpers import make_job
+from tests.helpers import make_job, tier
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines
 
@@ -170,6 +170,7 @@ def test_a_model_of_wide_products(pool: Pool, tmp_path: Path) -> None:
     assert shares["communication"] == 0
 
 
+@pytest.mark.slow
 def test_a_slow_rank_and_who_waits_for_it(pool: Pool, tmp_path: Path) -> None:
     chosen = {"train__steps": 2, "profile__steps": [2, 2], "profile__ranks": []}
     pool.run(_train, 2, keys_for(tmp_path, parallel__dp_shard=2, **chosen), 1)
@@ -204,7 +205,7 @@ def _train_mixed(keys: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name != "pp x tp" else pytest.param(name, marks=pytest.mark.full) for name in MIXED],
+    [pytest.param(n, marks=tier(n == "ring, compiled", full=n == "pp x tp")) for n in MIXED],
 )
 def test_on_meshes(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = 4 if "pp" in name else 2

@@ -4,6 +4,7 @@ import math
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -169,6 +170,7 @@ def _train(parallel: Parallel) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_every_part_is_rounded_as_the_whole_is(pool: Pool) -> None:
     """Uneven strided shards and replicas: bit for bit."""
     expected = pool.run(_train, 1, Parallel())[0]
