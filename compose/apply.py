@@ -75,8 +75,8 @@ def apply(
     ]
     balance: Balance = balances[0] if balances else "headtail"
     shared_by = sequence_ranks(resolved.tensor, tp)
-    # All ranks make its groups, also ranks whose stage has no experts. With tp, experts are not split
-    # like other weights: they lie on other axes, even if ep is 1.
+    # All ranks make the groups of the expert mesh, also ranks whose stage has no experts. With tp,
+    # experts are not split like other weights: they lie on other axes, even if ep is 1.
     over = expert_mesh(mesh, ep) if ep > 1 or (tp > 1 and resolved.expert) else None
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]

@@ -34,7 +34,7 @@ _CURE = "; give its module a style, or list it in replicate if its input is the 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a model can be cut into stages.
+    """A description of how a model can be cut into stages.
 
     A stage is the model's own forward, with the missing modules replaced by the identity. Its first
     argument is then the stream, which has one shape between all layers. Every stage gets the other

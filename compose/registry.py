@@ -29,7 +29,7 @@ class ModelConfig(Protocol):
 
 
 class InitialisedModel(Protocol):
-    """What the trainer needs of a model besides ``forward``: the way to draw one whole parameter."""
+    """A model as the trainer needs it: besides ``forward``, it can draw one whole parameter."""
 
     def init_parameter(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Fill a whole parameter with its first values.
@@ -44,7 +44,7 @@ class InitialisedModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a model's folder exports."""
+    """The values that a model's folder exports."""
 
     name: str
     Config: type

@@ -3,9 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from compose.proof import routing_trace
 from compose.train.metrics import MetricsWriter
 from tests.experts import DEEPSEEK, QWEN
 from tests.pool import Pool
@@ -68,3 +72,43 @@ def test_reports_are_written(tmp_path: Path) -> None:
         events.Tags()["scalars"]
     )
     assert events.Scalars("load/layers.1.moe.router")[0].value == 1.25
+
+
+class _Routing(NamedTuple):
+    experts: Tensor
+    weights: Tensor
+    margin: Tensor
+
+
+class _OwnRouter(nn.Module):
+    """A router of a user's own, without a capacity: it has no ``keep``, and returns no ``kept``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3, bias=False)
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        best, experts = scores.topk(2)
+        return experts[..., :1], (best[..., 0] - best[..., 1]) / best[..., 0]
+
+    def forward(self, x: Tensor) -> _Routing:
+        scores = self.gate(x).softmax(-1)
+        experts, margin = self.choose(scores)
+        return _Routing(experts, scores.gather(-1, experts), margin)
+
+    def finish_step(self, tally: Tensor) -> None:
+        pass
+
+
+def test_a_proof_follows_a_router_without_capacity() -> None:
+    torch.manual_seed(0)
+    model, x, ids = nn.Sequential(_OwnRouter()), torch.randn(1, 5, 4), [torch.arange(5)]
+    with routing_trace.watch(model) as recorder:
+        model(x).weights.sum().backward()
+    choices = recorder.choices({"0": ids})["0"]
+    assert choices.drops is None
+    other = replace(choices, experts=(choices.experts + 1) % 3)
+    with routing_trace.follow(model, {"0": [other]}, ids, within=2.0) as natural:
+        assert torch.equal(model(x).experts.view(5, 1), other.experts)
+    assert torch.equal(natural["0"].experts, choices.experts)
+    assert torch.equal(model(x).experts.view(5, 1), choices.experts)

@@ -26,7 +26,7 @@ _KINDS = {
     "string_type": "a string",
     "tuple_type": "a list",
 }
-"""What each kind of pydantic error asks for."""
+"""The type that each kind of pydantic error asks for."""
 _SHOWN = 60  # characters of a value, or of a field's name, in a message
 
 

@@ -53,7 +53,7 @@ _SAME_TRAINING = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """The place that a run has reached."""
 
     step: int = 0
     """Optimizer steps."""

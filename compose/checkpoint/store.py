@@ -65,7 +65,7 @@ class ModelFields(BaseModel):
 
 
 class DataFields(BaseModel):
-    """What decides which tokens a sample holds. Older checkpoints have only some of the fields."""
+    """The fields that decide which tokens a sample holds. Older checkpoints have only some of them."""
 
     model_config = ConfigDict(extra="allow")
     tokenizer: str | None = None

@@ -10,7 +10,7 @@ from compose.precision.options import Precision
 
 @dataclass(frozen=True)
 class Options:
-    """What ``compose.apply`` does besides the plan. Each field is a table of train.toml."""
+    """The options of ``compose.apply`` besides the plan. Each field is a table of train.toml."""
 
     parallel: Parallel = field(default_factory=Parallel)
     """The degrees, which are those of the mesh; ZeRO, the pipeline's schedule and the like."""

@@ -32,7 +32,7 @@ _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁se
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer has."""
+    """The methods and fields of every tokenizer."""
 
     name: str
     """The name in messages."""

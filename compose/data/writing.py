@@ -7,7 +7,6 @@ written again. The manifest is written last.
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -15,22 +14,29 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from compose.base.json_files import Count, read_json
 from compose.base.own_files import LEADS_OUT, leads_out, state_of, write_whole
 from compose.data.chat_template import ChatTemplate, encode, read_messages
+from compose.data.documents import (
+    JSON_LINES,
+    BadLine,
+    Unit,
+    describe_bad_line,
+    json_rows,
+    json_texts,
+    parquet_texts,
+    text_blocks,
+)
 from compose.data.token_set import FORMAT, MANIFEST
 from compose.data.tokenizer import JsonTokenizer, carry
 from compose.errors import ConfigError
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_BLOCK = 1 << 20  # characters of a text to encode at once
-JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 
 
@@ -49,17 +55,6 @@ class Job:
     files: tuple[tuple[str, int, int], ...]  # path, bytes, time of the last change
 
 
-@dataclass(frozen=True)
-class Unit:
-    """The lines that begin at the bytes ``start`` to ``stop`` of a file."""
-
-    name: str
-    path: str
-    start: int
-    stop: int
-    size: int  # bytes of the file
-
-
 @dataclass
 class Counts:
     """The counts of one shard, or of all shards."""
@@ -68,17 +63,6 @@ class Counts:
     documents: Count = 0
     empty: Count = 0
     """Documents that are left out, since nothing in them is learnt."""
-
-
-class BadLine(Exception):
-    """A place in an input file that cannot be used, and the reason.
-
-    The place is a byte of the file, or a row of a Parquet file.
-    """
-
-    def __init__(self, path: str, place: int, words: str) -> None:
-        super().__init__(path, place, words)  # so that it can be pickled
-        self.path, self.place, self.words = path, place, words
 
 
 def describe_job(
@@ -171,7 +155,7 @@ def make_token_set(
             progress(done, total)
         _publish(job, target, [(unit.name, shards[unit.name]) for unit in units], total)
     except BadLine as error:
-        raise ConfigError(_named(error)) from None
+        raise ConfigError(describe_bad_line(error)) from None
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error.strerror or error}") from None
     except BrokenProcessPool:
@@ -270,21 +254,6 @@ def _dtype(tokenizer: JsonTokenizer) -> str:
     return "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
 
 
-def _named(error: BadLine) -> str:
-    """Return the error with its place as people count it: lines from 1."""
-    if error.path.endswith(".parquet"):
-        return f"{error.path}: row {error.place + 1}: {error.words}"
-    with open(error.path, "rb") as file:
-        line = 1 + sum(block.count(b"\n") for block in _blocks(file.read, error.place))
-    return f"{error.path}:{line}: {error.words}"
-
-
-def _blocks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
-    while size > 0 and (block := read(min(size, _BLOCK))):
-        size -= len(block)
-        yield block
-
-
 @cache
 def _tokenizer(job: Job) -> JsonTokenizer:
     found = JsonTokenizer(Path(job.tokenizer))
@@ -344,12 +313,12 @@ Piece = tuple[list[int], list[bool], bool]
 def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer) -> Iterator[Piece]:
     path = Path(unit.path)
     if path.suffix == ".parquet":
-        documents = _parquet(unit, job.field)
+        documents = parquet_texts(unit, job.field)
     elif path.suffix in JSON_LINES:
-        documents = _field(unit, job.field)
+        documents = json_texts(unit, job.field)
     else:
         # The file is one document, and this unit is a part of it.
-        for block in _joined(_lines(unit)):
+        for block in text_blocks(unit):
             yield tokenizer.encode(block), [], False
         if unit.stop == unit.size:
             yield [job.end], [], True
@@ -361,7 +330,7 @@ def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer) -> Iterator[Piece]:
 
 def _chats(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> Iterator[Piece]:
     template = ChatTemplate(tokenizer)
-    for place, row in _rows(unit):
+    for place, row in json_rows(unit):
         try:
             messages, more = read_messages(row, job.field)
             texts = template.render(messages, **more)
@@ -374,87 +343,3 @@ def _chats(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> It
                 yield ids, learnt, True
             else:
                 counts.empty += 1
-
-
-def _field(unit: Unit, field: str) -> Iterator[str]:
-    for place, row in _rows(unit):
-        text = row.get(field)
-        if not isinstance(text, str):
-            has = ", ".join(map(repr, row)) or "nothing"
-            raise BadLine(unit.path, place, f"has no text in {field!r} (it has {has}); see --field")
-        yield text
-
-
-def _rows(unit: Unit) -> Iterator[tuple[int, dict[str, Any]]]:
-    for place, line in _lines(unit):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if _SURROGATE.search(line):  # a surrogate without a pair is half a character
-                json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = ascii(error.object[error.start])
-            raise BadLine(unit.path, place, f"holds half a character, {half[1:-1]}") from None
-        except RecursionError:
-            raise BadLine(unit.path, place, "is nested too deeply") from None
-        except ValueError as error:
-            raise BadLine(unit.path, place, f"is not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise BadLine(unit.path, place, "is not an object")
-        yield place, row
-
-
-def _lines(unit: Unit) -> Iterator[tuple[int, str]]:
-    """Yield (place, text) of the lines that begin in the unit."""
-    with _opened(unit) as file:
-        if unit.start:
-            # If a line begins exactly here, the byte before is its newline.
-            file.seek(unit.start - 1)
-            file.readline()
-        while (place := file.tell()) < unit.stop and (line := file.readline()):
-            try:
-                yield place, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise BadLine(unit.path, place, f"is not UTF-8: {error.reason}") from None
-
-
-def _opened(unit: Unit) -> IO[bytes]:
-    try:
-        return open(unit.path, "rb")
-    except OSError as error:
-        raise ConfigError(f"{unit.path}: can no longer be read: {error.strerror}") from None
-
-
-def _joined(lines: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """Join lines into blocks."""
-    block, size = [], 0
-    for _, line in lines:
-        block.append(line)
-        size += len(line)
-        if size >= _BLOCK:
-            yield "".join(block)
-            block, size = [], 0
-    if block:
-        yield "".join(block)
-
-
-def _parquet(unit: Unit, field: str) -> Iterator[str]:
-    try:
-        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise BadLine(unit.path, 0, "needs pyarrow: pip install 'dtensor-compose[parquet]'") from None
-    try:
-        file = pyarrow.parquet.ParquetFile(unit.path)
-        if field not in file.schema_arrow.names:
-            has = ", ".join(map(repr, file.schema_arrow.names))
-            raise BadLine(unit.path, 0, f"has no column {field!r} (it has {has}); see --field")
-        row = 0
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                if text is not None and not isinstance(text, str):
-                    raise BadLine(unit.path, row, f"has no text in {field!r}")
-                row += 1
-                yield text or ""
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise BadLine(unit.path, 0, f"cannot be read as Parquet: {error}") from None

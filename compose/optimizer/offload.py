@@ -65,7 +65,7 @@ class Slot:
 
 @dataclass
 class Moved:
-    """What one step moved."""
+    """The bytes and seconds of one step's moves."""
 
     bytes: int = 0
     """Bytes of state, in and out."""

@@ -13,7 +13,7 @@ from compose.plan import Plan, inside, matching
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """How one parameter is trained."""
+    """The way in which one parameter is trained."""
 
     muon: bool
     """Whether Muon trains it, and not AdamW."""

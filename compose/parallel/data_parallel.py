@@ -39,7 +39,7 @@ from compose.parallel.secondary_shards import SecondaryGather, SecondaryGroups
 
 @dataclass(frozen=True)
 class Sharding:
-    """What data parallel shards, and how it moves the shards."""
+    """The settings of data parallel: the tensors that it shards, and how it moves the shards."""
 
     zero: int
     """The ZeRO stage. Stage 0 needs a mesh whose dp_shard is 1."""

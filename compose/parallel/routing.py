@@ -23,7 +23,8 @@ class Router(Protocol):
 
     Its forward returns a named tuple. The fields are ``experts`` (B, L, k), their ``weights`` (B, L,
     k), the ``margin`` (B, L) of the choice, and ``kept`` (B, L, k): the rows that are not dropped.
-    ``kept`` is None if no row is dropped.
+    ``kept`` is None if no row is dropped. A router without a capacity may leave out ``kept`` and
+    ``keep``.
     """
 
     tokens_per_step: int | None

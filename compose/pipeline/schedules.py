@@ -39,7 +39,7 @@ _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a pipeline runs."""
+    """The order in which a pipeline runs."""
 
     name: str = "1F1B"
     """The name of a schedule in SCHEDULES, or of a CSV file."""

@@ -23,7 +23,7 @@ from compose.parallel.routing import routers
 
 @dataclass(frozen=True)
 class Drops:
-    """Which rows one router dropped in one step."""
+    """The rows that one router dropped in one step."""
 
     experts: Tensor
     """The experts of each token's rows, (T, k)."""
@@ -121,7 +121,9 @@ def watch(model: nn.Module) -> Iterator[RoutingRecorder]:
 
         def see(module: nn.Module, inputs: Any, routing: Any, name: str = name) -> Any:
             recorder.count += 1
-            seen = (name, recorder.count, _Call(routing.experts, routing.margin, routing.kept))
+            # A router of the user's own may return no ``kept``.
+            kept = getattr(routing, "kept", None)
+            seen = (name, recorder.count, _Call(routing.experts, routing.margin, kept))
             # Recomputation runs this hook again, but backward goes through the first call only.
             return routing._replace(weights=_Seen.apply(routing.weights, recorder, seen))
 
@@ -219,12 +221,18 @@ class _Follower:
         if found is not None:
             self.place[found.ids] = torch.arange(len(found.ids))
         self.choices: list[Choices] = []
-        self.own_choose, self.own_keep = self.router.choose, self.router.keep
-        self.router.choose, self.router.keep = self.choose, self.keep
+        self.own_choose = self.router.choose
+        self.router.choose = self.choose
+        # A router of the user's own may have no capacity, and then no ``keep``.
+        self.own_keep = getattr(self.router, "keep", None)
+        if self.own_keep:
+            self.router.keep = self.keep
 
     def stop(self) -> None:
         """Give the router its own methods back."""
-        del self.router.choose, self.router.keep
+        del self.router.choose
+        if self.own_keep:
+            del self.router.keep
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts as the other run did where the margin is small."""
@@ -240,6 +248,7 @@ class _Follower:
 
     def keep(self, chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]:
         """Keep rows as the other run did where the margin is small."""
+        assert self.own_keep
         kept, margins = self.own_keep(chosen, scores, everyone)
         rows = [x.flatten(0, 1).cpu() for x in (chosen, kept, margins)]
         call = self.choices[-1]

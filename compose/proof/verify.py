@@ -136,7 +136,7 @@ def verify(
 
 @dataclass(frozen=True)
 class Sides:
-    """How the two sides of a comparison are made for some arithmetic."""
+    """The way in which the two sides of a comparison are made for some arithmetic."""
 
     compose: Callable[[Arithmetic], Composition]
     """Makes the composition."""

@@ -38,8 +38,8 @@ def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
         timeout: The new limit.
         but: The group that keeps its limit.
     """
-    # This is private. But the groups of flattened meshes, and those that only one module knows, are
-    # listed nowhere else.
+    # The private list is read, since PyTorch lists the groups of flattened meshes, and those that only
+    # one module knows, nowhere else.
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but:
             group.set_timeout(timeout)
@@ -71,7 +71,6 @@ def process_group(config: Config) -> Iterator[torch.device]:
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     store, rank, world_size = _rendezvous()
     timeout = start_timeout(config.comm)
-    watch: Watch | None = None
     try:
         device = pick_device(config.run.device)
         dist.init_process_group(

@@ -1,0 +1,162 @@
+"""Reads the documents of input files, a unit at a time: lines of text, JSON lines, rows of Parquet.
+
+A unit is a range of bytes of a file, cut at the ends of lines.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from compose.errors import ConfigError
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_BLOCK = 1 << 20  # characters of a text in one block
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The lines that begin at the bytes ``start`` to ``stop`` of a file."""
+
+    name: str
+    path: str
+    start: int
+    stop: int
+    size: int  # bytes of the file
+
+
+class BadLine(Exception):
+    """A place in an input file that cannot be used, and the reason.
+
+    The place is a byte of the file, or a row of a Parquet file.
+    """
+
+    def __init__(self, path: str, place: int, words: str) -> None:
+        super().__init__(path, place, words)  # so that it can be pickled
+        self.path, self.place, self.words = path, place, words
+
+
+def describe_bad_line(error: BadLine) -> str:
+    """Return the error with its place as people count it: lines from 1."""
+    if error.path.endswith(".parquet"):
+        return f"{error.path}: row {error.place + 1}: {error.words}"
+    with open(error.path, "rb") as file:
+        line = 1 + sum(block.count(b"\n") for block in _blocks(file.read, error.place))
+    return f"{error.path}:{line}: {error.words}"
+
+
+def _blocks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
+    while size > 0 and (block := read(min(size, _BLOCK))):
+        size -= len(block)
+        yield block
+
+
+def json_texts(unit: Unit, field: str) -> Iterator[str]:
+    """Yield the text of each row of JSON lines.
+
+    Args:
+        unit: The unit of the file.
+        field: The field of a row that holds the text.
+
+    Yields:
+        The texts.
+
+    Raises:
+        BadLine: A row has no text in ``field``, or is no JSON.
+    """
+    for place, row in json_rows(unit):
+        text = row.get(field)
+        if not isinstance(text, str):
+            has = ", ".join(map(repr, row)) or "nothing"
+            raise BadLine(unit.path, place, f"has no text in {field!r} (it has {has}); see --field")
+        yield text
+
+
+def json_rows(unit: Unit) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (place, row) of each row of JSON lines. Raises BadLine."""
+    for place, line in _lines(unit):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if _SURROGATE.search(line):  # a surrogate without a pair is half a character
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise BadLine(unit.path, place, f"holds half a character, {half[1:-1]}") from None
+        except RecursionError:
+            raise BadLine(unit.path, place, "is nested too deeply") from None
+        except ValueError as error:
+            raise BadLine(unit.path, place, f"is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise BadLine(unit.path, place, "is not an object")
+        yield place, row
+
+
+def _lines(unit: Unit) -> Iterator[tuple[int, str]]:
+    """Yield (place, text) of the lines that begin in the unit."""
+    with _opened(unit) as file:
+        if unit.start:
+            # If a line begins exactly here, the byte before is its newline.
+            file.seek(unit.start - 1)
+            file.readline()
+        while (place := file.tell()) < unit.stop and (line := file.readline()):
+            try:
+                yield place, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise BadLine(unit.path, place, f"is not UTF-8: {error.reason}") from None
+
+
+def _opened(unit: Unit) -> IO[bytes]:
+    try:
+        return open(unit.path, "rb")
+    except OSError as error:
+        raise ConfigError(f"{unit.path}: can no longer be read: {error.strerror}") from None
+
+
+def text_blocks(unit: Unit) -> Iterator[str]:
+    """Yield the lines of a unit of a text file, many at a time. Raises BadLine."""
+    block, size = [], 0
+    for _, line in _lines(unit):
+        block.append(line)
+        size += len(line)
+        if size >= _BLOCK:
+            yield "".join(block)
+            block, size = [], 0
+    if block:
+        yield "".join(block)
+
+
+def parquet_texts(unit: Unit, field: str) -> Iterator[str]:
+    """Yield the text of each row of a Parquet file.
+
+    Args:
+        unit: The unit of the file, which is the whole file.
+        field: The column that holds the text.
+
+    Yields:
+        The texts; a row without a value is an empty one.
+
+    Raises:
+        BadLine: The file is no Parquet, or has no text in that column.
+    """
+    try:
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise BadLine(unit.path, 0, "needs pyarrow: pip install 'dtensor-compose[parquet]'") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(unit.path)
+        if field not in file.schema_arrow.names:
+            has = ", ".join(map(repr, file.schema_arrow.names))
+            raise BadLine(unit.path, 0, f"has no column {field!r} (it has {has}); see --field")
+        row = 0
+        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                if text is not None and not isinstance(text, str):
+                    raise BadLine(unit.path, row, f"has no text in {field!r}")
+                row += 1
+                yield text or ""
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise BadLine(unit.path, 0, f"cannot be read as Parquet: {error}") from None
