@@ -36,7 +36,12 @@ class Block:
 
 
 def document_starts(ids: Tensor) -> list[list[int]]:
-    """Return, for each row of ``ids`` (B, S), where its documents (runs of equal ids) begin."""
+    """Return, for each row of ``ids`` (B, S), where its documents (runs of equal ids) begin.
+
+    On meta there are no ids, and each row counts as one document.
+    """
+    if ids.is_meta:
+        return [[0]] * len(ids)
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     return [row.nonzero().flatten().tolist() for row in begins.cpu()]

@@ -162,15 +162,27 @@ def _run_where_they_are(
     counts_to = counts.view(group.size(), -1)
     counts_from = torch.empty_like(counts_to)
     dist.all_to_all_single(counts_from, counts_to.contiguous(), group=group)
-    # Only here the host waits for the device: the device computes the sizes of the messages.
-    sent, received = torch.stack([counts_to.sum(1), counts_from.sum(1)]).tolist()
+    sent, received = _sizes(counts_to, counts_from, len(rows))
     arrived = all_to_all_single_autograd(rows, received, sent, group)
     # The rows arrive sorted by rank. The experts need them sorted by expert.
     experts = torch.arange(counts_to.shape[1], device=rows.device).repeat(group.size())
-    order = experts.repeat_interleave(counts_from.flatten()).argsort(stable=True)
+    # The size is known here; without it the device would be asked once more.
+    order = experts.repeat_interleave(counts_from.flatten(), output_size=sum(received))
+    order = order.argsort(stable=True)
     found = run(_Permute.apply(arrived, order), counts_from.sum(0), *weights)
     back = _Permute.apply(found, order.argsort())
     return all_to_all_single_autograd(back, sent, received, group)
+
+
+def _sizes(counts_to: Tensor, counts_from: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank, and come from it. On meta the load is even."""
+    if counts_to.is_meta:
+        ranks = len(counts_to)
+        even = [rows // ranks + (i < rows % ranks) for i in range(ranks)]
+        return even, even
+    # Only here the host waits for the device: the device computes the sizes of the messages.
+    sent, received = torch.stack([counts_to.sum(1), counts_from.sum(1)]).tolist()
+    return sent, received
 
 
 class _Permute(torch.autograd.Function):

@@ -1,0 +1,237 @@
+"""One rank of a world that is not there: a composition runs on meta tensors, and messages do nothing.
+
+Every change of PyTorch that this takes is in this file. The names are private in torch 2.11 to 2.15.
+
+FSDP refuses parameters on meta, asks the device's module for streams and events, and makes its buffers
+on the device. AdamW refuses meta for its fused step. A process that waits for the objects of another
+rank would wait for ever. Here FSDP gets streams that only tell a listener what happens on them, all
+tensors are made on meta, and the objects that the first rank broadcast are handed in.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+import torch.autograd
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_TRIES = "_propagate_tensor_meta_non_cached"
+_GATHERS = ("unshard", "wait_for_unshard")
+_FILES = ("_fsdp_collectives", "_fsdp_init", "_fsdp_param_group", "_fsdp_state")
+
+
+class Listener(Protocol):
+    """A value that is told what happens on the streams of the device."""
+
+    stream: int
+    """The number of the current stream; 0 is the one that computes."""
+    within: str
+    """"gather" while FSDP gathers parameters, "reduce" while it reduces gradients, else empty."""
+
+    def new_stream(self) -> int:
+        """Return the number of a new stream."""
+        ...
+
+    def record(self) -> int:
+        """Return a number for all that the current stream was given so far."""
+        ...
+
+    def wait(self, stream: int, event: int) -> None:
+        """Note that what ``stream`` is given from now on waits for an event of :meth:`record`."""
+        ...
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size than before."""
+        ...
+
+    def backward(self) -> None:
+        """Note that a backward begins."""
+        ...
+
+
+class _Streams:
+    """A device's module, such as torch.cuda, as far as FSDP uses it."""
+
+    def __init__(self, listener: Listener) -> None:
+        streams = self
+
+        class Event:
+            """An event of a stream; ``number`` is None until it is recorded."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.number: int | None = None
+
+            def record(self, stream: Any = None) -> "Event":
+                self.number = listener.record()
+                return self
+
+            def wait(self, stream: Any = None) -> None:
+                streams.current_stream().wait_event(self)
+
+            def query(self) -> bool:
+                return True
+
+            def synchronize(self) -> None:
+                self.wait()
+
+        class Stream:
+            """A stream; work of one stream runs in order."""
+
+            def __init__(self, *args: Any, number: int | None = None, **kwargs: Any) -> None:
+                self.number = listener.new_stream() if number is None else number
+
+            def record_event(self, event: Any = None) -> Event:
+                return (event or Event()).record()
+
+            def wait_event(self, event: Event) -> None:
+                if event.number is not None:
+                    listener.wait(self.number, event.number)
+
+            def wait_stream(self, other: "Stream") -> None:
+                before, listener.stream = listener.stream, other.number
+                self.wait_event(Event().record())
+                listener.stream = before
+
+        self.Event, self.Stream, self._listener = Event, Stream, listener
+
+    def current_stream(self, device: Any = None) -> Any:
+        return self.Stream(number=self._listener.stream)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self._listener.stream = self._listener.stream, stream.number
+        try:
+            yield
+        finally:
+            self._listener.stream = before
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+
+class OnMeta(TorchFunctionMode):
+    """A mode in which tensors are made on meta.
+
+    Args:
+        devices: The types of device in whose place meta stands.
+    """
+
+    def __init__(self, devices: Sequence[str] = ("cpu", "cuda")) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._replaces(kwargs.get("device")):
+            kwargs["device"] = torch.device("meta")
+        name = getattr(func, "__name__", "")
+        if name in self.devices and args:
+            return args[0]
+        if name == "to":
+            args = tuple(torch.device("meta") if self._replaces(a) else a for a in args)
+        if name == "item" and args[0].is_meta:
+            return 1  # the stages of a pipeline ask each other whether all are there
+        if name == "pin_memory":
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _replaces(self, device: Any) -> bool:
+        if isinstance(device, torch.device):
+            return device.type in self.devices
+        return isinstance(device, str) and device.partition(":")[0] in self.devices
+
+
+def _marked(listener: Listener, mark: str, name: str) -> Any:
+    method = getattr(FSDPParamGroup, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, listener.within = listener.within, mark
+        try:
+            return method(*args, **kwargs)
+        finally:
+            listener.within = before
+
+    return call
+
+
+def _unseen(method: Any) -> Any:
+    """Return a method that modes do not see: DTensor tries an operator on whole tensors first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return method(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def fake_world(
+    rank: int, world_size: int, listener: Listener, objects: list[Any] | None = None
+) -> Iterator[list[Any]]:
+    """Start a fake process group, in which a composition runs on meta tensors.
+
+    Args:
+        rank: The rank to play.
+        world_size: Number of ranks.
+        listener: It is told of streams and events.
+        objects: What the first rank of a pipeline broadcast, in order; None on that rank itself.
+
+    Yields:
+        The objects that this rank has broadcast so far.
+    """
+    streams, sent, left = _Streams(listener), [], list(objects or ())
+
+    def broadcast(found: list[Any], *args: Any, **kwargs: Any) -> None:
+        if objects is None:
+            sent.extend(found)
+        else:
+            found[:] = [left.pop(0) for _ in found]
+
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        # The function mode is off while Tensor.backward runs.
+        with OnMeta():
+            listener.backward()
+            return engine(*args, **kwargs)
+
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        found = resize(storage, size)
+        listener.resized(storage)
+        return found
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    with ExitStack() as stack:
+        for name in _FILES:
+            file = importlib.import_module(f"{_FSDP}.{name}")
+            stack.enter_context(mock.patch.object(file, "_get_device_handle", lambda kind="": streams))
+        for owner, name, other in (
+            (FSDPParamGroup, "_validate_no_meta_params", nothing),
+            (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", nothing),
+            (torch.autograd, "_engine_run_backward", backward),
+            (dist, "broadcast_object_list", broadcast),
+            (torch.UntypedStorage, "resize_", resized),
+            *((FSDPParamGroup, name, _marked(listener, "gather", name)) for name in _GATHERS),
+            (FSDPParamGroup, "post_backward", _marked(listener, "reduce", "post_backward")),
+            (ShardingPropagator, _TRIES, _unseen(getattr(ShardingPropagator, _TRIES))),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, other))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        stack.callback(dist.destroy_process_group)
+        yield sent

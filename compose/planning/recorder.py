@@ -1,0 +1,363 @@
+"""A record of what a rank does in a step: operators, messages and memory, in the order they are issued.
+
+PyTorch's own trackers count wrongly here: a fake process group has no work to wait for, and an operator
+of a DTensor is seen once as a whole and once in its parts. This one sees the parts only.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
+_ATTENTION = ("attention",)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+# What a message is called, by the end of its operator's name.
+_MESSAGES = {
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "p2p",
+    "recv": "p2p",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of the step between two boundaries of units; nothing else runs within it."""
+
+    action: tuple[int, str, int]
+    """Stage, kind and micro-batch of the action: F, B, I, W; (-1, "step", 0) for what follows them."""
+    phase: str
+    """forward, backward, recomputed or optimizer."""
+    unit: str
+    """The layer, or the module of the model's ends; empty for what lies between."""
+
+
+@dataclass(slots=True)
+class Operator:
+    """One operator on the device."""
+
+    segment: int
+    """The segment's place in the record."""
+    stream: int
+    """The stream; 0 computes."""
+    name: str
+    """The name, such as aten.mm."""
+    kind: str
+    """product, attention or memory."""
+    flops: float
+    bytes: int
+    """Bytes read and written."""
+    dtype: str
+    """The dtype of its first tensor."""
+    shape: tuple[int, ...]
+    """Of a product (batch, m, n, k); of attention the shape of the queries; else of the first result."""
+
+
+@dataclass(slots=True)
+class Message:
+    """One message to other ranks, as this rank issues it."""
+
+    segment: int
+    """The segment's place in the record."""
+    stream: int
+    """The stream that waits for it."""
+    kind: str
+    """all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or p2p."""
+    group: str
+    """The name of the process group."""
+    ranks: tuple[int, ...]
+    """The ranks of the group."""
+    bytes: int
+    """Of the whole result of an all_gather; of the whole input of others; of the tensor of a p2p."""
+
+
+@dataclass(slots=True)
+class Wait:
+    """A stream waits for what another was given before an event."""
+
+    segment: int
+    stream: int
+    event: int
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Memory between two events of the record."""
+
+    bytes: int
+    start: int
+    """The place of its allocation among the memory's events."""
+    segment: int
+    """The segment in which it was allocated."""
+    within: str
+    """What allocated it: gather, reduce, message, or empty for an operator."""
+    category: str = ""
+    """Its category, once it is known."""
+    end: int | None = None
+    """The place of its end; None if it outlives the record."""
+    freed: int | None = None
+    """The segment in which it ended."""
+
+
+@dataclass
+class Record:
+    """What a rank did, in order."""
+
+    segments: list[Segment] = field(default_factory=list)
+    work: list[Operator | Message | Wait] = field(default_factory=list)
+    events: dict[int, int] = field(default_factory=dict)
+    """The place in ``work`` of each event of a stream, by its number."""
+    event_streams: dict[int, int] = field(default_factory=dict)
+    """The stream of each event."""
+    allocations: list[Allocation] = field(default_factory=list)
+    changes: list[tuple[int, int, int]] = field(default_factory=list)
+    """Changes of memory in order: (segment, place in ``allocations``, bytes; below 0 if freed)."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator and every storage. It is the Listener of a fake world too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record_of = Record([Segment((-1, "setup", 0), FORWARD, "")])
+        self.stream = 0
+        self.within = ""
+        self._streams = 0
+        self._held: dict[int, int] = {}
+
+    # The boundaries.
+
+    def begin(self, action: tuple[int, str, int] | None = None, unit: str | None = None) -> None:
+        """Begin a segment, if action, unit or phase are others than before.
+
+        Args:
+            action: The action; None leaves it as it is.
+            unit: The unit; None leaves it as it is.
+        """
+        segments = self.record_of.segments
+        last = segments[-1]
+        now = Segment(action or last.action, self._phase(action or last.action), last.unit)
+        if unit is not None:
+            now = Segment(now.action, now.phase, unit)
+        if now != last:
+            segments.append(now)
+
+    def _phase(self, action: tuple[int, str, int]) -> str:
+        if action[1] == "step":
+            return OPTIMIZER
+        if torch._C._current_graph_task_id() == -1:
+            return FORWARD if action[1] in ("F", "setup") else BACKWARD
+        return RECOMPUTED if torch.is_grad_enabled() else BACKWARD
+
+    def backward(self) -> None:
+        """Begin the backward of the last forward, outside of a pipeline."""
+        if self.record_of.segments[-1].action[1] == "F":
+            stage, _, micro_batch = self.record_of.segments[-1].action
+            self.begin((stage, "B", micro_batch))
+
+    # The streams of the device.
+
+    def new_stream(self) -> int:
+        """Return the number of a new stream."""
+        self._streams += 1
+        return self._streams
+
+    def record(self) -> int:
+        """Return the number of an event of the current stream."""
+        number = len(self.record_of.events)
+        self.record_of.events[number] = len(self.record_of.work)
+        self.record_of.event_streams[number] = self.stream
+        return number
+
+    def wait(self, stream: int, event: int) -> None:
+        """Note that a stream waits for an event."""
+        if self.record_of.event_streams[event] != stream:
+            self.record_of.work.append(Wait(self._segment(), stream, event))
+
+    def _segment(self) -> int:
+        return len(self.record_of.segments) - 1
+
+    # Memory.
+
+    def note(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Give the storages of tensors a category, and count those that were not seen yet.
+
+        Args:
+            tensors: Plain tensors, or DTensors.
+            category: The category.
+        """
+        for tensor in tensors:
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            place = self._hold(local.untyped_storage())
+            if place is not None:
+                self.record_of.allocations[place].category = category
+
+    def _hold(self, storage: torch.UntypedStorage) -> int | None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._held:
+            if not size:
+                return None
+            self._held[key] = self._allocate(size)
+            weakref.finalize(storage, self._free, key)
+        return self._held[key]
+
+    def _allocate(self, size: int) -> int:
+        record = self.record_of
+        place, segment = len(record.allocations), self._segment()
+        record.allocations.append(Allocation(size, len(record.changes), segment, self.within))
+        record.changes.append((segment, place, size))
+        return place
+
+    def _free(self, key: int) -> None:
+        record, place = self.record_of, self._held.pop(key, None)
+        if place is not None:
+            allocation = record.allocations[place]
+            allocation.end, allocation.freed = len(record.changes), self._segment()
+            record.changes.append((self._segment(), place, -allocation.bytes))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size than before: FSDP frees and refills its buffers so."""
+        key, size = storage._cdata, storage.nbytes()
+        held = self._held.get(key)
+        if held is not None and self.record_of.allocations[held].bytes == size:
+            return
+        known = held is not None
+        self._free(key)
+        if size:
+            self._held[key] = self._allocate(size)
+            if not known:
+                weakref.finalize(storage, self._free, key)
+
+    # Operators.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and record it with the storages that it makes."""
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # its parts come here again
+        kwargs = kwargs or {}
+        self.begin()
+        result = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        name = str(func.name()).partition("::")[0] + "." + func.overloadpacket.__name__
+        message = self._message(name, args, kwargs, given, made)
+        self.within = "message" if message and not self.within else self.within
+        before = len(self.record_of.allocations)
+        for tensor in made:
+            self._hold(tensor.untyped_storage())
+        self.within = "" if self.within == "message" else self.within
+        new = len(self.record_of.allocations) > before
+        if message:
+            self.record_of.work.append(message)
+        elif name.partition(".")[0] not in ("c10d", "_c10d_functional", "profiler") and (
+            new or func._schema.is_mutable
+        ):
+            self.record_of.work.append(self._operator(func, name, args, kwargs, given, made, result))
+        return result
+
+    def _operator(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        given: list[Tensor],
+        made: list[Tensor],
+        result: Any,
+    ) -> Operator:
+        packet = func.overloadpacket
+        short = packet.__name__
+        flops, kind = 0.0, "memory"
+        first = made[0] if made else given[0]
+        shape = tuple(first.shape)
+        if packet in flop_registry:
+            flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+            kind = "attention" if any(word in short for word in _ATTENTION) else "product"
+            if kind == "attention":
+                shape = tuple(given[0].shape)
+            elif short in _PRODUCTS:
+                shape = _product_shape(given, flops)
+        # A fill reads nothing, and a factory that leaves memory as it is writes nothing.
+        read = sum(map(_bytes, given))
+        written = 0 if short.startswith(("empty", "new_empty")) else sum(map(_bytes, made))
+        if func._schema.is_mutable and not made:
+            written = read
+        dtype = str((given or made)[0].dtype).removeprefix("torch.")
+        return Operator(
+            self._segment(), self.stream, name, kind, flops, read + written, dtype, shape
+        )
+
+    def _message(
+        self, name: str, args: Any, kwargs: Mapping[str, Any], given: list[Tensor], made: list[Tensor]
+    ) -> Message | None:
+        space, _, short = name.partition(".")
+        if space not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            return None
+        plain = short.strip("_")
+        kind = next((kind for word, kind in _MESSAGES.items() if plain.startswith(word)), None)
+        if kind is None:
+            return None
+        group = _group(args, kwargs)
+        sizes = [_bytes(t) for t in given] + [_bytes(t) for t in made]
+        if kind == "p2p" or kind == "all_to_all":
+            size = max(sizes, default=0)
+        else:
+            size = max(max(sizes, default=0), _bytes_of_lists(args))
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return Message(self._segment(), self.stream, kind, group.group_name, ranks, size)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes_of_lists(args: Any) -> int:
+    """Return the bytes of the largest list of tensors, as all_gather and reduce_scatter may take."""
+    lists = [leaf for leaf in args if isinstance(leaf, (list, tuple))]
+    return max((sum(_bytes(t) for t in tree_leaves(x) if isinstance(t, Tensor)) for x in lists), default=0)
+
+
+def _product_shape(given: list[Tensor], flops: float) -> tuple[int, ...]:
+    """Return (batch, m, n, k) of a product, from its FLOPs and its factors."""
+    left, right = given[-2], given[-1]
+    if left.ndim == 1 or right.ndim == 1:
+        left, right = given[0], given[1]
+    batch = left.shape[0] if left.ndim == 3 else 1
+    m, k = left.shape[-2], left.shape[-1]
+    n = round(flops / (2 * batch * m * k)) if batch * m * k else 0
+    return batch, m, n, k
+
+
+def _group(args: Any, kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
+    for leaf in (*args, *kwargs.values()):
+        if isinstance(leaf, str):
+            try:
+                return dist.distributed_c10d._resolve_process_group(leaf)  # type: ignore[arg-type]
+            except (ValueError, RuntimeError):
+                continue
+        if isinstance(leaf, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(leaf)
+            except (RuntimeError, TypeError):
+                continue
+        if isinstance(leaf, dist.ProcessGroup):
+            return leaf
+    raise ValueError("a message without a process group")

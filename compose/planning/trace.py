@@ -1,0 +1,229 @@
+"""Runs one optimizer step of a composition as one rank of a fake world, and records it."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+import compose.pipeline.pipeline_parallel
+from compose.apply import apply
+from compose.base.local_tensor import local_tensor
+from compose.build import build_optimizer, loss_function
+from compose.composition.state import Composition
+from compose.legality.job import Job
+from compose.optimizer.state import make_state
+from compose.parallel.mesh import axis_size, init_mesh
+from compose.pipeline.schedules import Action, Table
+from compose.planning.fake_world import OnMeta, fake_world
+from compose.planning.recorder import Record, Recorder
+from compose.plan import Resolved, resolve
+from compose.train.step import clip_grad_norm_, forward_backward
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The record of one rank's step."""
+
+    record: Record
+    groups: Mapping[str, str]
+    """The axis of each process group, by the group's name."""
+    broadcast: list[Any]
+    """What the rank broadcast, for the other ranks of its pipeline."""
+
+
+def trace(
+    job: Job,
+    rank: int,
+    *,
+    model: nn.Module | None = None,
+    micro_batches: int = 3,
+    device_type: str = "cuda",
+    objects: list[Any] | None = None,
+) -> Traced:
+    """Record one step: forward and backward of some micro-batches, clipping, and the optimizer.
+
+    Args:
+        job: The checked job.
+        rank: The rank to play.
+        model: The model on meta, if it has fewer layers than the job's; it is changed.
+        micro_batches: How many micro-batches to run.
+        device_type: The device whose kernels are chosen, "cpu" or "cuda".
+        objects: ``broadcast`` of the first rank of the pipeline; None for that rank itself.
+
+    Returns:
+        The record.
+    """
+    recorder, config = Recorder(), job.config
+    model = copy.deepcopy(job.model) if model is None else model
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to("meta"))
+    resolved = resolve(job.plan, model)
+    with fake_world(rank, job.world_size, recorder, objects) as sent:
+        mesh = init_mesh(job.degrees, device_type)
+        options = config.options
+        if job.degrees.pp > 1:
+            options = replace(options, parallel=replace(options.parallel, pp_layers=()))
+        with OnMeta(["cuda"]):
+            composition = apply(model, resolved, mesh, options)
+            optimizer = build_optimizer(composition, job)
+        recorder.note((p for _, p in composition.named_parameters()), "weights")
+        with OnMeta():
+            make_state(optimizer)
+        recorder.note(_state(optimizer), "optimizer")
+        batch = _batch(job, micro_batches)
+        recorder.note(batch.values(), "activations")
+        groups = _groups(composition)
+        with _marks(recorder, composition, resolved), _gpipe(composition), OnMeta(), recorder:
+            forward_backward(
+                composition,
+                batch,
+                micro_batch=config.train.micro_batch,
+                loss_function=loss_function(config),
+            )
+            recorder.begin((-1, "step", 0), "")
+            recorder.note(_gradients(composition), "gradients")
+            clip_grad_norm_(composition, config.train.max_norm)
+            optimizer.step()
+            recorder.begin((-1, "step", 1), "")
+            optimizer.zero_grad()
+    return Traced(recorder.record_of, groups, sent)
+
+
+def _batch(job: Job, micro_batches: int) -> dict[str, Tensor]:
+    shape = (micro_batches * job.config.train.micro_batch, job.config.train.seq_len)
+    names = ("tokens", "targets", "positions", "document_ids")
+    return {name: torch.zeros(shape, dtype=torch.int64, device="meta") for name in names}
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _gradients(composition: Composition) -> Iterator[Tensor]:
+    for _, parameter in composition.named_parameters():
+        if parameter.grad is not None:
+            yield local_tensor(parameter.grad)
+
+
+def _groups(composition: Composition) -> dict[str, str]:
+    """Return the axis of each process group of the mesh by its name."""
+    mesh = composition.mesh
+    found = {}
+    for axis in mesh.mesh_dim_names or ():
+        if axis_size(mesh, axis) > 1:
+            found[mesh.get_group(axis).group_name] = axis
+    return found
+
+
+@contextmanager
+def _marks(recorder: Recorder, composition: Composition, resolved: Resolved) -> Iterator[None]:
+    """Tell the recorder where actions and units begin."""
+    handles = []
+    pipeline = composition.pipeline
+    stages = [(s.index, s.module) for s in pipeline.stages] if pipeline else [(0, composition.model)]
+    names = _units(composition.model, resolved)
+    for _, module in stages:
+        for name in names:
+            try:
+                unit = module.get_submodule(name)
+            except AttributeError:
+                continue
+            if not isinstance(unit, nn.Identity):
+                handles += _mark_unit(recorder, unit, name)
+    with mock.patch.multiple(PipelineStage, **_actions(recorder)):
+        if not pipeline:
+            count = iter(range(1 << 30))
+
+            def forward(*unused: Any) -> None:
+                recorder.begin((0, "F", next(count)), "")
+
+            handles.append(composition.model.register_forward_pre_hook(forward, prepend=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _units(model: nn.Module, resolved: Resolved) -> list[str]:
+    """Return the layers and the modules of the model's ends."""
+    if resolved.pipeline is None:
+        return [name for unit in resolved.shard for name in unit]
+    layers = resolved.pipeline.layers
+    inside = [f"{layers}.{name}" for name, _ in model.get_submodule(layers).named_children()]
+    return [*resolved.pipeline.first, *inside, *resolved.pipeline.last]
+
+
+def _mark_unit(recorder: Recorder, unit: nn.Module, name: str) -> list[Any]:
+    def before(*unused: Any) -> None:
+        recorder.begin(unit=name)
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        recorder.begin(unit="")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda grad: recorder.begin(unit=name))
+
+    return [
+        unit.register_forward_pre_hook(before, prepend=True),
+        unit.register_forward_hook(after),
+    ]
+
+
+def _actions(recorder: Recorder) -> dict[str, Callable[..., Any]]:
+    """Return methods of a pipeline's stage that tell the recorder which action runs."""
+
+    def marked(name: str, kind: Callable[[bool], str]) -> Callable[..., Any]:
+        method = getattr(PipelineStage, name)
+
+        def call(stage: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+            recorder.begin((stage.stage_index, kind(kwargs.get("full_backward", True)), number), "")
+            return method(stage, number, *args, **kwargs)
+
+        return call
+
+    return {
+        "forward_one_chunk": marked("forward_one_chunk", lambda full: "F"),
+        "backward_one_chunk": marked("backward_one_chunk", lambda full: "B" if full else "I"),
+        "backward_weight_one_chunk": marked("backward_weight_one_chunk", lambda full: "W"),
+    }
+
+
+@contextmanager
+def _gpipe(composition: Composition) -> Iterator[None]:
+    """Have a pipeline run all forwards first: any number of micro-batches can do that.
+
+    Bytes and time of an action do not depend on the order. The schedule's own table puts them in order
+    afterwards.
+    """
+    pipeline = composition.pipeline
+    if not pipeline:
+        yield
+        return
+    halves = pipeline.schedule.name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    table = partial(_forwards_first, pipeline.placement, halves)
+    with mock.patch.object(compose.pipeline.pipeline_parallel, "build_table", table):
+        yield
+
+
+def _forwards_first(
+    placement: list[int], halves: bool, name: str, pp: int, per_rank: int, micro_batches: int
+) -> Table:
+    kinds = ("I", "W") if halves else ("B",)
+    rows: Table = []
+    for rank in range(pp):
+        mine = [stage for stage, holder in enumerate(placement) if holder == rank]
+        row = [Action(stage, "F", i) for i in range(micro_batches) for stage in mine]
+        for i in range(micro_batches):
+            row += [Action(stage, kind, i) for stage in reversed(mine) for kind in kinds]
+        rows.append(row)
+    return rows
