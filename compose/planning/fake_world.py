@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.autograd
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
@@ -124,11 +125,12 @@ class OnMeta(TorchFunctionMode):
 
     Args:
         devices: The types of device in whose place meta stands.
+        kernels: The device whose attention kernel is taken: on meta PyTorch would hold all scores.
     """
 
-    def __init__(self, devices: Sequence[str] = ("cpu", "cuda")) -> None:
+    def __init__(self, devices: Sequence[str] = ("cpu", "cuda"), kernels: str = "cuda") -> None:
         super().__init__()
-        self.devices = devices
+        self.devices, self.kernels = devices, kernels
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -137,6 +139,8 @@ class OnMeta(TorchFunctionMode):
         if self._replaces(kwargs.get("device")):
             kwargs["device"] = torch.device("meta")
         name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            return _attention(self.kernels, *args, **kwargs)
         if name in self.devices and args:
             return args[0]
         if name == "to":
@@ -151,6 +155,44 @@ class OnMeta(TorchFunctionMode):
         if isinstance(device, torch.device):
             return device.type in self.devices
         return isinstance(device, str) and device.partition(":")[0] in self.devices
+
+
+def _attention(
+    device: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return scaled_dot_product_attention by the kernel that ``device`` would choose."""
+    ops = torch.ops.aten
+    if device == "cpu":
+        mask: Any = attn_mask
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            mask = torch.zeros_like(attn_mask, dtype=q.dtype)  # the CPU's kernel adds it to the scores
+        return ops._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )[0]
+    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        return ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:  # the other kernels take grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return ops._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _one_by_one(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """Issue messages as dist.batch_isend_irecv does where a backend does not join them."""
+    works = []
+    for each in operations:
+        to = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+        works.append(each.op(each.tensor, group=each.group, tag=each.tag, **to))
+    return works
 
 
 def _marked(listener: Listener, mark: str, name: str) -> Any:
@@ -178,7 +220,11 @@ def _unseen(method: Any) -> Any:
 
 @contextmanager
 def fake_world(
-    rank: int, world_size: int, listener: Listener, objects: list[Any] | None = None
+    rank: int,
+    world_size: int,
+    listener: Listener,
+    kernels: str = "cuda",
+    objects: list[Any] | None = None,
 ) -> Iterator[list[Any]]:
     """Start a fake process group, in which a composition runs on meta tensors.
 
@@ -186,6 +232,7 @@ def fake_world(
         rank: The rank to play.
         world_size: Number of ranks.
         listener: It is told of streams and events.
+        kernels: The device whose attention kernel is taken, "cpu" or "cuda".
         objects: What the first rank of a pipeline broadcast, in order; None on that rank itself.
 
     Yields:
@@ -203,7 +250,7 @@ def fake_world(
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         # The function mode is off while Tensor.backward runs.
-        with OnMeta():
+        with OnMeta(kernels=kernels):
             listener.backward()
             return engine(*args, **kwargs)
 
@@ -226,6 +273,7 @@ def fake_world(
             (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", nothing),
             (torch.autograd, "_engine_run_backward", backward),
             (dist, "broadcast_object_list", broadcast),
+            (dist, "batch_isend_irecv", _one_by_one),
             (torch.UntypedStorage, "resize_", resized),
             *((FSDPParamGroup, name, _marked(listener, "gather", name)) for name in _GATHERS),
             (FSDPParamGroup, "post_backward", _marked(listener, "reduce", "post_backward")),

@@ -46,6 +46,7 @@ def trace(
     model: nn.Module | None = None,
     micro_batches: int = 3,
     device_type: str = "cuda",
+    documents: bool = True,
     objects: list[Any] | None = None,
 ) -> Traced:
     """Record one step: forward and backward of some micro-batches, clipping, and the optimizer.
@@ -56,6 +57,7 @@ def trace(
         model: The model on meta, if it has fewer layers than the job's; it is changed.
         micro_batches: How many micro-batches to run.
         device_type: The device whose kernels are chosen, "cpu" or "cuda".
+        documents: Whether the batch tells where documents begin, as that of a training run does.
         objects: ``broadcast`` of the first rank of the pipeline; None for that rank itself.
 
     Returns:
@@ -67,7 +69,7 @@ def trace(
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to("meta"))
     resolved = resolve(job.plan, model)
-    with fake_world(rank, job.world_size, recorder, objects) as sent:
+    with fake_world(rank, job.world_size, recorder, device_type, objects) as sent:
         mesh = init_mesh(job.degrees, device_type)
         options = config.options
         if job.degrees.pp > 1:
@@ -79,10 +81,10 @@ def trace(
         with OnMeta():
             make_state(optimizer)
         recorder.note(_state(optimizer), "optimizer")
-        batch = _batch(job, micro_batches)
+        batch = _batch(job, micro_batches, documents)
         recorder.note(batch.values(), "activations")
         groups = _groups(composition)
-        with _marks(recorder, composition, resolved), _gpipe(composition), OnMeta(), recorder:
+        with _marks(recorder, composition, resolved), _gpipe(composition), OnMeta(kernels=device_type), recorder:
             forward_backward(
                 composition,
                 batch,
@@ -98,9 +100,9 @@ def trace(
     return Traced(recorder.record_of, groups, sent)
 
 
-def _batch(job: Job, micro_batches: int) -> dict[str, Tensor]:
+def _batch(job: Job, micro_batches: int, documents: bool) -> dict[str, Tensor]:
     shape = (micro_batches * job.config.train.micro_batch, job.config.train.seq_len)
-    names = ("tokens", "targets", "positions", "document_ids")
+    names = ("tokens", "targets", *(("positions", "document_ids") if documents else ()))
     return {name: torch.zeros(shape, dtype=torch.int64, device="meta") for name in names}
 
 
