@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "parallel": "base errors",
     "pipeline": "base errors loss parallel plan",
     "plan": "base errors parallel",
+    "planning": "base errors",
     "precision": "base errors parallel plan tables",
     "profiling": "base runtime tables",
     "proof": (

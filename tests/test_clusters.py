@@ -1,0 +1,358 @@
+"""Clusters as data, and what one thing costs on them: messages, bounds, and published figures."""
+
+import dataclasses
+import itertools
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compose.errors import ConfigError
+from compose.planning.cluster import (
+    FOLDER,
+    KINDS,
+    Attention,
+    Cluster,
+    Collective,
+    Copy,
+    Measured,
+    Product,
+    cluster_names,
+    load_cluster,
+)
+from compose.planning.costs import (
+    attention_seconds,
+    collective_seconds,
+    host_seconds,
+    memory_seconds,
+    product_seconds,
+)
+
+NAMES = ["a100_40gb", "a100_80gb", "b200", "cpu", "h100_sxm", "h200", "rtx4090"]
+H100 = (FOLDER / "h100_sxm.toml").read_text()
+SIZES = [0, 1, 1e3, 1e4, 3e5, 1e6, 2e7, 1e9, 1e10]
+
+
+def test_all_names() -> None:
+    assert cluster_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_clusters_load(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert cluster.device.context + cluster.nccl_bytes < cluster.device.memory
+    assert dataclasses.asdict(cluster.measured) == dataclasses.asdict(Measured())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_has_a_source(name: str) -> None:
+    """Each key has a comment in its line, before it, or over its table; or the file is assumed."""
+    text = (FOLDER / f"{name}.toml").read_text()
+    bare = []
+    if "All figures are assumed" in text:
+        return
+    block = False  # whether a comment stands over the keys
+    for line in text.splitlines():
+        if not line.strip():
+            block = False
+        elif line.startswith("#") or (line.startswith("[") and "#" in line):
+            block = True
+        elif "=" in line and "#" not in line and not block:
+            bare.append(line)
+    # What is no figure, and the limit, which is the power itself.
+    allowed = ("node =", "backend =", "name =", "power_limit =")
+    assert [line for line in bare if not line.startswith(allowed)] == []
+
+
+def test_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_cluster("h200").device.name == "NVIDIA H200"
+    (tmp_path / "mine.toml").write_text(H100)
+    assert load_cluster("mine.toml").name == "mine"
+    assert load_cluster(os.path.join(".", "mine.toml")).node == 8
+
+
+def test_unknown_cluster() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_cluster("h100")
+    assert str(error.value) == (
+        "--cluster: unknown cluster 'h100'; did you mean h100_sxm? (known: a100_40gb, a100_80gb, b200,"
+        " cpu, h100_sxm, h200, rtx4090; or the path of a .toml file)"
+    )
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    for name in ("none.toml", "some/none", str(tmp_path / "none.toml")):
+        with pytest.raises(ConfigError, match=re.escape(f"{name}: no such file")):
+            load_cluster(name)
+    with pytest.raises(ConfigError, match=r": cannot read it: Is a directory$"):
+        load_cluster(f"{tmp_path}/")
+
+
+WRONG = {
+    ("node = 8", "nodes = 8"): ["nodes: unknown key; did you mean node?", "node: missing key"],
+    ("launch = 2.5e-6", "lunch = 2.5e-6"): [
+        "device.lunch: unknown key; did you mean device.launch?",
+        "device.launch: missing key",
+    ],
+    ("node = 8", "node = 8\nlatency = 1.0"): ["latency: unknown key; did you mean within.latency?"],
+    ("node = 8", 'node = "8"'): ['node: expected int, got "8"'],
+    ("node = 8", "node = 0"): ["node: 0 should be greater than or equal to 1"],
+    ("node = 8", "node = 8.5"): ["node: expected int, got 8.5"],
+    ("node = 8", 'node = 8\nname = "x"'): [
+        "name: unknown key; the name of a cluster is that of its file"
+    ],
+    ('backend = "nccl"', 'backend = "mpi"'): ['backend: expected "nccl" | "gloo", got "mpi"'],
+    ("share = 0.822", "share = 82.2"): ["within.share: 82.2 should be less than or equal to 1"],
+    ("latency = 0.6e-6", "latency = nan"): ["within.latency: nan should be a finite number"],
+    ("tile = [128, 256]", "tile = [128]"): ["device.tile: expected two numbers, got [128]"],
+    ("float8 = 1978.9e12", "fp8 = 1978.9e12"): [
+        "device.peak.fp8: unknown type (known: bfloat16, float16, float32, float64, float8)"
+    ],
+    ("float8 = 1978.9e12", "flaot8 = 1978.9e12"): [
+        "device.peak.flaot8: unknown type; did you mean float8? (known: bfloat16, float16, float32,"
+        " float64, float8)"
+    ],
+    ("float8 = 0.74", ""): ["efficiencies.products.float8: missing; device.peak has it"],
+    ("power_limit = 700.0", "power_limit = 50.0"): ["device.power_limit: 50.0 is not above power_idle"],
+    ("[host]", "[hosts]"): ["hosts: unknown key; did you mean host?", "host: missing table"],
+    ("node = 8", "node = 8\nmeasured = 3"): ["measured: expected a table, got 3"],
+    ("node = 8", "node = 8\nmeasured = {copies = 3}"): [
+        "measured.copies: expected a list of tables, got 3"
+    ],
+    ("node = 8", "node = 8\nmeasured = {copies = [{bytes = 3.0, second = 1.0}]}"): [
+        "measured.copies[0].second: unknown key; did you mean measured.copies[0].seconds?",
+        "measured.copies[0].seconds: missing key",
+    ],
+}
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: change[1][:30])
+def test_messages(change: tuple[str, str], tmp_path: Path) -> None:
+    assert change[0] in H100
+    file = tmp_path / "mine.toml"
+    file.write_text(H100.replace(*change, 1))
+    with pytest.raises(ConfigError) as error:
+        load_cluster(str(file))
+    assert error.value.problems == [f"{file}: {problem}" for problem in WRONG[change]]
+
+
+def test_all_problems_at_once_and_syntax(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(H100.replace("node = 8", "node = -1").replace("units = 132", 'units = "x"'))
+    with pytest.raises(ConfigError) as error:
+        load_cluster(str(file))
+    assert len(error.value.problems) == 2
+    file.write_text("node = \n")
+    with pytest.raises(ConfigError, match=r"mine\.toml: TOML syntax: Invalid value \(at line 1, col"):
+        load_cluster(str(file))
+    file.write_bytes(b"node = '\xff'")
+    with pytest.raises(ConfigError, match=r"mine\.toml: cannot read it: 'utf-8' codec"):
+        load_cluster(str(file))
+
+
+def test_unknown_type_and_kind() -> None:
+    with pytest.raises(ConfigError, match=r"^cluster a100_80gb: device\.peak: has no rate for float8"):
+        product_seconds(load_cluster("a100_80gb"), 64, 64, 64, 1, "float8")
+    with pytest.raises(ConfigError, match=r"unknown kind 'allreduce'; did you mean all_reduce\?"):
+        collective_seconds(load_cluster("cpu"), "allreduce", 1.0, 2, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_takes_longer(name: str) -> None:
+    """No time falls when bytes or FLOPs grow."""
+    cluster = load_cluster(name)
+    for kind, (ranks, stride) in itertools.product(KINDS, [(2, 1), (8, 1), (64, 1), (16, 4), (512, 8)]):
+        times = [collective_seconds(cluster, kind, size, ranks, stride) for size in SIZES]
+        assert times == sorted(times)
+        assert times[0] > 0
+    times = [memory_seconds(cluster, size) for size in SIZES]
+    assert times == sorted(times)
+    times = [host_seconds(cluster, size) for size in SIZES]
+    assert times == sorted(times)
+    sides = [1, 16, 100, 128, 129, 256, 1000, 2048, 4097, 8192]
+    for at, fixed in itertools.product(range(4), [16, 384, 4096]):
+        shapes = [[fixed, fixed, fixed, 1] for _ in sides]
+        for shape, side in zip(shapes, sides, strict=True):
+            shape[at] = side
+        times = [product_seconds(cluster, m, n, k, b, "bfloat16") for m, n, k, b in shapes]
+        assert times == sorted(times)
+    for backward in (False, True):
+        times = [attention_seconds(cluster, size, 1e6, "bfloat16", 128, backward) for size in SIZES[1:]]
+        assert times == sorted(times)
+        times = [attention_seconds(cluster, 1e9, size, "bfloat16", 128, backward) for size in SIZES]
+        assert times == sorted(times)
+        narrow, wide = (
+            attention_seconds(cluster, 1e12, 1e6, "bfloat16", dim, backward) for dim in (64, 128)
+        )
+        assert narrow >= wide
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_in_several_nodes_is_never_faster(name: str) -> None:
+    cluster = load_cluster(name)
+    for kind, ranks, size in itertools.product(KINDS, range(2, cluster.node + 1), SIZES):
+        inside = collective_seconds(cluster, kind, size, ranks, 1)
+        for stride in range(1, 2 * cluster.node):
+            time = collective_seconds(cluster, kind, size, ranks, stride)
+            if ranks * stride <= cluster.node:
+                assert time == inside
+            else:
+                assert time >= inside, (kind, ranks, stride, size)
+
+
+def test_one_rank_and_nothing_cost_nothing() -> None:
+    cluster = load_cluster("h100_sxm")
+    assert collective_seconds(cluster, "all_reduce", 1e9, 1, 1) == 0
+    assert product_seconds(cluster, 0, 8, 8, 1, "bfloat16") == 0
+    assert attention_seconds(cluster, 0, 0, "bfloat16", 128, False) == 0
+    assert memory_seconds(cluster, 0, 0) == 0
+
+
+# (m, n, k) and the published TFLOP/s. The second are short runs' best, for which the files name shapes.
+PUBLISHED = [
+    ("h100_sxm", "bfloat16", (8192, 8192, 8192), 720, 0.10),
+    ("h100_sxm", "bfloat16", (2048, 2048, 13312), 794.5, 0.10),
+    ("h100_sxm", "float8", (1024, 9216, 14336), 1402.6, 0.10),
+    ("h200", "bfloat16", (8192, 8192, 8192), 785, 0.05),
+    ("a100_80gb", "bfloat16", (1024, 10240, 5120), 271.2, 0.06),
+    ("b200", "bfloat16", (1792, 16128, 3072), 1745, 0.10),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape", "rate", "near"), PUBLISHED)
+def test_published_products(
+    name: str, dtype: str, shape: tuple[int, int, int], rate: float, near: float
+) -> None:
+    m, n, k = shape
+    seconds = product_seconds(load_cluster(name), m, n, k, 1, dtype)
+    assert 2 * m * n * k / seconds / 1e12 == pytest.approx(rate, rel=near)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "size", "published"),
+    [
+        ("h100_sxm", "all_reduce", 1e9, 480e9),
+        ("h100_sxm", "all_gather", 1e9, 370e9),
+        ("h200", "all_reduce", 4e9, 475e9),
+        ("a100_80gb", "all_reduce", 1e9, 230e9),
+        ("b200", "all_reduce", 8e9, 830e9),
+    ],
+)
+def test_published_bus_bandwidth(name: str, kind: str, size: float, published: float) -> None:
+    """8 devices of one node, in the measure of NCCL's tests."""
+    factor = (2 if kind == "all_reduce" else 1) * 7 / 8
+    seconds = collective_seconds(load_cluster(name), kind, size, 8, 1)
+    assert factor * size / seconds == pytest.approx(published, rel=0.05)
+
+
+def test_published_attention() -> None:
+    """pytorch/pytorch #142132: 631 TFLOP/s of 24 heads of 128 and 4,608 tokens on an H100."""
+    flops, size = 4 * 24 * 4608**2 * 128, 4 * 24 * 4608 * 128 * 2
+    seconds = attention_seconds(load_cluster("h100_sxm"), flops, size, "bfloat16", 128, False)
+    assert flops / seconds / 1e12 == pytest.approx(631, rel=0.05)
+
+
+def test_waves_of_tiles() -> None:
+    """One tile more than the units of a device takes a second wave."""
+    cluster = load_cluster("h100_sxm")
+    whole = product_seconds(cluster, 132 * 128, 256, 16384, 1, "bfloat16")
+    assert product_seconds(cluster, 264 * 128, 256, 16384, 1, "bfloat16") > 1.9 * whole
+    assert product_seconds(cluster, 133 * 128, 256, 16384, 1, "bfloat16") > 1.2 * whole
+
+
+def test_less_power_is_slower() -> None:
+    cluster = load_cluster("h100_sxm")
+    capped = replace(cluster, device=replace(cluster.device, power_limit=500.0))
+    factor = ((500 - 70) / (700 - 70)) ** (1 / 3)
+    for of in (_product_of, _attention_of):
+        assert of(cluster) / of(capped) == pytest.approx(factor, rel=0.03)
+
+
+def _product_of(cluster: Cluster) -> float:
+    return product_seconds(cluster, 8192, 8192, 8192, 1, "bfloat16")
+
+
+def _attention_of(cluster: Cluster) -> float:
+    return attention_seconds(cluster, 1e12, 1e8, "bfloat16", 128, True)
+
+
+def _measured(**tables: Any) -> Cluster:
+    return replace(load_cluster("cpu"), measured=Measured(ranks=8, seconds=1.0, **tables))
+
+
+def test_measured_points_cost_what_was_measured() -> None:
+    products = tuple(
+        Product("float32", m, n, k, b, 1e-4 * (1 + i))
+        for i, (m, n, k, b) in enumerate(itertools.product([32, 512], [64, 777], [128], [1, 4]))
+    )
+    attention = tuple(
+        Attention("float32", dim, backward, flops, 1e5, flops / 1e9)
+        for dim, backward, flops in itertools.product([32, 64], [False, True], [1e7, 1e9])
+    )
+    cluster = _measured(products=products, attention=attention)
+    for row in products:
+        assert product_seconds(cluster, row.m, row.n, row.k, row.batch, "float32") == pytest.approx(
+            row.seconds, rel=1e-12
+        )
+    for row in attention:
+        found = attention_seconds(cluster, row.flops, row.bytes, "float32", row.head_dim, row.backward)
+        assert found == pytest.approx(row.seconds, rel=1e-12)
+    # Between points that are all twice the model's time, everything is.
+    plain = load_cluster("cpu")
+    twice = [
+        replace(p, seconds=2 * product_seconds(plain, p.m, p.n, p.k, p.batch, p.dtype))
+        for p in products
+    ]
+    slow = _measured(products=tuple(twice))
+    for shape in [(100, 100, 100, 1), (4096, 4096, 512, 1), (8, 8, 8, 2)]:
+        assert product_seconds(slow, *shape, "float32") == pytest.approx(
+            2 * product_seconds(plain, *shape, "float32")
+        )
+    # A type that was not measured is modelled.
+    assert product_seconds(slow, 64, 64, 64, 1, "bfloat16") == product_seconds(
+        plain, 64, 64, 64, 1, "bfloat16"
+    )
+
+
+def test_measured_collectives_and_copies() -> None:
+    row = Collective("all_reduce", 4, 1, 1e-4, 1e-9, 0.1, (1e3, 1e5, 1e7), (1e-4, 3e-4, 9e-3))
+    far = replace(row, stride=2, seconds=(1e-3, 3e-3, 9e-2))
+    copies = (Copy(1e3, 1e-5), Copy(1e6, 1e-3))
+    cluster = _measured(collectives=(row, far), copies=copies)
+
+    def time(size: float, stride: int = 1, ranks: int = 4, kind: str = "all_reduce") -> float:
+        return collective_seconds(cluster, kind, size, ranks, stride)
+
+    assert [time(size) for size in row.bytes] == pytest.approx(row.seconds)
+    assert [time(size, 2) for size in row.bytes] == pytest.approx(far.seconds)
+    assert time(1e4) == pytest.approx((1e-4 * 3e-4) ** 0.5)  # halfway, in logarithms
+    assert time(10) == pytest.approx(1e-4)
+    assert time(2e7) == pytest.approx(9e-3 + 1e7 * 1e-9)
+    plain = load_cluster("cpu")
+    unmeasured = [
+        ("all_reduce", 2, 1),
+        ("all_gather", 4, 1),
+        ("all_reduce", 4, 8),
+    ]  # the last: in nodes
+    for kind, ranks, stride in unmeasured:
+        expected = collective_seconds(plain, kind, 1e5, ranks, stride)
+        assert time(1e5, stride, ranks, kind) == expected
+    assert memory_seconds(cluster, 3e6, 3) == pytest.approx(3e-3)
+    assert memory_seconds(cluster, 4e6, 1) == pytest.approx(4e-3)
+
+
+def test_measured_collectives_are_checked(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    row = 'kind = "p2p", ranks = 2, stride = 1, latency = 0.0, inverse_bandwidth = 0.0, error = 0.0'
+    for rest in ("bytes = [2.0, 1.0], seconds = [1.0, 1.0]", "bytes = [], seconds = []"):
+        file.write_text(f"measured = {{collectives = [{{{row}, {rest}}}]}}\n{H100}")
+        with pytest.raises(ConfigError) as error:
+            load_cluster(str(file))
+        assert error.value.problems == [
+            f"{file}: measured.collectives[0]: needs ascending bytes, a time for each"
+        ]
