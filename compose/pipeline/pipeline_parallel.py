@@ -173,7 +173,7 @@ class PipelineRunner:
         inputs = [{k: v for k, v in part.items() if k != "targets"} for part in parts]
         firsts = [part.pop(self.first_argument) for part in inputs]
         _check_whole(sum(map(len, firsts)), len(firsts[0]))
-        stream = self._stream(firsts[0], inputs[0])
+        stream = self.stream(firsts[0], inputs[0])
         modules = {stage.index: stage.module for stage in self.stages}
         # Messages that have come to a stage of this rank or are on their way, and those that leave.
         inbox: dict[tuple[int, int], _Message] = {}
@@ -210,7 +210,7 @@ class PipelineRunner:
         name, per_rank = self.schedule.name, len(self.placement) // self.pp
         table = build_table(name, self.pp, per_rank, count)
         sample = first[:micro_batch].to("meta")
-        stream = self._stream(first[:micro_batch], {k: v[:micro_batch] for k, v in inputs.items()})
+        stream = self.stream(first[:micro_batch], {k: v[:micro_batch] for k, v in inputs.items()})
         last = len(self.placement) - 1
         stages: list[Any] = [
             RuntimeStage(
@@ -245,8 +245,16 @@ class PipelineRunner:
         assert self.loss is not None
         return self.loss
 
-    def _stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return what one micro-batch sends between stages, on meta; the first stage tries it once."""
+    def stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return what one micro-batch sends between stages, on meta; the first stage tries it once.
+
+        Args:
+            first: The model's first argument, of one micro-batch.
+            inputs: The model's other inputs.
+
+        Returns:
+            A tensor without values.
+        """
         key = tuple((value.shape, value.dtype) for value in (first, *inputs.values()))
         if key not in self.streams:
             self.streams[key] = self._try_stream(first, inputs)

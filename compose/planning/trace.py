@@ -20,12 +20,13 @@ from compose.build import build_optimizer, loss_function
 from compose.composition.state import Composition
 from compose.legality.job import Job
 from compose.optimizer.state import make_state
+from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import axis_size, init_mesh
 from compose.pipeline.schedules import Action, Table
 from compose.planning.fake_world import OnMeta, fake_world
 from compose.planning.recorder import Record, Recorder
 from compose.plan import Resolved, resolve
-from compose.train.step import clip_grad_norm_, forward_backward
+from compose.train.step import clip_grad_norm_, forward_backward, local_batch
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def trace(
     rank: int,
     *,
     model: nn.Module | None = None,
+    pp_layers: tuple[int, ...] = (),
     micro_batches: int = 3,
     device_type: str = "cuda",
     documents: bool = True,
@@ -55,6 +57,7 @@ def trace(
         job: The checked job.
         rank: The rank to play.
         model: The model on meta, if it has fewer layers than the job's; it is changed.
+        pp_layers: The layers of each stage of that model; empty: those of the job.
         micro_batches: How many micro-batches to run.
         device_type: The device whose kernels are chosen, "cpu" or "cuda".
         documents: Whether the batch tells where documents begin, as that of a training run does.
@@ -73,7 +76,8 @@ def trace(
         mesh = init_mesh(job.degrees, device_type)
         options = config.options
         if job.degrees.pp > 1:
-            options = replace(options, parallel=replace(options.parallel, pp_layers=()))
+            layers = pp_layers or job.degrees.pp_layers
+            options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
         with OnMeta(["cuda"]):
             composition = apply(model, resolved, mesh, options)
             optimizer = build_optimizer(composition, job)
@@ -84,6 +88,7 @@ def trace(
         batch = _batch(job, micro_batches, documents)
         recorder.note(batch.values(), "activations")
         groups = _groups(composition)
+        _try_stream(composition, batch, config.train.micro_batch, device_type)
         with _marks(recorder, composition, resolved), _gpipe(composition), OnMeta(kernels=device_type), recorder:
             forward_backward(
                 composition,
@@ -104,6 +109,21 @@ def _batch(job: Job, micro_batches: int, documents: bool) -> dict[str, Tensor]:
     shape = (micro_batches * job.config.train.micro_batch, job.config.train.seq_len)
     names = ("tokens", "targets", *(("positions", "document_ids") if documents else ()))
     return {name: torch.zeros(shape, dtype=torch.int64, device="meta") for name in names}
+
+
+def _try_stream(
+    composition: Composition, batch: Mapping[str, Tensor], micro_batch: int, device_type: str
+) -> None:
+    """Have a pipeline find what it sends, which it does once in a run, before the step is recorded."""
+    pipeline = composition.pipeline
+    if not pipeline:
+        return
+    local = local_batch(composition, {name: value[:micro_batch] for name, value in batch.items()})
+    inputs = {name: value for name, value in local.items() if name != "targets"}
+    with OnMeta(kernels=device_type):
+        pipeline.stream(inputs.pop(pipeline.first_argument), inputs)
+        for stage in pipeline.stages:
+            finish_backward(stage.module, composition.zero, last=True)
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
