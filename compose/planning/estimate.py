@@ -3,7 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
+
+import torch
 
 from compose.legality.job import Job
 from compose.pipeline.schedules import Action, build_table
@@ -36,77 +39,94 @@ def schedule_rows(job: Job) -> list[list[Action]]:
     return build_table(parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages, count)
 
 
-def memory_of(job: Job, ranks: Sequence[int] = (), device_type: str = "cuda") -> list[RankPeak]:
+@dataclass(frozen=True)
+class Task:
+    """One record to make: a rank, with some of the layers."""
+
+    job: Job
+    pp_rank: int
+    runs: Runs | None
+    kept: Runs | None
+    """The layers to keep; None keeps all."""
+    device_type: str
+    stream: Any
+    """What the first rank of the pipeline broadcast: shape and dtype of what stages send."""
+
+
+def memory_of(
+    job: Job, pp_ranks: Sequence[int] = (), device_type: str = "cuda", workers: int = 2
+) -> list[RankPeak]:
     """Return the peak of memory of pipeline ranks.
 
     Args:
         job: The checked job.
-        ranks: The ranks on the pp axis; empty: all.
+        pp_ranks: The ranks on the pp axis; empty: all.
         device_type: The device whose kernels are chosen.
+        workers: How many processes make records side by side.
 
     Returns:
         The peak of each rank.
     """
-    rows, runs, found = schedule_rows(job), runs_of(job), []
-    objects: list[Any] | None = None
-    for pp_rank in ranks or range(job.degrees.pp):
-        rank = pp_rank * job.world_size // job.degrees.pp
-        if pp_rank and objects is None:
-            objects = traced(job, 0, None, None, device_type, None)[0].broadcast
-        memory, first = _rank(job, rank, runs, device_type, objects if pp_rank else None)
-        objects = objects or first
-        size, shares = peak(memory, rows[pp_rank], job.micro_batches)
+    runs = runs_of(job)
+    if runs is not None and not runs.places():
+        runs = None
+    kept = [None] if runs is None else [runs.fewest(), *map(runs.longer, runs.places())]
+    ranks = list(pp_ranks or range(job.degrees.pp))
+    stream = stream_of(job) if job.degrees.pp > 1 else None
+    tasks = [Task(job, rank, runs, k, device_type, stream) for rank in ranks for k in kept]
+    # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
+    with get_context("fork").Pool(min(workers, len(tasks)), maxtasksperchild=1) as pool:
+        made = pool.map(traced, tasks, chunksize=1)
+    rows, found = schedule_rows(job), []
+    for i, rank in enumerate(ranks):
+        base, *longer = made[i * len(kept) : (i + 1) * len(kept)]
+        if runs is not None:
+            base = _grown(base, runs, list(zip(runs.places(), longer, strict=True)))
+        size, shares = peak(base, rows[rank], job.micro_batches)
         found.append(RankPeak(size, dict(shares)))
     return found
 
 
-def traced(
-    job: Job, rank: int, runs: Runs | None, kept: Runs | None, device_type: str, objects: list[Any] | None
-) -> tuple[Traced, RankMemory]:
-    """Record a rank with some of the layers.
+def stream_of(job: Job) -> tuple[torch.Size, torch.dtype]:
+    """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch.
 
     Args:
-        job: The checked job.
-        rank: The rank to play.
-        runs: The runs of the job's stages.
-        kept: The layers to keep; None keeps all.
-        device_type: The device whose kernels are chosen.
-        objects: What the first rank of the pipeline broadcast.
-
-    Returns:
-        The record, and its memory.
+        job: The checked job, of a pipeline.
     """
-    count = min(_MICRO_BATCHES, job.micro_batches)
-    if runs is None or kept is None:
-        one = trace(job, rank, micro_batches=count, device_type=device_type, objects=objects)
-        where: dict[str, list[str]] = {}
-    else:
-        one = trace(
-            job,
-            rank,
-            model=reduced(job, runs, kept),
-            pp_layers=kept.layers() if job.degrees.pp > 1 else (),
-            micro_batches=count,
-            device_type=device_type,
-            objects=objects,
-        )
-        where = places(job, runs, kept)
-    categorize(one.record, job.resolved.output)
-    return one, rank_memory(one.record, count, where)
+    with get_context("fork").Pool(1) as pool:
+        return pool.apply(_stream, (job,))
 
 
-def _rank(
-    job: Job, rank: int, runs: Runs | None, device_type: str, objects: list[Any] | None
-) -> tuple[RankMemory, list[Any]]:
-    if runs is None or not runs.places():
-        one, memory = traced(job, rank, None, None, device_type, objects)
-        return memory, one.broadcast
-    one, base = traced(job, rank, runs, runs.fewest(), device_type, objects)
-    longer = [
-        (place, traced(job, rank, runs, runs.longer(place), device_type, objects)[1])
-        for place in runs.places()
-    ]
-    return _grown(base, runs, longer), one.broadcast
+def _stream(job: Job) -> tuple[torch.Size, torch.dtype]:
+    runs = runs_of(job)
+    kept = runs and runs.fewest()
+    task = Task(job, 0, runs, kept, "cuda", None)
+    return _record(task).broadcast[0]
+
+
+def traced(task: Task) -> RankMemory:
+    """Make a record, and return its memory."""
+    one = _record(task)
+    categorize(one.record, task.job.resolved.output)
+    where = places(task.job, task.runs, task.kept) if task.runs and task.kept else {}
+    return rank_memory(one.record, min(_MICRO_BATCHES, task.job.micro_batches), where)
+
+
+def _record(task: Task) -> Traced:
+    job, kept = task.job, task.kept
+    model, layers = None, ()
+    if task.runs is not None and kept is not None:
+        model = reduced(job, task.runs, kept)
+        layers = kept.layers() if job.degrees.pp > 1 else ()
+    return trace(
+        job,
+        task.pp_rank * job.world_size // job.degrees.pp,
+        model=model,
+        pp_layers=layers,
+        micro_batches=min(_MICRO_BATCHES, job.micro_batches),
+        device_type=task.device_type,
+        objects=None if task.pp_rank == 0 else [task.stream],
+    )
 
 
 def _grown(base: RankMemory, runs: Runs, longer: Sequence[tuple[int, RankMemory]]) -> RankMemory:

@@ -79,6 +79,8 @@ def categorize(record: Record, output: str) -> None:
         made, freed = segments[each.segment], each.freed
         if each.within == "gather":
             each.category = GATHERED
+        elif each.within == "reduce" and freed is not None and segments[freed].action != made.action:
+            each.category = GRADIENTS  # whole gradients, which the last micro-batch reduces
         elif each.within in ("reduce", "message"):
             each.category = COMMUNICATION
         elif made.phase == OPTIMIZER:

@@ -347,7 +347,8 @@ def _product_shape(given: list[Tensor], flops: float) -> tuple[int, ...]:
 
 
 def _group(args: Any, kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
-    for leaf in (*args, *kwargs.values()):
+    # The group comes last; other words, such as "sum", may name no group.
+    for leaf in reversed((*args, *kwargs.values())):
         if isinstance(leaf, str):
             try:
                 return dist.distributed_c10d._resolve_process_group(leaf)  # type: ignore[arg-type]

@@ -122,8 +122,8 @@ def _try_stream(
     inputs = {name: value for name, value in local.items() if name != "targets"}
     with OnMeta(kernels=device_type):
         pipeline.stream(inputs.pop(pipeline.first_argument), inputs)
-        for stage in pipeline.stages:
-            finish_backward(stage.module, composition.zero, last=True)
+        if pipeline.placement[0] == pipeline.rank:
+            finish_backward(pipeline.stages[0].module, composition.zero, last=True)
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
