@@ -1,8 +1,11 @@
-"""The estimate of one composition: the memory of every pipeline rank, from records of few layers."""
+"""The estimate of one composition: memory of every pipeline rank, and the time of a step.
+
+Pipeline ranks whose stages are equal have equal estimates, so one of them is recorded.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
@@ -10,11 +13,46 @@ import torch
 
 from compose.legality.job import Job
 from compose.pipeline.schedules import Action, build_table
-from compose.planning.memory import ActionMemory, RankMemory, categorize, peak, rank_memory
+from compose.planning import costs
+from compose.planning.cluster import Cluster
+from compose.planning.memory import (
+    STEP,
+    ActionMemory,
+    Key,
+    RankMemory,
+    categorize,
+    peak,
+    place_of,
+    rank_memory,
+)
+from compose.planning.pipeline_time import Slot, simulate
 from compose.planning.reduction import Runs, linear, places, reduced, runs_of
+from compose.planning.seconds import Seconds, action_seconds
 from compose.planning.trace import Traced, trace
 
 _MICRO_BATCHES = 3  # a first one, a last one, and one between
+
+
+@dataclass(frozen=True)
+class Task:
+    """One record to make: a rank, with some of the layers."""
+
+    job: Job
+    cluster: Cluster
+    pp_rank: int
+    runs: Runs | None
+    kept: Runs | None
+    """The layers to keep; None keeps all."""
+    stream: Any = None
+    """What the first rank of the pipeline broadcast: shape and dtype of what stages send."""
+
+
+@dataclass
+class RankCosts:
+    """What a pipeline rank does, action by action."""
+
+    memory: RankMemory
+    seconds: dict[Key, Seconds] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -23,8 +61,26 @@ class RankPeak:
 
     allocated: int
     """Bytes."""
-    by_category: dict[str, int]
+    by_category: Mapping[str, int]
     """Bytes of each category at the peak."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimate of a composition on a cluster."""
+
+    peaks: list[RankPeak]
+    """The peak of each pipeline rank."""
+    step_seconds: float
+    tokens_per_second_per_device: float
+    mfu: float
+    """Model FLOPs of a step over what all devices would do at the peak of the type of the products."""
+    bubble: float
+    """Share of the pipeline's time in which its ranks wait for one another, on average."""
+    exposed: Mapping[str, float]
+    """Seconds of a step that the slowest rank waits for messages, by axis, and "optimizer"."""
+    slots: list[Slot]
+    """The actions of all pipeline ranks on the clock."""
 
 
 def schedule_rows(job: Job) -> list[list[Action]]:
@@ -39,80 +95,175 @@ def schedule_rows(job: Job) -> list[list[Action]]:
     return build_table(parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages, count)
 
 
-@dataclass(frozen=True)
-class Task:
-    """One record to make: a rank, with some of the layers."""
-
-    job: Job
-    pp_rank: int
-    runs: Runs | None
-    kept: Runs | None
-    """The layers to keep; None keeps all."""
-    device_type: str
-    stream: Any
-    """What the first rank of the pipeline broadcast: shape and dtype of what stages send."""
-
-
-def memory_of(
-    job: Job, pp_ranks: Sequence[int] = (), device_type: str = "cuda", workers: int = 2
-) -> list[RankPeak]:
-    """Return the peak of memory of pipeline ranks.
+def estimate(job: Job, cluster: Cluster, workers: int = 2) -> Estimate:
+    """Return the memory and the time of a job's step on a cluster.
 
     Args:
         job: The checked job.
-        pp_ranks: The ranks on the pp axis; empty: all.
-        device_type: The device whose kernels are chosen.
+        cluster: The cluster.
         workers: How many processes make records side by side.
+    """
+    rows = schedule_rows(job)
+    ranks = rank_costs(job, cluster, rows, workers)
+    count = job.micro_batches
+    peaks = []
+    for costs_of, row in zip(ranks, rows, strict=True):
+        size, shares = peak(costs_of.memory, row, count)
+        peaks.append(RankPeak(size, dict(shares)))
+    slots = simulate(rows, lambda a: _of(ranks[holder(rows, a)], a, count)["all"], _messages(job, cluster))
+    return _summary(job, cluster, rows, ranks, peaks, slots)
 
-    Returns:
-        The peak of each rank.
+
+def holder(rows: Sequence[Sequence[Action]], action: Action) -> int:
+    """Return the pipeline rank of an action's stage."""
+    return next(rank for rank, row in enumerate(rows) if any(a.stage == action.stage for a in row))
+
+
+def _of(rank: RankCosts, action: Action, count: int) -> Seconds:
+    return rank.seconds[action.stage, action.kind, place_of(action.micro_batch, count)]
+
+
+def _messages(job: Job, cluster: Cluster) -> Any:
+    """Return the time of a message between two ranks of the pipeline."""
+    if job.degrees.pp == 1:
+        return lambda source, target: 0.0
+    train, parallel = job.config.train, job.degrees
+    tokens = train.micro_batch * train.seq_len / parallel.cp
+    # With sequence parallel each rank of tp sends its part of the stream.
+    tokens /= parallel.tp if parallel.tp > 1 and parallel.sequence else 1
+    width = getattr(job.config.model.config, "dim", 0)
+    size = tokens * width * getattr(torch, job.config.precision.param).itemsize
+    stride = job.world_size // parallel.pp
+    took = costs.collective_seconds(cluster, "p2p", size, 2, stride)
+    return lambda source, target: took
+
+
+def _summary(
+    job: Job,
+    cluster: Cluster,
+    rows: list[list[Action]],
+    ranks: list[RankCosts],
+    peaks: list[RankPeak],
+    slots: list[Slot],
+) -> Estimate:
+    count, train = job.micro_batches, job.config.train
+    length = max(slot.end for slot in slots)
+    update = max(rank.seconds[STEP]["all"] for rank in ranks)
+    busy = [sum(_of(rank, a, count)["all"] for a in row) for rank, row in zip(ranks, rows, strict=True)]
+    slowest = max(range(len(rows)), key=lambda i: busy[i])
+    exposed: Counter[str] = Counter()
+    for seconds in [*(_of(ranks[slowest], a, count) for a in rows[slowest]), ranks[slowest].seconds[STEP]]:
+        for name, value in seconds.items():
+            if name.startswith("exposed "):
+                exposed[name.removeprefix("exposed ")] += value
+    exposed["optimizer"] = update - sum(
+        v for k, v in ranks[slowest].seconds[STEP].items() if k.startswith("exposed ")
+    )
+    step = length + update
+    tokens = train.global_batch * train.seq_len
+    flops = job.config.model.config.flops_per_token(train.seq_len) * tokens
+    rate = cluster.device.peak[job.config.precision.param]
+    return Estimate(
+        peaks,
+        step,
+        tokens / step / job.world_size,
+        flops / (step * job.world_size * rate),
+        1 - sum(busy) / (len(rows) * length),
+        dict(exposed),
+        slots,
+    )
+
+
+def rank_costs(
+    job: Job, cluster: Cluster, rows: Sequence[Sequence[Action]], workers: int
+) -> list[RankCosts]:
+    """Return the costs of each pipeline rank.
+
+    Args:
+        job: The checked job.
+        cluster: The cluster.
+        rows: The actions of each rank.
+        workers: How many processes make records side by side.
     """
     runs = runs_of(job)
-    if runs is not None and not runs.places():
-        runs = None
-    kept = [None] if runs is None else [runs.fewest(), *map(runs.longer, runs.places())]
-    ranks = list(pp_ranks or range(job.degrees.pp))
-    stream = stream_of(job) if job.degrees.pp > 1 else None
-    tasks = [Task(job, rank, runs, k, device_type, stream) for rank in ranks for k in kept]
+    alike: dict[Any, list[int]] = {}
+    for rank, row in enumerate(rows):
+        stages = sorted({a.stage for a in row})
+        last = max(a.stage for other in rows for a in other)
+        like = tuple((runs.lengths[s] if runs else s, s == 0, s == last) for s in stages)
+        alike.setdefault(like, []).append(rank)
+    chosen = [ranks[0] for ranks in alike.values()]
+    plans = {rank: _kept(runs, sorted({a.stage for a in rows[rank]})) for rank in chosen}
+    stream = stream_of(job, cluster) if job.degrees.pp > 1 else None
+    tasks = [Task(job, cluster, rank, runs, k, stream) for rank in chosen for k in plans[rank]]
     # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
     with get_context("fork").Pool(min(workers, len(tasks)), maxtasksperchild=1) as pool:
-        made = pool.map(traced, tasks, chunksize=1)
-    rows, found = schedule_rows(job), []
-    for i, rank in enumerate(ranks):
-        base, *longer = made[i * len(kept) : (i + 1) * len(kept)]
-        if runs is not None:
+        made = iter(pool.map(recorded, tasks, chunksize=1))
+    found: dict[int, RankCosts] = {}
+    for like, ranks in zip(alike.values(), alike.values(), strict=True):
+        base, *longer = [next(made) for _ in plans[ranks[0]]]
+        if runs is not None and longer:
             base = _grown(base, runs, list(zip(runs.places(), longer, strict=True)))
-        size, shares = peak(base, rows[rank], job.micro_batches)
-        found.append(RankPeak(size, dict(shares)))
-    return found
+        stages = sorted({a.stage for a in rows[ranks[0]]})
+        for rank in like:
+            own = sorted({a.stage for a in rows[rank]})
+            found[rank] = _renamed(base, dict(zip(stages, own, strict=True)))
+    return [found[rank] for rank in range(len(rows))]
 
 
-def stream_of(job: Job) -> tuple[torch.Size, torch.dtype]:
+def _kept(runs: Runs | None, stages: Sequence[int]) -> list[Runs | None]:
+    """Return the layers of each record; all layers in one record, if that is less work."""
+    if runs is None or not runs.places():
+        return [None]
+    all_layers = sum(runs.layers()[s] for s in stages)
+    several = [runs.fewest(), *map(runs.longer, runs.places())]
+    if all_layers <= sum(kept.layers()[s] for kept in several for s in stages):
+        return [None]
+    return [*several]
+
+
+def _renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
+    """Return the costs of a rank with other numbers of its stages."""
+
+    def key(of: Key) -> Key:
+        return stage.get(of[0], of[0]), of[1], of[2]
+
+    memory = RankMemory(
+        rank.memory.start,
+        rank.memory.buffers,
+        {key(k): action for k, action in rank.memory.actions.items()},
+    )
+    return RankCosts(memory, {key(k): seconds for k, seconds in rank.seconds.items()})
+
+
+def stream_of(job: Job, cluster: Cluster) -> tuple[torch.Size, torch.dtype]:
     """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch.
 
     Args:
         job: The checked job, of a pipeline.
+        cluster: The cluster.
     """
     with get_context("fork").Pool(1) as pool:
-        return pool.apply(_stream, (job,))
+        return pool.apply(_stream, (job, cluster))
 
 
-def _stream(job: Job) -> tuple[torch.Size, torch.dtype]:
+def _stream(job: Job, cluster: Cluster) -> tuple[torch.Size, torch.dtype]:
     runs = runs_of(job)
-    kept = runs and runs.fewest()
-    task = Task(job, 0, runs, kept, "cuda", None)
-    return _record(task).broadcast[0]
+    return _record(Task(job, cluster, 0, runs, runs and runs.fewest()), only_stream=True).broadcast[0]
 
 
-def traced(task: Task) -> RankMemory:
-    """Make a record, and return its memory."""
-    one = _record(task)
-    categorize(one.record, task.job.resolved.output)
-    where = places(task.job, task.runs, task.kept) if task.runs and task.kept else {}
-    return rank_memory(one.record, min(_MICRO_BATCHES, task.job.micro_batches), where)
+def recorded(task: Task) -> RankCosts:
+    """Make a record, and return what it costs."""
+    one, job = _record(task), task.job
+    categorize(one.record, job.resolved.output)
+    where = places(job, task.runs, task.kept) if task.runs and task.kept else {}
+    count = min(_MICRO_BATCHES, job.micro_batches)
+    fused = job.config.compile.mode != "none"
+    seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused)
+    return RankCosts(rank_memory(one.record, count, where), seconds)
 
 
-def _record(task: Task) -> Traced:
+def _record(task: Task, only_stream: bool = False) -> Traced:
     job, kept = task.job, task.kept
     model, layers = None, ()
     if task.runs is not None and kept is not None:
@@ -123,37 +274,38 @@ def _record(task: Task) -> Traced:
         task.pp_rank * job.world_size // job.degrees.pp,
         model=model,
         pp_layers=layers,
-        micro_batches=min(_MICRO_BATCHES, job.micro_batches),
-        device_type=task.device_type,
+        micro_batches=0 if only_stream else min(_MICRO_BATCHES, job.micro_batches),
+        device_type="cpu" if task.cluster.backend == "gloo" else "cuda",
         objects=None if task.pp_rank == 0 else [task.stream],
     )
 
 
-def _grown(base: RankMemory, runs: Runs, longer: Sequence[tuple[int, RankMemory]]) -> RankMemory:
-    """Return the memory with all layers of all runs."""
-    stages = sorted({key[0] for key in base.actions if key[0] >= 0})
-    found = RankMemory(buffers=Counter(base.buffers))
+def _grown(base: RankCosts, runs: Runs, longer: Sequence[tuple[int, RankCosts]]) -> RankCosts:
+    """Return the costs with all layers of all runs."""
+    stages = sorted({key[0] for key in base.seconds if key[0] >= 0})
 
-    def more(place: int, stage: int) -> int:
-        # What belongs to no stage grows with the layers of all stages of the rank.
-        return runs.more(stage, place)
+    def more(place: int, stage: int) -> float:
+        if stage >= 0:
+            return runs.more(stage, place)
+        # What belongs to no stage grows with all of the rank's. Each of them is one layer longer in the
+        # second record.
+        added = [runs.more(s, place) for s in stages]
+        return sum(added) / max(1, sum(n > 0 for n in added))
 
-    # Of a rank with several stages each is one layer longer in the second record.
-    def whole(place: int) -> float:
-        added = [more(place, stage) for stage in stages]
-        return sum(added) / max(1, sum(1 for n in added if n))
-
-    found.start = _grow(base.start, [(whole(p), m.start) for p, m in longer])
-    for key, action in base.actions.items():
-        steps = [
-            (whole(p) if key[0] < 0 else more(p, key[0]), m.actions[key]) for p, m in longer
-        ]
+    memory, old = RankMemory(buffers=Counter(base.memory.buffers)), base.memory
+    memory.start = _grow(old.start, [(more(p, -1), rank.memory.start) for p, rank in longer])
+    for key, action in old.actions.items():
+        steps = [(more(p, key[0]), rank.memory.actions[key]) for p, rank in longer]
         grown = ActionMemory(_grow(action.delta, [(n, m.delta) for n, m in steps]))
         for segment, above in action.peaks.items():
             if all(segment in m.peaks for _, m in steps):
                 grown.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
-        found.actions[key] = grown
-    return found
+        memory.actions[key] = grown
+    seconds = {
+        key: Counter(linear(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer]))
+        for key, one in base.seconds.items()
+    }
+    return RankCosts(memory, seconds)
 
 
 def _grow(base: Counter[str], steps: Sequence[tuple[float, Counter[str]]]) -> Counter[str]:

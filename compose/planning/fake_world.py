@@ -186,13 +186,40 @@ def _attention(
     )[0]
 
 
-def _one_by_one(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """Issue messages as dist.batch_isend_irecv does where a backend does not join them."""
-    works = []
-    for each in operations:
-        to = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
-        works.append(each.op(each.tensor, group=each.group, tag=each.tag, **to))
-    return works
+class _Sent:
+    """The work of a message; whoever waits for it waits on the stream of messages."""
+
+    def __init__(self, listener: Listener, event: int) -> None:
+        self.listener, self.event = listener, event
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.listener.wait(self.listener.stream, self.event)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _batch(listener: Listener) -> Any:
+    """Return dist.batch_isend_irecv, on a stream of its own for each group as NCCL has it."""
+    streams: dict[str, int] = {}
+
+    def send(operations: Sequence[dist.P2POp]) -> list[Any]:
+        before, works = listener.stream, []
+        for each in operations:
+            name = each.group.group_name if each.group else ""
+            if name not in streams:
+                streams[name] = listener.new_stream()
+            ready = listener.record()
+            listener.stream = streams[name]
+            listener.wait(listener.stream, ready)
+            to = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+            each.op(each.tensor, group=each.group, tag=each.tag, **to)
+            works.append(_Sent(listener, listener.record()))
+            listener.stream = before
+        return works
+
+    return send
 
 
 def _marked(listener: Listener, mark: str, name: str) -> Any:
@@ -273,7 +300,7 @@ def fake_world(
             (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", nothing),
             (torch.autograd, "_engine_run_backward", backward),
             (dist, "broadcast_object_list", broadcast),
-            (dist, "batch_isend_irecv", _one_by_one),
+            (dist, "batch_isend_irecv", _batch(listener)),
             (torch.UntypedStorage, "resize_", resized),
             *((FSDPParamGroup, name, _marked(listener, "gather", name)) for name in _GATHERS),
             (FSDPParamGroup, "post_backward", _marked(listener, "reduce", "post_backward")),

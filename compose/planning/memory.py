@@ -125,17 +125,17 @@ def rank_memory(
             found.buffers[ACTIVATIONS] = live[ACTIVATIONS] // micro_batches
         if action != now:
             if now is not None:
-                _leave(found, _key(now, micro_batches), live, before)
+                _leave(found, action_key(now, micro_batches), live, before)
             now, before = action, Counter(live)
         live[category] += change
         if change > 0:
-            memory = found.actions.setdefault(_key(action, micro_batches), ActionMemory())
+            memory = found.actions.setdefault(action_key(action, micro_batches), ActionMemory())
             above = Counter({c: live[c] - before[c] for c in live})
             for key in keys[segment]:
                 if key not in memory.peaks or above.total() > memory.peaks[key].total():
                     memory.peaks[key] = above
     if now is not None:
-        _leave(found, _key(now, micro_batches), live, before)
+        _leave(found, action_key(now, micro_batches), live, before)
     return found
 
 
@@ -144,7 +144,7 @@ def _leave(found: RankMemory, key: Key, live: Bytes, before: Bytes) -> None:
     memory.delta = Counter({c: live[c] - before[c] for c in live if live[c] != before[c]})
 
 
-def _key(action: tuple[int, str, int], micro_batches: int) -> Key:
+def action_key(action: tuple[int, str, int], micro_batches: int) -> Key:
     stage, kind, number = action
     if kind == "step":
         return STEP

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
-_ATTENTION = ("attention",)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 # What a message is called, by the end of its operator's name.
 _MESSAGES = {
@@ -67,6 +66,10 @@ class Operator:
     """The dtype of its first tensor."""
     shape: tuple[int, ...]
     """Of a product (batch, m, n, k); of attention the shape of the queries; else of the first result."""
+    reads: tuple[int, ...] = ()
+    """The allocations that it reads."""
+    writes: tuple[int, ...] = ()
+    """The allocations that it writes."""
 
 
 @dataclass(slots=True)
@@ -85,6 +88,8 @@ class Message:
     """The ranks of the group."""
     bytes: int
     """Of the whole result of an all_gather; of the whole input of others; of the tensor of a p2p."""
+    received: bool = False
+    """Whether it is the receiving half of a p2p."""
 
 
 @dataclass(slots=True)
@@ -290,20 +295,38 @@ class Recorder(TorchDispatchMode):
         shape = tuple(first.shape)
         if packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
-            kind = "attention" if any(word in short for word in _ATTENTION) else "product"
+            kind = "attention" if "attention" in short else "product"
             if kind == "attention":
                 shape = tuple(given[0].shape)
+                # The count is of all pairs of tokens; a causal kernel computes half of them.
+                flops /= 2 if _argument(func, "is_causal", args, kwargs) else 1
             elif short in _PRODUCTS:
                 shape = _product_shape(given, flops)
-        # A fill reads nothing, and a factory that leaves memory as it is writes nothing.
-        read = sum(map(_bytes, given))
-        written = 0 if short.startswith(("empty", "new_empty")) else sum(map(_bytes, made))
-        if func._schema.is_mutable and not made:
-            written = read
+        changed = _changed(func, args, kwargs)
+        written = [*made, *changed] if not changed or made[:1] != changed[:1] else changed
+        # A fill or a copy does not read what it writes over, and a new empty tensor is not written.
+        over = short in ("copy_", "zero_", "fill_", "_foreach_copy_", "split_with_sizes_copy")
+        read = [t for t in given if not (over and any(t is c for c in changed))]
+        if short.startswith(("empty", "new_empty")):
+            written = []
         dtype = str((given or made)[0].dtype).removeprefix("torch.")
+        size = sum(map(_bytes, read)) + sum(map(_bytes, written))
         return Operator(
-            self._segment(), self.stream, name, kind, flops, read + written, dtype, shape
+            self._segment(),
+            self.stream,
+            name,
+            kind,
+            flops,
+            size,
+            dtype,
+            shape,
+            self._places(read),
+            self._places(written),
         )
+
+    def _places(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+        held = (self._held.get(t.untyped_storage()._cdata) for t in tensors)
+        return tuple(place for place in held if place is not None)
 
     def _message(
         self, name: str, args: Any, kwargs: Mapping[str, Any], given: list[Tensor], made: list[Tensor]
@@ -322,7 +345,26 @@ class Recorder(TorchDispatchMode):
         else:
             size = max(max(sizes, default=0), _bytes_of_lists(args))
         ranks = tuple(dist.get_process_group_ranks(group))
-        return Message(self._segment(), self.stream, kind, group.group_name, ranks, size)
+        received = plain.startswith("recv")
+        return Message(self._segment(), self.stream, kind, group.group_name, ranks, size, received)
+
+
+def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes to, of those that it was given."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    return found
+
+
+def _argument(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument of an operator by its name; None if it was not given."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[i] if i < len(args) else kwargs.get(name)
+    return None
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -137,7 +137,7 @@ def places(job: Job, runs: Runs, kept: Runs) -> dict[str, list[str]]:
 
 
 def linear(
-    base: Mapping[str, float], longer: Sequence[tuple[int, Mapping[str, float]]]
+    base: Mapping[str, float], longer: Sequence[tuple[float, Mapping[str, float]]]
 ) -> dict[str, float]:
     """Return the figures of the whole runs.
 

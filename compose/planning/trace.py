@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 import compose.pipeline.pipeline_parallel
 from compose.apply import apply
@@ -21,7 +20,7 @@ from compose.composition.state import Composition
 from compose.legality.job import Job
 from compose.optimizer.state import make_state
 from compose.parallel.data_parallel import finish_backward
-from compose.parallel.mesh import axis_size, init_mesh
+from compose.parallel.mesh import init_mesh
 from compose.pipeline.schedules import Action, Table
 from compose.planning.fake_world import OnMeta, fake_world
 from compose.planning.recorder import Record, Recorder
@@ -34,8 +33,6 @@ class Traced:
     """The record of one rank's step."""
 
     record: Record
-    groups: Mapping[str, str]
-    """The axis of each process group, by the group's name."""
     broadcast: list[Any]
     """What the rank broadcast, for the other ranks of its pipeline."""
 
@@ -58,7 +55,7 @@ def trace(
         rank: The rank to play.
         model: The model on meta, if it has fewer layers than the job's; it is changed.
         pp_layers: The layers of each stage of that model; empty: those of the job.
-        micro_batches: How many micro-batches to run.
+        micro_batches: How many micro-batches to run; with 0 only the pipeline's stream is found.
         device_type: The device whose kernels are chosen, "cpu" or "cuda".
         documents: Whether the batch tells where documents begin, as that of a training run does.
         objects: ``broadcast`` of the first rank of the pipeline; None for that rank itself.
@@ -87,9 +84,11 @@ def trace(
         recorder.note(_state(optimizer), "optimizer")
         batch = _batch(job, micro_batches, documents)
         recorder.note(batch.values(), "activations")
-        groups = _groups(composition)
         _try_stream(composition, batch, config.train.micro_batch, device_type)
-        with _marks(recorder, composition, resolved), _gpipe(composition), OnMeta(kernels=device_type), recorder:
+        if not micro_batches:
+            return Traced(recorder.record_of, sent)
+        marks, order = _marks(recorder, composition, resolved), _gpipe(composition)
+        with marks, order, OnMeta(kernels=device_type), recorder:
             forward_backward(
                 composition,
                 batch,
@@ -102,11 +101,11 @@ def trace(
             optimizer.step()
             recorder.begin((-1, "step", 1), "")
             optimizer.zero_grad()
-    return Traced(recorder.record_of, groups, sent)
+    return Traced(recorder.record_of, sent)
 
 
 def _batch(job: Job, micro_batches: int, documents: bool) -> dict[str, Tensor]:
-    shape = (micro_batches * job.config.train.micro_batch, job.config.train.seq_len)
+    shape = (max(1, micro_batches) * job.config.train.micro_batch, job.config.train.seq_len)
     names = ("tokens", "targets", *(("positions", "document_ids") if documents else ()))
     return {name: torch.zeros(shape, dtype=torch.int64, device="meta") for name in names}
 
@@ -135,16 +134,6 @@ def _gradients(composition: Composition) -> Iterator[Tensor]:
     for _, parameter in composition.named_parameters():
         if parameter.grad is not None:
             yield local_tensor(parameter.grad)
-
-
-def _groups(composition: Composition) -> dict[str, str]:
-    """Return the axis of each process group of the mesh by its name."""
-    mesh = composition.mesh
-    found = {}
-    for axis in mesh.mesh_dim_names or ():
-        if axis_size(mesh, axis) > 1:
-            found[mesh.get_group(axis).group_name] = axis
-    return found
 
 
 @contextmanager

@@ -1,0 +1,86 @@
+"""The time of a step over a schedule's table: each rank runs its actions in order, and waits for inputs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from compose.pipeline.schedules import Action
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One action on the clock."""
+
+    rank: int
+    action: Action
+    start: float
+    """Seconds from the start of the step."""
+    end: float
+    """Seconds from the start of the step."""
+
+
+def simulate(
+    rows: Sequence[Sequence[Action]],
+    seconds: Callable[[Action], float],
+    message: Callable[[int, int], float],
+) -> list[Slot]:
+    """Return when each action runs.
+
+    A forward waits for that of the stage before, a backward (B or I) for that of the stage after.
+    Messages do not hold up the rank that sends them.
+
+    Args:
+        rows: The actions of each rank in order.
+        seconds: The time of an action.
+        message: The time of a message from one rank to another.
+
+    Returns:
+        The slots, in no particular order.
+
+    Raises:
+        ValueError: The table waits for itself.
+    """
+    holder = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    last = max(holder)
+    ends: dict[tuple[int, str, int], float] = {}
+    clock, next_of = [0.0] * len(rows), [0] * len(rows)
+    slots: list[Slot] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while next_of[rank] < len(row):
+                action = row[next_of[rank]]
+                ready = _ready(action, last, holder, ends, message)
+                if ready is None:
+                    break
+                start = max(clock[rank], ready)
+                end = start + seconds(action)
+                kind = "B" if action.kind == "I" else action.kind
+                ends[action.stage, kind, action.micro_batch] = end
+                slots.append(Slot(rank, action, start, end))
+                clock[rank], moved = end, True
+                next_of[rank] += 1
+    if any(next_of[rank] < len(row) for rank, row in enumerate(rows)):
+        raise ValueError("the schedule waits for itself")
+    return slots
+
+
+def _ready(
+    action: Action,
+    last: int,
+    holder: dict[int, int],
+    ends: dict[tuple[int, str, int], float],
+    message: Callable[[int, int], float],
+) -> float | None:
+    """Return when an action's input is there; None if it is not known yet."""
+    stage, kind, number = action.stage, action.kind, action.micro_batch
+    if kind == "W" or (kind == "F" and stage == 0):
+        return 0.0
+    before = stage - 1 if kind == "F" else stage + 1
+    if before > last:
+        return ends.get((stage, "F", number))
+    end = ends.get((before, "F" if kind == "F" else "B", number))
+    if end is None:
+        return None
+    source, target = holder[before], holder[stage]
+    return end + (message(source, target) if source != target else 0.0)

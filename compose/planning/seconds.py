@@ -1,0 +1,172 @@
+"""The time of each action: its operators and messages on the device's streams, in the order of issue.
+
+A stream runs its work in order, and waits where the program waits. What a stream of messages does while
+the computing one computes costs nothing. The rest is exposed, and belongs to the axis of the message
+that is waited for.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from compose.parallel.mesh import AXES, Parallel
+from compose.planning import costs
+from compose.planning.cluster import Cluster
+from compose.planning.memory import Key, action_key
+from compose.planning.recorder import BACKWARD, Message, Operator, Record, Wait
+
+Seconds = Counter[str]
+"""Seconds by what they are: "all" of the action, and of it each "exposed AXIS" and each kind of operator."""
+_NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
+
+
+def action_seconds(
+    record: Record,
+    cluster: Cluster,
+    degrees: Parallel,
+    micro_batches: int,
+    fused: bool,
+) -> dict[Key, Seconds]:
+    """Return the time of each kind of action of a record.
+
+    Args:
+        record: The record.
+        cluster: The devices and links.
+        degrees: The degrees of the mesh.
+        micro_batches: How many micro-batches it ran.
+        fused: Whether torch.compile fuses operators that follow one another in a layer.
+
+    Returns:
+        The seconds by action. Messages between stages are not in them.
+    """
+    found: dict[Key, Seconds] = {}
+    clock: dict[int, float] = defaultdict(float)
+    reached: dict[int, float] = {}
+    sent: dict[int, str] = {}
+    events = sorted((place, number) for number, place in record.events.items())
+    taken = 0
+    for place, work in enumerate(_joined(record) if fused else record.work):
+        while taken < len(events) and events[taken][0] <= place:
+            number = events[taken][1]
+            reached[number] = clock[record.event_streams[number]]
+            taken += 1
+        if work is None:
+            continue
+        action = record.segments[work.segment].action
+        if action[1] == "setup":
+            continue
+        seconds = found.setdefault(action_key(action, micro_batches), Counter())
+        before = clock[0]
+        if isinstance(work, Wait):
+            until = reached.get(work.event, 0.0)
+            if work.stream == 0 and until > clock[0]:
+                axis = sent.get(record.event_streams[work.event], "copy")
+                seconds[f"exposed {axis}"] += until - clock[0]
+            clock[work.stream] = max(clock[work.stream], until)
+        elif isinstance(work, Message):
+            axis = axis_of(work, degrees)
+            if axis == "pp" or work.received:
+                continue
+            took = _message(cluster, work)
+            clock[work.stream] += took
+            sent[work.stream] = axis
+            if work.stream == 0:
+                seconds[f"exposed {axis}"] += took
+            seconds[f"sent {axis}"] += took
+        else:
+            took = operator_seconds(cluster, work, record.segments[work.segment].phase == BACKWARD)
+            clock[work.stream] += took
+            if work.stream == 0:
+                seconds[work.kind] += took
+        seconds["all"] += clock[0] - before
+    return found
+
+
+def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
+    """Return the time of one operator.
+
+    Args:
+        cluster: The devices.
+        work: The operator.
+        backward: Whether it runs in a backward.
+    """
+    if work.kind == "product" and len(work.shape) == 4:
+        batch, m, n, k = work.shape
+        return costs.product_seconds(cluster, m, n, k, batch, work.dtype)
+    if work.kind == "attention":
+        return costs.attention_seconds(
+            cluster, work.flops, work.bytes, work.dtype, work.shape[-1], backward
+        )
+    if work.name in _NO_KERNEL or not work.bytes:
+        return 0.0
+    return costs.memory_seconds(cluster, work.bytes)
+
+
+def axis_of(message: Message, degrees: Parallel) -> str:
+    """Return the axes over which a message goes, joined by "+"; "ep" for what goes to experts."""
+    if message.kind == "all_to_all" and degrees.ep > 1 and degrees.cp_method != "ulysses":
+        return "ep"
+    found, size = [], 1
+    for axis in reversed(AXES):
+        degree = getattr(degrees, axis)
+        if len({rank // size % degree for rank in message.ranks}) > 1:
+            found.append(axis)
+        size *= degree
+    return "+".join(reversed(found)) or "other"
+
+
+def _message(cluster: Cluster, work: Message) -> float:
+    ranks = len(work.ranks)
+    stride = work.ranks[1] - work.ranks[0] if ranks > 1 else 1
+    return costs.collective_seconds(cluster, work.kind, work.bytes, ranks, stride)
+
+
+def _joined(record: Record) -> Iterator[Operator | Message | Wait | None]:
+    """Yield the work with neighbours of one layer fused: one kernel reads and writes what is needed.
+
+    The places stay: None is where an operator became a part of the next one.
+    """
+    last_read: dict[int, int] = {}
+    for place, work in enumerate(record.work):
+        if isinstance(work, Operator):
+            for read in work.reads:
+                last_read[read] = place
+    group: list[Operator] = []
+    for place, work in enumerate(record.work):
+        joins = (
+            isinstance(work, Operator)
+            and work.kind == "memory"
+            and work.stream == 0
+            and bool(record.segments[work.segment].unit)
+            and (not group or group[-1].segment == work.segment)
+        )
+        if joins:
+            assert isinstance(work, Operator)
+            group.append(work)
+        follows = record.work[place + 1] if place + 1 < len(record.work) else None
+        if not joins:
+            yield work
+        elif (
+            isinstance(follows, Operator)
+            and follows.kind == "memory"
+            and follows.segment == group[-1].segment
+            and follows.stream == 0
+        ):
+            yield None
+        else:
+            yield _fused(record, group, last_read, place)
+            group = []
+
+
+def _fused(
+    record: Record, group: Sequence[Operator], last_read: Mapping[int, int], end: int
+) -> Operator:
+    """Return one kernel in place of several: it reads what came from outside, and writes what is used."""
+    written = {w for one in group for w in one.writes}
+    read = {r for one in group for r in one.reads} - written
+    kept = {w for w in written if last_read.get(w, -1) > end or record.allocations[w].end is None}
+    size = sum(record.allocations[i].bytes for i in read | kept)
+    most = sum(one.bytes for one in group)
+    first = group[0]
+    return Operator(
+        first.segment, 0, "fused", "memory", 0.0, min(size, most), first.dtype, first.shape
+    )
