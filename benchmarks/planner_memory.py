@@ -7,13 +7,10 @@ second optimizer step: forward, backward, clipping and the optimizer. The measur
 benchmarks/allocations.py.
 """
 
-import argparse
 import gc
 import json
 import os
-import random
 import socket
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,6 @@ from compose import clip_grad_norm_, forward_backward, init_mesh, legality
 from compose.build import build, build_optimizer, loss_function
 from compose.data import random_batch
 from compose.legality.job import Job
-from compose.planning.trace import trace
 from compose.toml import load
 
 TRAIN = str(Path(__file__).parent.parent / "train.toml")

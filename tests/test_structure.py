@@ -51,7 +51,9 @@ MAY_IMPORT = {
     "parallel": "base errors",
     "pipeline": "base errors loss parallel plan",
     "plan": "base errors parallel",
-    "planning": "base errors",
+    "planning": (
+        "apply base build composition errors legality loss optimizer parallel pipeline plan train"
+    ),
     "precision": "base errors parallel plan tables",
     "profiling": "base runtime tables",
     "proof": (

@@ -3,7 +3,7 @@
 Pipeline ranks whose stages are equal have equal estimates, so one of them is recorded.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -28,7 +28,7 @@ from compose.planning.memory import (
 from compose.planning.pipeline_time import Slot, simulate
 from compose.planning.reduction import Runs, linear, places, reduced, runs_of
 from compose.planning.seconds import Seconds, action_seconds
-from compose.planning.trace import Traced, trace
+from compose.planning.trace import Played, Traced, trace
 
 _MICRO_BATCHES = 3  # a first one, a last one, and one between
 
@@ -110,13 +110,13 @@ def estimate(job: Job, cluster: Cluster, workers: int = 2) -> Estimate:
     for costs_of, row in zip(ranks, rows, strict=True):
         size, shares = peak(costs_of.memory, row, count)
         peaks.append(RankPeak(size, dict(shares)))
-    slots = simulate(rows, lambda a: _of(ranks[holder(rows, a)], a, count)["all"], _messages(job, cluster))
+    of_stage = {a.stage: ranks[rank] for rank, row in enumerate(rows) for a in row}
+
+    def seconds(action: Action) -> float:
+        return _of(of_stage[action.stage], action, count)["all"]
+
+    slots = simulate(rows, seconds, _messages(job, cluster))
     return _summary(job, cluster, rows, ranks, peaks, slots)
-
-
-def holder(rows: Sequence[Sequence[Action]], action: Action) -> int:
-    """Return the pipeline rank of an action's stage."""
-    return next(rank for rank, row in enumerate(rows) if any(a.stage == action.stage for a in row))
 
 
 def _of(rank: RankCosts, action: Action, count: int) -> Seconds:
@@ -151,8 +151,9 @@ def _summary(
     update = max(rank.seconds[STEP]["all"] for rank in ranks)
     busy = [sum(_of(rank, a, count)["all"] for a in row) for rank, row in zip(ranks, rows, strict=True)]
     slowest = max(range(len(rows)), key=lambda i: busy[i])
-    exposed: Counter[str] = Counter()
-    for seconds in [*(_of(ranks[slowest], a, count) for a in rows[slowest]), ranks[slowest].seconds[STEP]]:
+    exposed: dict[str, float] = defaultdict(float)
+    actions = [_of(ranks[slowest], action, count) for action in rows[slowest]]
+    for seconds in [*actions, ranks[slowest].seconds[STEP]]:
         for name, value in seconds.items():
             if name.startswith("exposed "):
                 exposed[name.removeprefix("exposed ")] += value
@@ -270,13 +271,15 @@ def _record(task: Task, only_stream: bool = False) -> Traced:
         model = reduced(job, task.runs, kept)
         layers = kept.layers() if job.degrees.pp > 1 else ()
     return trace(
-        job,
-        task.pp_rank * job.world_size // job.degrees.pp,
-        model=model,
-        pp_layers=layers,
-        micro_batches=0 if only_stream else min(_MICRO_BATCHES, job.micro_batches),
-        device_type="cpu" if task.cluster.backend == "gloo" else "cuda",
-        objects=None if task.pp_rank == 0 else [task.stream],
+        Played(
+            job,
+            task.pp_rank * job.world_size // job.degrees.pp,
+            model,
+            layers,
+            0 if only_stream else min(_MICRO_BATCHES, job.micro_batches),
+            "cpu" if task.cluster.backend == "gloo" else "cuda",
+            objects=None if task.pp_rank == 0 else [task.stream],
+        )
     )
 
 
@@ -301,10 +304,9 @@ def _grown(base: RankCosts, runs: Runs, longer: Sequence[tuple[int, RankCosts]])
             if all(segment in m.peaks for _, m in steps):
                 grown.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
         memory.actions[key] = grown
-    seconds = {
-        key: Counter(linear(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer]))
-        for key, one in base.seconds.items()
-    }
+    seconds: dict[Key, Seconds] = {}
+    for key, one in base.seconds.items():
+        seconds[key] = linear(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
     return RankCosts(memory, seconds)
 
 

@@ -294,7 +294,7 @@ def fake_world(
     with ExitStack() as stack:
         for name in _FILES:
             file = importlib.import_module(f"{_FSDP}.{name}")
-            stack.enter_context(mock.patch.object(file, "_get_device_handle", lambda kind="": streams))
+            stack.enter_context(mock.patch.object(file, "_get_device_handle", return_value=streams))
         for owner, name, other in (
             (FSDPParamGroup, "_validate_no_meta_params", nothing),
             (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", nothing),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from compose.pipeline.schedules import Action
-from compose.planning.recorder import FORWARD, OPTIMIZER, RECOMPUTED, Record
+from compose.planning.recorder import FORWARD, OPTIMIZER, RECOMPUTED, Record, Segment
 
 WEIGHTS, GRADIENTS, STATE, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 GATHERED, COMMUNICATION, TEMPORARIES, LOGITS = "gathered", "communication", "temporaries", "logits"
@@ -87,12 +87,14 @@ def categorize(record: Record, output: str) -> None:
             each.category = TEMPORARIES
         elif each.segment in after:
             each.category = LOGITS
-        elif made.phase in (FORWARD, RECOMPUTED) and (
-            freed is None or segments[freed].action != made.action or segments[freed].phase != made.phase
-        ):
+        elif made.phase in (FORWARD, RECOMPUTED) and (freed is None or _later(segments[freed], made)):
             each.category = ACTIVATIONS
         else:
             each.category = TEMPORARIES
+
+
+def _later(freed: Segment, made: Segment) -> bool:
+    return (freed.action, freed.phase) != (made.action, made.phase)
 
 
 def rank_memory(
@@ -145,6 +147,7 @@ def _leave(found: RankMemory, key: Key, live: Bytes, before: Bytes) -> None:
 
 
 def action_key(action: tuple[int, str, int], micro_batches: int) -> Key:
+    """Return the key of an action of a record that ran ``micro_batches``."""
     stage, kind, number = action
     if kind == "step":
         return STEP
@@ -161,9 +164,7 @@ def place_of(number: int, micro_batches: int) -> str:
     return "first" if number == 0 else "middle"
 
 
-def segment_keys(
-    record: Record, places: Mapping[str, Sequence[str]]
-) -> list[list[tuple[str, ...]]]:
+def segment_keys(record: Record, places: Mapping[str, Sequence[str]]) -> list[list[tuple[str, ...]]]:
     """Return for each segment what it has in common with a segment of a record with more layers.
 
     Args:
@@ -188,9 +189,7 @@ def segment_keys(
     return keys
 
 
-def peak(
-    rank: RankMemory, row: Sequence[Action], micro_batches: int
-) -> tuple[int, Mapping[str, int]]:
+def peak(rank: RankMemory, row: Sequence[Action], micro_batches: int) -> tuple[int, Mapping[str, int]]:
     """Return the most bytes at a time over a step, and how categories shared them.
 
     Args:

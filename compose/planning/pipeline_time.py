@@ -1,4 +1,4 @@
-"""The time of a step over a schedule's table: each rank runs its actions in order, and waits for inputs."""
+"""The time of a step by a schedule's table: a rank runs its actions in order, and waits for inputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

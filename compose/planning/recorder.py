@@ -65,7 +65,7 @@ class Operator:
     dtype: str
     """The dtype of its first tensor."""
     shape: tuple[int, ...]
-    """Of a product (batch, m, n, k); of attention the shape of the queries; else of the first result."""
+    """Of a product (batch, m, n, k), of attention the shape of the queries, else of the result."""
     reads: tuple[int, ...] = ()
     """The allocations that it reads."""
     writes: tuple[int, ...] = ()
@@ -374,7 +374,8 @@ def _bytes(tensor: Tensor) -> int:
 def _bytes_of_lists(args: Any) -> int:
     """Return the bytes of the largest list of tensors, as all_gather and reduce_scatter may take."""
     lists = [leaf for leaf in args if isinstance(leaf, (list, tuple))]
-    return max((sum(_bytes(t) for t in tree_leaves(x) if isinstance(t, Tensor)) for x in lists), default=0)
+    sizes = [sum(_bytes(t) for t in tree_leaves(x) if isinstance(t, Tensor)) for x in lists]
+    return max(sizes, default=0)
 
 
 def _product_shape(given: list[Tensor], flops: float) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ the computing one computes costs nothing. The rest is exposed, and belongs to th
 that is waited for.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from compose.parallel.mesh import AXES, Parallel
@@ -14,8 +14,8 @@ from compose.planning.cluster import Cluster
 from compose.planning.memory import Key, action_key
 from compose.planning.recorder import BACKWARD, Message, Operator, Record, Wait
 
-Seconds = Counter[str]
-"""Seconds by what they are: "all" of the action, and of it each "exposed AXIS" and each kind of operator."""
+Seconds = dict[str, float]
+"""Seconds by what they are: "all" of the action, and of it "exposed AXIS" and each kind of operator."""
 _NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
 
 
@@ -54,7 +54,7 @@ def action_seconds(
         action = record.segments[work.segment].action
         if action[1] == "setup":
             continue
-        seconds = found.setdefault(action_key(action, micro_batches), Counter())
+        seconds = found.setdefault(action_key(action, micro_batches), defaultdict(float))
         before = clock[0]
         if isinstance(work, Wait):
             until = reached.get(work.event, 0.0)
@@ -160,13 +160,11 @@ def _joined(record: Record) -> Iterator[Operator | Message | Wait | None]:
 def _fused(
     record: Record, group: Sequence[Operator], last_read: Mapping[int, int], end: int
 ) -> Operator:
-    """Return one kernel in place of several: it reads what came from outside, and writes what is used."""
+    """Return one kernel for several: it reads what came from outside, and writes what is used."""
     written = {w for one in group for w in one.writes}
     read = {r for one in group for r in one.reads} - written
     kept = {w for w in written if last_read.get(w, -1) > end or record.allocations[w].end is None}
     size = sum(record.allocations[i].bytes for i in read | kept)
     most = sum(one.bytes for one in group)
     first = group[0]
-    return Operator(
-        first.segment, 0, "fused", "memory", 0.0, min(size, most), first.dtype, first.shape
-    )
+    return Operator(first.segment, 0, "fused", "memory", 0.0, min(size, most), first.dtype, first.shape)

@@ -1,8 +1,8 @@
 """Runs one optimizer step of a composition as one rank of a fake world, and records it."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,9 +22,9 @@ from compose.optimizer.state import make_state
 from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import init_mesh
 from compose.pipeline.schedules import Action, Table
+from compose.plan import Resolved, resolve
 from compose.planning.fake_world import OnMeta, fake_world
 from compose.planning.recorder import Record, Recorder
-from compose.plan import Resolved, resolve
 from compose.train.step import clip_grad_norm_, forward_backward, local_batch
 
 
@@ -37,43 +37,43 @@ class Traced:
     """What the rank broadcast, for the other ranks of its pipeline."""
 
 
-def trace(
-    job: Job,
-    rank: int,
-    *,
-    model: nn.Module | None = None,
-    pp_layers: tuple[int, ...] = (),
-    micro_batches: int = 3,
-    device_type: str = "cuda",
-    documents: bool = True,
-    objects: list[Any] | None = None,
-) -> Traced:
-    """Record one step: forward and backward of some micro-batches, clipping, and the optimizer.
+@dataclass(frozen=True)
+class Played:
+    """The rank that one process plays, and what it runs."""
 
-    Args:
-        job: The checked job.
-        rank: The rank to play.
-        model: The model on meta, if it has fewer layers than the job's; it is changed.
-        pp_layers: The layers of each stage of that model; empty: those of the job.
-        micro_batches: How many micro-batches to run; with 0 only the pipeline's stream is found.
-        device_type: The device whose kernels are chosen, "cpu" or "cuda".
-        documents: Whether the batch tells where documents begin, as that of a training run does.
-        objects: ``broadcast`` of the first rank of the pipeline; None for that rank itself.
+    job: Job
+    """The checked job."""
+    rank: int = 0
+    """The rank of the job."""
+    model: nn.Module | None = None
+    """The model on meta, if it has fewer layers than the job's; it is changed."""
+    pp_layers: tuple[int, ...] = ()
+    """The layers of each stage of that model; empty: those of the job."""
+    micro_batches: int = 3
+    """How many micro-batches to run; with 0 only the pipeline's stream is found."""
+    device_type: str = "cuda"
+    """The device whose kernels are chosen, "cpu" or "cuda"."""
+    documents: bool = True
+    """Whether the batch tells where documents begin, as that of a training run does."""
+    objects: list[Any] | None = None
+    """What the first rank of the pipeline broadcast; None for that rank itself."""
 
-    Returns:
-        The record.
-    """
+
+def trace(played: Played) -> Traced:
+    """Record one step: forward and backward of some micro-batches, clipping, and the optimizer."""
+    job, model, micro_batches = played.job, played.model, played.micro_batches
+    device_type = played.device_type
     recorder, config = Recorder(), job.config
     model = copy.deepcopy(job.model) if model is None else model
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to("meta"))
     resolved = resolve(job.plan, model)
-    with fake_world(rank, job.world_size, recorder, device_type, objects) as sent:
+    with fake_world(played.rank, job.world_size, recorder, device_type, played.objects) as sent:
         mesh = init_mesh(job.degrees, device_type)
         options = config.options
         if job.degrees.pp > 1:
-            layers = pp_layers or job.degrees.pp_layers
+            layers = played.pp_layers or job.degrees.pp_layers
             options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
         with OnMeta(["cuda"]):
             composition = apply(model, resolved, mesh, options)
@@ -82,7 +82,7 @@ def trace(
         with OnMeta():
             make_state(optimizer)
         recorder.note(_state(optimizer), "optimizer")
-        batch = _batch(job, micro_batches, documents)
+        batch = _batch(job, micro_batches, played.documents)
         recorder.note(batch.values(), "activations")
         _try_stream(composition, batch, config.train.micro_batch, device_type)
         if not micro_batches:
@@ -151,7 +151,9 @@ def _marks(recorder: Recorder, composition: Composition, resolved: Resolved) -> 
                 continue
             if not isinstance(unit, nn.Identity):
                 handles += _mark_unit(recorder, unit, name)
-    with mock.patch.multiple(PipelineStage, **_actions(recorder)):
+    with ExitStack() as stack:
+        for method, marked in _actions(recorder).items():
+            stack.enter_context(mock.patch.object(PipelineStage, method, marked))
         if not pipeline:
             count = iter(range(1 << 30))
 
@@ -227,7 +229,7 @@ def _gpipe(composition: Composition) -> Iterator[None]:
 
 
 def _forwards_first(
-    placement: list[int], halves: bool, name: str, pp: int, per_rank: int, micro_batches: int
+    placement: Sequence[int], halves: bool, name: str, pp: int, per_rank: int, micro_batches: int
 ) -> Table:
     kinds = ("I", "W") if halves else ("B",)
     rows: Table = []
