@@ -95,6 +95,25 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = Fal
     return _config(keys, overrides, file)
 
 
+def given_keys(file: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """Return the keys that a file, the files that it extends, or a command line sets.
+
+    Args:
+        file: The TOML file.
+        overrides: Keys of the command line with the text of their values.
+
+    Returns:
+        The file of each key "table.key", or COMMAND_LINE.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    keys = Keys()
+    _read(file, keys, ())
+    found = {f"{table}.{key}": origin for (table, key), origin in keys.origins.items()}
+    return found | {name: COMMAND_LINE for name, _ in overrides}
+
+
 def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
     """Return ``config`` with overrides applied, checked as in :func:`load`.
 
