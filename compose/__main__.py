@@ -13,6 +13,7 @@ from compose import legality
 from compose.commands.cli import parse, read_arguments, run, world_size_of
 from compose.commands.convert import convert
 from compose.commands.generate import generate
+from compose.commands.measure import measure
 from compose.commands.tokenize import tokenize
 from compose.errors import ConfigError, did_you_mean
 from compose.parallel.mesh import AXES, init_mesh
@@ -100,6 +101,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert,
     "tokenize": tokenize,
     "generate": generate,
+    "measure": measure,
 }
 
 

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "checkpoint": ("base composition config errors optimizer precision registry runtime toml weights"),
     "commands": (
         "apply base build checkpoint composition config data errors huggingface legality"
-        " optimizer parallel precision registry runtime toml train weights"
+        " optimizer parallel planning precision registry runtime toml train weights"
     ),
     "compiler": "base errors",
     "compose": "base",
