@@ -115,7 +115,7 @@ button{font:inherit;color:inherit}
 :focus-visible{outline:2px solid var(--c0);outline-offset:2px}
 .scatter{display:grid;grid-template-columns:56px 1fr;margin-top:12px}
 .table{overflow:auto;margin-top:8px;max-height:min(80vh,720px)}
-table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;width:100%}
+table{border-collapse:separate;border-spacing:0;font-size:13px;font-variant-numeric:tabular-nums;width:100%}
 th,td{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th.words,td.words{text-align:left}
 td.why{white-space:normal;min-width:380px}
