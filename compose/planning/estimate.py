@@ -14,6 +14,7 @@ import torch
 from compose.legality.job import Job
 from compose.pipeline.schedules import Action, build_table
 from compose.planning import costs
+from compose.planning.allocator import replay
 from compose.planning.cluster import Cluster
 from compose.planning.memory import (
     STEP,
@@ -52,6 +53,8 @@ class RankCosts:
     """What a pipeline rank does, action by action."""
 
     memory: RankMemory
+    overhead: float = 1.0
+    """Reserved over allocated bytes at the peaks of the record."""
     seconds: dict[Key, Seconds] = field(default_factory=dict)
 
 
@@ -60,7 +63,9 @@ class RankPeak:
     """The peak of one pipeline rank."""
 
     allocated: int
-    """Bytes."""
+    """Bytes of tensors."""
+    reserved: int
+    """Bytes that the caching allocator has from the device."""
     by_category: Mapping[str, int]
     """Bytes of each category at the peak."""
 
@@ -109,7 +114,7 @@ def estimate(job: Job, cluster: Cluster, workers: int = 2) -> Estimate:
     peaks = []
     for costs_of, row in zip(ranks, rows, strict=True):
         size, shares = peak(costs_of.memory, row, count)
-        peaks.append(RankPeak(size, dict(shares)))
+        peaks.append(RankPeak(size, round(size * costs_of.overhead), dict(shares)))
     of_stage = {a.stage: ranks[rank] for rank, row in enumerate(rows) for a in row}
 
     def seconds(action: Action) -> float:
@@ -234,7 +239,8 @@ def _renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
         rank.memory.buffers,
         {key(k): action for k, action in rank.memory.actions.items()},
     )
-    return RankCosts(memory, {key(k): seconds for k, seconds in rank.seconds.items()})
+    seconds = {key(k): of_one for k, of_one in rank.seconds.items()}
+    return RankCosts(memory, rank.overhead, seconds)
 
 
 def stream_of(job: Job, cluster: Cluster) -> tuple[torch.Size, torch.dtype]:
@@ -261,7 +267,9 @@ def recorded(task: Task) -> RankCosts:
     count = min(_MICRO_BATCHES, job.micro_batches)
     fused = job.config.compile.mode != "none"
     seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused)
-    return RankCosts(rank_memory(one.record, count, where), seconds)
+    peaks = replay((place, change) for _, place, change in one.record.changes)
+    overhead = peaks.reserved / max(1, peaks.allocated)
+    return RankCosts(rank_memory(one.record, count, where), overhead, seconds)
 
 
 def _record(task: Task, only_stream: bool = False) -> Traced:
@@ -307,7 +315,7 @@ def _grown(base: RankCosts, runs: Runs, longer: Sequence[tuple[int, RankCosts]])
     seconds: dict[Key, Seconds] = {}
     for key, one in base.seconds.items():
         seconds[key] = linear(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
-    return RankCosts(memory, seconds)
+    return RankCosts(memory, base.overhead, seconds)
 
 
 def _grow(base: Counter[str], steps: Sequence[tuple[float, Counter[str]]]) -> Counter[str]:

@@ -56,9 +56,9 @@ class Candidate:
     """The estimate from a record; None if none was made."""
 
     @property
-    def allocated(self) -> int:
-        """Bytes at the peak of the fullest rank."""
-        return max(p.allocated for p in self.found.peaks) if self.found else round(self.rough.memory)
+    def reserved(self) -> int:
+        """Bytes that the allocator of the fullest rank has from the device."""
+        return max(p.reserved for p in self.found.peaks) if self.found else round(self.rough.memory)
 
 
 def capacity(cluster: Cluster) -> int:
@@ -246,13 +246,14 @@ def search(
 
 
 def _spread(every: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield candidates in their order, but only three of one mesh before others had their turn."""
+    """Yield candidates in their order, but only two that are alike before others had their turn."""
     later: list[Candidate] = []
     seen: dict[tuple[Any, ...], int] = {}
     for candidate in every:
-        mesh = tuple(candidate.keys[key] for key in DEGREES)
-        seen[mesh] = seen.get(mesh, 0) + 1
-        if seen[mesh] <= 2:
+        parallel = candidate.config.parallel
+        alike = (parallel.pp, parallel.cp, parallel.tp, parallel.ep, parallel.zero)
+        seen[alike] = seen.get(alike, 0) + 1
+        if seen[alike] <= 2:
             yield candidate
         else:
             later.append(candidate)
@@ -261,7 +262,7 @@ def _spread(every: Sequence[Candidate]) -> Iterator[Candidate]:
 
 def _order(space: Space, candidate: Candidate) -> tuple[Any, ...]:
     """Return what candidates are sorted by: those that fit come first."""
-    room, size = capacity(space.cluster), candidate.allocated
+    room, size = capacity(space.cluster), candidate.reserved
     step = candidate.found.step_seconds if candidate.found else candidate.rough.step
     fits = size <= room
     if not fits or space.objective == "memory":
@@ -271,7 +272,7 @@ def _order(space: Space, candidate: Candidate) -> tuple[Any, ...]:
 
 def fits(space: Space, candidate: Candidate) -> bool:
     """Return whether the fullest rank of a candidate fits on a device."""
-    return candidate.allocated <= capacity(space.cluster)
+    return candidate.reserved <= capacity(space.cluster)
 
 
 def describe(candidate: Candidate) -> str:
@@ -285,7 +286,7 @@ def describe(candidate: Candidate) -> str:
     parts.append(f"micro_batch {candidate.config.train.micro_batch}")
     text = ", ".join(parts)
     if candidate.found:
-        text += f": {candidate.found.step_seconds:.3f} s, {candidate.allocated / 2**30:.1f} GiB"
+        text += f": {candidate.found.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
     return text
 
 

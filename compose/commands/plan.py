@@ -1,0 +1,147 @@
+"""The command `python -m compose plan`: which mesh and options suit a model on a cluster."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from compose.base.own_files import write_whole
+from compose.commands.cli import Arguments, read_arguments, world_size_of
+from compose.errors import ConfigError, did_you_mean
+from compose.planning.cluster import load_cluster
+from compose.planning.explain import alternatives
+from compose.planning.html import write_html
+from compose.planning.result import as_data, in_words, table, write_toml
+from compose.planning.search import DEGREES, TRIED, Candidate, Space, capacity, fits, own, search
+from compose.toml import COMMAND_LINE, given_keys, load
+
+_FLAGS = {
+    "--cluster": "NAME or FILE.toml",
+    "--world-size": "N",
+    "--as-is": "",
+    "--explain": "",
+    "--objective": "time|memory",
+    "--free": "KEY[,KEY]",
+    "--candidates": "N",
+    "--json": "FILE",
+    "--report": "FILE.html",
+    "--write": "FILE.toml",
+}
+_OBJECTIVES = ("time", "memory")
+_SECONDS = 60.0
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Find the best mesh for a cluster: python -m compose plan FILE.toml --cluster NAME --world-size N."""
+    given = read_arguments(arguments, "python -m compose plan", _FLAGS)
+    space = _space(given)
+    if "--as-is" in given.flags:
+        try:
+            found = [own(space)]
+        except ConfigError as error:
+            raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
+    else:
+        found = _search(given, space)
+    best = found[0]
+    print(table(space, found), in_words(space, best), sep="\n\n")
+    if not fits(space, best):
+        print(_short(space, best))
+    if "--explain" in given.flags:
+        print("", *alternatives(space, best), sep="\n")
+    _write(given, space, found)
+    return 0
+
+
+def _space(given: Arguments) -> Space:
+    for flag in ("--cluster", "--world-size"):
+        if not given.flags.get(flag):
+            raise ConfigError(f"{COMMAND_LINE}: plan: needs {flag}; see --help")
+    objective = given.flags.get("--objective", "time")
+    if objective not in _OBJECTIVES:
+        raise ConfigError(
+            f"{COMMAND_LINE}: --objective: {objective} is none of {', '.join(_OBJECTIVES)}"
+            f"{did_you_mean(objective, _OBJECTIVES)}"
+        )
+    cluster, world_size = load_cluster(given.flags["--cluster"]), world_size_of(given)
+    if world_size > cluster.node and world_size % cluster.node:
+        print(
+            f"cluster {cluster.name}: its nodes of {cluster.node} do not divide {world_size} ranks; the"
+            " last node is taken as whole",
+            file=sys.stderr,
+        )
+    keys = given_keys(given.file, given.overrides)
+    # The mesh is what is looked for. Only the command line fixes it.
+    fixed = {key for key, origin in keys.items() if origin == COMMAND_LINE or key not in DEGREES}
+    known = [*DEGREES, *TRIED]
+    for key in filter(None, given.flags.get("--free", "").split(",")):
+        if key not in known:
+            raise ConfigError(
+                f"{COMMAND_LINE}: --free: {key} is no key that is tried{did_you_mean(key, known)}"
+                f" (known: {', '.join(known)})"
+            )
+        fixed.discard(key)
+    config = load(given.file, given.overrides)
+    return Space(config, cluster, world_size, frozenset(fixed), objective)
+
+
+def _search(given: Arguments, space: Space) -> list[Candidate]:
+    most = given.flags.get("--candidates", "12")
+    if not most.isdecimal() or int(most) < 1:
+        raise ConfigError(f"{COMMAND_LINE}: --candidates: {most} is not a number of candidates")
+    began = time.monotonic()
+
+    def progress(text: str) -> None:
+        print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
+
+    try:
+        found = search(space, int(most), _SECONDS, progress)
+    except ConfigError as error:
+        raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
+    if not found:
+        raise ConfigError(
+            f"{given.file}: no mesh of {space.world_size} ranks divides train.global_batch ="
+            f" {space.config.train.global_batch} and may fit on {space.cluster.name}; use more ranks,"
+            " recomputation, or parallel.offload"
+        )
+    return found
+
+
+def _short(space: Space, best: Candidate) -> str:
+    over = (best.reserved - capacity(space.cluster)) / 2**30
+    cures = ["more devices"]
+    if best.config.activation_checkpoint.mode != "full":
+        cures.append('activation_checkpoint.mode = "full"')
+    if best.config.parallel.offload == "none":
+        cures.append('parallel.offload = "cpu" with zero 3')
+    return f"nothing fits; the best is short of {over:.1f} GiB a device; {', '.join(cures)} would help"
+
+
+def _write(given: Arguments, space: Space, found: Sequence[Candidate]) -> None:
+    data = as_data(space, found)
+    for flag in ("--json", "--report", "--write"):
+        if flag not in given.flags:
+            continue
+        path = Path(given.flags[flag])
+        try:
+            if flag == "--json":
+                write_whole(path, json.dumps(data, indent=1).encode())
+            elif flag == "--report":
+                write_html(data, path)
+            else:
+                set_there = {name: _value(space, name) for name, _ in given.overrides}
+                text = write_toml(space, found[0], given.file, set_there, path)
+                write_whole(path, text.encode())
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: cannot write {path}: {reason}") from None
+        print(f"{path}: written", flush=True)
+
+
+def _value(space: Space, name: str) -> object:
+    """Return the value of a key of the config."""
+    head, _, key = name.partition(".")
+    held = getattr(space.config, head)
+    if head == "model" and not hasattr(held, key):
+        held = held.config
+    return getattr(held, key)
