@@ -14,6 +14,7 @@ from compose.commands.cli import parse, read_arguments, run, world_size_of
 from compose.commands.convert import convert
 from compose.commands.generate import generate
 from compose.commands.measure import measure
+from compose.commands.plan import plan
 from compose.commands.tokenize import tokenize
 from compose.errors import ConfigError, did_you_mean
 from compose.parallel.mesh import AXES, init_mesh
@@ -98,6 +99,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "verify": _verify,
     "schedule": _schedule,
     "legal": _legal,
+    "plan": plan,
     "convert": convert,
     "tokenize": tokenize,
     "generate": generate,

@@ -33,7 +33,7 @@ _SECONDS = 60.0
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Find the best mesh for a cluster: python -m compose plan FILE.toml --cluster NAME --world-size N."""
+    """Find the best mesh: python -m compose plan FILE.toml --cluster NAME --world-size N."""
     given = read_arguments(arguments, "python -m compose plan", _FLAGS)
     space = _space(given)
     if "--as-is" in given.flags:

@@ -27,7 +27,7 @@ from compose.planning.memory import (
     rank_memory,
 )
 from compose.planning.pipeline_time import Slot, simulate
-from compose.planning.reduction import Runs, linear, places, reduced, runs_of
+from compose.planning.reduction import FEWEST, Runs, linear, places, reduced, runs_of
 from compose.planning.seconds import Seconds, action_seconds
 from compose.planning.trace import Played, Traced, trace
 
@@ -100,16 +100,20 @@ def schedule_rows(job: Job) -> list[list[Action]]:
     return build_table(parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages, count)
 
 
-def estimate(job: Job, cluster: Cluster, workers: int = 2) -> Estimate:
+def estimate(job: Job, cluster: Cluster, workers: int = 2, stream: Any = None) -> Estimate:
     """Return the memory and the time of a job's step on a cluster.
 
     Args:
         job: The checked job.
         cluster: The cluster.
         workers: How many processes make records side by side.
+        stream: What :func:`stream_of` returns; None finds it.
+
+    Returns:
+        The estimate.
     """
     rows = schedule_rows(job)
-    ranks = rank_costs(job, cluster, rows, workers)
+    ranks = rank_costs(job, cluster, rows, workers, stream)
     count = job.micro_batches
     peaks = []
     for costs_of, row in zip(ranks, rows, strict=True):
@@ -181,7 +185,11 @@ def _summary(
 
 
 def rank_costs(
-    job: Job, cluster: Cluster, rows: Sequence[Sequence[Action]], workers: int
+    job: Job,
+    cluster: Cluster,
+    rows: Sequence[Sequence[Action]],
+    workers: int = 2,
+    stream: Any = None,
 ) -> list[RankCosts]:
     """Return the costs of each pipeline rank.
 
@@ -190,40 +198,66 @@ def rank_costs(
         cluster: The cluster.
         rows: The actions of each rank.
         workers: How many processes make records side by side.
+        stream: What :func:`stream_of` returns; None finds it.
+
+    Returns:
+        The costs.
     """
     runs = runs_of(job)
+    last = max(action.stage for row in rows for action in row)
+    stages = [sorted({action.stage for action in row}) for row in rows]
     alike: dict[Any, list[int]] = {}
-    for rank, row in enumerate(rows):
-        stages = sorted({a.stage for a in row})
-        last = max(a.stage for other in rows for a in other)
-        like = tuple((runs.lengths[s] if runs else s, s == 0, s == last) for s in stages)
-        alike.setdefault(like, []).append(rank)
-    chosen = [ranks[0] for ranks in alike.values()]
-    plans = {rank: _kept(runs, sorted({a.stage for a in rows[rank]})) for rank in chosen}
-    stream = stream_of(job, cluster) if job.degrees.pp > 1 else None
-    tasks = [Task(job, cluster, rank, runs, k, stream) for rank in chosen for k in plans[rank]]
+    for rank, mine in enumerate(stages):
+        alike.setdefault(_kind(runs, mine, last), []).append(rank)
+    # The longest of those that are alike is recorded, so that fewer layers may stand for all.
+    chosen = {
+        like: max(ranks, key=lambda r: sum(runs.layers()[s] for s in stages[r]) if runs else 0)
+        for like, ranks in alike.items()
+    }
+    plans = {rank: _kept(runs, stages[rank], len(alike[like])) for like, rank in chosen.items()}
+    if stream is None and job.degrees.pp > 1:
+        stream = stream_of(job, cluster)
+    tasks = [Task(job, cluster, rank, runs, k, stream) for rank in plans for k in plans[rank]]
     # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
     with get_context("fork").Pool(min(workers, len(tasks)), maxtasksperchild=1) as pool:
         made = iter(pool.map(recorded, tasks, chunksize=1))
     found: dict[int, RankCosts] = {}
-    for like, ranks in zip(alike.values(), alike.values(), strict=True):
-        base, *longer = [next(made) for _ in plans[ranks[0]]]
-        if runs is not None and longer:
-            base = _grown(base, runs, list(zip(runs.places(), longer, strict=True)))
-        stages = sorted({a.stage for a in rows[ranks[0]]})
-        for rank in like:
-            own = sorted({a.stage for a in rows[rank]})
-            found[rank] = _renamed(base, dict(zip(stages, own, strict=True)))
+    for like, source in chosen.items():
+        base, *longer = [next(made) for _ in plans[source]]
+        for rank in alike[like]:
+            one = _renamed(base, dict(zip(stages[source], stages[rank], strict=True)))
+            if runs is not None and longer:
+                steps = [
+                    (place, _renamed(more, dict(zip(stages[source], stages[rank], strict=True))))
+                    for place, more in zip(runs.places(), longer, strict=True)
+                ]
+                one = _grown(one, runs, steps)
+            found[rank] = one
     return [found[rank] for rank in range(len(rows))]
 
 
-def _kept(runs: Runs | None, stages: Sequence[int]) -> list[Runs | None]:
-    """Return the layers of each record; all layers in one record, if that is less work."""
+def _kind(runs: Runs | None, stages: Sequence[int], last: int) -> Any:
+    """Return what ranks have in common of which one record serves all."""
+    if runs is None:
+        return tuple(stages)
+    # A run that is too short to leave layers out is another kind of stage.
+    shapes = [tuple(n if n < FEWEST else FEWEST for n in runs.lengths[s]) for s in stages]
+    return tuple((shape, s == 0, s == last) for shape, s in zip(shapes, stages, strict=True))
+
+
+def _kept(runs: Runs | None, stages: Sequence[int], ranks: int) -> list[Runs | None]:
+    """Return the layers of each record; all layers in one record, if that is less work.
+
+    Args:
+        runs: The runs of the job's stages.
+        stages: The stages of the recorded rank.
+        ranks: How many ranks the record is for; with other lengths they need the longer ones too.
+    """
     if runs is None or not runs.places():
         return [None]
     all_layers = sum(runs.layers()[s] for s in stages)
     several = [runs.fewest(), *map(runs.longer, runs.places())]
-    if all_layers <= sum(kept.layers()[s] for kept in several for s in stages):
+    if ranks == 1 and all_layers <= sum(kept.layers()[s] for kept in several for s in stages):
         return [None]
     return [*several]
 

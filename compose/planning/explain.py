@@ -54,7 +54,9 @@ def _difference(space: Space, facts: Facts, now: Quick, other: Quick) -> str:
     )
     of_part = other.seconds[part] - now.seconds[part]
     each = of_part / max(1, facts.count) * 1000
-    return f"{change:+.2f} s a step; most of it {_WORDS[part]}: {of_part:+.2f} s, {each:+.1f} ms a layer"
+    return (
+        f"{change:+.2f} s a step; most of it {_WORDS[part]}: {of_part:+.2f} s, {each:+.1f} ms a layer"
+    )
 
 
 def _neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -115,4 +117,3 @@ def reasons(space: Space, best: Candidate) -> dict[str, str]:
         "activation_checkpoint.mode": f"{best.reserved / 2**30:.1f} of {room:.1f} GiB are used",
         "train.micro_batch": "samples of one forward",
     }
-

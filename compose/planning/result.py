@@ -12,6 +12,7 @@ from compose.planning.memory import CATEGORIES
 from compose.planning.search import Candidate, Space, capacity, fits
 
 _GIB = 2**30
+_KINDS = {"F": "forward", "B": "backward", "I": "inputs' gradients", "W": "weights' gradients"}
 
 
 def as_data(space: Space, found: Sequence[Candidate]) -> dict[str, Any]:
@@ -68,7 +69,8 @@ def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]
             {
                 "rank": slot.rank,
                 "stream": "compute",
-                "name": str(slot.action),
+                "name": f"{_KINDS[slot.action.kind]} {slot.action.micro_batch}"
+                f" of stage {slot.action.stage}",
                 "start": slot.start,
                 "end": slot.end,
             }
@@ -90,7 +92,19 @@ def table(space: Space, found: Sequence[Candidate]) -> str:
     """Return the candidates as a table of text."""
     axes = [a for a in (*AXES, "ep") if any(getattr(c.config.parallel, a) > 1 for c in found)]
     rows = [
-        [*axes, "zero", "schedule", "recompute", "micro", "step s", "tokens/s", "MFU", "bubble", "GiB", ""]
+        [
+            *axes,
+            "zero",
+            "schedule",
+            "recompute",
+            "micro",
+            "step s",
+            "tokens/s",
+            "MFU",
+            "bubble",
+            "GiB",
+            "",
+        ]
     ]
     for candidate in found:
         estimate, parallel = candidate.found, candidate.config.parallel
@@ -137,8 +151,8 @@ def in_words(space: Space, best: Candidate) -> str:
     waits = sorted(estimate.exposed.items(), key=lambda pair: -pair[1])
     shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in waits if seconds > 0.0005)
     lines.append(
-        f"  step {estimate.step_seconds:.3f} s: bubble {estimate.bubble:.1%}; the slowest rank waits for:"
-        f" {shown or 'nothing'}"
+        f"  step {estimate.step_seconds:.3f} s: bubble {estimate.bubble:.1%}; the slowest rank waits"
+        f" for: {shown or 'nothing'}"
     )
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from compose.legality.job import Job, make_job
 from compose.parallel.mesh import AXES, resolve_degrees
 from compose.pipeline.schedules import stages_per_rank
 from compose.planning.cluster import Cluster
-from compose.planning.estimate import Estimate, estimate
+from compose.planning.estimate import Estimate, estimate, stream_of
 from compose.planning.quick import Facts, Quick, facts_of, micro_batches, quick
 
 DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")
@@ -222,6 +222,7 @@ def search(
     progress(f"{len(every)} candidates may fit; the best {most} are recorded")
     found: list[Candidate] = []
     refused: list[str] = []
+    streams: dict[Any, Any] = {}
     try:
         for candidate in _spread(every):
             if len(found) >= most or (found and time.monotonic() - began > seconds):
@@ -231,9 +232,12 @@ def search(
             except ConfigError as error:
                 refused += error.problems
                 continue
-            measured = replace(
-                candidate, config=job.config, found=estimate(job, space.cluster, workers)
-            )
+            stream = None
+            if job.degrees.pp > 1:
+                key = _stream_key(job)
+                stream = streams[key] = streams.get(key) or stream_of(job, space.cluster)
+            estimated = estimate(job, space.cluster, workers, stream)
+            measured = replace(candidate, config=job.config, found=estimated)
             found.append(measured)
             progress(f"{len(found)}: {describe(measured)}")
     except KeyboardInterrupt:
@@ -243,6 +247,12 @@ def search(
     if not found:
         raise ConfigError(*dict.fromkeys(refused))
     return sorted(found, key=lambda c: _order(space, c))
+
+
+def _stream_key(job: Job) -> tuple[Any, ...]:
+    """Return what decides what a pipeline's stages send."""
+    parallel, train = job.degrees, job.config.train
+    return train.micro_batch, parallel.cp, parallel.tp, parallel.sequence, job.config.precision.param
 
 
 def _spread(every: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -288,8 +298,3 @@ def describe(candidate: Candidate) -> str:
     if candidate.found:
         text += f": {candidate.found.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
     return text
-
-
-def job_of(space: Space, candidate: Candidate) -> Job:
-    """Return the checked job of a candidate."""
-    return legality.check(candidate.config, space.world_size)
