@@ -37,21 +37,23 @@ class Protocol(NamedTuple):
 
     start: float
     """Seconds of a collective's start."""
-    latency: float
-    """Latency of a step, as a multiple of the link's."""
+    within: float
+    """Latency of a step in a node, as a multiple of the link's."""
+    between: float
+    """Latency of a step between nodes, as a multiple of the link's."""
     share: float
     """Part of the link's bandwidth."""
 
 
-# NCCL's own model, src/graph/tuning.cc: baseLat and hwLat of rings, relative to LL over NVLink, and the
+# NCCL's own model, src/graph/tuning.cc: baseLat and hwLat of rings, relative to LL's, and the
 # part of the bandwidth that each has: LL, LL128, Simple. Gloo has one way.
 PROTOCOLS = {
     "nccl": (
-        Protocol(6.6e-6, 1.0, 0.25),
-        Protocol(14.0e-6, 3.2, 0.92),
-        Protocol(8.4e-6, 5.6, 1.0),
+        Protocol(6.6e-6, 1.0, 1.0, 0.25),
+        Protocol(14.0e-6, 3.2, 1.5, 0.92),
+        Protocol(8.4e-6, 5.7, 5.2, 1.0),
     ),
-    "gloo": (Protocol(0.0, 1.0, 1.0),),
+    "gloo": (Protocol(0.0, 1.0, 1.0, 1.0),),
 }
 _TREE_SHARE = 0.9  # of a ring's bandwidth (NCCL, src/graph/tuning.cc)
 _SWITCH_START = 23.0e-6  # of a sum in switches (the same, NVLS)
@@ -300,8 +302,8 @@ class _Group:
 def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, protocol: Protocol) -> float:
     """Return the seconds of a collective by one of a library's protocols."""
     ranks, nodes, local = group.ranks, group.nodes, group.local
-    inner = cluster.within.latency * protocol.latency
-    outer = max(inner, cluster.between.latency * protocol.latency)
+    inner = cluster.within.latency * protocol.within
+    outer = max(inner, cluster.between.latency * protocol.between)
     within, between = (link.usable * protocol.share for link in (cluster.within, cluster.between))
     bus = within if nodes == 1 else min(within, local * between)  # of a ring, for each device
     one, ring = bytes * (ranks - 1) / ranks / bus, (ranks - nodes) * inner + (nodes - 1) * outer

@@ -33,7 +33,7 @@ from compose.planning.cluster import (
 from compose.planning.costs import BYTES
 from compose.planning.messages import link_of, measure_collectives
 
-SECONDS = 100.0  # that a sweep may take
+SECONDS = 85.0  # that a sweep may take
 _WINDOWS = 3  # the middle one of so many counts
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _MOST_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}  # of one operand
