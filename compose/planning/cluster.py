@@ -35,6 +35,12 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p"]
 Tile = Annotated[tuple[Positive, ...], Field(min_length=2, max_length=2)]
+Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2)]
+# Forward: 430, 517, 566, 590, 614 and 621 TFLOP/s at 512 to 16,384 tokens on an H100 (pytorch/benchmark
+# #2391) are 630 s / (s + 215), and its FLOPs per byte are s / 2. Backward: 52.9, 62.5, 70.1, 74.8 and
+# 77.4 TFLOP/s at 512 to 8,192 tokens on an RTX A5000 (gpu-mode/ring-attention #10) are 80 s / (s +
+# 280), and its FLOPs per byte are 0.625 s.
+GPU_ATTENTION_HALF = (107.0, 175.0)
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class Efficiencies:
     """Part of the peak that attention's forward reaches for long sequences and heads of 128."""
     attention_backward: Share
     """The same for its backward."""
+    attention_half: Pair = GPU_ATTENTION_HALF
+    """FLOPs per byte at which attention's forward and backward have half of that."""
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,6 @@ _SIDES = (16, 32, 64, 96, 128, 160, 192, 224, 256)
 # multipliers; at this intensity it has half. Assumed: 128 x 128 then has 92% of 128 x 256, as cuBLAS's
 # kernels do.
 _HALF_INTENSITY = 30.0
-# FLOPs per byte at which attention has half of its rate. Forward: 430, 517, 566, 590, 614 and 621
-# TFLOP/s at 512 to 16,384 tokens on an H100 (pytorch/benchmark #2391) are 630 s / (s + 215), and its
-# FLOPs per byte are s / 2. Backward: 52.9, 62.5, 70.1, 74.8 and 77.4 TFLOP/s at 512 to 8,192 tokens on
-# an RTX A5000 (gpu-mode/ring-attention #10) are 80 s / (s + 280), and its FLOPs per byte are 0.625 s.
-_ATTENTION_HALF = {False: 107.0, True: 175.0}
 _HEAD_DIM = 128  # of the heads for which the efficiencies of attention hold
 
 
@@ -220,7 +215,7 @@ def _attention(
         # More than half of the time the exponentials cannot take, or the file contradicts itself.
         of_128 = min(of_exponential / _HEAD_DIM, of_flop / 2)
         of_flop += of_128 * (_HEAD_DIM / head_dim - 1)
-    computed = (flops + _ATTENTION_HALF[backward] * bytes) * of_flop / power_factor(cluster)
+    computed = (flops + known.attention_half[backward] * bytes) * of_flop / power_factor(cluster)
     return device.launch + max(computed, bytes / (device.bandwidth * known.memory))
 
 
