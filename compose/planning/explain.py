@@ -14,6 +14,7 @@ _WORDS = {
     "bubble": "the pipeline's bubble",
     "dp": "messages of data parallel that computation does not hide",
     "optimizer": "the optimizer",
+    "offload": "copies from and to host memory",
 }
 
 
@@ -49,14 +50,16 @@ def _difference(space: Space, facts: Facts, now: Quick, other: Quick) -> str:
         more = (other.bytes[most] - now.bytes[most]) / 2**30
         return f"does not fit by {over:.1f} GiB ({most} +{more:.1f} GiB)"
     change = other.step - now.step
-    part = max(
-        other.seconds, key=lambda k: (other.seconds[k] - now.seconds[k]) * (1 if change >= 0 else -1)
-    )
-    of_part = other.seconds[part] - now.seconds[part]
+    part = max(other.seconds, key=lambda k: _more(now, other, k) * (1 if change >= 0 else -1))
+    of_part = _more(now, other, part)
     each = of_part / max(1, facts.count) * 1000
     return (
         f"{change:+.2f} s a step; most of it {_WORDS[part]}: {of_part:+.2f} s, {each:+.1f} ms a layer"
     )
+
+
+def _more(now: Quick, other: Quick, part: str) -> float:
+    return other.seconds.get(part, 0.0) - now.seconds.get(part, 0.0)
 
 
 def _neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -86,6 +89,8 @@ def _neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, 
     for mode in ("none", "selective", "full"):
         if mode != best.config.activation_checkpoint.mode:
             yield f"recompute {mode}", {"activation_checkpoint.mode": mode}
+    if parallel.offload == "none":
+        yield "offload", {"parallel.offload": "cpu", "parallel.zero": 3}
     micro = best.config.train.micro_batch
     yield f"micro_batch {micro * 2}", {"train.micro_batch": micro * 2}
     if micro > 1:
@@ -115,5 +120,6 @@ def reasons(space: Space, best: Candidate) -> dict[str, str]:
         "parallel.zero": "the fastest stage that fits",
         "parallel.pp_schedule": "the smallest bubble of those that fit",
         "activation_checkpoint.mode": f"{best.reserved / 2**30:.1f} of {room:.1f} GiB are used",
+        "parallel.offload": "nothing else fits",
         "train.micro_batch": "samples of one forward",
     }

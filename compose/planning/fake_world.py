@@ -299,6 +299,7 @@ def fake_world(
             (FSDPParamGroup, "_validate_no_meta_params", nothing),
             (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", nothing),
             (torch.autograd, "_engine_run_backward", backward),
+            (torch.accelerator, "current_stream", streams.current_stream),
             (dist, "broadcast_object_list", broadcast),
             (dist, "batch_isend_irecv", _batch(listener)),
             (torch.UntypedStorage, "resize_", resized),

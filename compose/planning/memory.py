@@ -111,6 +111,9 @@ def rank_memory(
         The memory.
     """
     found = RankMemory()
+    for segment in record.segments:
+        if segment.action[1] != "setup":
+            found.actions[action_key(segment.action, micro_batches)] = ActionMemory()
     live: Bytes = Counter()
     keys = segment_keys(record, places or {})
     now: tuple[int, str, int] | None = None
@@ -131,7 +134,7 @@ def rank_memory(
             now, before = action, Counter(live)
         live[category] += change
         if change > 0:
-            memory = found.actions.setdefault(action_key(action, micro_batches), ActionMemory())
+            memory = found.actions[action_key(action, micro_batches)]
             above = Counter({c: live[c] - before[c] for c in live})
             for key in keys[segment]:
                 if key not in memory.peaks or above.total() > memory.peaks[key].total():
@@ -142,7 +145,7 @@ def rank_memory(
 
 
 def _leave(found: RankMemory, key: Key, live: Bytes, before: Bytes) -> None:
-    memory = found.actions.setdefault(key, ActionMemory())
+    memory = found.actions[key]
     memory.delta = Counter({c: live[c] - before[c] for c in live if live[c] != before[c]})
 
 

@@ -16,6 +16,7 @@ from compose.planning import costs
 from compose.planning.cluster import Cluster
 
 _STREAM = 12.0  # elements of the stream that a layer's norms, sums and casts move, for each element
+_HOST_MEMORY = 50e9  # bytes per second of host memory that one rank's optimizer has; assumed
 _KEPT = {"none": 1.0, "selective": 0.55, "full": 0.0}  # of a layer's results that wait for backward
 _AGAIN = {"none": 0.0, "selective": 0.35, "full": 1.0}  # of a forward that is computed again
 
@@ -190,7 +191,20 @@ def _seconds(facts: Facts, config: Config, cluster: Cluster) -> dict[str, float]
         "bubble": bubble,
         "dp": _data(config, cluster, held, compute, count),
         "optimizer": costs.memory_seconds(cluster, 28 * held / _state_ranks(config)),
+        **(_offload(config, cluster, held, count) if parallel.offload == "cpu" else {}),
     }
+
+
+def _offload(config: Config, cluster: Cluster, held: float, count: int) -> dict[str, float]:
+    """Return the seconds of shards that are copied to the device and back, and of the host's optimizer.
+
+    Each micro-batch copies its shards for forward and for backward, and its gradients back.
+    """
+    own = held / _state_ranks(config)
+    copied = (
+        3 * count * costs.host_seconds(cluster, own * getattr(torch, config.precision.master).itemsize)
+    )
+    return {"offload": copied, "optimizer": 28 * own / _HOST_MEMORY}
 
 
 def _data(config: Config, cluster: Cluster, held: float, compute: float, count: int) -> float:
@@ -257,6 +271,8 @@ def _bytes(facts: Facts, config: Config) -> dict[str, float]:
     working = one * (8 * facts.width / share + 4 * most / parallel.tp)
     shown = min(tokens, train.loss_chunk) if train.loss_chunk else tokens
     logits = shown * facts.vocabulary / (parallel.tp if parallel.loss else 1) * (sizes["param"] + 8)
+    if parallel.offload == "cpu":
+        master = state = 0
     return {
         "weights": held * master / ranks,
         "optimizer": held * 2 * state / ranks,

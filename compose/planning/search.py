@@ -66,15 +66,23 @@ def capacity(cluster: Cluster) -> int:
     return cluster.device.memory - cluster.device.context - cluster.nccl_bytes
 
 
-def candidates(space: Space, facts: Facts) -> Iterator[Candidate]:
+def candidates(space: Space, facts: Facts, offload: bool = False) -> Iterator[Candidate]:
     """Yield the candidates whose quick estimate says that they may fit.
 
     Args:
         space: The space.
         facts: The model's facts.
+        offload: Whether shards wait in host memory; this is slow, and tried if nothing else fits.
+
+    Yields:
+        The candidates, in no particular order.
     """
     room = capacity(space.cluster)
     for keys in _keys(space, facts):
+        if offload:
+            if keys.get("parallel.zero", space.config.parallel.zero) != 3:
+                continue
+            keys["parallel.offload"] = "cpu"
         config = with_keys(space.config, keys)
         if not micro_batches(config):
             continue
@@ -219,6 +227,10 @@ def search(
     """
     began, facts = time.monotonic(), facts_for(space)
     every = sorted(candidates(space, facts), key=lambda c: _order(space, c))
+    if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
+        every = sorted(
+            [*candidates(space, facts, offload=True), *every], key=lambda c: _order(space, c)
+        )
     progress(f"{len(every)} candidates may fit; the best {most} are recorded")
     found: list[Candidate] = []
     refused: list[str] = []

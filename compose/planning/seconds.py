@@ -38,7 +38,12 @@ def action_seconds(
     Returns:
         The seconds by action. Messages between stages are not in them.
     """
-    found: dict[Key, Seconds] = {}
+    # The first stage has no input whose gradient it could compute: its I does nothing.
+    found: dict[Key, Seconds] = {
+        action_key(segment.action, micro_batches): defaultdict(float)
+        for segment in record.segments
+        if segment.action[1] != "setup"
+    }
     clock: dict[int, float] = defaultdict(float)
     reached: dict[int, float] = {}
     sent: dict[int, str] = {}
@@ -54,7 +59,7 @@ def action_seconds(
         action = record.segments[work.segment].action
         if action[1] == "setup":
             continue
-        seconds = found.setdefault(action_key(action, micro_batches), defaultdict(float))
+        seconds = found[action_key(action, micro_batches)]
         before = clock[0]
         if isinstance(work, Wait):
             until = reached.get(work.event, 0.0)
