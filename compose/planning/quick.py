@@ -182,14 +182,14 @@ def _seconds(facts: Facts, config: Config, cluster: Cluster) -> dict[str, float]
     stage = compute + (sent_tp + sent_ep + sent_cp) * share
     zero_bubble = parallel.pp_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     bubble = stage * (pp - 1) / virtual * (1 / 3 if zero_bubble else 1)
-    held = _held(facts, config)
+    held = sum(_held(facts, config))
     return {
         "compute": compute * count,
         "tp": sent_tp * share * count,
         "ep": sent_ep * share * count,
         "cp": sent_cp * share * count,
         "bubble": bubble,
-        "dp": _data(config, cluster, held, compute, count),
+        "dp": _data(facts, config, cluster, compute, count),
         "optimizer": costs.memory_seconds(cluster, 28 * held / _state_ranks(config)),
         **(_offload(config, cluster, held, count) if parallel.offload == "cpu" else {}),
     }
@@ -207,38 +207,43 @@ def _offload(config: Config, cluster: Cluster, held: float, count: int) -> dict[
     return {"offload": copied, "optimizer": 28 * own / _HOST_MEMORY}
 
 
-def _data(config: Config, cluster: Cluster, held: float, compute: float, count: int) -> float:
+def _data(facts: Facts, config: Config, cluster: Cluster, compute: float, count: int) -> float:
     """Return the seconds that data parallel's messages do not hide behind ``compute``."""
     parallel = config.parallel
-    ranks, stride = parallel.dp_shard * parallel.cp, parallel.tp
     width = getattr(torch, config.precision.param).itemsize
     wide = getattr(torch, config.precision.reduce).itemsize
-    exposed = 0.0
-    if ranks > 1:
-        gather = costs.collective_seconds(cluster, "all_gather", held * width, ranks, stride)
-        reduce = costs.collective_seconds(cluster, "reduce_scatter", held * wide, ranks, stride)
-        if parallel.zero == 3:
-            again = max(0.0, gather - compute / 3) + max(0.0, gather + reduce - compute * 2 / 3)
-            exposed += again * count
-        elif parallel.zero == 2:
-            exposed += max(0.0, gather - compute / 3) + max(0.0, reduce - compute * 2 / 3) * count
-        else:
-            exposed += max(0.0, gather - compute / 3) + max(0.0, reduce - compute * 2 / 3)
-        exposed += (gather + reduce) / 40  # the first unit's gather and the last one's reduction
+    dense, routed = _held(facts, config)
+    over, shared = parallel.dp_shard * parallel.cp, parallel.dp_shard * parallel.cp * parallel.tp
+    gather = reduce = 0.0
+    # Experts are sharded over the ranks that hold the same ones, which lie ep apart.
+    for held, ranks, stride in (
+        (dense, over, parallel.tp),
+        (routed, max(1, shared // parallel.ep), parallel.ep),
+    ):
+        if ranks > 1 and held:
+            gather += costs.collective_seconds(cluster, "all_gather", held * width, ranks, stride)
+            reduce += costs.collective_seconds(cluster, "reduce_scatter", held * wide, ranks, stride)
+    forward, backward = compute / 3, compute * 2 / 3
+    if parallel.zero == 3:
+        exposed = (max(0.0, gather - forward) + max(0.0, gather + reduce - backward)) * count
+    else:
+        reductions = count if parallel.zero == 2 else 1
+        exposed = max(0.0, gather - forward) + max(0.0, reduce - backward) * reductions
+    exposed += (gather + reduce) / 40  # the first unit's gather and the last one's reduction
     if parallel.dp_replicate > 1:
-        own = held * wide / max(1, ranks if parallel.zero else 1)
-        over = parallel.dp_replicate
-        exposed += costs.collective_seconds(cluster, "all_reduce", own, over, ranks * stride) / 2
+        own = (dense + routed) * wide / (over if parallel.zero else 1)
+        replicas, stride = parallel.dp_replicate, over * parallel.tp
+        exposed += costs.collective_seconds(cluster, "all_reduce", own, replicas, stride) / 2
     return exposed
 
 
-def _held(facts: Facts, config: Config) -> float:
-    """Return the parameters that a rank of the fullest stage would hold without data parallel."""
+def _held(facts: Facts, config: Config) -> tuple[float, float]:
+    """Return the parameters of the fullest stage on one rank without data parallel: dense, experts."""
     parallel = config.parallel
     dense = sum(x.count * x.dense for x in facts.layers) / parallel.tp
     routed = sum(x.count * x.routed for x in facts.layers) / parallel.ep
     ends = facts.ends / parallel.tp / (2 if parallel.pp > 1 else 1)
-    return (dense + routed) / parallel.pp + ends
+    return dense / parallel.pp + ends, routed / parallel.pp
 
 
 def _state_ranks(config: Config) -> int:
@@ -247,7 +252,7 @@ def _state_ranks(config: Config) -> int:
 
 def _bytes(facts: Facts, config: Config) -> dict[str, float]:
     parallel, train, precision = config.parallel, config.train, config.precision
-    held, ranks = _held(facts, config), _state_ranks(config)
+    held, ranks = sum(_held(facts, config)), _state_ranks(config)
     sizes = {name: getattr(torch, getattr(precision, name)).itemsize for name in ("param", "reduce")}
     master = getattr(torch, precision.master).itemsize
     state = getattr(torch, precision.optimizer_state).itemsize
