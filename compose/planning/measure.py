@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from compose.planning.costs import BYTES
 from compose.planning.messages import link_of, measure_collectives
 
 SECONDS = 85.0  # that a sweep may take
-_WINDOWS = 3  # the middle one of so many counts
+_WINDOWS = 6  # of calls; the last three count
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _MOST_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}  # of one operand
 # Types of products, with their part of the time.
@@ -69,20 +70,29 @@ class Sweep:
         return float(box)
 
     def time(self, run: Callable[[], object], most: float) -> float:
-        """Time a function: the median of windows of equally many calls, then the mean over ranks.
+        """Time a function: the median of the last windows of several calls, then the mean over ranks.
+
+        Each window is sized by the time of the one before, and has at most eight times its calls. So a
+        first call that was lucky, for other ranks had not begun, does not make the rest last too long.
 
         Args:
             run: The function; every rank calls it equally often.
-            most: Seconds that the timing should take. At least three calls are made.
+            most: Seconds that the timing should take. At least two calls are made.
 
         Returns:
             Seconds of one call, the same on every rank.
         """
         run()  # which may compile, connect and allocate
-        once = self.agreed(self._window(run, 1))
-        calls = max(1, min(1000, int(most / _WINDOWS / once)))
-        windows = _WINDOWS if once * _WINDOWS < most else 1
-        middle = sorted(self._window(run, calls) for _ in range(windows))[windows // 2]
+        calls, spent, found = 1, 0.0, []
+        for to_come in reversed(range(_WINDOWS)):
+            found.append(self._window(run, calls))
+            each = self.agreed(found[-1])
+            spent += each * calls
+            if to_come == 0 or most - spent < each:
+                break
+            calls = max(1, min(1000, 8 * calls, int((most - spent) / to_come / each)))
+        # The first window, of one call, counts if there is no other.
+        middle = statistics.median(found[1:][-3:] or found)
         box = torch.tensor([middle], dtype=torch.float64, device=self.device)
         dist.all_reduce(box)
         return float(box) / dist.get_world_size()

@@ -83,7 +83,7 @@ def _fitted(clock: Clock, kind: Kind, group: dist.ProcessGroup, stride: int, mos
             break
         numbers = max(1, size // 4 // group.size()) * group.size()
         seconds = clock.time(_sending(kind, group, numbers, clock.device), share)
-        spent += max(share, 4 * seconds)  # a timing makes three calls or more, and begins with one
+        spent += max(share, 2 * seconds)  # a timing makes two calls or more
         # Of p2p, a call sends there and back.
         sizes, times = [*sizes, 4.0 * numbers], [*times, seconds / (2 if kind == "p2p" else 1)]
     latency, inverse, error = fit(sizes, times)
