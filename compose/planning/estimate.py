@@ -299,7 +299,7 @@ def recorded(task: Task) -> RankCosts:
     categorize(one.record, job.resolved.output)
     where = places(job, task.runs, task.kept) if task.runs and task.kept else {}
     count = min(_MICRO_BATCHES, job.micro_batches)
-    fused = job.config.compile.mode != "none"
+    fused = job.config.compile.mode != "off"
     seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused)
     peaks = replay((place, change) for _, place, change in one.record.changes)
     overhead = peaks.reserved / max(1, peaks.allocated)

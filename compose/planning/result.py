@@ -12,6 +12,7 @@ from compose.planning.memory import CATEGORIES
 from compose.planning.search import Candidate, Space, capacity, fits
 
 _GIB = 2**30
+_SHOWN = 4  # pipeline ranks whose memory is told in words
 _KINDS = {"F": "forward", "B": "backward", "I": "inputs' gradients", "W": "weights' gradients"}
 
 
@@ -140,7 +141,10 @@ def in_words(space: Space, best: Candidate) -> str:
     lines = [
         f"{space.world_size} x {space.cluster.device.name}, {room / _GIB:.1f} GiB of each for a process"
     ]
+    fullest = sorted(range(len(estimate.peaks)), key=lambda i: -estimate.peaks[i].reserved)[:_SHOWN]
     for rank, p in enumerate(estimate.peaks):
+        if rank not in fullest:
+            continue
         parts = ", ".join(
             f"{c} {p.by_category[c] / _GIB:.1f}" for c in CATEGORIES if p.by_category.get(c, 0) > 2**26
         )
@@ -148,6 +152,8 @@ def in_words(space: Space, best: Candidate) -> str:
             f"  pipeline rank {rank}: allocated {p.allocated / _GIB:.1f} GiB, reserved"
             f" {p.reserved / _GIB:.1f} ({parts})"
         )
+    if len(estimate.peaks) > _SHOWN:
+        lines.append(f"  the other {len(estimate.peaks) - _SHOWN} pipeline ranks hold less")
     waits = sorted(estimate.exposed.items(), key=lambda pair: -pair[1])
     shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in waits if seconds > 0.0005)
     lines.append(

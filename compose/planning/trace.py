@@ -71,7 +71,8 @@ def trace(played: Played) -> Traced:
     resolved = resolve(job.plan, model)
     with fake_world(played.rank, job.world_size, recorder, device_type, played.objects) as sent:
         mesh = init_mesh(job.degrees, device_type)
-        options = config.options
+        # Operators are recorded one by one; the time model fuses them.
+        options = replace(config.options, compile=replace(config.options.compile, mode="off"))
         if job.degrees.pp > 1:
             layers = played.pp_layers or job.degrees.pp_layers
             options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
