@@ -84,6 +84,8 @@ class Device:
     """FLOP/s by type, dense, at the maker's clock."""
     exponentials: Amount = 0.0
     """Exponentials per second, for attention's softmax; 0: they are not counted."""
+    dispatch: Amount = 0.0
+    """Seconds that the host takes to issue one operator; 0: its times include it."""
     power: Rate = 1.0
     """Watts at which the efficiencies were measured."""
     power_limit: Rate = 1.0

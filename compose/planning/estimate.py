@@ -4,7 +4,7 @@ Pipeline ranks whose stages are equal have equal estimates, so one of them is re
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
@@ -27,11 +27,26 @@ from compose.planning.memory import (
     rank_memory,
 )
 from compose.planning.pipeline_time import Slot, simulate
+from compose.planning.recorder import Record
 from compose.planning.reduction import FEWEST, Runs, linear, places, reduced, runs_of
 from compose.planning.seconds import Seconds, action_seconds
 from compose.planning.trace import Played, Traced, trace
 
 _MICRO_BATCHES = 3  # a first one, a last one, and one between
+
+
+@dataclass(frozen=True)
+class Otherwise:
+    """What another program, whose times are published, does otherwise than the composition."""
+
+    change: Callable[[Record, Job], None]
+    """It changes the record before it is costed; a function of a module, since it goes to a process."""
+    fused: bool = True
+    """Whether operators that follow one another in a layer are one kernel."""
+    compiled: bool = False
+    """Whether the host issues what is fused as one operator too."""
+    documents: bool = False
+    """Whether attention stays within documents."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,8 @@ class Task:
     """The layers to keep; None keeps all."""
     stream: Any = None
     """What the first rank of the pipeline broadcast: shape and dtype of what stages send."""
+    otherwise: "Otherwise | None" = None
+    """What another program does otherwise."""
 
 
 @dataclass
@@ -100,7 +117,13 @@ def schedule_rows(job: Job) -> list[list[Action]]:
     return build_table(parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages, count)
 
 
-def estimate(job: Job, cluster: Cluster, workers: int = 2, stream: Any = None) -> Estimate:
+def estimate(
+    job: Job,
+    cluster: Cluster,
+    workers: int = 2,
+    stream: Any = None,
+    otherwise: Otherwise | None = None,
+) -> Estimate:
     """Return the memory and the time of a job's step on a cluster.
 
     Args:
@@ -108,12 +131,13 @@ def estimate(job: Job, cluster: Cluster, workers: int = 2, stream: Any = None) -
         cluster: The cluster.
         workers: How many processes make records side by side.
         stream: What :func:`stream_of` returns; None finds it.
+        otherwise: What another program does otherwise.
 
     Returns:
         The estimate.
     """
     rows = schedule_rows(job)
-    ranks = rank_costs(job, cluster, rows, workers, stream)
+    ranks = rank_costs(job, cluster, rows, workers, stream, otherwise)
     count = job.micro_batches
     peaks = []
     for costs_of, row in zip(ranks, rows, strict=True):
@@ -190,6 +214,7 @@ def rank_costs(
     rows: Sequence[Sequence[Action]],
     workers: int = 2,
     stream: Any = None,
+    otherwise: Otherwise | None = None,
 ) -> list[RankCosts]:
     """Return the costs of each pipeline rank.
 
@@ -199,6 +224,7 @@ def rank_costs(
         rows: The actions of each rank.
         workers: How many processes make records side by side.
         stream: What :func:`stream_of` returns; None finds it.
+        otherwise: What another program does otherwise.
 
     Returns:
         The costs.
@@ -216,8 +242,10 @@ def rank_costs(
     }
     plans = {rank: _kept(runs, stages[rank], len(alike[like])) for like, rank in chosen.items()}
     if stream is None and job.degrees.pp > 1:
-        stream = stream_of(job, cluster)
-    tasks = [Task(job, cluster, rank, runs, k, stream) for rank in plans for k in plans[rank]]
+        stream = stream_of(job, cluster, otherwise)
+    tasks = [
+        Task(job, cluster, rank, runs, k, stream, otherwise) for rank in plans for k in plans[rank]
+    ]
     # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
     with get_context("fork").Pool(min(workers, len(tasks)), maxtasksperchild=1) as pool:
         made = iter(pool.map(recorded, tasks, chunksize=1))
@@ -277,30 +305,37 @@ def _renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
     return RankCosts(memory, rank.overhead, seconds)
 
 
-def stream_of(job: Job, cluster: Cluster) -> tuple[torch.Size, torch.dtype]:
+def stream_of(
+    job: Job, cluster: Cluster, otherwise: Otherwise | None = None
+) -> tuple[torch.Size, torch.dtype]:
     """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch.
 
     Args:
         job: The checked job, of a pipeline.
         cluster: The cluster.
+        otherwise: What another program does otherwise.
     """
-    with get_context("fork").Pool(1) as pool:
-        return pool.apply(_stream, (job, cluster))
-
-
-def _stream(job: Job, cluster: Cluster) -> tuple[torch.Size, torch.dtype]:
     runs = runs_of(job)
-    return _record(Task(job, cluster, 0, runs, runs and runs.fewest()), only_stream=True).broadcast[0]
+    task = Task(job, cluster, 0, runs, runs and runs.fewest(), otherwise=otherwise)
+    with get_context("fork").Pool(1) as pool:
+        return pool.apply(_stream, (task,))
+
+
+def _stream(task: Task) -> tuple[torch.Size, torch.dtype]:
+    return _record(task, only_stream=True).broadcast[0]
 
 
 def recorded(task: Task) -> RankCosts:
     """Make a record, and return what it costs."""
     one, job = _record(task), task.job
+    if task.otherwise:
+        task.otherwise.change(one.record, job)
     categorize(one.record, job.resolved.output)
     where = places(job, task.runs, task.kept) if task.runs and task.kept else {}
     count = min(_MICRO_BATCHES, job.micro_batches)
-    fused = job.config.compile.mode != "off"
-    seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused)
+    fused = task.otherwise.fused if task.otherwise else job.config.compile.mode != "off"
+    compiled = task.otherwise.compiled if task.otherwise else True
+    seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused, compiled)
     peaks = replay((place, change) for _, place, change in one.record.changes)
     overhead = peaks.reserved / max(1, peaks.allocated)
     return RankCosts(rank_memory(one.record, count, where), overhead, seconds)
@@ -320,7 +355,8 @@ def _record(task: Task, only_stream: bool = False) -> Traced:
             layers,
             0 if only_stream else min(_MICRO_BATCHES, job.micro_batches),
             "cpu" if task.cluster.backend == "gloo" else "cuda",
-            objects=None if task.pp_rank == 0 else [task.stream],
+            task.otherwise.documents if task.otherwise else True,
+            None if task.pp_rank == 0 else [task.stream],
         )
     )
 

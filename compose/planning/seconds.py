@@ -2,7 +2,8 @@
 
 A stream runs its work in order, and waits where the program waits. What a stream of messages does while
 the computing one computes costs nothing. The rest is exposed, and belongs to the axis of the message
-that is waited for.
+that is waited for. The host issues work in order too, and each piece takes it a time. While the device
+is busy for longer, that costs nothing.
 """
 
 from collections import defaultdict
@@ -25,8 +26,11 @@ def action_seconds(
     degrees: Parallel,
     micro_batches: int,
     fused: bool,
+    compiled: bool = True,
 ) -> dict[Key, Seconds]:
     """Return the time of each kind of action of a record.
+
+    "host" is the time in which the device waits for the host.
 
     Args:
         record: The record.
@@ -34,6 +38,8 @@ def action_seconds(
         degrees: The degrees of the mesh.
         micro_batches: How many micro-batches it ran.
         fused: Whether torch.compile fuses operators that follow one another in a layer.
+        compiled: Whether the host issues such operators at once too. Kernels that are fused by hand
+            leave it more to do, about as much as without them.
 
     Returns:
         The seconds by action. Messages between stages are not in them.
@@ -45,6 +51,7 @@ def action_seconds(
         if segment.action[1] != "setup"
     }
     clock: dict[int, float] = defaultdict(float)
+    host, waiting = 0.0, 0
     reached: dict[int, float] = {}
     sent: dict[int, str] = {}
     events = sorted((place, number) for number, place in record.events.items())
@@ -55,6 +62,7 @@ def action_seconds(
             reached[number] = clock[record.event_streams[number]]
             taken += 1
         if work is None:
+            waiting += not compiled
             continue
         action = record.segments[work.segment].action
         if action[1] == "setup":
@@ -72,16 +80,23 @@ def action_seconds(
             if axis == "pp" or work.received:
                 continue
             took = _message(cluster, work)
-            clock[work.stream] += took
+            host += cluster.device.dispatch
+            late = max(0.0, host - clock[work.stream])
+            clock[work.stream] += late + took
             sent[work.stream] = axis
             if work.stream == 0:
                 seconds[f"exposed {axis}"] += took
+                seconds["host"] += late
             seconds[f"sent {axis}"] += took
         else:
             took = operator_seconds(cluster, work, record.segments[work.segment].phase == BACKWARD)
-            clock[work.stream] += took
+            host += (1 + waiting) * cluster.device.dispatch
+            late = max(0.0, host - clock[work.stream])
+            clock[work.stream] += late + took
+            waiting = 0
             if work.stream == 0:
                 seconds[work.kind] += took
+                seconds["host"] += late
         seconds["all"] += clock[0] - before
     return found
 
