@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from compose.legality import check
+from compose.parallel.mesh import Parallel, crosses_nodes
 from compose.planning.cluster import load_cluster
 from compose.planning.estimate import estimate
 from compose.planning.explain import alternatives
@@ -259,3 +260,20 @@ def test_large_models_are_planned_in_time(tmp_path: Path, file: str, ranks: int,
     assert time.monotonic() - began < limit
     dry = execute("train.py", str(best), "--dry-run", f"--world-size={ranks}")
     assert dry.returncode == 0, dry.stderr
+
+
+def test_a_degree_that_leaves_the_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert not crosses_nodes(Parallel(tp=16))
+    assert not crosses_nodes(Parallel(tp=8, ep=4), 8)
+    assert crosses_nodes(Parallel(tp=16), 8) == "tp 16 crosses nodes of 8 ranks"
+    assert crosses_nodes(Parallel(tp=3, ep=16), 8) == "tp 3 and ep 16 cross nodes of 8 ranks"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert crosses_nodes(Parallel(tp=4)) == "tp 4 crosses nodes of 2 ranks"
+
+
+def test_an_axis_that_the_plan_cannot_cut_is_left_out() -> None:
+    where = space(TRAIN, "h100_sxm", 8, train__global_batch=64)
+    facts = replace(facts_for(where), axes=frozenset({"cp", "pp"}))
+    assert {c.config.parallel.tp for c in candidates(where, facts)} == {1}
+    assert {c.config.parallel.pp for c in candidates(where, facts)} > {1}

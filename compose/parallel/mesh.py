@@ -6,6 +6,7 @@ whose messages are largest and on the critical path. The messages of pp are smal
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -132,6 +133,27 @@ def _misfit(degrees: dict[str, int], free: str | None, fixed: int, world_size: i
         f"parallel: the degrees' product {product}{f' = {fixed}' if ' x ' in product else ''}"
         f" {relation} the world size {world_size}; nearest: {cure}"
     )
+
+
+def crosses_nodes(parallel: Parallel, node: int = 0) -> str:
+    """Return which of tp and ep have ranks in several nodes, in words; empty if none has.
+
+    Their messages are on the critical path, and links between nodes are slow.
+
+    Args:
+        parallel: The table; its degrees are known.
+        node: Ranks of a node; 0: as many as torchrun has started on this one.
+
+    Returns:
+        The words.
+    """
+    node = node or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    degrees = {"tp": parallel.tp, "ep": parallel.ep}
+    crossing = [f"{a} {d}" for a, d in degrees.items() if node and d > 1 and node % d]
+    if not crossing:
+        return ""
+    verb = "cross" if len(crossing) > 1 else "crosses"
+    return f"{' and '.join(crossing)} {verb} nodes of {node} ranks"
 
 
 def check_same_degrees(parallel: Parallel, mesh: DeviceMesh) -> None:

@@ -55,6 +55,8 @@ class Facts:
     top_k: int
     attention: float
     """FLOPs of attention for each token and layer, forward and backward."""
+    axes: frozenset[str]
+    """The axes of tp, cp, pp and ep that the model's plan can cut."""
 
     @property
     def parameters(self) -> int:
@@ -95,7 +97,21 @@ def facts_of(job: Job) -> Facts:
     )
     rest = config.flops_per_token(job.config.train.seq_len) - 6 * active
     count = sum(kind.count for kind in kinds)
-    return Facts(kinds, ends, shape[0], shape[1], top_k, max(0.0, rest) / max(1, count))
+    cuts = {
+        "tp": job.resolved.tensor,
+        "cp": job.resolved.context,
+        "pp": job.resolved.pipeline,
+        "ep": job.resolved.expert,
+    }
+    return Facts(
+        kinds,
+        ends,
+        shape[0],
+        shape[1],
+        top_k,
+        max(0.0, rest) / max(1, count),
+        frozenset(axis for axis, cut in cuts.items() if cut),
+    )
 
 
 @dataclass(frozen=True)

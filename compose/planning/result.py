@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.base.fields import toml_value
-from compose.parallel.mesh import AXES
+from compose.parallel.mesh import AXES, crosses_nodes
 from compose.planning.explain import reasons
 from compose.planning.memory import CATEGORIES
 from compose.planning.search import Candidate, Space, capacity, fits
@@ -63,7 +63,7 @@ def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]
                 for p in estimate.peaks
             ],
         },
-        "why": crossing(space, candidate),
+        "why": crosses_nodes(candidate.config.parallel, space.cluster.node),
     }
     if best:
         data["timeline"] = [
@@ -78,15 +78,6 @@ def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]
             for slot in estimate.slots
         ]
     return data
-
-
-def crossing(space: Space, candidate: Candidate) -> str:
-    """Return a warning if tp or ep leaves a node; else an empty text."""
-    parallel, node = candidate.config.parallel, space.cluster.node
-    crossed = [f"tp {parallel.tp}"] if parallel.tp > node else []
-    if parallel.ep > node:
-        crossed.append(f"ep {parallel.ep}")
-    return f"{' and '.join(crossed)} crosses nodes of {node}" if crossed else ""
 
 
 def table(space: Space, found: Sequence[Candidate]) -> str:
@@ -124,7 +115,7 @@ def table(space: Space, found: Sequence[Candidate]) -> str:
                 f"{candidate.reserved / _GIB:.1f}",
                 "; ".join(
                     ([] if fits(space, candidate) else ["does not fit"])
-                    + [w for w in [crossing(space, candidate)] if w]
+                    + [w for w in [crosses_nodes(parallel, space.cluster.node)] if w]
                 ),
             ]
         )

@@ -148,6 +148,8 @@ def _meshes(space: Space, facts: Facts) -> Iterator[dict[str, int]]:
     }
 
     def allowed(axis: str) -> list[int]:
+        if axis in ("tp", "cp", "pp") and axis not in facts.axes:
+            return [1]
         own = getattr(config.parallel, axis)
         if f"parallel.{axis}" in fixed and own != -1:
             return [own]
@@ -231,6 +233,9 @@ def search(
         every = sorted(
             [*candidates(space, facts, offload=True), *every], key=lambda c: _order(space, c)
         )
+    for axis in ("tp", "cp", "pp"):
+        if axis not in facts.axes:
+            progress(f"the plan of {space.config.model.name} cannot cut {axis}: it is left out")
     progress(f"{len(every)} candidates may fit; the best {most} are recorded")
     found: list[Candidate] = []
     refused: list[str] = []

@@ -26,7 +26,7 @@ from compose.errors import ConfigError
 from compose.legality.job import Job
 from compose.optimizer.lr_schedule import learning_rate, set_learning_rate
 from compose.optimizer.offload import OffloadedAdamW
-from compose.parallel.mesh import batch_share
+from compose.parallel.mesh import batch_share, crosses_nodes
 from compose.parallel.routing import routing_metrics
 from compose.precision.loss_scale import first_scale
 from compose.profiling import Profiler, span
@@ -115,6 +115,8 @@ class Trainer:
         print(f"{self.folder}: {count:,} parameters", flush=True)
         if self.composition.float8.recipe != "off":
             print(self.composition.float8, flush=True)
+        if crossing := crosses_nodes(config.parallel):
+            print(f"{crossing}, whose links are slow; docs/planning.md", flush=True)
         return writer
 
     def run(self) -> None:
