@@ -22,6 +22,7 @@ from compose.planning.search import (
     candidates,
     capacity,
     facts_for,
+    fewest,
     search,
     with_keys,
 )
@@ -213,11 +214,19 @@ BAD = [
     (["--cluster=h100_sxm"], "command line: plan: needs --world-size; see --help"),
     (
         ["--cluster=h100_sxm", "--world-size=8", "--objective=tim"],
-        "command line: --objective: tim is none of time, memory; did you mean time?",
+        "command line: --objective: tim is none of time, memory, devices; did you mean time?",
     ),
     (
         ["--cluster=h100_sxm", "--world-size=8", "--candidates=0"],
         "command line: --candidates: 0 is not a number of candidates",
+    ),
+    (
+        ["--cluster=h100_sxm", "--world-size=8", "--objective=devices", "--tokens=many"],
+        "command line: --tokens: many is not a number above 0, as 15e12",
+    ),
+    (
+        ["--cluster=h100_sxm", "--world-size=8", "--objective=devices", "--tokens=1e9"],
+        "command line: --days: --objective devices needs a number above 0, as 15e12",
     ),
     (
         ["--cluster=h100_sxm", "--world-size=8", "--as-is", "--parallel.tp=3"],
@@ -277,3 +286,19 @@ def test_an_axis_that_the_plan_cannot_cut_is_left_out() -> None:
     facts = replace(facts_for(where), axes=frozenset({"cp", "pp"}))
     assert {c.config.parallel.tp for c in candidates(where, facts)} == {1}
     assert {c.config.parallel.pp for c in candidates(where, facts)} > {1}
+
+
+def test_the_fewest_devices_are_found() -> None:
+    shape = {"model__n_layers": 2, "train__global_batch": 8, "train__micro_batch": 1}
+    where = space(TRAIN, "h100_sxm", 8, **shape)
+    one = search(replace(where, world_size=1), most=2)[0].found
+    assert one is not None
+    rate = one.tokens_per_second_per_device
+    few, found = fewest(where, tokens=rate * 0.9 * 86400, days=1)
+    assert (few.world_size, bool(found)) == (1, True)
+    more, found = fewest(where, tokens=rate * 1.2 * 86400, days=1)
+    assert more.world_size > 1
+    assert found
+    assert found[0].found
+    assert found[0].found.tokens_per_second_per_device * more.world_size >= rate * 1.2
+    assert fewest(where, tokens=1e30, days=1)[1] == []

@@ -1,9 +1,10 @@
 """The command `python -m compose plan`: which mesh and options suit a model on a cluster."""
 
 import json
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from compose.base.own_files import write_whole
@@ -13,7 +14,17 @@ from compose.planning.cluster import load_cluster
 from compose.planning.explain import alternatives
 from compose.planning.html import write_html
 from compose.planning.result import as_data, in_words, table, write_toml
-from compose.planning.search import DEGREES, TRIED, Candidate, Space, capacity, fits, own, search
+from compose.planning.search import (
+    DEGREES,
+    TRIED,
+    Candidate,
+    Space,
+    capacity,
+    fewest,
+    fits,
+    own,
+    search,
+)
 from compose.toml import COMMAND_LINE, given_keys, load
 
 _FLAGS = {
@@ -21,14 +32,16 @@ _FLAGS = {
     "--world-size": "N",
     "--as-is": "",
     "--explain": "",
-    "--objective": "time|memory",
+    "--objective": "time|memory|devices",
+    "--tokens": "T",
+    "--days": "D",
     "--free": "KEY[,KEY]",
     "--candidates": "N",
     "--json": "FILE",
     "--report": "FILE.html",
     "--write": "FILE.toml",
 }
-_OBJECTIVES = ("time", "memory")
+_OBJECTIVES = ("time", "memory", "devices")
 _SECONDS = 60.0
 
 
@@ -41,6 +54,8 @@ def plan(arguments: Sequence[str]) -> int:
             found = [own(space)]
         except ConfigError as error:
             raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
+    elif space.objective == "devices":
+        space, found = _fewest(given, space)
     else:
         found = _search(given, space)
     best = found[0]
@@ -85,17 +100,45 @@ def _space(given: Arguments) -> Space:
     return Space(config, cluster, world_size, frozenset(fixed), objective)
 
 
-def _search(given: Arguments, space: Space) -> list[Candidate]:
-    most = given.flags.get("--candidates", "12")
-    if not most.isdecimal() or int(most) < 1:
-        raise ConfigError(f"{COMMAND_LINE}: --candidates: {most} is not a number of candidates")
+def _fewest(given: Arguments, space: Space) -> tuple[Space, list[Candidate]]:
+    amounts = {flag: _amount(given, flag) for flag in ("--tokens", "--days")}
+    found = fewest(space, amounts["--tokens"], amounts["--days"], _progress())
+    if not found[1]:
+        raise ConfigError(
+            f"{given.file}: {space.world_size} devices of {space.cluster.name} do not see"
+            f" {amounts['--tokens']:g} tokens in {amounts['--days']:g} days; give more of --world-size"
+            " or --days"
+        )
+    return found
+
+
+def _amount(given: Arguments, flag: str) -> float:
+    text = given.flags.get(flag, "")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        what = f"{text} is not" if text else "--objective devices needs"
+        raise ConfigError(f"{COMMAND_LINE}: {flag}: {what} a number above 0, as 15e12")
+    return value
+
+
+def _progress() -> Callable[[str], None]:
     began = time.monotonic()
 
     def progress(text: str) -> None:
         print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
+    return progress
+
+
+def _search(given: Arguments, space: Space) -> list[Candidate]:
+    most = given.flags.get("--candidates", "12")
+    if not most.isdecimal() or int(most) < 1:
+        raise ConfigError(f"{COMMAND_LINE}: --candidates: {most} is not a number of candidates")
     try:
-        found = search(space, int(most), _SECONDS, progress)
+        found = search(space, int(most), _SECONDS, _progress())
     except ConfigError as error:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
     if not found:

@@ -272,6 +272,40 @@ def _stream_key(job: Job) -> tuple[Any, ...]:
     return train.micro_batch, parallel.cp, parallel.tp, parallel.sequence, job.config.precision.param
 
 
+def fewest(
+    space: Space, tokens: float, days: float, progress: Callable[[str], None] = lambda text: None
+) -> tuple[Space, list[Candidate]]:
+    """Find the fewest devices that hold the model and see enough tokens in time.
+
+    Tried are 1, 2, 4 ... devices, up to the space's ranks. A number is
+    searched if a quick estimate says that it may do; the first that does by its record is taken.
+
+    Args:
+        space: The space; its ranks are the most.
+        tokens: Tokens to train on.
+        days: Days in which they are to be seen.
+        progress: Called with a line of text.
+
+    Returns:
+        The space with that number of ranks, and its candidates. They are none if no number does.
+    """
+    needed, ranks = tokens / (days * 86400), 1
+    facts, train = facts_for(space), space.config.train
+    while ranks <= space.world_size:
+        here = replace(space, world_size=ranks, objective="time")
+        rough = [c for c in candidates(here, facts) if fits(here, c)]
+        best = min((c.rough.step for c in rough), default=float("inf"))
+        if train.global_batch * train.seq_len / best >= needed / 2:
+            found = [c for c in search(here, most=4, progress=progress) if fits(here, c)]
+            if found and found[0].found:
+                rate = found[0].found.tokens_per_second_per_device * ranks
+                progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")
+                if rate >= needed:
+                    return here, found
+        ranks *= 2
+    return space, []
+
+
 def _spread(every: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield candidates in their order, but only two that are alike before others had their turn."""
     later: list[Candidate] = []
