@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "plan": "base errors parallel",
     "planning": (
         "apply base build composition config errors legality loss optimizer parallel pipeline plan"
-        " train"
+        " toml train"
     ),
     "precision": "base errors parallel plan tables",
     "profiling": "base runtime tables",

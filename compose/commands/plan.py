@@ -12,6 +12,7 @@ from compose.commands.cli import Arguments, read_arguments, world_size_of
 from compose.errors import ConfigError, did_you_mean
 from compose.planning.cluster import load_cluster
 from compose.planning.explain import alternatives
+from compose.planning.feedback import against, as_text, corrected
 from compose.planning.html import write_html
 from compose.planning.result import as_data, in_words, table, write_toml
 from compose.planning.search import (
@@ -25,6 +26,7 @@ from compose.planning.search import (
     own,
     search,
 )
+from compose.planning.writing import as_toml
 from compose.toml import COMMAND_LINE, given_keys, load
 
 _FLAGS = {
@@ -37,6 +39,7 @@ _FLAGS = {
     "--days": "D",
     "--free": "KEY[,KEY]",
     "--candidates": "N",
+    "--against": "RUN_DIR",
     "--json": "FILE",
     "--report": "FILE.html",
     "--write": "FILE.toml",
@@ -48,6 +51,8 @@ _SECONDS = 60.0
 def plan(arguments: Sequence[str]) -> int:
     """Find the best mesh: python -m compose plan FILE.toml --cluster NAME --world-size N."""
     given = read_arguments(arguments, "python -m compose plan", _FLAGS)
+    if "--against" in given.flags:
+        return _against(given)
     space = _space(given)
     if "--as-is" in given.flags:
         try:
@@ -65,6 +70,25 @@ def plan(arguments: Sequence[str]) -> int:
     if "--explain" in given.flags:
         print("", *alternatives(space, best), sep="\n")
     _write(given, space, found)
+    return 0
+
+
+def _against(given: Arguments) -> int:
+    """Compare a run with its prediction; --write makes a corrected cluster's file."""
+    if not given.flags.get("--cluster"):
+        raise ConfigError(f"{COMMAND_LINE}: plan: --against needs --cluster, on which the run was made")
+    cluster, folder = load_cluster(given.flags["--cluster"]), Path(given.flags["--against"])
+    rows = against(folder, cluster)
+    print(as_text(rows))
+    if "--write" in given.flags:
+        path = Path(given.flags["--write"])
+        notes = [f"{cluster.name}, corrected by the run {folder}"]
+        try:
+            write_whole(path, as_toml(corrected(cluster, rows), notes).encode())
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"{COMMAND_LINE}: --write: cannot write {path}: {reason}") from None
+        print(f"{path}: written", flush=True)
     return 0
 
 

@@ -99,6 +99,8 @@ class Estimate:
     """Model FLOPs of a step over what all devices would do at the peak of the type of the products."""
     bubble: float
     """Share of the pipeline's time in which its ranks wait for one another, on average."""
+    work: Mapping[str, float]
+    """Seconds that the slowest rank computes: product, attention, memory (all else), optimizer."""
     exposed: Mapping[str, float]
     """Seconds of a step that the slowest rank waits for messages, by axis, and "optimizer"."""
     slots: list[Slot]
@@ -185,11 +187,14 @@ def _summary(
     busy = [sum(_of(rank, a, count)["all"] for a in row) for rank, row in zip(ranks, rows, strict=True)]
     slowest = max(range(len(rows)), key=lambda i: busy[i])
     exposed: dict[str, float] = defaultdict(float)
+    work = dict.fromkeys(("product", "attention", "memory"), 0.0)
     actions = [_of(ranks[slowest], action, count) for action in rows[slowest]]
     for seconds in [*actions, ranks[slowest].seconds[STEP]]:
         for name, value in seconds.items():
             if name.startswith("exposed "):
                 exposed[name.removeprefix("exposed ")] += value
+            elif name in work and seconds is not ranks[slowest].seconds[STEP]:
+                work[name] += value
     exposed["optimizer"] = update - sum(
         v for k, v in ranks[slowest].seconds[STEP].items() if k.startswith("exposed ")
     )
@@ -203,6 +208,7 @@ def _summary(
         tokens / step / job.world_size,
         flops / (step * job.world_size * rate),
         1 - sum(busy) / (len(rows) * length),
+        work | {"optimizer": exposed["optimizer"]},
         dict(exposed),
         slots,
     )

@@ -1,0 +1,173 @@
+"""A prediction against a run: what its metrics and its profile measured, and a corrected cluster."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compose import legality
+from compose.base.json_files import read_json
+from compose.errors import ConfigError
+from compose.parallel.mesh import AXES
+from compose.planning.cluster import Cluster
+from compose.planning.estimate import Estimate, estimate
+from compose.toml import load
+
+_FIRST = 2  # steps that start things up, and are left out
+# The names of a profile's shares by those of the planner.
+_SHARES = {"product": "matmul", "attention": "attention", "memory": "other", "optimizer": "optimizer"}
+# A profile's category of memory, and the planner's categories that it holds.
+_CATEGORIES = {
+    "weights": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "communication": ("gathered", "communication"),
+    "activations": ("activations", "temporaries", "logits"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure."""
+
+    name: str
+    predicted: float
+    measured: float
+    unit: str
+    """"s" or "bytes"."""
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.predicted else math.nan
+
+
+def against(folder: Path, cluster: Cluster) -> list[Row]:
+    """Predict a run that was made, and compare.
+
+    Args:
+        folder: The run's folder.
+        cluster: The cluster on which it ran.
+
+    Returns:
+        The seconds of a step; and, if the run was profiled, the seconds of its parts and the bytes of
+        each category at the peak.
+
+    Raises:
+        ConfigError: The folder holds no run, or too few steps.
+    """
+    config = load(str(folder / "config.toml"), alone=True)
+    ranks = math.prod(getattr(config.parallel, axis) for axis in AXES)
+    predicted = estimate(legality.check(config, ranks), cluster)
+    tokens = config.train.global_batch * config.train.seq_len
+    rows = [Row("step", predicted.step_seconds, tokens / _rate(folder), "s")]
+    summaries = sorted((folder / "traces").glob("*_summary.json"))
+    if summaries:
+        profile = read_json(summaries[-1], dict[str, Any])
+        try:
+            rows += _profiled(predicted, profile["ranks"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{summaries[-1]}: is no summary of a profile: {error}") from None
+    return rows
+
+
+def _rate(folder: Path) -> float:
+    """Return the median of the tokens per second, without the first steps."""
+    path = folder / "metrics.jsonl"
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        rates = [float(json.loads(line)["tokens_per_second"]) for line in lines if line][_FIRST:]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path}: holds a line that is no step") from None
+    if not rates:
+        raise ConfigError(f"{path}: holds {len(lines)} steps; more than {_FIRST} are needed")
+    return statistics.median(rates)
+
+
+def _profiled(predicted: Estimate, ranks: list[Mapping[str, Any]]) -> list[Row]:
+    slowest = max(ranks, key=lambda r: r["seconds_per_step"] * (1 - r["time"]["communication"]))
+    whole, shares = slowest["seconds_per_step"], slowest["time"]
+    rows = [
+        Row(name, predicted.work[name], whole * shares[share], "s") for name, share in _SHARES.items()
+    ]
+    waits = sum(v for name, v in predicted.exposed.items() if name != "optimizer")
+    rows.append(Row("exposed communication", waits, whole * shares["communication"], "s"))
+    fullest = max(ranks, key=lambda r: r["memory"]["peak"])
+    peak = max(predicted.peaks, key=lambda p: p.allocated)
+    rows.append(Row("memory", peak.allocated, fullest["memory"]["peak"], "bytes"))
+    for name, parts in _CATEGORIES.items():
+        size = sum(peak.by_category.get(part, 0) for part in parts)
+        rows.append(Row(f"memory: {name}", size, fullest["memory"]["at_peak"][name], "bytes"))
+    return rows
+
+
+def corrected(cluster: Cluster, rows: list[Row]) -> Cluster:
+    """Return a cluster that would have predicted the run's computation.
+
+    Only figures of the device change: the rates of products, of attention and of the memory. Without a
+    profile all three change alike.
+
+    Args:
+        cluster: The cluster.
+        rows: What :func:`against` returned.
+
+    Returns:
+        The corrected cluster.
+    """
+    ratios = {row.name: row.ratio for row in rows if row.unit == "s" and row.measured > 0}
+    whole = ratios["step"]
+    slower = {
+        name: ratios[name] if name in ratios and math.isfinite(ratios[name]) else whole
+        for name in ("product", "attention", "memory")
+    }
+    known, measured = cluster.efficiencies, cluster.measured
+    if measured.products:
+        rescaled = replace(
+            measured,
+            products=tuple(_slower(row, slower["product"]) for row in measured.products),
+            attention=tuple(_slower(row, slower["attention"]) for row in measured.attention),
+            copies=tuple(_slower(row, slower["memory"]) for row in measured.copies),
+        )
+        return replace(cluster, measured=rescaled)
+    return replace(
+        cluster,
+        efficiencies=replace(
+            known,
+            memory=_share(known.memory / slower["memory"]),
+            products={t: _share(share / slower["product"]) for t, share in known.products.items()},
+            attention_forward=_share(known.attention_forward / slower["attention"]),
+            attention_backward=_share(known.attention_backward / slower["attention"]),
+        ),
+    )
+
+
+def _slower(row: Any, factor: float) -> Any:
+    return replace(row, seconds=row.seconds * factor)
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(1e-6, value))
+
+
+def as_text(rows: list[Row]) -> str:
+    """Return the comparison as a table."""
+    cells = [["", "predicted", "measured", "measured / predicted"]]
+    for row in rows:
+        shown = [f"{v:.4f} s" if row.unit == "s" else f"{v / 2**20:,.1f} MiB" for v in _values(row)]
+        cells.append([row.name, *shown, "-" if math.isnan(row.ratio) else f"{row.ratio:.3f}"])
+    wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        [f"{name:<{wide[0]}}", *(f"{cell:>{w}}" for cell, w in zip(rest, wide[1:], strict=True))]
+        for name, *rest in cells
+    ]
+    return "\n".join("  ".join(line) for line in lines)
+
+
+def _values(row: Row) -> tuple[float, float]:
+    return row.predicted, row.measured
