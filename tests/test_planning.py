@@ -1,6 +1,7 @@
 """The planner: what it picks, what it writes, and what it refuses."""
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from compose.parallel.mesh import Parallel, crosses_nodes
 from compose.planning.cluster import load_cluster
 from compose.planning.estimate import estimate
 from compose.planning.explain import alternatives
+from compose.planning.feedback import against
 from compose.planning.quick import quick
 from compose.planning.search import (
     DEGREES,
@@ -302,3 +304,33 @@ def test_the_fewest_devices_are_found() -> None:
     assert found[0].found
     assert found[0].found.tokens_per_second_per_device * more.world_size >= rate * 1.2
     assert fewest(where, tokens=1e30, days=1)[1] == []
+
+
+def test_a_prediction_is_held_against_a_run(tmp_path: Path) -> None:
+    folder, corrected = tmp_path / "run", tmp_path / "corrected.toml"
+    keys = ["--model.n_layers=2", "--train.seq_len=128", "--train.steps=5", f"--run.dir={folder}"]
+    done = execute("train.py", *keys, "--profile.steps=[4,4]", "--profile.memory=true")
+    assert done.returncode == 0, done.stderr
+    rows = {row.name: row for row in against(folder, load_cluster("cpu"))}
+    # Bytes are those of the profile; seconds are those of a machine that the file does not describe.
+    for name in ("peak memory", *(f"memory: {c}" for c in ("weights", "gradients", "optimizer"))):
+        assert rows[name].ratio == pytest.approx(1, rel=0.015)
+    assert rows["memory: activations"].ratio == pytest.approx(1, rel=0.05)
+    for name in ("step", "product", "attention", "other"):
+        assert rows[name].predicted > 0 < rows[name].measured
+    told = run(f"--against={folder}", "--cluster=cpu", f"--write={corrected}")
+    assert told.returncode == 0, told.stderr
+    assert "measured / predicted" in told.stdout
+    again = {row.name: row for row in against(folder, load_cluster(str(corrected)))}
+    for name in ("product", "attention"):
+        assert abs(math.log(again[name].ratio)) < abs(math.log(rows[name].ratio)) or again[
+            name
+        ].ratio == pytest.approx(1, abs=0.25)
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
+    done = run(f"--against={tmp_path}", "--cluster=cpu")
+    assert done.returncode == 2
+    assert done.stderr == f"{tmp_path}/config.toml: no such file\n"
+    done = run(f"--against={tmp_path}")
+    assert done.stderr == "command line: plan: --against needs --cluster, on which the run was made\n"

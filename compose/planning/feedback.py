@@ -18,7 +18,7 @@ from compose.toml import load
 
 _FIRST = 2  # steps that start things up, and are left out
 # The names of a profile's shares by those of the planner.
-_SHARES = {"product": "matmul", "attention": "attention", "memory": "other", "optimizer": "optimizer"}
+_SHARES = {"product": "matmul", "attention": "attention", "other": "other", "optimizer": "optimizer"}
 # A profile's category of memory, and the planner's categories that it holds.
 _CATEGORIES = {
     "weights": ("weights",),
@@ -94,13 +94,14 @@ def _profiled(predicted: Estimate, ranks: list[Mapping[str, Any]]) -> list[Row]:
     slowest = max(ranks, key=lambda r: r["seconds_per_step"] * (1 - r["time"]["communication"]))
     whole, shares = slowest["seconds_per_step"], slowest["time"]
     rows = [
-        Row(name, predicted.work[name], whole * shares[share], "s") for name, share in _SHARES.items()
+        Row(name, predicted.work["memory" if name == "other" else name], whole * shares[share], "s")
+        for name, share in _SHARES.items()
     ]
     waits = sum(v for name, v in predicted.exposed.items() if name != "optimizer")
     rows.append(Row("exposed communication", waits, whole * shares["communication"], "s"))
     fullest = max(ranks, key=lambda r: r["memory"]["peak"])
     peak = max(predicted.peaks, key=lambda p: p.allocated)
-    rows.append(Row("memory", peak.allocated, fullest["memory"]["peak"], "bytes"))
+    rows.append(Row("peak memory", peak.allocated, fullest["memory"]["peak"], "bytes"))
     for name, parts in _CATEGORIES.items():
         size = sum(peak.by_category.get(part, 0) for part in parts)
         rows.append(Row(f"memory: {name}", size, fullest["memory"]["at_peak"][name], "bytes"))
@@ -124,7 +125,7 @@ def corrected(cluster: Cluster, rows: list[Row]) -> Cluster:
     whole = ratios["step"]
     slower = {
         name: ratios[name] if name in ratios and math.isfinite(ratios[name]) else whole
-        for name in ("product", "attention", "memory")
+        for name in ("product", "attention", "other")
     }
     known, measured = cluster.efficiencies, cluster.measured
     if measured.products:
@@ -132,14 +133,14 @@ def corrected(cluster: Cluster, rows: list[Row]) -> Cluster:
             measured,
             products=tuple(_slower(row, slower["product"]) for row in measured.products),
             attention=tuple(_slower(row, slower["attention"]) for row in measured.attention),
-            copies=tuple(_slower(row, slower["memory"]) for row in measured.copies),
+            copies=tuple(_slower(row, slower["other"]) for row in measured.copies),
         )
         return replace(cluster, measured=rescaled)
     return replace(
         cluster,
         efficiencies=replace(
             known,
-            memory=_share(known.memory / slower["memory"]),
+            memory=_share(known.memory / slower["other"]),
             products={t: _share(share / slower["product"]) for t, share in known.products.items()},
             attention_forward=_share(known.attention_forward / slower["attention"]),
             attention_backward=_share(known.attention_backward / slower["attention"]),

@@ -20,6 +20,13 @@ from torch.utils.flop_counter import flop_registry
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+# The CPU's attention, whose FLOPs PyTorch does not count, by the operator that does the same.
+_AS_OTHERS = {
+    "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 # What a message is called, by the end of its operator's name.
 _MESSAGES = {
     "allgather": "all_gather",
@@ -293,8 +300,9 @@ class Recorder(TorchDispatchMode):
         flops, kind = 0.0, "memory"
         first = made[0] if made else given[0]
         shape = tuple(first.shape)
-        if packet in flop_registry:
-            flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+        counted = flop_registry.get(_AS_OTHERS.get(short, packet))
+        if counted is not None:
+            flops = float(counted(*args, **kwargs, out_val=result))
             kind = "attention" if "attention" in short else "product"
             if kind == "attention":
                 shape = tuple(given[0].shape)
