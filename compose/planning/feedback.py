@@ -19,6 +19,7 @@ from compose.toml import load
 _FIRST = 2  # steps that start things up, and are left out
 # The names of a profile's shares by those of the planner.
 _SHARES = {"product": "matmul", "attention": "attention", "other": "other", "optimizer": "optimizer"}
+_WORK = {"other": "memory"}
 # A profile's category of memory, and the planner's categories that it holds.
 _CATEGORIES = {
     "weights": ("weights",),
@@ -94,7 +95,7 @@ def _profiled(predicted: Estimate, ranks: list[Mapping[str, Any]]) -> list[Row]:
     slowest = max(ranks, key=lambda r: r["seconds_per_step"] * (1 - r["time"]["communication"]))
     whole, shares = slowest["seconds_per_step"], slowest["time"]
     rows = [
-        Row(name, predicted.work["memory" if name == "other" else name], whole * shares[share], "s")
+        Row(name, predicted.work[_WORK.get(name, name)], whole * shares[share], "s")
         for name, share in _SHARES.items()
     ]
     waits = sum(v for name, v in predicted.exposed.items() if name != "optimizer")

@@ -1,0 +1,177 @@
+"""What the planner's pick costs beside the fastest mesh, on the ranks of this machine.
+
+    python benchmarks/planner_regret.py [--ranks 4 8] [--models dense moe long] [--repeats 3] [--small]
+
+measures the machine with ``python -m compose measure``, estimates every legal mesh of each model with
+that file, runs them all in turn, and prints one JSON line for each mesh and one for each model: the
+regret (time of the pick over that of the fastest mesh) and Spearman's rank correlation of predicted and
+measured times. Measured is the median over the repeats of a step's time, on gloo and CPUs.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from compose import clip_grad_norm_, forward_backward, init_mesh, legality
+from compose.build import build, build_optimizer, loss_function
+from compose.data import random_batch
+from compose.legality.job import Job
+from compose.planning.cluster import load_cluster
+from compose.planning.estimate import estimate
+from compose.toml import load
+
+ROOT = Path(__file__).parent.parent
+COMMON = {"train.global_batch": 8, "train.micro_batch": 1, "parallel.zero": 3}
+MODELS: dict[str, dict[str, object]] = {
+    "dense": {"model.dim": 256, "model.n_layers": 6, "model.hidden_dim": 768, "train.seq_len": 256},
+    "moe": {
+        "model.name": "qwen3",
+        "model.preset": "debug_moe",
+        "model.n_layers": 4,
+        "train.seq_len": 256,
+    },
+    "long": {"model.dim": 128, "model.n_layers": 4, "model.hidden_dim": 384, "train.seq_len": 2048},
+}
+SMALL: dict[str, object] = {"model.n_layers": 2, "train.seq_len": 64}
+
+
+def jobs(model: str, ranks: int, small: bool) -> list[Job]:
+    """Every legal mesh of a model."""
+    keys = COMMON | MODELS[model] | (SMALL if small else {})
+    overrides = [(key, str(value)) for key, value in keys.items()]
+    config, found = load(str(ROOT / "train.toml"), overrides), []
+    eps = [e for e in (1, 2, 4, 8) if e <= ranks] if model == "moe" else [1]
+    for ep in eps:
+        free = replace(config, parallel=replace(config.parallel, ep=ep))
+        for degrees, problems in legality.survey(free, ranks):
+            if not problems:
+                parallel = replace(free.parallel, **degrees)
+                found.append(legality.check(replace(free, parallel=parallel), ranks))
+    return found
+
+
+def name_of(job: Job) -> str:
+    """The degrees in words."""
+    p = job.degrees
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    return " ".join(f"{a} {getattr(p, a)}" for a in axes if getattr(p, a) > 1) or "1 rank"
+
+
+def step_seconds(job: Job, steps: int = 3) -> float:
+    """The median time of a step on this rank, after one that starts things up."""
+    device, config = torch.device("cpu"), job.config
+    composition = build(job, init_mesh(job.degrees), device)
+    optimizer = build_optimizer(composition, job)
+    count = config.train.global_batch // (job.degrees.dp_shard * job.degrees.dp_replicate)
+    batch = random_batch(count, config.train.seq_len, config.model.config.vocab_size, dist.get_rank())
+    taken = []
+    for _ in range(1 + steps):
+        dist.barrier()
+        began = time.perf_counter()
+        forward_backward(composition, batch, micro_batch=1, loss_function=loss_function(config))
+        clip_grad_norm_(composition, config.train.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
+
+
+def one_rank(rank: int, ranks: int, port: int, model: str, options: dict[str, Any], out: str) -> None:
+    """One rank, which runs all meshes of a model in turn."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    every = jobs(model, ranks, options["small"])
+    found: list[list[float]] = [[] for _ in every]
+    for _ in range(options["repeats"]):
+        for job, times in zip(every, found, strict=True):
+            times.append(step_seconds(job))
+    if rank == 0:
+        Path(out).write_text(json.dumps([statistics.median(times) for times in found]))
+    dist.barrier()
+    os._exit(0)  # a thread of gloo may still hold a tensor
+
+
+def measured(model: str, ranks: int, options: dict[str, Any]) -> list[float]:
+    """The time of a step of each mesh, in new processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        out = Path(folder) / "times.json"
+        mp.spawn(one_rank, (ranks, port, model, options, str(out)), nprocs=ranks)
+        return json.loads(out.read_text())
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's rank correlation of two lists without ties."""
+
+    def places(values: Sequence[float]) -> list[int]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [order.index(i) for i in range(len(values))]
+
+    n = len(a)
+    gaps = sum((x - y) ** 2 for x, y in zip(places(a), places(b), strict=True))
+    return 1 - 6 * gaps / (n * (n * n - 1)) if n > 1 else 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8])
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="small models, for a test of this program")
+    arguments = parser.parse_args()
+    for ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "here.toml"
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            measure = [*torchrun, "-m", "compose", "measure", "--out", str(file)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run(measure, check=True, cwd=ROOT, env=environment, capture_output=True)
+            cluster = load_cluster(str(file))
+        for model in arguments.models:
+            every = jobs(model, ranks, arguments.small)
+            predicted = [estimate(job, cluster).step_seconds for job in every]
+            options = {"repeats": arguments.repeats, "small": arguments.small}
+            found = measured(model, ranks, options)
+            for job, expected, took in zip(every, predicted, found, strict=True):
+                row = {"benchmark": "planner_regret", "model": model, "ranks": ranks}
+                row |= {
+                    "mesh": name_of(job),
+                    "predicted": round(expected, 4),
+                    "seconds": round(took, 4),
+                }
+                print(json.dumps(row), flush=True)
+            pick = min(range(len(every)), key=predicted.__getitem__)
+            summary = {
+                "benchmark": "planner_regret",
+                "model": model,
+                "ranks": ranks,
+                "meshes": len(every),
+                "pick": name_of(every[pick]),
+                "fastest": name_of(every[min(range(len(every)), key=found.__getitem__)]),
+                "regret": round(found[pick] / min(found), 3),
+                "spearman": round(spearman(predicted, found), 3),
+                "torch": torch.__version__,
+            }
+            print(json.dumps(summary), flush=True)
+
+
+if __name__ == "__main__":
+    main()
