@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from compose import Plan, Trial, verify
 from compose.config import Parallel
@@ -203,8 +204,11 @@ def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
     report = agreed(pool.run(prove_step, ranks_of(mesh), keys))
     assert report.ok, str(report)
     if not mesh and reduce == "float32":
-        # Alone, the same operations round alike: nothing is cast but parameters.
-        assert all(row.error == 0 for row in report.rows if row.quantity == "gradient")
+        # Alone, the same operations round alike: nothing is cast but parameters. Since 2.15 FSDP keeps a
+        # gradient in float32 where backward computes it so, as for norms; the other side rounds it.
+        kept = TorchVersion(torch.__version__) >= "2.15"
+        gradients = [row for row in report.rows if row.quantity == "gradient"]
+        assert all(row.error == 0 for row in gradients if not (kept and "norm" in row.name))
 
 
 def _different_weights() -> Report:
