@@ -204,7 +204,7 @@ def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
     report = agreed(pool.run(prove_step, ranks_of(mesh), keys))
     assert report.ok, str(report)
     if not mesh and reduce == "float32":
-        # Alone, the same operations round alike: nothing is cast but parameters. Since 2.15 FSDP keeps a
+        # Alone, the same operations round alike: only parameters are cast. Since 2.15 FSDP keeps a
         # gradient in float32 where backward computes it so, as for norms; the other side rounds it.
         kept = TorchVersion(torch.__version__) >= "2.15"
         gradients = [row for row in report.rows if row.quantity == "gradient"]

@@ -89,6 +89,8 @@ class _Streams:
 
             def __init__(self, *args: Any, number: int | None = None, **kwargs: Any) -> None:
                 self.number = listener.new_stream() if number is None else number
+                # Since 2.15 FSDP records streams by these numbers.
+                self.stream_id, self.device_index, self.device_type = self.number, 0, 0
 
             def record_event(self, event: Any = None) -> Event:
                 return (event or Event()).record()

@@ -5,7 +5,7 @@ of a DTensor is seen once as a whole and once in its parts. This one sees the pa
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,6 @@ from torch.utils.flop_counter import flop_registry
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
-# The CPU's attention, whose FLOPs PyTorch does not count, by the operator that does the same.
-_AS_OTHERS = {
-    "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
 # What a message is called, by the end of its operator's name.
 _MESSAGES = {
     "allgather": "all_gather",
@@ -300,15 +293,14 @@ class Recorder(TorchDispatchMode):
         flops, kind = 0.0, "memory"
         first = made[0] if made else given[0]
         shape = tuple(first.shape)
-        counted = flop_registry.get(_AS_OTHERS.get(short, packet))
-        if counted is not None:
-            flops = float(counted(*args, **kwargs, out_val=result))
-            kind = "attention" if "attention" in short else "product"
-            if kind == "attention":
-                shape = tuple(given[0].shape)
-                # The count is of all pairs of tokens; a causal kernel computes half of them.
-                flops /= 2 if _argument(func, "is_causal", args, kwargs) else 1
-            elif short in _PRODUCTS:
+        if "attention" in short:
+            kind, shape = "attention", tuple(given[0].shape)
+            flops = _attention_flops(given, short.endswith("backward"))
+            # The count is of all pairs of tokens; a causal kernel computes half of them.
+            flops /= 2 if _argument(func, "is_causal", args, kwargs) else 1
+        elif packet in flop_registry:
+            kind, flops = "product", float(flop_registry[packet](*args, **kwargs, out_val=result))
+            if short in _PRODUCTS:
                 shape = _product_shape(given, flops)
         changed = _changed(func, args, kwargs)
         written = [*made, *changed] if not changed or made[:1] != changed[:1] else changed
@@ -384,6 +376,17 @@ def _bytes_of_lists(args: Any) -> int:
     lists = [leaf for leaf in args if isinstance(leaf, (list, tuple))]
     sizes = [sum(_bytes(t) for t in tree_leaves(x) if isinstance(t, Tensor)) for x in lists]
     return max(sizes, default=0)
+
+
+def _attention_flops(given: Sequence[Tensor], backward: bool) -> float:
+    """Return the FLOPs of attention over all pairs of tokens; queries are (B, H, L, K).
+
+    Backward computes the scores again, and has four products besides (Dao 2023, arXiv:2307.08691).
+    """
+    q, k, v = given[1:4] if backward else given[:3]
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    scores, values = 2.0 * pairs * q.shape[3], 2.0 * pairs * v.shape[3]
+    return 3 * scores + 2 * values if backward else scores + values
 
 
 def _product_shape(given: list[Tensor], flops: float) -> tuple[int, ...]:
