@@ -54,6 +54,7 @@ def _check_measured(cluster: Cluster) -> None:
             assert found == pytest.approx(seconds)
 
 
+@pytest.mark.slow
 def test_command_under_torchrun(tmp_path: Path) -> None:
     """Two ranks measure, and the first writes a file that loads, whole and alone."""
     script, out = tmp_path / "short.py", tmp_path / "here.toml"

@@ -130,6 +130,7 @@ def test_explanations_name_what_decides() -> None:
     assert "messages of tp" in line
 
 
+@pytest.mark.slow
 def test_memory_ranks_candidates_when_asked() -> None:
     where = space(
         TRAIN,
@@ -290,6 +291,7 @@ def test_an_axis_that_the_plan_cannot_cut_is_left_out() -> None:
     assert {c.config.parallel.pp for c in candidates(where, facts)} > {1}
 
 
+@pytest.mark.slow
 def test_the_fewest_devices_are_found() -> None:
     shape = {"model__n_layers": 2, "train__global_batch": 8, "train__micro_batch": 1}
     where = space(TRAIN, "h100_sxm", 8, **shape)
@@ -306,6 +308,7 @@ def test_the_fewest_devices_are_found() -> None:
     assert fewest(where, tokens=1e30, days=1)[1] == []
 
 
+@pytest.mark.slow
 def test_a_prediction_is_held_against_a_run(tmp_path: Path) -> None:
     folder, corrected = tmp_path / "run", tmp_path / "corrected.toml"
     keys = ["--model.n_layers=2", "--train.seq_len=128", "--train.steps=5", f"--run.dir={folder}"]
