@@ -9,7 +9,7 @@ from compose.base.fields import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.planning.explain import reasons
 from compose.planning.memory import CATEGORIES
-from compose.planning.search import Candidate, Space, capacity, fits
+from compose.planning.search import DEGREES, TRIED, Candidate, Space, capacity, fits
 
 _GIB = 2**30
 _SHOWN = 4  # pipeline ranks whose memory is told in words
@@ -38,12 +38,21 @@ def as_data(space: Space, found: Sequence[Candidate]) -> dict[str, Any]:
     }
 
 
+def _keys(candidate: Candidate) -> dict[str, Any]:
+    """Return all keys that the search looks at, also those that are fixed."""
+    keys = [*DEGREES, *TRIED, "parallel.offload"]
+    if candidate.config.parallel.pp == 1:
+        keys.remove("parallel.pp_schedule")
+    tables = {key: key.partition(".") for key in keys}
+    return {key: getattr(getattr(candidate.config, t), name) for key, (t, _, name) in tables.items()}
+
+
 def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]:
     estimate = candidate.found
     assert estimate is not None
     fullest = max(estimate.peaks, key=lambda p: p.reserved)
     data: dict[str, Any] = {
-        "keys": {k: v for k, v in candidate.keys.items() if k != "parallel.pp_layers"},
+        "keys": _keys(candidate),
         "fits": fits(space, candidate),
         "step_seconds": estimate.step_seconds,
         "tokens_per_second_per_device": estimate.tokens_per_second_per_device,
