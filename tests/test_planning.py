@@ -337,3 +337,14 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == f"{tmp_path}/config.toml: no such file\n"
     done = run(f"--against={tmp_path}")
     assert done.stderr == "command line: plan: --against needs --cluster, on which the run was made\n"
+
+
+def test_where_nothing_fits_it_says_by_how_much() -> None:
+    shape = ["--model.preset=70b", "--train.seq_len=4096", "--train.micro_batch=1"]
+    fixed = ["--activation_checkpoint.mode=full", "--parallel.offload=none", "--parallel.tp=1"]
+    words = ["--cluster=rtx4090", "--world-size=1", "--candidates=1", "--train.global_batch=1"]
+    done = run(TRAIN, *shape, *fixed, *words)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("nothing fits; the best is short of ")
+    assert last.endswith('GiB a device; more devices, parallel.offload = "cpu" with zero 3 would help')

@@ -3,6 +3,8 @@
 Pipeline ranks whose stages are equal have equal estimates, so one of them is recorded.
 """
 
+import signal
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -253,7 +255,7 @@ def rank_costs(
         Task(job, cluster, rank, runs, k, stream, otherwise) for rank in plans for k in plans[rank]
     ]
     # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
-    with get_context("fork").Pool(min(workers, len(tasks)), maxtasksperchild=1) as pool:
+    with get_context("fork").Pool(min(workers, len(tasks)), _begin, (), 1) as pool:
         made = iter(pool.map(recorded, tasks, chunksize=1))
     found: dict[int, RankCosts] = {}
     for like, source in chosen.items():
@@ -323,12 +325,19 @@ def stream_of(
     """
     runs = runs_of(job)
     task = Task(job, cluster, 0, runs, runs and runs.fewest(), otherwise=otherwise)
-    with get_context("fork").Pool(1) as pool:
+    with get_context("fork").Pool(1, _begin) as pool:
         return pool.apply(_stream, (task,))
 
 
 def _stream(task: Task) -> tuple[torch.Size, torch.dtype]:
     return _record(task, only_stream=True).broadcast[0]
+
+
+def _begin() -> None:
+    """Prepare a process that makes records."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the search, which ends the pool
+    # FSDP warns about a view that is never changed in place here.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
 
 
 def recorded(task: Task) -> RankCosts:

@@ -26,6 +26,7 @@ TRIED: dict[str, tuple[Any, ...]] = {
 }
 # What a rank must hold at least, as a share of the quick estimate of its memory.
 _SURELY = 0.75
+_SHORT = 3  # candidates that are recorded if nothing fits
 _MOST_TP = 2  # nodes over which tp is tried
 _LEAST_TOKENS = 2048  # of a sequence on each rank of cp
 
@@ -66,13 +67,16 @@ def capacity(cluster: Cluster) -> int:
     return cluster.device.memory - cluster.device.context - cluster.nccl_bytes
 
 
-def candidates(space: Space, facts: Facts, offload: bool = False) -> Iterator[Candidate]:
+def candidates(
+    space: Space, facts: Facts, offload: bool = False, anyway: bool = False
+) -> Iterator[Candidate]:
     """Yield the candidates whose quick estimate says that they may fit.
 
     Args:
         space: The space.
         facts: The model's facts.
         offload: Whether shards wait in host memory; this is slow, and tried if nothing else fits.
+        anyway: Whether to yield those that do not fit too.
 
     Yields:
         The candidates, in no particular order.
@@ -89,7 +93,7 @@ def candidates(space: Space, facts: Facts, offload: bool = False) -> Iterator[Ca
         if config.parallel.pp > 1 and not _pipelines(config, facts):
             continue
         rough = quick(facts, config, space.cluster)
-        if rough.memory * _SURELY <= room:
+        if anyway or rough.memory * _SURELY <= room:
             yield Candidate(config, keys, rough)
 
 
@@ -233,6 +237,9 @@ def search(
         every = sorted(
             [*candidates(space, facts, offload=True), *every], key=lambda c: _order(space, c)
         )
+    if not every:  # the least short ones tell by how much
+        every = sorted(candidates(space, facts, anyway=True), key=lambda c: c.rough.memory)
+        most = min(most, _SHORT)
     for axis in ("tp", "cp", "pp"):
         if axis not in facts.axes:
             progress(f"the plan of {space.config.model.name} cannot cut {axis}: it is left out")
