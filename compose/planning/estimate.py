@@ -31,7 +31,7 @@ from compose.planning.memory import (
 from compose.planning.pipeline_time import Slot, simulate
 from compose.planning.recorder import Record
 from compose.planning.reduction import FEWEST, Runs, linear, places, reduced, runs_of
-from compose.planning.seconds import Seconds, action_seconds
+from compose.planning.seconds import Seconds, action_seconds, apart, grown
 from compose.planning.trace import Played, Traced, trace
 
 _MICRO_BATCHES = 3  # a first one, a last one, and one between
@@ -47,6 +47,8 @@ class Otherwise:
     """Whether operators that follow one another in a layer are one kernel."""
     compiled: bool = False
     """Whether the host issues what is fused as one operator too."""
+    exchange: float = 0.0
+    """Seconds of each action of a pipeline in which the host waits for its neighbours."""
     documents: bool = False
     """Whether attention stays within documents."""
 
@@ -149,10 +151,15 @@ def estimate(
         peaks.append(RankPeak(size, round(size * costs_of.overhead), dict(shares)))
     of_stage = {a.stage: ranks[rank] for rank, row in enumerate(rows) for a in row}
 
-    def seconds(action: Action) -> float:
-        return _of(of_stage[action.stage], action, count)["all"]
+    exchange = otherwise.exchange if otherwise and job.degrees.pp > 1 else 0.0
 
-    slots = simulate(rows, seconds, _messages(job, cluster))
+    def seconds(action: Action) -> float:
+        return _of(of_stage[action.stage], action, count)["all"] + exchange
+
+    def parts(action: Action) -> tuple[float, float]:
+        return apart(_of(of_stage[action.stage], action, count), action.kind)
+
+    slots = simulate(rows, seconds, _messages(job, cluster), parts)
     return _summary(job, cluster, rows, ranks, peaks, slots)
 
 
@@ -392,14 +399,14 @@ def _grown(base: RankCosts, runs: Runs, longer: Sequence[tuple[int, RankCosts]])
     memory.start = _grow(old.start, [(more(p, -1), rank.memory.start) for p, rank in longer])
     for key, action in old.actions.items():
         steps = [(more(p, key[0]), rank.memory.actions[key]) for p, rank in longer]
-        grown = ActionMemory(_grow(action.delta, [(n, m.delta) for n, m in steps]))
+        larger = ActionMemory(_grow(action.delta, [(n, m.delta) for n, m in steps]))
         for segment, above in action.peaks.items():
             if all(segment in m.peaks for _, m in steps):
-                grown.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
-        memory.actions[key] = grown
+                larger.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
+        memory.actions[key] = larger
     seconds: dict[Key, Seconds] = {}
     for key, one in base.seconds.items():
-        seconds[key] = linear(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
+        seconds[key] = grown(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
     return RankCosts(memory, base.overhead, seconds)
 
 

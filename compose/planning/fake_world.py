@@ -127,7 +127,8 @@ class OnMeta(TorchFunctionMode):
 
     Args:
         devices: The types of device in whose place meta stands.
-        kernels: The device whose attention kernel is taken: on meta PyTorch would hold all scores.
+        kernels: The device whose kernels of attention and norms are taken: on meta PyTorch would hold
+            all scores.
     """
 
     def __init__(self, devices: Sequence[str] = ("cpu", "cuda"), kernels: str = "cuda") -> None:
@@ -143,6 +144,8 @@ class OnMeta(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
             return _attention(self.kernels, *args, **kwargs)
+        if name == "rms_norm" and self.kernels == "cuda":
+            return _rms_norm(*args, **kwargs)
         if name in self.devices and args:
             return args[0]
         if name == "to":
@@ -186,6 +189,16 @@ def _attention(
     return ops._scaled_dot_product_efficient_attention(
         q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Return rms_norm by one kernel, as CUDA has it; on meta PyTorch would take it apart.
+
+    The kernel of layer_norm stands for it. Its bytes are the same, but for the means.
+    """
+    return torch.layer_norm(x, shape, weight, None, 1e-6 if eps is None else eps)
 
 
 class _Sent:
@@ -300,6 +313,7 @@ def fake_world(
         for owner, name, other in (
             (FSDPParamGroup, "_validate_no_meta_params", nothing),
             (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", nothing),
+            (torch.cuda, "get_device_capability", lambda *args: (9, 0)),  # it has products of 8 bits
             (torch.autograd, "_engine_run_backward", backward),
             (torch.accelerator, "current_stream", streams.current_stream),
             (dist, "broadcast_object_list", broadcast),

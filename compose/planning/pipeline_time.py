@@ -22,6 +22,7 @@ def simulate(
     rows: Sequence[Sequence[Action]],
     seconds: Callable[[Action], float],
     message: Callable[[int, int], float],
+    apart: Callable[[Action], tuple[float, float]] = lambda action: (0.0, 0.0),
 ) -> list[Slot]:
     """Return when each action runs.
 
@@ -32,6 +33,8 @@ def simulate(
         rows: The actions of each rank in order.
         seconds: The time of an action.
         message: The time of a message from one rank to another.
+        apart: The parts of an action's time in which it needs no input yet, and in which its result is
+            sent already: weights are gathered before, and gradients reduced after it.
 
     Returns:
         The slots, in no particular order.
@@ -53,10 +56,11 @@ def simulate(
                 ready = _ready(action, last, holder, ends, message)
                 if ready is None:
                     break
-                start = max(clock[rank], ready)
+                before, after = apart(action)
+                start = max(clock[rank], ready - before)
                 end = start + seconds(action)
                 kind = "B" if action.kind == "I" else action.kind
-                ends[action.stage, kind, action.micro_batch] = end
+                ends[action.stage, kind, action.micro_batch] = end - after
                 slots.append(Slot(rank, action, start, end))
                 clock[rank], moved = end, True
                 next_of[rank] += 1

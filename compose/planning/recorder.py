@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -255,8 +255,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator, and record it with the storages that it makes."""
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # its parts come here again
+        if any(kind not in (Tensor, Parameter) for kind in types):
+            return NotImplemented  # a tensor of several, such as a DTensor: its parts come here again
         kwargs = kwargs or {}
         self.begin()
         result = func(*args, **kwargs)
@@ -301,7 +301,8 @@ class Recorder(TorchDispatchMode):
         elif packet in flop_registry:
             kind, flops = "product", float(flop_registry[packet](*args, **kwargs, out_val=result))
             if short in _PRODUCTS:
-                shape = _product_shape(given, flops)
+                # The scales of a product in 8 bits come after its factors.
+                shape = _product_shape(given[:2] if short == "_scaled_mm" else given, flops)
         changed = _changed(func, args, kwargs)
         written = [*made, *changed] if not changed or made[:1] != changed[:1] else changed
         # A fill or a copy does not read what it writes over, and a new empty tensor is not written.
@@ -310,6 +311,7 @@ class Recorder(TorchDispatchMode):
         if short.startswith(("empty", "new_empty")):
             written = []
         dtype = str((given or made)[0].dtype).removeprefix("torch.")
+        dtype = "float8" if dtype.startswith("float8") else dtype
         size = sum(map(_bytes, read)) + sum(map(_bytes, written))
         return Operator(
             self._segment(),

@@ -14,9 +14,12 @@ from compose.planning import costs
 from compose.planning.cluster import Cluster
 from compose.planning.memory import Key, action_key
 from compose.planning.recorder import BACKWARD, Message, Operator, Record, Wait
+from compose.planning.reduction import linear
 
 Seconds = dict[str, float]
 """Seconds by what they are: "all" of the action, and of it "exposed AXIS" and each kind of operator."""
+PART = "part"
+"""The kind of an operator that is a part of a kernel for many tensors: no launch of its own."""
 _NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
 
 
@@ -90,7 +93,7 @@ def action_seconds(
             seconds[f"sent {axis}"] += took
         else:
             took = operator_seconds(cluster, work, record.segments[work.segment].phase == BACKWARD)
-            host += (1 + waiting) * cluster.device.dispatch
+            host += (work.kind != PART) * (1 + waiting) * cluster.device.dispatch
             late = max(0.0, host - clock[work.stream])
             clock[work.stream] += late + took
             waiting = 0
@@ -99,6 +102,31 @@ def action_seconds(
                 seconds["host"] += late
         seconds["all"] += clock[0] - before
     return found
+
+
+def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
+    """Return the seconds of an action with more layers.
+
+    What is exposed may shrink with a layer. It does not fall below 0.
+
+    Args:
+        base: The seconds with few layers.
+        longer: How many layers to add, and the seconds with one more.
+    """
+    found = {name: max(0.0, value) for name, value in linear(base, longer).items()}
+    found["all"] = sum(v for name, v in found.items() if name != "all" and not name.startswith("sent "))
+    return found
+
+
+def apart(seconds: Seconds, kind: str) -> tuple[float, float]:
+    """Return the parts of an action that need no input yet, and that come after its result.
+
+    Args:
+        seconds: The seconds of the action.
+        kind: Its kind: F, B, I or W.
+    """
+    exposed = sum(v for name, v in seconds.items() if name.startswith("exposed dp_"))
+    return (exposed, 0.0) if kind == "F" else (0.0, exposed)
 
 
 def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
@@ -118,7 +146,8 @@ def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
         )
     if work.name in _NO_KERNEL or not work.bytes:
         return 0.0
-    return costs.memory_seconds(cluster, work.bytes)
+    took = costs.memory_seconds(cluster, work.bytes)
+    return max(0.0, took - cluster.device.launch) if work.kind == PART else took
 
 
 def axis_of(message: Message, degrees: Parallel) -> str:
