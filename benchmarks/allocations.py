@@ -65,7 +65,7 @@ class Allocations:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
-            _mark("begin", sum(storages.values()))
+            mark("begin", sum(storages.values()))
 
     def peak(self) -> int:
         """The most bytes at a time since :meth:`begin`, now that all is done."""
@@ -94,16 +94,17 @@ class Allocations:
         return peak
 
 
-def _mark(what: str, size: int) -> None:
+def mark(what: str, size: int) -> None:
+    """Mark in the trace that so many bytes of the host's begin, "out", or end, "gone"."""
     with torch.profiler.record_function(f"mark {what} {size}"):
         pass
 
 
 def _marked(offload: ActivationOffload, real: Any, tensor: Tensor) -> tuple[Tensor, Any]:
     """ActivationOffload.out_of, with a mark before the copy is made and before it is let go."""
-    _mark("out", tensor.nbytes)
+    mark("out", tensor.nbytes)
     copy, stored = real(offload, tensor)
-    weakref.finalize(copy, _mark, "gone", tensor.nbytes)
+    weakref.finalize(copy, mark, "gone", tensor.nbytes)
     return copy, stored
 
 

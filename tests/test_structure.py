@@ -52,8 +52,8 @@ MAY_IMPORT = {
     "pipeline": "base errors loss parallel plan",
     "plan": "base errors parallel",
     "planning": (
-        "apply base build composition config errors legality loss optimizer parallel pipeline plan"
-        " toml train"
+        "apply base build composition config errors legality loss memory optimizer parallel pipeline"
+        " plan toml train"
     ),
     "precision": "base errors parallel plan tables",
     "profiling": "base runtime tables",

@@ -11,7 +11,7 @@ from compose.errors import ConfigError
 from compose.optimizer.scratch import Scratch
 
 PAGE = 4096  # bytes; with direct access places, sizes and addresses must be multiples of it
-_UNIT = PAGE // 4  # elements
+UNIT = PAGE // 4  # elements
 
 
 def page_aligned(elements: int, pinned: bool) -> Tensor:
@@ -24,7 +24,7 @@ def page_aligned(elements: int, pinned: bool) -> Tensor:
     Returns:
         A flat float32 tensor.
     """
-    memory = torch.empty(elements + _UNIT, dtype=torch.float32, pin_memory=pinned)
+    memory = torch.empty(elements + UNIT, dtype=torch.float32, pin_memory=pinned)
     skip = -memory.data_ptr() % PAGE // 4
     return memory[skip : skip + elements]
 

@@ -30,11 +30,9 @@ from compose.planning.memory import (
 )
 from compose.planning.pipeline_time import Slot, simulate
 from compose.planning.recorder import Record
-from compose.planning.reduction import FEWEST, Runs, linear, places, reduced, runs_of
-from compose.planning.seconds import Seconds, action_seconds, apart, grown
+from compose.planning.reduction import FEWEST, Runs, few_micro_batches, linear, places, reduced, runs_of
+from compose.planning.seconds import Seconds, action_seconds, apart, grown, seconds_of
 from compose.planning.trace import Played, Traced, trace
-
-_MICRO_BATCHES = 3  # a first one, a last one, and one between
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ def estimate(
 
 
 def _of(rank: RankCosts, action: Action, count: int) -> Seconds:
-    return rank.seconds[action.stage, action.kind, place_of(action.micro_batch, count)]
+    return seconds_of(rank.seconds, (action.stage, action.kind, place_of(action.micro_batch, count)))
 
 
 def _messages(job: Job, cluster: Cluster) -> Any:
@@ -354,7 +352,7 @@ def recorded(task: Task) -> RankCosts:
         task.otherwise.change(one.record, job)
     categorize(one.record, job.resolved.output)
     where = places(job, task.runs, task.kept) if task.runs and task.kept else {}
-    count = min(_MICRO_BATCHES, job.micro_batches)
+    count = len(few_micro_batches(job))
     fused = task.otherwise.fused if task.otherwise else job.config.compile.mode != "off"
     compiled = task.otherwise.compiled if task.otherwise else True
     seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused, compiled)
@@ -375,7 +373,7 @@ def _record(task: Task, only_stream: bool = False) -> Traced:
             task.pp_rank * job.world_size // job.degrees.pp,
             model,
             layers,
-            0 if only_stream else min(_MICRO_BATCHES, job.micro_batches),
+            0 if only_stream else len(few_micro_batches(job)),
             "cpu" if task.cluster.backend == "gloo" else "cuda",
             task.otherwise.documents if task.otherwise else True,
             None if task.pp_rank == 0 else [task.stream],

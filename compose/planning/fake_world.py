@@ -9,7 +9,7 @@ tensors are made on meta, and the objects that the first rank broadcast are hand
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 from unittest import mock
@@ -18,11 +18,17 @@ import torch
 import torch.autograd
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+
+from compose.parallel import attention_blocks
+from compose.planning.host_memory import host_memory
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _TRIES = "_propagate_tensor_meta_non_cached"
@@ -56,6 +62,18 @@ class Listener(Protocol):
 
     def backward(self) -> None:
         """Note that a backward begins."""
+        ...
+
+    def to_host(self, tensors: Iterable[Tensor]) -> None:
+        """Note that tensors are in host memory from now on."""
+        ...
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is in host memory."""
+        ...
+
+    def made_outside(self, tensor: Tensor) -> None:
+        """Note a tensor that no operator made."""
         ...
 
 
@@ -129,19 +147,30 @@ class OnMeta(TorchFunctionMode):
         devices: The types of device in whose place meta stands.
         kernels: The device whose kernels of attention and norms are taken: on meta PyTorch would hold
             all scores.
+        on_host: Tells whether a tensor stands for host memory; it is copied to a GPU.
     """
 
-    def __init__(self, devices: Sequence[str] = ("cpu", "cuda"), kernels: str = "cuda") -> None:
+    def __init__(
+        self,
+        devices: Sequence[str] = ("cpu", "cuda"),
+        kernels: str = "cuda",
+        on_host: Callable[[Tensor], bool] | None = None,
+    ) -> None:
         super().__init__()
         self.devices, self.kernels = devices, kernels
+        self.on_host = on_host if kernels == "cuda" else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if self._replaces(kwargs.get("device")):
-            kwargs["device"] = torch.device("meta")
+        given = tuple(kwargs.values())
         name = getattr(func, "__name__", "")
+        # A number stays on the host: AdamW counts its steps there.
+        value: Any = args[0] if args else None
+        number = func is torch.tensor and not isinstance(value, (list, tuple))
+        if self._replaces(kwargs.get("device")) and not (number and kwargs["device"] == "cpu"):
+            kwargs["device"] = torch.device("meta")
         if name == "scaled_dot_product_attention":
             return _attention(self.kernels, *args, **kwargs)
         if name == "rms_norm" and self.kernels == "cuda":
@@ -149,6 +178,8 @@ class OnMeta(TorchFunctionMode):
         if name in self.devices and args:
             return args[0]
         if name == "to":
+            if self.on_host and any(map(_is_gpu, (*args, *given))) and self.on_host(args[0]):
+                return args[0].clone()
             args = tuple(torch.device("meta") if self._replaces(a) else a for a in args)
         if name == "item" and args[0].is_meta:
             return 1  # the stages of a pipeline ask each other whether all are there
@@ -160,6 +191,11 @@ class OnMeta(TorchFunctionMode):
         if isinstance(device, torch.device):
             return device.type in self.devices
         return isinstance(device, str) and device.partition(":")[0] in self.devices
+
+
+def _is_gpu(value: Any) -> bool:
+    kind = value.type if isinstance(value, torch.device) else value
+    return isinstance(kind, str) and kind.partition(":")[0] in ("cuda", "meta")
 
 
 def _attention(
@@ -175,6 +211,10 @@ def _attention(
 ) -> Tensor:
     """Return scaled_dot_product_attention by the kernel that ``device`` would choose."""
     ops = torch.ops.aten
+    if device == "cpu" and q.shape[-1] != v.shape[-1]:  # the flash kernel does not take it
+        return ops._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
     if device == "cpu":
         mask: Any = attn_mask
         if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -201,14 +241,30 @@ def _rms_norm(
     return torch.layer_norm(x, shape, weight, None, 1e-6 if eps is None else eps)
 
 
-class _Sent:
-    """The work of a message; whoever waits for it waits on the stream of messages."""
+def _block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+    """Return what attention_blocks computes of a block on a CPU."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
-    def __init__(self, listener: Listener, event: int) -> None:
+
+def _block_backward(grad: Tensor, *given: Any) -> Any:
+    *tensors, causal = given
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return operator(grad, *tensors, 0.0, causal)
+
+
+class _Sent:
+    """The work of a message; whoever waits for it waits on the stream of messages.
+
+    It keeps the tensor until then, as NCCL's and gloo's do.
+    """
+
+    def __init__(self, listener: Listener, event: int, tensor: Tensor) -> None:
         self.listener, self.event = listener, event
+        self.tensor: Tensor | None = tensor
 
     def wait(self, timeout: Any = None) -> bool:
         self.listener.wait(self.listener.stream, self.event)
+        self.tensor = None
         return True
 
     def is_completed(self) -> bool:
@@ -219,7 +275,7 @@ def _batch(listener: Listener) -> Any:
     """Return dist.batch_isend_irecv, on a stream of its own for each group as NCCL has it."""
     streams: dict[str, int] = {}
 
-    def send(operations: Sequence[dist.P2POp]) -> list[Any]:
+    def send(operations: Sequence[dist.P2POp], desc: str | None = None) -> list[Any]:
         before, works = listener.stream, []
         for each in operations:
             name = each.group.group_name if each.group else ""
@@ -230,16 +286,14 @@ def _batch(listener: Listener) -> Any:
             listener.wait(listener.stream, ready)
             to = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
             each.op(each.tensor, group=each.group, tag=each.tag, **to)
-            works.append(_Sent(listener, listener.record()))
+            works.append(_Sent(listener, listener.record(), each.tensor))
             listener.stream = before
         return works
 
     return send
 
 
-def _marked(listener: Listener, mark: str, name: str) -> Any:
-    method = getattr(FSDPParamGroup, name)
-
+def _marked(listener: Listener, mark: str, method: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         before, listener.within = listener.within, mark
         try:
@@ -280,6 +334,7 @@ def fake_world(
     Yields:
         The objects that this rank has broadcast so far.
     """
+    send = _batch(listener)
     streams, sent, left = _Streams(listener), [], list(objects or ())
 
     def broadcast(found: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -292,7 +347,7 @@ def fake_world(
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         # The function mode is off while Tensor.backward runs.
-        with OnMeta(kernels=kernels):
+        with OnMeta(kernels=kernels, on_host=listener.on_host):
             listener.backward()
             return engine(*args, **kwargs)
 
@@ -317,13 +372,21 @@ def fake_world(
             (torch.autograd, "_engine_run_backward", backward),
             (torch.accelerator, "current_stream", streams.current_stream),
             (dist, "broadcast_object_list", broadcast),
-            (dist, "batch_isend_irecv", _batch(listener)),
+            (dist, "batch_isend_irecv", send),
+            (schedules, "_batch_p2p", send),
             (torch.UntypedStorage, "resize_", resized),
-            *((FSDPParamGroup, name, _marked(listener, "gather", name)) for name in _GATHERS),
-            (FSDPParamGroup, "post_backward", _marked(listener, "reduce", "post_backward")),
+            *(
+                (FSDPParamGroup, name, _marked(listener, "gather", getattr(FSDPParamGroup, name)))
+                for name in _GATHERS
+            ),
+            (_fsdp_param_group, "foreach_reduce", _marked(listener, "reduce", foreach_reduce)),
             (ShardingPropagator, _TRIES, _unseen(getattr(ShardingPropagator, _TRIES))),
         ):
             stack.enter_context(mock.patch.object(owner, name, other))
+        if kernels == "cpu":
+            for name, other in (("_forward", _block), ("_backward", _block_backward)):
+                stack.enter_context(mock.patch.object(attention_blocks, name, other))
+        stack.enter_context(host_memory(listener, kernels))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         yield sent

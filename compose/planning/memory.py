@@ -5,7 +5,7 @@ them, and how many are in flight. The peak follows from both.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from compose.pipeline.schedules import Action
@@ -79,8 +79,8 @@ def categorize(record: Record, output: str) -> None:
         made, freed = segments[each.segment], each.freed
         if each.within == "gather":
             each.category = GATHERED
-        elif each.within == "reduce" and freed is not None and segments[freed].action != made.action:
-            each.category = GRADIENTS  # whole gradients, which the last micro-batch reduces
+        elif each.freed_within == "reduce" != each.within:
+            each.category = GRADIENTS  # of a unit that has a copy to send
         elif each.within in ("reduce", "message"):
             each.category = COMMUNICATION
         elif made.phase == OPTIMIZER:
@@ -167,6 +167,24 @@ def place_of(number: int, micro_batches: int) -> str:
     return "first" if number == 0 else "middle"
 
 
+def stand_ins(key: Key, known: Container[Key]) -> list[Key]:
+    """Return the recorded actions that stand for one: itself, if it was recorded.
+
+    A table may split the backward of a micro-batch on one rank and not on another, of which there is
+    one record. Then both halves stand for a whole backward, or a whole one for its first half.
+
+    Args:
+        key: The action.
+        known: The recorded actions.
+    """
+    stage, kind, place = key
+    if key in known:
+        return [key]
+    if kind == "B":
+        return [(stage, "I", place), (stage, "W", place)]
+    return [(stage, "B", place)] if kind == "I" else []
+
+
 def segment_keys(record: Record, places: Mapping[str, Sequence[str]]) -> list[list[tuple[str, ...]]]:
     """Return for each segment what it has in common with a segment of a record with more layers.
 
@@ -209,10 +227,30 @@ def peak(rank: RankMemory, row: Sequence[Action], micro_batches: int) -> tuple[i
     best, at = live.total(), Counter(live)
     keys = [(a.stage, a.kind, place_of(a.micro_batch, micro_batches)) for a in row]
     for key in (*keys, STEP):
-        memory = rank.actions[key]
-        for above in memory.peaks.values():
-            if live.total() + above.total() > best:
-                best, at = live.total() + above.total(), live + above
-        for category, change in memory.delta.items():
-            live[category] += change
+        for each in stand_ins(key, rank.actions):
+            memory = rank.actions[each]
+            for above in memory.peaks.values():
+                if live.total() + above.total() > best:
+                    best, at = live.total() + above.total(), live + above
+            for category, change in memory.delta.items():
+                live[category] += change
+    return best, dict(at)
+
+
+def recorded_peak(record: Record) -> tuple[int, Mapping[str, int]]:
+    """Return the most bytes at a time of a record as it is, and how categories shared them.
+
+    Args:
+        record: The record, whose allocations have their categories.
+
+    Returns:
+        The bytes, and those of each category at that time.
+    """
+    live: Bytes = Counter()
+    most, best, at = 0, 0, live
+    for _, place, change in record.changes:
+        most += change
+        live[record.allocations[place].category] += change
+        if most > best:
+            best, at = most, Counter(live)
     return best, dict(at)

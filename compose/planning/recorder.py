@@ -6,7 +6,6 @@ of a DTensor is seen once as a whole and once in its parts. This one sees the pa
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
+from compose.planning.cpu_kernels import casts, chunk_copies
+from compose.planning.record import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTED,
+    Allocation,
+    Message,
+    Operator,
+    Record,
+    Segment,
+    Wait,
+)
+
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 # What a message is called, by the end of its operator's name.
 _MESSAGES = {
@@ -35,116 +47,22 @@ _MESSAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A piece of the step between two boundaries of units; nothing else runs within it."""
-
-    action: tuple[int, str, int]
-    """Stage, kind and micro-batch of the action: F, B, I, W; (-1, "step", 0) for what follows them."""
-    phase: str
-    """forward, backward, recomputed or optimizer."""
-    unit: str
-    """The layer, or the module of the model's ends; empty for what lies between."""
-
-
-@dataclass(slots=True)
-class Operator:
-    """One operator on the device."""
-
-    segment: int
-    """The segment's place in the record."""
-    stream: int
-    """The stream; 0 computes."""
-    name: str
-    """The name, such as aten.mm."""
-    kind: str
-    """product, attention or memory."""
-    flops: float
-    bytes: int
-    """Bytes read and written."""
-    dtype: str
-    """The dtype of its first tensor."""
-    shape: tuple[int, ...]
-    """Of a product (batch, m, n, k), of attention the shape of the queries, else of the result."""
-    reads: tuple[int, ...] = ()
-    """The allocations that it reads."""
-    writes: tuple[int, ...] = ()
-    """The allocations that it writes."""
-
-
-@dataclass(slots=True)
-class Message:
-    """One message to other ranks, as this rank issues it."""
-
-    segment: int
-    """The segment's place in the record."""
-    stream: int
-    """The stream that waits for it."""
-    kind: str
-    """all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or p2p."""
-    group: str
-    """The name of the process group."""
-    ranks: tuple[int, ...]
-    """The ranks of the group."""
-    bytes: int
-    """Of the whole result of an all_gather; of the whole input of others; of the tensor of a p2p."""
-    received: bool = False
-    """Whether it is the receiving half of a p2p."""
-
-
-@dataclass(slots=True)
-class Wait:
-    """A stream waits for what another was given before an event."""
-
-    segment: int
-    stream: int
-    event: int
-
-
-@dataclass(slots=True)
-class Allocation:
-    """Memory between two events of the record."""
-
-    bytes: int
-    start: int
-    """The place of its allocation among the memory's events."""
-    segment: int
-    """The segment in which it was allocated."""
-    within: str
-    """What allocated it: gather, reduce, message, or empty for an operator."""
-    category: str = ""
-    """Its category, once it is known."""
-    end: int | None = None
-    """The place of its end; None if it outlives the record."""
-    freed: int | None = None
-    """The segment in which it ended."""
-
-
-@dataclass
-class Record:
-    """What a rank did, in order."""
-
-    segments: list[Segment] = field(default_factory=list)
-    work: list[Operator | Message | Wait] = field(default_factory=list)
-    events: dict[int, int] = field(default_factory=dict)
-    """The place in ``work`` of each event of a stream, by its number."""
-    event_streams: dict[int, int] = field(default_factory=dict)
-    """The stream of each event."""
-    allocations: list[Allocation] = field(default_factory=list)
-    changes: list[tuple[int, int, int]] = field(default_factory=list)
-    """Changes of memory in order: (segment, place in ``allocations``, bytes; below 0 if freed)."""
-
-
 class Recorder(TorchDispatchMode):
-    """Records every operator and every storage. It is the Listener of a fake world too."""
+    """Records every operator and every storage. It is the Listener of a fake world too.
 
-    def __init__(self) -> None:
+    Args:
+        kernels: The device that is played, "cpu" or "cuda".
+    """
+
+    def __init__(self, kernels: str = "cuda") -> None:
         super().__init__()
+        self.kernels = kernels
         self.record_of = Record([Segment((-1, "setup", 0), FORWARD, "")])
         self.stream = 0
         self.within = ""
         self._streams = 0
         self._held: dict[int, int] = {}
+        self._host: set[int] = set()
 
     # The boundaries.
 
@@ -208,15 +126,30 @@ class Recorder(TorchDispatchMode):
             category: The category.
         """
         for tensor in tensors:
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            place = self._hold(local.untyped_storage())
+            place = self._hold(_local(tensor).untyped_storage())
             if place is not None:
                 self.record_of.allocations[place].category = category
+
+    def to_host(self, tensors: Iterable[Tensor]) -> None:
+        """Note that tensors are in host memory from now on."""
+        for tensor in tensors:
+            storage = _local(tensor).untyped_storage()
+            self._free(storage._cdata)
+            self._host.add(storage._cdata)
+            weakref.finalize(storage, self._host.discard, storage._cdata)
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is in host memory."""
+        return bool(self._host) and _local(tensor).untyped_storage()._cdata in self._host
+
+    def made_outside(self, tensor: Tensor) -> None:
+        """Note a tensor that no operator made."""
+        self._hold(tensor.untyped_storage())
 
     def _hold(self, storage: torch.UntypedStorage) -> int | None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._held:
-            if not size:
+            if not size or key in self._host:
                 return None
             self._held[key] = self._allocate(size)
             weakref.finalize(storage, self._free, key)
@@ -234,12 +167,22 @@ class Recorder(TorchDispatchMode):
         if place is not None:
             allocation = record.allocations[place]
             allocation.end, allocation.freed = len(record.changes), self._segment()
+            allocation.freed_within = self.within
             record.changes.append((self._segment(), place, -allocation.bytes))
+
+    def _take(self, size: int) -> None:
+        """Note memory that an operator has taken and left."""
+        if size:
+            key = -1 - len(self.record_of.allocations)  # no address
+            self._held[key] = self._allocate(size)
+            self._free(key)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note that a storage has another size than before: FSDP frees and refills its buffers so."""
         key, size = storage._cdata, storage.nbytes()
         held = self._held.get(key)
+        if key in self._host:
+            return
         if held is not None and self.record_of.allocations[held].bytes == size:
             return
         known = held is not None
@@ -269,6 +212,10 @@ class Recorder(TorchDispatchMode):
         for tensor in made:
             self._hold(tensor.untyped_storage())
         self.within = "" if self.within == "message" else self.within
+        if self.kernels == "cpu":
+            self._take(casts(func.overloadpacket.__name__, given, _changed(func, args, kwargs), made))
+            if name == "fsdp.chunk_cat":
+                self._take(chunk_copies(args[0], args[2], kwargs["out"]))
         new = len(self.record_of.allocations) > before
         if message:
             self.record_of.work.append(message)
@@ -349,6 +296,10 @@ class Recorder(TorchDispatchMode):
         ranks = tuple(dist.get_process_group_ranks(group))
         received = plain.startswith("recv")
         return Message(self._segment(), self.stream, kind, group.group_name, ranks, size, received)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -9,11 +9,13 @@ something else: the next unit's gather begins in the one before it.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 from torch import nn
 
 from compose.legality.job import Job
+from compose.pipeline.schedules import build_table
 from compose.pipeline.split import layer_names
 from compose.plan import Pipeline
 
@@ -77,6 +79,33 @@ def runs_of(job: Job) -> Runs | None:
         found.append(tuple(len(list(run)) for _, run in groupby(within)))
         start += count
     return Runs(tuple(found))
+
+
+def few_micro_batches(job: Job) -> list[int]:
+    """Return which micro-batches of a step are enough to know what all of them cost.
+
+    They are the first, the last, and one between. With a pipeline there is one between for each kind of
+    action that a stage runs between: a table may split the backward of some micro-batches only.
+
+    Args:
+        job: The checked job.
+    """
+    count, parallel = job.micro_batches, job.degrees
+    if count <= 3:
+        return list(range(count))
+    if parallel.pp == 1:
+        return [0, 1, count - 1]
+    return list(_of_table(parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages, count))
+
+
+@cache
+def _of_table(schedule: str, pp: int, virtual_stages: int, count: int) -> tuple[int, ...]:
+    chosen: dict[tuple[int, str], int] = {}
+    for row in build_table(schedule, pp, virtual_stages, count):
+        for action in row:
+            if 0 < action.micro_batch < count - 1:
+                chosen.setdefault((action.stage, action.kind), action.micro_batch)
+    return tuple(sorted({0, *chosen.values(), count - 1}))
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:

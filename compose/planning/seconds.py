@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from compose.parallel.mesh import AXES, Parallel
 from compose.planning import costs
 from compose.planning.cluster import Cluster
-from compose.planning.memory import Key, action_key
+from compose.planning.memory import Key, action_key, stand_ins
 from compose.planning.recorder import BACKWARD, Message, Operator, Record, Wait
 from compose.planning.reduction import linear
 
@@ -127,6 +127,22 @@ def apart(seconds: Seconds, kind: str) -> tuple[float, float]:
     """
     exposed = sum(v for name, v in seconds.items() if name.startswith("exposed dp_"))
     return (exposed, 0.0) if kind == "F" else (0.0, exposed)
+
+
+def seconds_of(found: Mapping[Key, Seconds], key: Key) -> Seconds:
+    """Return the time of an action, by the actions that stand for it.
+
+    Args:
+        found: The time of each recorded action.
+        key: The action.
+    """
+    if key in found:
+        return found[key]
+    whole: Seconds = defaultdict(float)
+    for each in stand_ins(key, found):
+        for name, value in found[each].items():
+            whole[name] += value
+    return whole
 
 
 def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:

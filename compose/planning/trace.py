@@ -1,10 +1,9 @@
 """Runs one optimizer step of a composition as one rank of a fake world, and records it."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,10 +20,12 @@ from compose.legality.job import Job
 from compose.optimizer.state import make_state
 from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import init_mesh
-from compose.pipeline.schedules import Action, Table
+from compose.pipeline.schedules import Action, Table, build_table
 from compose.plan import Resolved, resolve
 from compose.planning.fake_world import OnMeta, fake_world
+from compose.planning.host_memory import slots
 from compose.planning.recorder import Record, Recorder
+from compose.planning.reduction import few_micro_batches
 from compose.train.step import clip_grad_norm_, forward_backward, local_batch
 
 
@@ -50,7 +51,8 @@ class Played:
     pp_layers: tuple[int, ...] = ()
     """The layers of each stage of that model; empty: those of the job."""
     micro_batches: int = 3
-    """How many micro-batches to run; with 0 only the pipeline's stream is found."""
+    """How many micro-batches to run: all, or as many as :func:`few_micro_batches` chooses; with 0 only
+    the pipeline's stream is found."""
     device_type: str = "cuda"
     """The device whose kernels are chosen, "cpu" or "cuda"."""
     documents: bool = True
@@ -63,7 +65,7 @@ def trace(played: Played) -> Traced:
     """Record one step: forward and backward of some micro-batches, clipping, and the optimizer."""
     job, model, micro_batches = played.job, played.model, played.micro_batches
     device_type = played.device_type
-    recorder, config = Recorder(), job.config
+    recorder, config = Recorder(device_type), job.config
     model = copy.deepcopy(job.model) if model is None else model
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -78,18 +80,27 @@ def trace(played: Played) -> Traced:
             options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
         with OnMeta(["cuda"]):
             composition = apply(model, resolved, mesh, options)
-            optimizer = build_optimizer(composition, job)
+            # Muon's products are in another type on a GPU, and files are not made.
+            dtype = torch.float32 if device_type == "cpu" else None
+            optimizer = build_optimizer(composition, _without_files(job), muon_dtype=dtype)
+        if composition.offload:
+            recorder.to_host(p for _, p in composition.named_parameters())
         recorder.note((p for _, p in composition.named_parameters()), "weights")
         with OnMeta():
             make_state(optimizer)
+        if composition.offload or config.optimizer.offload != "none":
+            recorder.to_host(each for each in _state(optimizer) if each.ndim)
         recorder.note(_state(optimizer), "optimizer")
+        passed = slots(optimizer, device_type, config.optimizer.offload == "nvme")
+        recorder.note(passed, "optimizer")
         batch = _batch(job, micro_batches, played.documents)
         recorder.note(batch.values(), "activations")
         _try_stream(composition, batch, config.train.micro_batch, device_type)
         if not micro_batches:
             return Traced(recorder.record_of, sent)
-        marks, order = _marks(recorder, composition, resolved), _gpipe(composition)
-        with marks, order, OnMeta(kernels=device_type), recorder:
+        marks = _marks(recorder, composition, resolved)
+        order = _few(job, micro_batches)
+        with marks, order, OnMeta(kernels=device_type, on_host=recorder.on_host), recorder:
             forward_backward(
                 composition,
                 batch,
@@ -124,6 +135,14 @@ def _try_stream(
         pipeline.stream(inputs.pop(pipeline.first_argument), inputs)
         if pipeline.placement[0] == pipeline.rank:
             finish_backward(pipeline.stages[0].module, composition.zero, last=True)
+
+
+def _without_files(job: Job) -> Job:
+    """Return a job whose optimizer has its state in host memory, if that of ``job`` is in files."""
+    if job.config.optimizer.offload != "nvme":
+        return job
+    inside = replace(job.config.optimizer, offload="cpu")
+    return replace(job, config=replace(job.config, optimizer=inside))
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -213,31 +232,23 @@ def _actions(recorder: Recorder) -> dict[str, Callable[..., Any]]:
 
 
 @contextmanager
-def _gpipe(composition: Composition) -> Iterator[None]:
-    """Have a pipeline run all forwards first: any number of micro-batches can do that.
+def _few(job: Job, micro_batches: int) -> Iterator[None]:
+    """Have a pipeline run its schedule's table with some of the micro-batches.
 
-    Bytes and time of an action do not depend on the order. The schedule's own table puts them in order
-    afterwards.
+    Those are of :func:`few_micro_batches`, if they are fewer than all.
     """
-    pipeline = composition.pipeline
-    if not pipeline:
+    chosen = few_micro_batches(job)
+    if job.degrees.pp == 1 or micro_batches != len(chosen):
         yield
         return
-    halves = pipeline.schedule.name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-    table = partial(_forwards_first, pipeline.placement, halves)
+    number = {which: i for i, which in enumerate(chosen)}
+
+    def table(name: str, pp: int, per_rank: int, micro_batches: int) -> Table:
+        whole = build_table(name, pp, per_rank, job.micro_batches)
+        return [
+            [Action(a.stage, a.kind, number[a.micro_batch]) for a in row if a.micro_batch in number]
+            for row in whole
+        ]
+
     with mock.patch.object(compose.pipeline.pipeline_parallel, "build_table", table):
         yield
-
-
-def _forwards_first(
-    placement: Sequence[int], halves: bool, name: str, pp: int, per_rank: int, micro_batches: int
-) -> Table:
-    kinds = ("I", "W") if halves else ("B",)
-    rows: Table = []
-    for rank in range(pp):
-        mine = [stage for stage, holder in enumerate(placement) if holder == rank]
-        row = [Action(stage, "F", i) for i in range(micro_batches) for stage in mine]
-        for i in range(micro_batches):
-            row += [Action(stage, kind, i) for stage in reversed(mine) for kind in kinds]
-        rows.append(row)
-    return rows

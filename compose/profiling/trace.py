@@ -45,7 +45,7 @@ _BY_KERNEL = [(label, re.compile(pattern, re.I)) for label, pattern in _KERNELS.
 _STEP = "ProfilerStep#"  # PyTorch's own tools know steps by this name
 _BACKWARD = "autograd::engine::evaluate_function"
 # The ranges of FSDP that change types or devices and do not touch its buffers.
-_NO_BUFFERS = re.compile(r"FSDP::(cast_|inputs_|post_backward_accumulate)")
+_NO_BUFFERS = re.compile(r"FSDP::(cast_|inputs_|post_backward_(accumulate|reshard))")
 _REDUCES = "FSDP::post_backward_reduce"
 NOTED = "compose::noted"
 

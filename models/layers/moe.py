@@ -72,11 +72,14 @@ def grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tensor:
     if _has_kernel(x_NK, weight_EMK):
         ends = counts_E.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x_NK, weight_EMK.transpose(-2, -1), offs=ends)
-    if x_NK.is_meta:  # there are no counts on meta; shape and FLOPs are the same for any counts
-        return x_NK @ weight_EMK[0].T
-    parts = x_NK.split(counts_E.tolist())
+    parts = x_NK.split(_even(x_NK, len(weight_EMK)) if x_NK.is_meta else counts_E.tolist())
     # The backward of unbind is one stack. Indexing would make a whole gradient for each expert.
     return torch.cat([part @ weight.T for part, weight in zip(parts, weight_EMK.unbind(), strict=True)])
+
+
+def _even(x: Tensor, experts: int) -> list[int]:
+    """Return even counts, as there are none on meta."""
+    return [len(x) // experts + (i < len(x) % experts) for i in range(experts)]
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
