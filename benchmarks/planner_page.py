@@ -62,7 +62,8 @@ Where a set is above it, the aim is not reached.
 
 def page(results: Path) -> str:
     """The page of a file of results."""
-    lines = [json.loads(text) for text in results.read_text().splitlines()]
+    read = [json.loads(text) for text in results.read_text().splitlines()]
+    lines = list({(line["set"], line["row"]): line for line in read}.values())
     out = [
         HEAD,
         "| Set | all settings stated | rows | mean | median | largest | rank correlation, median |",

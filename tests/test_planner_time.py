@@ -14,7 +14,7 @@ from compose.planning.cluster import Cluster, load_cluster
 from compose.planning.memory import STEP
 from compose.planning.pipeline_time import Slot, simulate
 from compose.planning.recorder import Message, Operator, Record, Segment, Wait
-from compose.planning.seconds import Seconds, action_seconds, axis_of
+from compose.planning.seconds import Seconds, action_seconds, axis_of, grown
 from compose.planning.trace import Played, trace
 from compose.toml import load
 from tests.helpers import ROOT
@@ -63,6 +63,22 @@ def test_messages_between_stages_delay_the_next_one() -> None:
     assert slots[0, "B", 0].start == 5.0
     assert slots[0, "B", 1].start == 8.0
     assert slots[0, "B", 1].end == 10.0
+
+
+def test_weights_are_gathered_before_the_input_and_gradients_reduced_after_the_result() -> None:
+    """Each action takes 3 s, of which 1 s is apart; by hand, with two ranks and one micro-batch."""
+    rows = build_table("1F1B", 2, 1, 1)
+    parts = {"F": (1.0, 0.0), "B": (0.0, 1.0)}
+    slots = simulate(rows, lambda a: 3.0, lambda s, t: 0.0, lambda a: parts[a.kind])
+    starts = {(slot.rank, slot.action.kind): slot.start for slot in slots}
+    assert starts == {(0, "F"): 0.0, (1, "F"): 2.0, (1, "B"): 5.0, (0, "B"): 7.0}
+
+
+def test_what_is_exposed_does_not_fall_below_nothing() -> None:
+    base = {"all": 5.0, "product": 3.0, "exposed dp_shard": 2.0, "sent dp_shard": 4.0}
+    longer = {"all": 5.5, "product": 4.0, "exposed dp_shard": 1.5, "sent dp_shard": 5.0}
+    found = grown(base, [(10, longer)])
+    assert found == {"all": 13.0, "product": 13.0, "exposed dp_shard": 0.0, "sent dp_shard": 14.0}
 
 
 def test_a_rank_runs_one_action_at_a_time_and_after_its_input() -> None:
