@@ -94,6 +94,39 @@ PRIVATE = {
     "torch.cuda._memory_viz.trace": ("2.16", "the page pytorch.org/memory_viz, by hand"),
     "torch.autograd._profiler_enabled": ("2.16", "torch.profiler"),
     "torch._C._current_graph_task_id": ("2.16", "a hook that marks a backward"),
+    # A world that is not there: each name is replaced while the planner records a step.
+    "torch.autograd._engine_run_backward": ("2.16", "a hook that marks a backward"),
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce": (
+        "2.16",
+        "a mark of our own",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("2.16", "the same"),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("2.16", "the same"),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward": (
+        "2.16",
+        "the same",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard": (
+        "2.16",
+        "the same",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._validate_no_meta_params": (
+        "2.16",
+        "fake tensors, once they have a backward without a GPU",
+    ),
+    "torch.distributed.tensor._sharding_prop.ShardingPropagator": (
+        "2.16",
+        "a record that leaves it out",
+    ),
+    "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached": (
+        "2.16",
+        "the same",
+    ),
+    "torch.utils._python_dispatch._disable_current_modes": ("2.16", "the same"),
+    "torch.distributed.distributed_c10d._resolve_process_group": ("2.16", "a table of groups by name"),
+    "torch.ops.aten.mm.default._schema": ("2.16", "str(operator)"),
+    "torch.ops.aten._scaled_dot_product_efficient_attention": ("2.16", "no public name is known"),
+    "torch.ops.aten._scaled_dot_product_attention_math": ("2.16", "no public name is known"),
     # Attention's kernels, of which the log-sum-exp is wanted.
     "torch.ops.aten._scaled_dot_product_flash_attention": ("2.16", "varlen_attn, on CUDA"),
     "torch.ops.aten._scaled_dot_product_flash_attention_backward": ("2.16", "varlen_attn, on CUDA"),
