@@ -5,9 +5,9 @@ Pipeline ranks whose stages are equal have equal estimates, so one of them is re
 
 import signal
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
@@ -18,20 +18,12 @@ from compose.pipeline.schedules import Action, build_table
 from compose.planning import costs
 from compose.planning.allocator import replay
 from compose.planning.cluster import Cluster
-from compose.planning.memory import (
-    STEP,
-    ActionMemory,
-    Key,
-    RankMemory,
-    categorize,
-    peak,
-    place_of,
-    rank_memory,
-)
+from compose.planning.growth import RankCosts, renamed, with_all_layers
+from compose.planning.memory import STEP, categorize, peak, place_of, rank_memory
 from compose.planning.pipeline_time import Slot, simulate
 from compose.planning.recorder import Record
-from compose.planning.reduction import FEWEST, Runs, few_micro_batches, linear, places, reduced, runs_of
-from compose.planning.seconds import Seconds, action_seconds, apart, grown, seconds_of
+from compose.planning.reduction import FEWEST, Runs, few_micro_batches, places, reduced, runs_of
+from compose.planning.seconds import Seconds, action_seconds, apart, seconds_of
 from compose.planning.trace import Played, Traced, trace
 
 
@@ -65,16 +57,6 @@ class Task:
     """What the first rank of the pipeline broadcast: shape and dtype of what stages send."""
     otherwise: "Otherwise | None" = None
     """What another program does otherwise."""
-
-
-@dataclass
-class RankCosts:
-    """What a pipeline rank does, action by action."""
-
-    memory: RankMemory
-    overhead: float = 1.0
-    """Reserved over allocated bytes at the peaks of the record."""
-    seconds: dict[Key, Seconds] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -266,13 +248,13 @@ def rank_costs(
     for like, source in chosen.items():
         base, *longer = [next(made) for _ in plans[source]]
         for rank in alike[like]:
-            one = _renamed(base, dict(zip(stages[source], stages[rank], strict=True)))
+            one = renamed(base, dict(zip(stages[source], stages[rank], strict=True)))
             if runs is not None and longer:
                 steps = [
-                    (place, _renamed(more, dict(zip(stages[source], stages[rank], strict=True))))
+                    (place, renamed(more, dict(zip(stages[source], stages[rank], strict=True))))
                     for place, more in zip(runs.places(), longer, strict=True)
                 ]
-                one = _grown(one, runs, steps)
+                one = with_all_layers(one, runs, steps)
             found[rank] = one
     return [found[rank] for rank in range(len(rows))]
 
@@ -301,21 +283,6 @@ def _kept(runs: Runs | None, stages: Sequence[int], ranks: int) -> list[Runs | N
     if ranks == 1 and all_layers <= sum(kept.layers()[s] for kept in several for s in stages):
         return [None]
     return [*several]
-
-
-def _renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
-    """Return the costs of a rank with other numbers of its stages."""
-
-    def key(of: Key) -> Key:
-        return stage.get(of[0], of[0]), of[1], of[2]
-
-    memory = RankMemory(
-        rank.memory.start,
-        rank.memory.buffers,
-        {key(k): action for k, action in rank.memory.actions.items()},
-    )
-    seconds = {key(k): of_one for k, of_one in rank.seconds.items()}
-    return RankCosts(memory, rank.overhead, seconds)
 
 
 def stream_of(
@@ -379,34 +346,3 @@ def _record(task: Task, only_stream: bool = False) -> Traced:
             None if task.pp_rank == 0 else [task.stream],
         )
     )
-
-
-def _grown(base: RankCosts, runs: Runs, longer: Sequence[tuple[int, RankCosts]]) -> RankCosts:
-    """Return the costs with all layers of all runs."""
-    stages = sorted({key[0] for key in base.seconds if key[0] >= 0})
-
-    def more(place: int, stage: int) -> float:
-        if stage >= 0:
-            return runs.more(stage, place)
-        # What belongs to no stage grows with all of the rank's. Each of them is one layer longer in the
-        # second record.
-        added = [runs.more(s, place) for s in stages]
-        return sum(added) / max(1, sum(n > 0 for n in added))
-
-    memory, old = RankMemory(buffers=Counter(base.memory.buffers)), base.memory
-    memory.start = _grow(old.start, [(more(p, -1), rank.memory.start) for p, rank in longer])
-    for key, action in old.actions.items():
-        steps = [(more(p, key[0]), rank.memory.actions[key]) for p, rank in longer]
-        larger = ActionMemory(_grow(action.delta, [(n, m.delta) for n, m in steps]))
-        for segment, above in action.peaks.items():
-            if all(segment in m.peaks for _, m in steps):
-                larger.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
-        memory.actions[key] = larger
-    seconds: dict[Key, Seconds] = {}
-    for key, one in base.seconds.items():
-        seconds[key] = grown(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
-    return RankCosts(memory, base.overhead, seconds)
-
-
-def _grow(base: Counter[str], steps: Sequence[tuple[float, Counter[str]]]) -> Counter[str]:
-    return Counter({key: round(value) for key, value in linear(base, steps).items()})
