@@ -190,7 +190,7 @@ def _prove_all(cases: list[dict[str, object]]) -> list[Report]:
     return [prove_step({**CHUNKED, **keys}) for keys in cases]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=n == 2)) for n in CASES])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=n in (2, 4))) for n in CASES])
 def test_equals_one_process(pool: Pool, ranks: int) -> None:
     found = pool.run(_prove_all, ranks, CASES[ranks])
     for keys, *reports in zip(CASES[ranks], *found, strict=True):

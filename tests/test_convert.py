@@ -96,7 +96,7 @@ def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("tied", "tensor, uneven"),
+        pytest.param("tied", "tensor, uneven", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "experts and pipeline", marks=pytest.mark.slow),
     ],
 )

@@ -117,7 +117,7 @@ def _losses(cases: dict[str, Keys]) -> dict[str, tuple[float, float, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=n != 2)) for n in CASES])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=True)) for n in CASES])
 def test_equals_one_process(pool: Pool, ranks: int) -> None:
     results = pool.run(_losses, ranks, CASES[ranks])
     assert all(found == results[0] for found in results)

@@ -174,6 +174,7 @@ def test_a_convolution_is_no_columns() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_new_architecture_is_one_folder(tmp_path: Path) -> None:
     """A copy of models/llama by another name trains as it does, in a checkout with no other edit."""
     for name in ("compose", "models"):

@@ -110,7 +110,7 @@ ROWS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "hsdp": (4, {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero": 2}),
 }
-QUICK = ("zero 1, bfloat16, several micro-batches", "offloaded", "1F1B with tied ends")
+QUICK = ("zero 1, bfloat16, several micro-batches",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n not in QUICK)) for n in ROWS])

@@ -263,6 +263,7 @@ def test_run_dir_that_cannot_be_written_or_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_ctrl_c_ends_after_the_step(tmp_path: Path, ranks: int) -> None:
     arguments = command(

@@ -23,9 +23,9 @@ def _tier_of_mesh(
     number: int, mesh: dict[str, int | bool], tied: bool, accumulation: int
 ) -> list[pytest.MarkDecorator]:
     """Below the full tier each mesh comes once, in turn untied at once and tied accumulating. In the
-    default tier degrees are 2, and meshes with replicas have ZeRO 3."""
+    default tier degrees are 2, and meshes with replicas have ZeRO 3 and no tp."""
     small = 4 not in (mesh.get("tp"), mesh.get("dp_shard"))
-    seldom = "dp_replicate" in mesh and mesh["zero"] != 3
+    seldom = "dp_replicate" in mesh and (mesh["zero"] != 3 or "tp" in mesh)
     once = (tied, accumulation) == [(False, 1), (True, 3)][number % 2]
     return tier(slow=not small or seldom, full=not once)
 
