@@ -59,6 +59,7 @@ def test_gpu_without_time() -> None:
     assert [aim["measured"] for aim in aims.values() if isinstance(aim, dict)] == [None] * 3
 
 
+@pytest.mark.slow
 def test_gpu_row_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory does not suffice layers are recomputed; what else goes wrong is said."""
     spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")

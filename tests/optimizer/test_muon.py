@@ -141,6 +141,7 @@ def _refusals() -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_other_ranks_and_partial_sums_are_refused(pool: Pool) -> None:
     assert pool.run(_refusals, 4)[0] == ["a parameter is", "a parameter is still to be summed"]
 
