@@ -96,7 +96,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """Which part of a device's figures programs reach."""
+    """The parts of a device's figures that programs reach."""
 
     memory: Share
     """Part of the memory's bandwidth that elementwise kernels reach."""
@@ -169,7 +169,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Measured:
-    """What ``python -m compose measure`` has measured; empty in files made of published figures."""
+    """The results of ``python -m compose measure``; files of published figures have none."""
 
     ranks: NonNegative = 0
     """Ranks that measured at the same time; 0: nothing was measured."""

@@ -310,7 +310,8 @@ def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, proto
         link = within if nodes == 1 else min(within, between)
         return protocol.start + (inner if nodes == 1 else outer) + bytes / link
     if kind == "all_to_all":
-        # What leaves the node goes to the card's own device first (NCCL's PXN), so within the node too.
+        # NCCL sends bytes that leave the node to the card's own device first (PXN). So they take the
+        # links within the node too.
         leaves = bytes * (ranks - local) / ranks / between
         steps = (local - 1) * inner + (ranks - local) * outer
         return protocol.start + steps + max(bytes * (ranks - 1) / ranks / within, leaves)

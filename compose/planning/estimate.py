@@ -29,7 +29,7 @@ from compose.planning.trace import Played, Traced, trace
 
 @dataclass(frozen=True)
 class Otherwise:
-    """What another program, whose times are published, does otherwise than the composition."""
+    """The differences of another program, whose times are published, from the composition."""
 
     change: Callable[[Record, Job], None]
     """It changes the record before it is costed; a function of a module, since it goes to a process."""
@@ -54,9 +54,9 @@ class Task:
     kept: Runs | None
     """The layers to keep; None keeps all."""
     stream: Any = None
-    """What the first rank of the pipeline broadcast: shape and dtype of what stages send."""
+    """The shape and dtype of what stages send, as the first rank of the pipeline broadcast them."""
     otherwise: "Otherwise | None" = None
-    """What another program does otherwise."""
+    """The differences of another program; None for the composition itself."""
 
 
 @dataclass(frozen=True)

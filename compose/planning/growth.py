@@ -11,7 +11,7 @@ from compose.planning.seconds import Seconds, grown
 
 @dataclass
 class RankCosts:
-    """What a pipeline rank does, action by action."""
+    """The memory and the time of a pipeline rank, action by action."""
 
     memory: RankMemory
     overhead: float = 1.0

@@ -1,4 +1,4 @@
-"""What of a fake world is in host memory: offloaded shards, optimizer state and activations.
+"""The host memory of a fake world: offloaded shards, optimizer state and activations.
 
 Tensors on meta have no device, so a listener keeps which of them stand for host memory. Those do not
 count as the device's. Copies to the device count.

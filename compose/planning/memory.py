@@ -33,7 +33,7 @@ STEP: Key = (-1, "step", "last")
 
 @dataclass
 class ActionMemory:
-    """What one action does to memory, beside what was there before it."""
+    """The changes that one action makes to the memory that was there before it."""
 
     delta: Bytes = field(default_factory=Counter)
     """Bytes that it leaves, below 0 for those that it frees."""

@@ -14,7 +14,7 @@ _MOST_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 
 
 class Clock(Protocol):
-    """What times a function on all ranks: ``compose.planning.measure.Sweep``."""
+    """A value that times a function on all ranks: ``compose.planning.measure.Sweep``."""
 
     @property
     def device(self) -> torch.device:

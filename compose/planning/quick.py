@@ -44,7 +44,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a quick estimate takes of a model."""
+    """The facts of a model that a quick estimate takes."""
 
     layers: tuple[Layers, ...]
     ends: int

@@ -94,7 +94,7 @@ class Allocation:
 
 @dataclass
 class Record:
-    """What a rank did, in order."""
+    """All that a rank did, in order."""
 
     segments: list[Segment] = field(default_factory=list)
     work: list[Operator | Message | Wait] = field(default_factory=list)

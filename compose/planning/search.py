@@ -33,7 +33,7 @@ _LEAST_TOKENS = 2048  # of a sequence on each rank of cp
 
 @dataclass(frozen=True)
 class Space:
-    """What the search may change, and what it looks for."""
+    """The keys that the search may change, and its objective."""
 
     config: Config
     """The config of the file and the command line."""
@@ -284,8 +284,8 @@ def fewest(
 ) -> tuple[Space, list[Candidate]]:
     """Find the fewest devices that hold the model and see enough tokens in time.
 
-    Tried are 1, 2, 4 ... devices, up to the space's ranks. A number is
-    searched if a quick estimate says that it may do; the first that does by its record is taken.
+    The search tries 1, 2, 4 ... devices, up to the space's ranks. A number is searched if a quick
+    estimate says that it may do. The first number that does by its record is taken.
 
     Args:
         space: The space; its ranks are the most.
