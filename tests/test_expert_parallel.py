@@ -62,7 +62,8 @@ def _in_turn() -> list[Any]:
             model,
             case,
             marks=tier(
-                slow=i % 3 == 1 or any(word in case for word in ("float", "full", "ds 3", "capacity")),
+                slow=i % 3 == 1
+                or any(word in case for word in ("float", "full", "ds 3", "ep 4", "capacity")),
                 full=i % 3 == 2 or (i + j) % 2 == 1,
             ),
         )

@@ -245,7 +245,7 @@ def proved(pool: Pool, name: str, prove: Callable[..., Report] = prove_step) -> 
 
 
 IN_THE_SUITE = ("uneven shards", "tp, rowwise", "ring", "ZBVZeroBubble", "experts with a shared one")
-SLOW = ("ring", "ZBVZeroBubble", "experts with a shared one")
+SLOW = ("uneven shards", "ring", "ZBVZeroBubble", "experts with a shared one")
 
 
 @pytest.mark.parametrize(

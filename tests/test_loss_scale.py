@@ -8,7 +8,7 @@ import pytest
 import compose.precision.loss_scale as loss_scale
 from compose.config import Precision
 from compose.precision.loss_scale import LossScale, first_scale
-from tests.helpers import prove_case
+from tests.helpers import prove_case, tier
 from tests.pool import Pool
 from tests.training import keys_for, lines, train, train_until_error
 
@@ -34,7 +34,10 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("tp", "in chunks")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=tier(slow=c in SLOW)) for c in CASES])
 def test_equals_one_process(pool: Pool, case: str) -> None:
     for report in pool.run(prove_case, 2, HALF | {"train__global_batch": 8} | CASES[case]):
         assert report.ok, str(report)

@@ -192,7 +192,7 @@ BFLOAT16: list[dict[str, int | bool]] = [
             mesh,
             reduce,
             id=f"{reduce}-{name_of(mesh) or 'alone'}",
-            marks=tier(slow=reduce != chosen),
+            marks=tier(slow=reduce != chosen or mesh.get("tp", 1) > 1),
         )
         for mesh, chosen in zip(BFLOAT16, ("float32", "bfloat16", "", "", "float32"), strict=True)
         for reduce in ("float32", "bfloat16")

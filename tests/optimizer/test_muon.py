@@ -174,6 +174,7 @@ def _alike(dims: tuple[int, int]) -> list[Any]:
     return [{n: float((full[n] - plain[n]).detach().abs().max()) for n in shapes}, full, owners]
 
 
+@pytest.mark.slow
 def test_cut_in_any_way(pool: Pool) -> None:
     found = pool.run(_alike, 8, (2, 2))
     for errors, full, owners in found:
