@@ -74,6 +74,37 @@ def test_weights_are_gathered_before_the_input_and_gradients_reduced_after_the_r
     assert starts == {(0, "F"): 0.0, (1, "F"): 2.0, (1, "B"): 5.0, (0, "B"): 7.0}
 
 
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_ranks_on_one_processor_leave_no_bubble(schedule: str) -> None:
+    """As long as one rank works, so does the processor."""
+    per_rank = 1 if schedule in ("GPipe", "1F1B") else 2
+    rows = build_table(schedule, 4, per_rank, 8)
+    took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    slots = simulate(rows, lambda action: took[action.kind], lambda s, t: 0.0, sharing=4.0)
+    whole = sum(took[action.kind] for row in rows for action in row)
+    assert length(slots) == pytest.approx(whole / 4)
+    assert sorted(slot.action for slot in slots) == sorted(action for row in rows for action in row)
+
+
+def test_two_ranks_for_each_processor_by_hand() -> None:
+    """Four ranks, two processors, one micro-batch: one rank at a time works, twice as fast."""
+    rows = build_table("1F1B", 4, 1, 1)
+    slots = simulate(rows, lambda action: 3.0, lambda s, t: 0.5, sharing=2.0)
+    assert length(slots) == pytest.approx(8 * 1.5 + 6 * 0.5)
+
+
+def test_few_ranks_for_their_processors_are_as_fast_as_alone() -> None:
+    """At most all processors work, so that a rank is never faster than by ``sharing``."""
+    rows, took = build_table("1F1B", 4, 1, 16), {"F": 1.0, "B": 2.0}
+    lengths = [
+        length(simulate(rows, lambda a: took[a.kind], lambda s, t: 0.0, sharing=sharing))
+        for sharing in (1.0, 1.0 + 1e-9, 1.5, 4.0)
+    ]
+    assert lengths[1] == pytest.approx(lengths[0])
+    assert lengths[0] > lengths[2] > lengths[3]
+    assert lengths[3] == pytest.approx(16 * 3)
+
+
 def test_what_is_exposed_does_not_fall_below_nothing() -> None:
     base = {"all": 5.0, "product": 3.0, "exposed dp_shard": 2.0, "sent dp_shard": 4.0}
     longer = {"all": 5.5, "product": 4.0, "exposed dp_shard": 1.5, "sent dp_shard": 5.0}

@@ -84,6 +84,9 @@ class Device:
     """FLOP/s by type, dense, at the maker's clock."""
     exponentials: Amount = 0.0
     """Exponentials per second, for attention's softmax; 0: they are not counted."""
+    sharing: Annotated[float, Field(ge=1)] = 1.0
+    """Ranks that share one processor. The times hold while all of them work; if some wait, the others
+    are faster."""
     dispatch: Amount = 0.0
     """Seconds that the host takes to issue one operator; 0: its times include it."""
     power: Rate = 1.0

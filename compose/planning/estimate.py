@@ -139,7 +139,7 @@ def estimate(
     def parts(action: Action) -> tuple[float, float]:
         return apart(_of(of_stage[action.stage], action, count), action.kind)
 
-    slots = simulate(rows, seconds, _messages(job, cluster), parts)
+    slots = simulate(rows, seconds, _messages(job, cluster), parts, cluster.device.sharing)
     return _summary(job, cluster, rows, ranks, peaks, slots)
 
 

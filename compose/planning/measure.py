@@ -167,6 +167,7 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
             context=context,
             bandwidth=copies[-1].bytes / copies[-1].seconds,
             launch=launch,
+            sharing=1.0 if gpu else max(1.0, node * torch.get_num_threads() / _cores()),
             units=torch.cuda.get_device_properties(device).multi_processor_count if gpu else 1,
             tile=(128, 256) if gpu else (16, 16),
             peak=peak,
@@ -184,6 +185,13 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
         ),
         measured=Measured(ranks, took, products, attention, copies, collectives),
     )
+
+
+def _cores() -> int:
+    """Return the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _memory(device: torch.device) -> int:

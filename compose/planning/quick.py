@@ -198,6 +198,8 @@ def _seconds(facts: Facts, config: Config, cluster: Cluster) -> dict[str, float]
     stage = compute + (sent_tp + sent_ep + sent_cp) * share
     zero_bubble = parallel.pp_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     bubble = stage * (pp - 1) / virtual * (1 / 3 if zero_bubble else 1)
+    if cluster.device.sharing > 1:  # ranks that wait leave their processors to the others
+        bubble *= max(0.0, 1 - cluster.device.sharing / pp)
     held = sum(_held(facts, config))
     return {
         "compute": compute * count,
