@@ -1,6 +1,7 @@
 """What the planner's pick costs beside the fastest mesh, on the ranks of this machine.
 
-    python benchmarks/planner_regret.py [--ranks 4 8] [--models dense moe long] [--repeats 3] [--small]
+    python benchmarks/planner_regret.py [--ranks 4 8] [--models dense moe long] [--repeats 3]
+        [--cluster FILE.toml] [--small]
 
 measures the machine with ``python -m compose measure``, estimates every legal mesh of each model with
 that file, runs them all in turn, and prints one JSON line for each mesh and one for each model: the
@@ -20,7 +21,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from compose import clip_grad_norm_, forward_backward, init_mesh, legality
 from compose.build import build, build_optimizer, loss_function
 from compose.data import random_batch
 from compose.legality.job import Job
-from compose.planning.cluster import load_cluster
+from compose.planning.cluster import Cluster, load_cluster
 from compose.planning.estimate import estimate
 from compose.toml import load
 
@@ -91,31 +91,35 @@ def step_seconds(job: Job, steps: int = 3) -> float:
     return statistics.median(taken[1:])
 
 
-def one_rank(rank: int, ranks: int, port: int, model: str, options: dict[str, Any], out: str) -> None:
-    """One rank, which runs all meshes of a model in turn."""
+def one_rank(rank: int, ranks: int, port: int, job: Job, out: str) -> None:
+    """One rank of one mesh."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    every = jobs(model, ranks, options["small"])
-    found: list[list[float]] = [[] for _ in every]
-    for _ in range(options["repeats"]):
-        for job, times in zip(every, found, strict=True):
-            times.append(step_seconds(job))
+    took = step_seconds(job)
     if rank == 0:
-        Path(out).write_text(json.dumps([statistics.median(times) for times in found]))
+        Path(out).write_text(json.dumps(took))
     dist.barrier()
     os._exit(0)  # a thread of gloo may still hold a tensor
 
 
-def measured(model: str, ranks: int, options: dict[str, Any]) -> list[float]:
-    """The time of a step of each mesh, in new processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        out = Path(folder) / "times.json"
-        mp.spawn(one_rank, (ranks, port, model, options, str(out)), nprocs=ranks)
-        return json.loads(out.read_text())
+def measured(every: Sequence[Job], repeats: int) -> list[float]:
+    """The median time of a step of each mesh, all meshes in turn.
+
+    Each mesh has processes of its own. Groups that stay behind keep threads, which slow down the next.
+    """
+    found: list[list[float]] = [[] for _ in every]
+    for _ in range(repeats):
+        for job, times in zip(every, found, strict=True):
+            with tempfile.TemporaryDirectory() as folder:
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", 0))
+                    port = free.getsockname()[1]
+                out = Path(folder) / "time.json"
+                given = (job.world_size, port, job, str(out))
+                mp.start_processes(one_rank, given, job.world_size, start_method="fork")
+                times.append(json.loads(out.read_text()))
+    return [statistics.median(times) for times in found]
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -130,26 +134,31 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     return 1 - 6 * gaps / (n * (n * n - 1)) if n > 1 else 1.0
 
 
+def cluster_here(ranks: int) -> Cluster:
+    """What ``python -m compose measure`` finds with so many ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "here.toml"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        measure = [*torchrun, "-m", "compose", "measure", "--out", str(file)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(measure, check=True, cwd=ROOT, env=environment, capture_output=True)
+        return load_cluster(str(file))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8])
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cluster", help="a file that `measure` made; else it is made here")
     parser.add_argument("--small", action="store_true", help="small models, for a test of this program")
     arguments = parser.parse_args()
     for ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "here.toml"
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-            measure = [*torchrun, "-m", "compose", "measure", "--out", str(file)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            subprocess.run(measure, check=True, cwd=ROOT, env=environment, capture_output=True)
-            cluster = load_cluster(str(file))
+        cluster = load_cluster(arguments.cluster) if arguments.cluster else cluster_here(ranks)
         for model in arguments.models:
             every = jobs(model, ranks, arguments.small)
             predicted = [estimate(job, cluster).step_seconds for job in every]
-            options = {"repeats": arguments.repeats, "small": arguments.small}
-            found = measured(model, ranks, options)
+            found = measured(every, arguments.repeats)
             for job, expected, took in zip(every, predicted, found, strict=True):
                 row = {"benchmark": "planner_regret", "model": model, "ranks": ranks}
                 row |= {
