@@ -11,23 +11,14 @@ import pytest
 
 from compose.legality import check
 from compose.parallel.mesh import Parallel, crosses_nodes
+from compose.planning.candidate import Candidate, Space, capacity
 from compose.planning.cluster import load_cluster
-from compose.planning.estimate import estimate
+from compose.planning.estimate import Estimate, RankPeak, estimate
 from compose.planning.explain import alternatives
 from compose.planning.feedback import against
-from compose.planning.quick import quick
-from compose.planning.search import (
-    DEGREES,
-    TRIED,
-    Candidate,
-    Space,
-    candidates,
-    capacity,
-    facts_for,
-    fewest,
-    search,
-    with_keys,
-)
+from compose.planning.quick import Quick, quick
+from compose.planning.search import DEGREES, TRIED, candidates, facts_for, fewest, search, with_keys
+from compose.planning.turns import Turns
 from compose.toml import given_keys, load
 from tests.command_lines import execute
 from tests.helpers import ROOT
@@ -58,6 +49,31 @@ LLAMA_8B: dict[str, object] = {
     "train__global_batch": 64,
     "train__seq_len": 4096,
 }
+
+
+def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
+    """Quick estimates of ZBV are five times too small here, and those of 1F1B right."""
+    where = space(TRAIN, "h100_sxm", 16)
+
+    def made(schedule: str, tp: int, step: float, size: float) -> Candidate:
+        keys = {"parallel.pp": 2, "parallel.tp": tp, "parallel.pp_schedule": schedule}
+        rough = Quick({"compute": step}, {"weights": size * 2**30})
+        return Candidate(with_keys(where.config, keys), keys, rough)
+
+    def recorded(candidate: Candidate, size: float) -> Candidate:
+        peak = RankPeak(int(size * 2**30), int(size * 2**30), {})
+        found = Estimate([peak], candidate.rough.step, 1.0, 0.5, 0.0, {}, {}, [])
+        return replace(candidate, found=found)
+
+    every = [made("ZBVZeroBubble", tp, tp / 10, 40) for tp in (1, 2, 4)]
+    every += [made("1F1B", tp, tp, 39) for tp in (1, 2, 4)]
+    turns, found, order = Turns(where, every), [], []
+    while candidate := turns.next(found):
+        parallel = candidate.config.parallel
+        order.append((parallel.pp_schedule, parallel.tp))
+        found.append(recorded(candidate, 200 if parallel.pp_schedule == "ZBVZeroBubble" else 39))
+    assert order[:4] == [("ZBVZeroBubble", 1), ("1F1B", 1), ("1F1B", 2), ("1F1B", 4)]
+    assert set(order) == {(c.config.parallel.pp_schedule, c.config.parallel.tp) for c in every}
 
 
 def test_one_node_holds_a_7b_by_zero_alone() -> None:

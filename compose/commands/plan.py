@@ -10,22 +10,13 @@ from pathlib import Path
 from compose.base.own_files import write_whole
 from compose.commands.cli import Arguments, read_arguments, world_size_of
 from compose.errors import ConfigError, did_you_mean
+from compose.planning.candidate import Candidate, Space, capacity, fits
 from compose.planning.cluster import load_cluster
 from compose.planning.explain import alternatives
 from compose.planning.feedback import against, as_text, corrected
 from compose.planning.html import write_html
 from compose.planning.result import as_data, in_words, table, write_toml
-from compose.planning.search import (
-    DEGREES,
-    TRIED,
-    Candidate,
-    Space,
-    capacity,
-    fewest,
-    fits,
-    own,
-    search,
-)
+from compose.planning.search import DEGREES, TRIED, fewest, own, search
 from compose.planning.writing import as_toml
 from compose.toml import COMMAND_LINE, given_keys, load
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from compose.planning.candidate import Candidate, Space, capacity
 from compose.planning.quick import Facts, Quick, micro_batches, quick
-from compose.planning.search import Candidate, Space, capacity, facts_for, with_keys
+from compose.planning.search import facts_for, with_keys
 
 _WORDS = {
     "compute": "more computation",

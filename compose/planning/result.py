@@ -7,9 +7,10 @@ from typing import Any
 
 from compose.base.fields import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
+from compose.planning.candidate import Candidate, Space, capacity, fits
 from compose.planning.explain import reasons
 from compose.planning.memory import CATEGORIES
-from compose.planning.search import DEGREES, TRIED, Candidate, Space, capacity, fits
+from compose.planning.search import DEGREES, TRIED
 
 _GIB = 2**30
 _SHOWN = 4  # pipeline ranks whose memory is told in words

@@ -2,8 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from compose import legality
@@ -12,9 +12,10 @@ from compose.errors import ConfigError
 from compose.legality.job import Job, make_job
 from compose.parallel.mesh import AXES, resolve_degrees
 from compose.pipeline.schedules import stages_per_rank
-from compose.planning.cluster import Cluster
-from compose.planning.estimate import Estimate, estimate, stream_of
-from compose.planning.quick import Facts, Quick, facts_of, micro_batches, quick
+from compose.planning.candidate import Candidate, Space, capacity, fits, order
+from compose.planning.estimate import estimate, stream_of
+from compose.planning.quick import Facts, facts_of, micro_batches, quick
+from compose.planning.turns import Turns
 
 DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")
 # What is tried of each key that is free. The degrees come from the number of ranks.
@@ -29,42 +30,6 @@ _SURELY = 0.75
 _SHORT = 3  # candidates that are recorded if nothing fits
 _MOST_TP = 2  # nodes over which tp is tried
 _LEAST_TOKENS = 2048  # of a sequence on each rank of cp
-
-
-@dataclass(frozen=True)
-class Space:
-    """The keys that the search may change, and its objective."""
-
-    config: Config
-    """The config of the file and the command line."""
-    cluster: Cluster
-    world_size: int
-    fixed: Collection[str] = ()
-    """Keys that stay as they are."""
-    objective: str = "time"
-    """"time", "memory" or "devices"."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One composition with its estimates."""
-
-    config: Config
-    keys: dict[str, Any]
-    """The keys that it sets."""
-    rough: Quick
-    found: Estimate | None = None
-    """The estimate from a record; None if none was made."""
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the allocator of the fullest rank has from the device."""
-        return max(p.reserved for p in self.found.peaks) if self.found else round(self.rough.memory)
-
-
-def capacity(cluster: Cluster) -> int:
-    """Return the bytes of a device that a process can allocate."""
-    return cluster.device.memory - cluster.device.context - cluster.nccl_bytes
 
 
 def candidates(
@@ -232,11 +197,9 @@ def search(
         ConfigError: No candidate is legal.
     """
     began, facts = time.monotonic(), facts_for(space)
-    every = sorted(candidates(space, facts), key=lambda c: _order(space, c))
+    every = sorted(candidates(space, facts), key=lambda c: order(space, c))
     if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
-        every = sorted(
-            [*candidates(space, facts, offload=True), *every], key=lambda c: _order(space, c)
-        )
+        every = sorted([*candidates(space, facts, offload=True), *every], key=lambda c: order(space, c))
     if not every:  # the least short ones tell by how much
         every = sorted(candidates(space, facts, anyway=True), key=lambda c: c.rough.memory)
         most = min(most, _SHORT)
@@ -248,7 +211,8 @@ def search(
     refused: list[str] = []
     streams: dict[Any, Any] = {}
     try:
-        for candidate in _spread(every):
+        turns = Turns(space, every)
+        while candidate := turns.next(found):
             if len(found) >= most or (found and time.monotonic() - began > seconds):
                 break
             try:
@@ -270,7 +234,7 @@ def search(
         return []
     if not found:
         raise ConfigError(*dict.fromkeys(refused))
-    return sorted(found, key=lambda c: _order(space, c))
+    return sorted(found, key=lambda c: order(space, c))
 
 
 def _stream_key(job: Job) -> tuple[Any, ...]:
@@ -311,36 +275,6 @@ def fewest(
                     return here, found
         ranks *= 2
     return space, []
-
-
-def _spread(every: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield candidates in their order, but only two that are alike before others had their turn."""
-    later: list[Candidate] = []
-    seen: dict[tuple[Any, ...], int] = {}
-    for candidate in every:
-        parallel = candidate.config.parallel
-        alike = (parallel.pp, parallel.cp, parallel.tp, parallel.ep, parallel.zero)
-        seen[alike] = seen.get(alike, 0) + 1
-        if seen[alike] <= 2:
-            yield candidate
-        else:
-            later.append(candidate)
-    yield from later
-
-
-def _order(space: Space, candidate: Candidate) -> tuple[Any, ...]:
-    """Return what candidates are sorted by: those that fit come first."""
-    room, size = capacity(space.cluster), candidate.reserved
-    step = candidate.found.step_seconds if candidate.found else candidate.rough.step
-    fits = size <= room
-    if not fits or space.objective == "memory":
-        return (not fits, size, step)
-    return (False, step, size)
-
-
-def fits(space: Space, candidate: Candidate) -> bool:
-    """Return whether the fullest rank of a candidate fits on a device."""
-    return candidate.reserved <= capacity(space.cluster)
 
 
 def describe(candidate: Candidate) -> str:
