@@ -289,8 +289,13 @@ def _bytes(facts: Facts, config: Config) -> dict[str, float]:
     each = one * (facts.width / share + kept * (6 * facts.width / share + 1.7 * most / parallel.tp))
     count = micro_batches(config)
     flight = min(count, parallel.pp)
-    if parallel.pp > 1 and stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages) > 1:
-        flight = min(count, flight + (parallel.pp - 1) / 2)
+    buffers = 0.0
+    if parallel.pp > 1:
+        stages = stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages)
+        if stages > 1:
+            flight = min(count, flight + (parallel.pp - 1) / 2)
+        # PipelineStage has a buffer for what each micro-batch receives, forward and backward.
+        buffers = 2 * stages * count * one * facts.width / share
     working = one * (8 * facts.width / share + 4 * most / parallel.tp)
     shown = min(tokens, train.loss_chunk) if train.loss_chunk else tokens
     logits = shown * facts.vocabulary / (parallel.tp if parallel.loss else 1) * (sizes["param"] + 8)
@@ -303,6 +308,6 @@ def _bytes(facts: Facts, config: Config) -> dict[str, float]:
         "gathered": whole * (sizes["param"] + sizes["reduce"])
         if zero == 3
         else held * sizes["param"] * (ranks > 1 or sizes["param"] < 4),
-        "activations": each * facts.count / parallel.pp * flight + working,
+        "activations": each * facts.count / parallel.pp * flight + working + buffers,
         "logits": logits,
     }

@@ -30,6 +30,7 @@ from compose.planning.record import (
     Segment,
     Wait,
 )
+from compose.planning.shapes import Shapes
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 # What a message is called, by the end of its operator's name.
@@ -63,6 +64,7 @@ class Recorder(TorchDispatchMode):
         self._streams = 0
         self._held: dict[int, int] = {}
         self._host: set[int] = set()
+        self._shapes = Shapes()
 
     # The boundaries.
 
@@ -202,7 +204,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a tensor of several, such as a DTensor: its parts come here again
         kwargs = kwargs or {}
         self.begin()
-        result = func(*args, **kwargs)
+        result = self._shapes.run(func, args, kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         name = str(func.name()).partition("::")[0] + "." + func.overloadpacket.__name__
