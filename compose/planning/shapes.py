@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 
 class _Result(NamedTuple):
@@ -54,13 +53,12 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return None
     if len(schema.returns) != 1 or schema.returns[0].alias_info is not None:
         return None
-    leaves, structure = tree_flatten((args, kwargs))
-    found: list[Any] = [func, structure]
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            found.append((type(leaf), leaf))
-        elif leaf.device.type == "meta":
-            found.append((leaf.shape, leaf.stride(), leaf.dtype))
+    found: list[Any] = [func, tuple(kwargs)]
+    for given in (*args, *kwargs.values()):
+        if not isinstance(given, Tensor):
+            found.append((type(given), given))
+        elif given.device.type == "meta":
+            found.append((given.shape, given.stride(), given.dtype))
         else:
             return None
     try:
