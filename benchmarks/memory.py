@@ -29,9 +29,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from allocations import Allocations
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from compose import forward_backward, init_mesh, legality
+from compose.base.local_tensor import local_tensor
 from compose.build import build, build_optimizer, loss_function
 from compose.config import Config
 from compose.data import random_batch
@@ -208,7 +208,7 @@ def held(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     if config.parallel.offload != "none" or config.optimizer.offload != "none":
         states = optimizer.state.values()
         found += [value for state in states for value in state.values() if value.ndim]
-    return [t.to_local() if isinstance(t, DTensor) else t for t in found]
+    return [local_tensor(t) for t in found]
 
 
 def measure(job: Job, device: torch.device) -> int:

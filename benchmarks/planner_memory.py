@@ -19,7 +19,9 @@ Categories are those of compose/profiling/memory.py at the measured peak, and th
     communication                    communication | gathered and communication
 
 The error of a category is its difference over the bytes of the category, or over 5% of the peak if the
-category has less than that.
+category has less than that. Two moments of a step may hold nearly as much, and then either may be the
+peak. So categories are compared at the moment, among those within 1.5% of the predicted peak, that is
+nearest to the measured one.
 
 What is assumed: each sample is one document, and the load of experts is even (a router's choice is
 replaced by one in turn); torch.compile is off.
@@ -36,7 +38,7 @@ import tempfile
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
+from compose.base.local_tensor import local_tensor
 from compose.base.torch_versions import ALL_GATHER, REDUCE_SCATTER
 from compose.build import build, build_optimizer, loss_function
 from compose.data import random_batch
@@ -76,6 +79,9 @@ GROUPS = {
 HOST = "host"
 Found = tuple[int, dict[str, int]]
 """Bytes at the peak, and by category."""
+Peaks = list[Found]
+"""The peak, and other moments that hold nearly as much."""
+NEAR = 0.015
 
 
 def even(router: Router, real: Callable[..., tuple[Tensor, Tensor]], scores: Tensor) -> Any:
@@ -94,7 +100,7 @@ class Noted:
 
     def note(self, tensors: Any, category: str) -> None:
         """Note a category of what tensors hold."""
-        plain = (getattr(t, "_local_tensor", t) for t in tensors)
+        plain = [local_tensor(getattr(t, "_local_tensor", t)) for t in tensors]
         self.found.append({t.untyped_storage().data_ptr(): category for t in plain})
         with torch.profiler.record_function(NOTED):
             pass
@@ -277,8 +283,8 @@ def measured(keys: Keys, ranks: int) -> list[Found]:
     return forked([lambda r=r: one_rank(r, ranks, port, keys) for r in range(ranks)])[0]
 
 
-def from_table(keys: Keys, ranks: int, rank: int, stream: Any) -> Found:
-    """Return the planner's peak of a rank, from a record of the whole step."""
+def from_table(keys: Keys, ranks: int, rank: int, stream: Any) -> Peaks:
+    """Return the planner's peaks of a rank, from a record of the whole step."""
     job = job_of(keys, ranks)
     with mock.patch.object(offload, "CHUNK", PIECE):
         one = trace(
@@ -291,11 +297,17 @@ def from_table(keys: Keys, ranks: int, rank: int, stream: Any) -> Found:
             )
         )
     categorize(one.record, job.resolved.output)
-    size, shares = memory.recorded_peak(one.record)
-    return size, grouped(shares)
+    size, _ = memory.recorded_peak(one.record)
+    return near(size, memory.recorded_moments(one.record))
 
 
-def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Found], list[Found]]:
+def near(size: int, moments: Iterable[tuple[int, Counter[str], Counter[str]]]) -> Peaks:
+    """Return the moments that hold nearly as much as the peak, the peak first."""
+    found = [(n, grouped(live + above)) for n, live, above in moments if n >= (1 - NEAR) * size]
+    return sorted(found, key=lambda each: -each[0])
+
+
+def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Peaks], list[Peaks]]:
     """Return the planner's peaks, from records of some ranks by rank, and by replay."""
     job, cluster = job_of(keys, ranks), load_cluster("cpu")
     rows = estimate.schedule_rows(job)
@@ -304,10 +316,10 @@ def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Found], list[Found]]:
         stream = estimate.stream_of(job, cluster) if job.degrees.pp > 1 else None
     replay = []
     for of_rank, row in zip(costs, rows, strict=True):
-        size, shares = memory.peak(of_rank.memory, row, job.micro_batches)
-        replay.append((size, grouped(shares)))
+        size, _ = memory.peak(of_rank.memory, row, job.micro_batches)
+        replay.append(near(size, memory.moments(of_rank.memory, row, job.micro_batches)))
     each = ranks // job.degrees.pp
-    table: dict[int, Found] = {}
+    table: dict[int, Peaks] = {}
     chosen = sorted({*range(0, ranks, each), ranks - 1})
     for some in (chosen[i : i + 2] for i in range(0, len(chosen), 2)):
         works = [lambda i=i: from_table(keys, ranks, i, None if i < each else stream) for i in some]
@@ -315,17 +327,22 @@ def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Found], list[Found]]:
     return table, replay
 
 
-def errors(found: Found, real: Found) -> dict[str, Any]:
+def errors(found: Peaks, real: Found) -> dict[str, Any]:
     """Return the relative error of the peak, and the largest of a category."""
-    (size, shares), (peak, parts) = found, real
-    by = {name: (shares[name] - parts[name]) / max(parts[name], 0.05 * peak) for name in GROUPS}
-    worst = max(by, key=lambda name: abs(by[name]))
+    peak, parts = real
+
+    def worst(shares: Mapping[str, int]) -> tuple[float, str]:
+        by = {name: (shares[name] - parts[name]) / max(parts[name], 0.05 * peak) for name in GROUPS}
+        return max(((error, name) for name, error in by.items()), key=lambda each: abs(each[0]))
+
+    nearest = min((shares for _, shares in found), key=lambda shares: abs(worst(shares)[0]))
+    error, name = worst(nearest)
     return {
-        "bytes": size,
-        "error": round(size / peak - 1, 5),
-        "category_error": round(by[worst], 4),
-        "category": worst,
-        "by_category": shares,
+        "bytes": found[0][0],
+        "error": round(found[0][0] / peak - 1, 5),
+        "category_error": round(error, 4),
+        "category": name,
+        "by_category": nearest,
     }
 
 

@@ -40,6 +40,8 @@ def casts(
     """
     if operator not in _MIXED or len({t.dtype for t in given}) < 2:
         return 0
+    if not operator.endswith("_"):  # an out= is written and not read
+        given = [t for t in given if not any(t is c for c in changed)]
     common = given[0].dtype
     for place, one in enumerate(given[1:]):
         common = (

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from compose.base.local_tensor import local_tensor
 from compose.memory import activation_offload
 from compose.memory.activation_offload import ActivationOffload
 from compose.optimizer import offload
@@ -119,7 +120,7 @@ def slots(optimizer: torch.optim.Optimizer, kernels: str, nvme: bool) -> list[Te
 
 def _address(tensor: Tensor) -> int:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    return local_tensor(local).untyped_storage()._cdata
 
 
 class _Copies:

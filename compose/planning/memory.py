@@ -5,7 +5,7 @@ them, and how many are in flight. The peak follows from both.
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from compose.pipeline.schedules import Action
@@ -221,20 +221,43 @@ def peak(rank: RankMemory, row: Sequence[Action], micro_batches: int) -> tuple[i
     Returns:
         The bytes, and those of each category at that time.
     """
+    return _most(moments(rank, row, micro_batches))
+
+
+def moments(
+    rank: RankMemory, row: Sequence[Action], micro_batches: int
+) -> Iterator[tuple[int, Bytes, Bytes]]:
+    """Yield the peaks of all segments of a step, in order.
+
+    Args:
+        rank: The rank's memory.
+        row: The actions of the rank in order.
+        micro_batches: Micro-batches of a step.
+
+    Yields:
+        The bytes; those of each category before the action; and what the action adds to them. They
+            change when the next are asked for.
+    """
     live = Counter(rank.start)
     for category, size in rank.buffers.items():
         live[category] += size * micro_batches
-    best, at = live.total(), Counter(live)
+    yield live.total(), live, Counter()
     keys = [(a.stage, a.kind, place_of(a.micro_batch, micro_batches)) for a in row]
     for key in (*keys, STEP):
         for each in stand_ins(key, rank.actions):
             memory = rank.actions[each]
             for above in memory.peaks.values():
-                if live.total() + above.total() > best:
-                    best, at = live.total() + above.total(), live + above
+                yield live.total() + above.total(), live, above
             for category, change in memory.delta.items():
                 live[category] += change
-    return best, dict(at)
+
+
+def _most(found: Iterable[tuple[int, Bytes, Bytes]]) -> tuple[int, Mapping[str, int]]:
+    best, at = 0, {}
+    for size, live, above in found:
+        if size > best:
+            best, at = size, dict(live + above)
+    return best, at
 
 
 def recorded_peak(record: Record) -> tuple[int, Mapping[str, int]]:
@@ -246,11 +269,20 @@ def recorded_peak(record: Record) -> tuple[int, Mapping[str, int]]:
     Returns:
         The bytes, and those of each category at that time.
     """
-    live: Bytes = Counter()
-    most, best, at = 0, 0, live
+    return _most(recorded_moments(record))
+
+
+def recorded_moments(record: Record) -> Iterator[tuple[int, Bytes, Bytes]]:
+    """Yield the bytes after each change of a record as it is, as :func:`moments` does.
+
+    Args:
+        record: The record, whose allocations have their categories.
+
+    Yields:
+        The bytes, those of each category, and an empty counter.
+    """
+    live, size, none = Counter(), 0, Counter()
     for _, place, change in record.changes:
-        most += change
+        size += change
         live[record.allocations[place].category] += change
-        if most > best:
-            best, at = most, Counter(live)
-    return best, dict(at)
+        yield size, live, none

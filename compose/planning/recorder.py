@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from compose.base.local_tensor import local_tensor
 from compose.planning.cpu_kernels import casts, chunk_copies
 from compose.planning.record import (
     BACKWARD,
@@ -301,7 +302,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -26,8 +26,9 @@ MATMUL, ATTENTION, DATA, OPTIMIZER, COMMUNICATION = (
 _ORDER = {"": 0, MATMUL: 1, ATTENTION: 2, DATA: 3, OPTIMIZER: 3, COMMUNICATION: 4}
 
 _NAMES = {
-    COMMUNICATION: r"c10d::|_c10d_functional|_dtensor::|fsdp::|record_param_comms|gloo:|nccl:"
-    r"|compose::wait|FSDP::(all_gather|post_backward_reduce|post_backward_rs_wait)",
+    # What wraps a message's result copies parts of it to their places; that is no message.
+    COMMUNICATION: r"c10d::|_c10d_functional(?!::_wrap)|_dtensor::|fsdp::|record_param_comms|gloo:"
+    r"|nccl:|compose::wait|FSDP::(all_gather|post_backward_reduce|post_backward_rs_wait)",
     OPTIMIZER: r"compose::optimizer|Optimizer\.(step|zero_grad)#",
     DATA: r"compose::data",
     ATTENTION: r"aten::\w*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)",
