@@ -108,6 +108,17 @@ ROWS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"parallel.pp": 2, "model.n_layers": 4, "parallel.pp_schedule": "InterleavedZeroBubble"},
     ),
+    "the turn of a V": (
+        4,
+        {
+            "parallel.pp": 4,
+            "parallel.pp_schedule": "ZBVZeroBubble",
+            "model.n_layers": 8,
+            "model.n_heads": 2,
+            "model.n_kv_heads": 2,
+            "train.global_batch": 16,
+        },
+    ),
     "hsdp": (4, {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero": 2}),
 }
 QUICK = ("zero 1, bfloat16, several micro-batches",)
@@ -265,6 +276,7 @@ def test_a_cpu_casts_before_it_adds() -> None:
     assert casts("add_", [wide, narrow], [wide], [wide]) == 6 * 4
     assert casts("add_", [narrow, wide], [narrow], [narrow]) == 2 * 6 * 4
     assert casts("add", [wide, wide], [], [wide]) == 0
+    assert casts("mul", [wide, narrow], [narrow], [narrow]) == 6 * 4  # out=narrow, which is not read
     assert casts("mm", [wide, narrow], [], [wide]) == 0
     one: Tensor = torch.tensor(1.0)
     assert casts("mul", [narrow, one], [], [narrow]) == 0

@@ -265,7 +265,9 @@ def _kind(runs: Runs | None, stages: Sequence[int], last: int) -> Any:
         return tuple(stages)
     # A run that is too short to leave layers out is another kind of stage.
     shapes = [tuple(n if n < FEWEST else FEWEST for n in runs.lengths[s]) for s in stages]
-    return tuple((shape, s == 0, s == last) for shape, s in zip(shapes, stages, strict=True))
+    # Stages that follow one another on a rank pass tensors without a message and its buffer.
+    follow = tuple(s + 1 in stages for s in stages)
+    return follow, *((shape, s == 0, s == last) for shape, s in zip(shapes, stages, strict=True))
 
 
 def _kept(runs: Runs | None, stages: Sequence[int], ranks: int) -> list[Runs | None]:
