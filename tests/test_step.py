@@ -260,3 +260,36 @@ def test_sequences_that_tp_cannot_share(pool: Pool, work: str) -> None:
         "batch: sequences of 13 tokens cannot be shared by the 2 ranks of tp, as SequenceParallel in"
         " the plan has them; nearest: 14, padded"
     )
+
+
+def _without_positions(parallel: Parallel) -> tuple[float, float, float]:
+    """Loss and norm of a batch with positions, and the greatest difference without them."""
+    shape = ShapeOfLlama(vocab_size=33, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48)
+    found = []
+    for names in (("tokens", "targets", "positions"), ("tokens", "targets")):
+        torch.manual_seed(0)
+        model = Llama(shape)
+        composition = apply(model, llama_plan(shape, parallel), make_mesh(parallel), Options(parallel))
+        batch = random_batch(2, 16, 33, seed=0)
+        batch["positions"] = torch.arange(16).repeat(2, 1)
+        loss = forward_backward(composition, {name: batch[name] for name in names}, micro_batch=1)
+        found.append((float(loss), float(clip_grad_norm_(composition, 1e9))))
+    (loss, norm), (other, another) = found
+    return loss, norm, abs(loss - other) + abs(norm - another)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        Parallel(cp=2, zero=0),
+        Parallel(cp=2, zero=0, cp_method="ulysses", cp_balance="none"),
+        Parallel(pp=2, tp=2, zero=0),
+    ],
+)
+def test_positions_are_counted_where_a_rank_sees_a_part(pool: Pool, parallel: Parallel) -> None:
+    for loss, norm, difference in pool.run(
+        _without_positions, parallel.pp * parallel.cp * parallel.tp, parallel
+    ):
+        assert loss > 0
+        assert norm > 0
+        assert difference == 0

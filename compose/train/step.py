@@ -1,6 +1,7 @@
 """One optimizer step's forward, backward and clipping, the same on every mesh."""
 
 from collections.abc import Iterator, Mapping
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,9 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
 def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return what this rank runs of its share of a batch: with cp, its part of each sequence.
 
+    A model that takes ``positions`` counts them itself if the batch has none. It cannot where it sees a
+    part of a sequence, so there they are added.
+
     Args:
         composition: What ``compose.apply`` returned.
         batch: This rank's share of the batch.
@@ -104,11 +108,21 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
         ConfigError: The ranks of tp cannot share the sequences.
     """
     mesh = composition.mesh
+    if axis_size(mesh, "cp") > 1 or composition.pipeline:
+        batch = _with_positions(composition.model, batch)
     if axis_size(mesh, "cp") == 1:
         # Generation has no targets.
         _check_length(batch.get("targets", next(iter(batch.values()))), composition.sequence_ranks)
         return batch
     return shard_sequence(batch, mesh["cp"], composition.balance, multiple=axis_size(mesh, "tp"))
+
+
+def _with_positions(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if "positions" in batch or "positions" not in signature(type(model).forward).parameters:
+        return batch
+    tokens = next(value for name, value in batch.items() if name != "targets")
+    counted = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
+    return {**batch, "positions": counted}
 
 
 def _check_length(sequences: Tensor, ranks: int) -> None:
