@@ -32,7 +32,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> str:
         row = sets[line["set"]][line["row"]]
         shape = line["set"], row.get("preset"), row.get("dim"), row.get("n_layers")
         models.setdefault(shape, []).append((line["predicted"], line["published"]))
-    found = [spearman(pairs) for pairs in models.values() if len(pairs) >= 4]
+    found = [spearman(pairs) for pairs in models.values() if len(pairs) >= 3]
     mean, most = 100 * statistics.mean(errors), 100 * max(errors)
     ranks = f"{statistics.median(found):.2f} of {len(found)} models" if found else ""
     median = 100 * statistics.median(errors)
@@ -54,9 +54,11 @@ What was fitted, and to what:
   every sixth row (0, 6, 12 ...); all other rows are held out;
 - what Megatron-LM of 2022 does otherwise was described while looking at the errors of rows 0, 6, 12 ...
   of `vtrain_single` and of `vtrain_multi`; those of `korthikanti` played no part;
-- the rates of FlashAttention-2 on an H100, 2.4 TB/s of the 500 W card, and sequences of 8,192 tokens
-  (torchtitan, Trainy) and the widths of `korthikanti`'s models are no part of the data and were not
-  checked against a source;
+- what torchtitan of 2024 does otherwise is in its own source (rotation by complex numbers, repeated
+  key/value heads, RMSNorm in several kernels, which products are recomputed). It was looked up because
+  its errors were large (13 to 16%). The 500 W card's 2.41 TB/s are of arXiv:2604.11391;
+- the rates of FlashAttention-2 on an H100 and the widths of `korthikanti`'s models are no part of the
+  data and were not checked against a source;
 - nothing else. All other constants are those of the files in `clusters/`, from data sheets and
   published measurements of single kernels and messages, or marked there as assumed.
 

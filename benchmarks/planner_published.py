@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import compose.memory.activation_checkpointing as recomputation
@@ -33,6 +35,8 @@ from compose.planning.estimate import Otherwise, estimate
 from compose.planning.recorder import Message, Operator, Record
 from compose.planning.seconds import PART, axis_of
 from compose.toml import load
+from models.layers.attention import AttentionCore
+from models.llama import model as llama
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -200,7 +204,7 @@ PROGRAMS = {
         _torchtitan,
         same,
         lambda row: row["compile"],
-        "FlashAttention-2",
+        "FlashAttention-2; the rest as in its source of 2024",
         True,
     ),
     "composition": Program(
@@ -221,8 +225,42 @@ PROGRAMS = {
 
 
 @contextmanager
+def as_torchtitan() -> Iterator[None]:
+    """Do as torchtitan did in 2024 (torchtitan/models/llama/model.py, torchtitan/parallelisms).
+
+    Selective recomputation leaves out every second product of a layer. Queries and keys are rotated as
+    complex numbers. Key/value heads are repeated for the query heads that share them. PyTorch had no
+    kernel of its own for RMSNorm then.
+    """
+    attend = AttentionCore.forward
+
+    def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * torch.complex(cosine, sine)).flatten(3).type_as(x)
+
+    def repeated(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, documents: Any = None) -> Tensor:
+        shared = q.shape[2] // k.shape[2]
+        return attend(
+            core, q, k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2), documents
+        )
+
+    def normalized(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        wide = x.float()
+        mean = (wide * wide).mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(mean + norm.eps)).type_as(x) * norm.weight
+
+    with (
+        every_second_product(),
+        mock.patch.object(nn.RMSNorm, "forward", normalized),
+        mock.patch.object(llama, "rotate", rotate),
+        mock.patch.object(AttentionCore, "forward", repeated),
+    ):
+        yield
+
+
+@contextmanager
 def every_second_product() -> Iterator[None]:
-    """Recompute every second product of a layer, as torchtitan's selective recomputation does."""
+    """Recompute every second product of a layer."""
 
     def contexts(kept: recomputation.Operators) -> Any:
         seen = {False: 0, True: 0}
@@ -276,7 +314,7 @@ def predicted(of: Mapping[str, Any], row: Row, workers: int = 2) -> float:
     program = PROGRAMS[of["program"]]
     job = job_of(program, row)
     other = Otherwise(program.change, program.fused(row), exchange=program.exchange)
-    with every_second_product() if of["program"] == "torchtitan" else nullcontext():
+    with as_torchtitan() if of["program"] == "torchtitan" else nullcontext():
         return estimate(job, cluster_of(of["cluster"]), workers, otherwise=other).step_seconds
 
 

@@ -118,6 +118,7 @@ WRONG = {
         " float64, float8)"
     ],
     ("float8 = 0.74", ""): ["efficiencies.products.float8: missing; device.peak has it"],
+    ("message_units = 16", "message_units = 132"): ["device.message_units: 132 leaves none of 132"],
     ("power_limit = 700.0", "power_limit = 50.0"): ["device.power_limit: 50.0 is not above power_idle"],
     ("[host]", "[hosts]"): ["hosts: unknown key; did you mean host?", "host: missing table"],
     ("node = 8", "node = 8\nmeasured = 3"): ["measured: expected a table, got 3"],

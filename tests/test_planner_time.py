@@ -13,7 +13,7 @@ from compose.planning import costs
 from compose.planning.cluster import Cluster, load_cluster
 from compose.planning.memory import STEP
 from compose.planning.pipeline_time import Slot, simulate
-from compose.planning.recorder import Message, Operator, Record, Segment, Wait
+from compose.planning.recorder import Allocation, Message, Operator, Record, Segment, Wait
 from compose.planning.seconds import Seconds, action_seconds, axis_of, grown
 from compose.planning.trace import Played, trace
 from compose.toml import load
@@ -133,10 +133,11 @@ def test_a_table_that_waits_for_itself_is_refused() -> None:
 # A record by hand: a gather on stream 1 while stream 0 computes, and then waits.
 
 
-def cluster_of(dispatch: float = 0.0) -> Cluster:
+def cluster_of(dispatch: float = 0.0, message_units: int = 0) -> Cluster:
     """An H100 node."""
     cluster = load_cluster("h100_sxm")
-    return replace(cluster, device=replace(cluster.device, dispatch=dispatch))
+    device = replace(cluster.device, dispatch=dispatch, message_units=message_units)
+    return replace(cluster, device=device)
 
 
 def product(size: int) -> Operator:
@@ -197,6 +198,34 @@ def test_a_gather_that_is_waited_for_at_once_is_exposed() -> None:
         found = seconds_of([*work], cluster, at)
         assert found["all"] == pytest.approx(sent + compute)
         assert found["exposed dp_shard"] == pytest.approx(sent)
+
+
+def test_complex_numbers_are_not_fused() -> None:
+    """The three would be one kernel; that of complex numbers stays alone, and parts the others."""
+    cluster, add = cluster_of(), replace(elementwise(2**21), segment=0)
+    record = Record([Segment((0, "F", 0), "forward", "layers.0")])
+    record.allocations = [Allocation(2**20, 0, 0, "", end=end) for end in (None, 1, 2, None)]
+    for dtype, kernels in (("bfloat16", 1), ("complex64", 3)):
+        record.work = [replace(add, reads=(place,), writes=(place + 1,)) for place in range(3)]
+        record.work[1] = replace(add, reads=(1,), writes=(2,), dtype=dtype)
+        found = action_seconds(record, cluster, Parallel(dp_shard=8), 1, fused=True)[0, "F", "last"]
+        moved = kernels * 2**21  # each reads one and writes one
+        assert found["memory"] == pytest.approx(costs.memory_seconds(cluster, moved, kernels))
+
+
+def test_a_message_keeps_units_while_it_runs() -> None:
+    """A quarter of the units: three quarters of the work are done meanwhile."""
+    cluster = cluster_of(message_units=33)
+    sent = costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
+    long, short = (costs.product_seconds(cluster, n, n, n, 1, "bfloat16") for n in (16384, 2048))
+    found = seconds_of([gather(1), product(16384), product(2048), Wait(1, 0, 0)], cluster, at=1)
+    assert found["product"] == pytest.approx(long + sent / 4 + short)
+    found = seconds_of([gather(1), product(2048), Wait(1, 0, 0)], cluster, at=1)
+    assert found["product"] == pytest.approx(short * 4 / 3)
+    assert found["all"] == pytest.approx(sent)
+    assert found["exposed dp_shard"] == pytest.approx(sent - short * 4 / 3)
+    found = seconds_of([gather(0), product(2048)], cluster)
+    assert found["product"] == pytest.approx(short)
 
 
 def test_the_host_is_hidden_by_long_kernels_and_not_by_short_ones() -> None:

@@ -101,7 +101,10 @@ def _notes(cluster: Cluster) -> list[str]:
     elif measured.ranks <= cluster.node:
         notes.append("[between] was not measured: there was one node. [within] stands there.")
     if cluster.nccl_bytes:
-        notes.append("nccl_bytes and fill were not measured: they are those of clusters/h100_sxm.toml.")
+        notes.append(
+            "nccl_bytes, message_units and fill were not measured: they are those of"
+            " clusters/h100_sxm.toml."
+        )
     return notes
 
 

@@ -82,6 +82,8 @@ class Device:
     """Rows and columns of the largest tile of a product that one unit computes."""
     peak: Mapping[str, Rate]
     """FLOP/s by type, dense, at the maker's clock."""
+    message_units: NonNegative = 0
+    """Units that a message keeps while it runs, so that they do not compute."""
     exponentials: Amount = 0.0
     """Exponentials per second, for attention's softmax; 0: they are not counted."""
     sharing: Annotated[float, Field(ge=1)] = 1.0
@@ -291,6 +293,8 @@ def _contradictions(cluster: Cluster) -> list[str]:
     for key in ("power", "power_limit"):
         if getattr(device, key) <= device.power_idle:
             problems.append(f"device.{key}: {getattr(device, key)} is not above power_idle")
+    if device.message_units >= device.units:
+        problems.append(f"device.message_units: {device.message_units} leaves none of {device.units}")
     for number, row in enumerate(cluster.measured.collectives):
         sizes = row.bytes
         if len(sizes) != len(row.seconds) or not sizes or list(sizes) != sorted({*sizes}):

@@ -169,6 +169,7 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
             launch=launch,
             sharing=1.0 if gpu else max(1.0, node * torch.get_num_threads() / _cores()),
             units=torch.cuda.get_device_properties(device).multi_processor_count if gpu else 1,
+            message_units=16 if gpu else 0,
             tile=(128, 256) if gpu else (16, 16),
             peak=peak,
         ),

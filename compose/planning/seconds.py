@@ -1,9 +1,9 @@
 """The time of each action: its operators and messages on the device's streams, in the order of issue.
 
 A stream runs its work in order, and waits where the program waits. What a stream of messages does while
-the computing one computes costs nothing. The rest is exposed, and belongs to the axis of the message
-that is waited for. The host issues work in order too, and each piece takes it a time. While the device
-is busy for longer, that costs nothing.
+the computing one computes costs only the units that the message keeps. The rest is exposed, and belongs
+to the axis of the message that is waited for. The host issues work in order too, and each piece takes
+it a time. While the device is busy for longer, that costs nothing.
 """
 
 from collections import defaultdict
@@ -95,6 +95,8 @@ def action_seconds(
             took = operator_seconds(cluster, work, record.segments[work.segment].phase == BACKWARD)
             host += (work.kind != PART) * (1 + waiting) * cluster.device.dispatch
             late = max(0.0, host - clock[work.stream])
+            running = max((clock[stream] for stream in sent if stream), default=0.0)
+            took = beside_messages(cluster, took, running - clock[work.stream] - late)
             clock[work.stream] += late + took
             waiting = 0
             if work.stream == 0:
@@ -166,6 +168,18 @@ def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
     return max(0.0, took - cluster.device.launch) if work.kind == PART else took
 
 
+def beside_messages(cluster: Cluster, alone: float, messages: float) -> float:
+    """Return the time of an operator beside messages, which keep units of the device.
+
+    Args:
+        cluster: The devices.
+        alone: Seconds that it takes when no message runs.
+        messages: Seconds for which messages still run when it begins.
+    """
+    left = 1 - cluster.device.message_units / cluster.device.units
+    return min(alone / left, alone + max(0.0, messages) * (1 - left))
+
+
 def axis_of(message: Message, degrees: Parallel) -> str:
     """Return the axes over which a message goes, joined by "+"; "ep" for what goes to experts."""
     if message.kind == "all_to_all" and degrees.ep > 1 and degrees.cp_method != "ulysses":
@@ -198,9 +212,7 @@ def _joined(record: Record) -> Iterator[Operator | Message | Wait | None]:
     group: list[Operator] = []
     for place, work in enumerate(record.work):
         joins = (
-            isinstance(work, Operator)
-            and work.kind == "memory"
-            and work.stream == 0
+            _compiles(work)
             and bool(record.segments[work.segment].unit)
             and (not group or group[-1].segment == work.segment)
         )
@@ -210,16 +222,22 @@ def _joined(record: Record) -> Iterator[Operator | Message | Wait | None]:
         follows = record.work[place + 1] if place + 1 < len(record.work) else None
         if not joins:
             yield work
-        elif (
-            isinstance(follows, Operator)
-            and follows.kind == "memory"
-            and follows.segment == group[-1].segment
-            and follows.stream == 0
-        ):
+        elif follows and _compiles(follows) and follows.segment == group[-1].segment:
             yield None
         else:
             yield _fused(record, group, last_read, place)
             group = []
+
+
+def _compiles(work: Operator | Message | Wait) -> bool:
+    """Tell whether torch.compile makes code of its own for an operator."""
+    return (
+        isinstance(work, Operator)
+        and work.kind == "memory"
+        and work.stream == 0
+        # Complex numbers it leaves to PyTorch's own kernels (pytorch/torchtitan #15).
+        and not work.dtype.startswith("complex")
+    )
 
 
 def _fused(
