@@ -247,7 +247,7 @@ def as_torchtitan() -> Iterator[None]:
     def normalized(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         wide = x.float()
         mean = (wide * wide).mean(-1, keepdim=True)
-        return (wide * torch.rsqrt(mean + norm.eps)).type_as(x) * norm.weight
+        return (wide * torch.rsqrt(mean + (norm.eps or 0.0))).type_as(x) * norm.weight
 
     with (
         every_second_product(),
