@@ -77,10 +77,8 @@ GROUPS = {
     "communication": ("communication", "gathered"),
 }
 HOST = "host"
-Found = tuple[int, dict[str, int]]
-"""Bytes at the peak, and by category."""
-Peaks = list[Found]
-"""The peak, and other moments that hold nearly as much."""
+Peaks = list[tuple[int, dict[str, int]]]
+"""Bytes in all and by category at the peak, and at other moments that hold nearly as much."""
 NEAR = 0.015
 
 
@@ -106,7 +104,7 @@ class Noted:
             pass
 
 
-def measure(keys: Keys, ranks: int) -> Found:
+def measure(keys: Keys, ranks: int) -> Peaks:
     """Return the peak of a second step, of this rank; every rank calls it."""
     job = job_of(keys, ranks)
     device, config, noted = torch.device("cpu"), job.config, Noted()
@@ -152,7 +150,8 @@ def measure(keys: Keys, ranks: int) -> Found:
                 optimizer.step()
                 optimizer.zero_grad()
         gc.collect()
-    return seen.peak(), by_category(seen, noted)
+    (_, parts), *others = by_category(seen, noted)
+    return [(seen.peak(), parts), *others]
 
 
 @contextmanager
@@ -196,8 +195,8 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[OffloadedAdamW]:
     return [p for p in getattr(optimizer, "parts", [optimizer]) if isinstance(p, OffloadedAdamW)]
 
 
-def by_category(seen: Allocations, noted: Noted) -> dict[str, int]:
-    """Return the bytes of each category at the peak of the second step."""
+def by_category(seen: Allocations, noted: Noted) -> Peaks:
+    """Return the bytes of each category at the peak of the second step, and near it."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         seen.trace.export_chrome_trace(str(file))
@@ -211,14 +210,12 @@ def by_category(seen: Allocations, noted: Noted) -> dict[str, int]:
         edges.append((each.start, each.bytes, each.category))
         edges.append((each.end, -each.bytes, each.category))
     now: Counter[str] = Counter()
-    best: Counter[str] = Counter()
-    most = 0
+    moments = []
     for time, change, category in sorted(edges, key=lambda edge: edge[0]):
         now[category] += change
-        size = now.total() - now[HOST]
-        if time >= begin and size > most:
-            most, best = size, Counter(now)
-    return grouped(best)
+        if time >= begin:
+            moments.append((now.total() - now[HOST], Counter(now), Counter()))
+    return near(max(size for size, _, _ in moments), moments)
 
 
 def grouped(found: Mapping[str, int]) -> dict[str, int]:
@@ -226,7 +223,7 @@ def grouped(found: Mapping[str, int]) -> dict[str, int]:
     return {name: sum(found.get(c, 0) for c in parts) for name, parts in GROUPS.items()}
 
 
-def one_rank(rank: int, ranks: int, port: int, keys: Keys) -> list[Found]:
+def one_rank(rank: int, ranks: int, port: int, keys: Keys) -> list[Peaks]:
     """Return the peak of every rank."""
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -275,7 +272,7 @@ def forked(works: list[Callable[[], Any]], limit: float = 300) -> list[Any]:
     return [value for _, value in found]
 
 
-def measured(keys: Keys, ranks: int) -> list[Found]:
+def measured(keys: Keys, ranks: int) -> list[Peaks]:
     """Return the peak of each rank, run in new processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -302,9 +299,10 @@ def from_table(keys: Keys, ranks: int, rank: int, stream: Any) -> Peaks:
 
 
 def near(size: int, moments: Iterable[tuple[int, Counter[str], Counter[str]]]) -> Peaks:
-    """Return the moments that hold nearly as much as the peak, the peak first."""
+    """Return the moments that hold nearly as much as the peak, the peak first; alike ones once."""
     found = [(n, grouped(live + above)) for n, live, above in moments if n >= (1 - NEAR) * size]
-    return sorted(found, key=lambda each: -each[0])
+    alike = {tuple(parts.values()): (n, parts) for n, parts in sorted(found, key=lambda each: each[0])}
+    return sorted(alike.values(), key=lambda each: -each[0])
 
 
 def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Peaks], list[Peaks]]:
@@ -327,22 +325,26 @@ def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Peaks], list[Peaks]]:
     return table, replay
 
 
-def errors(found: Peaks, real: Found) -> dict[str, Any]:
-    """Return the relative error of the peak, and the largest of a category."""
-    peak, parts = real
+def errors(found: Peaks, real: Peaks) -> dict[str, Any]:
+    """Return the relative error of the peak, and the largest of a category.
 
-    def worst(shares: Mapping[str, int]) -> tuple[float, str]:
+    Categories are compared at the two moments near the peaks that are most alike.
+    """
+    peak = real[0][0]
+
+    def worst(shares: Mapping[str, int], parts: Mapping[str, int]) -> tuple[float, str]:
         by = {name: (shares[name] - parts[name]) / max(parts[name], 0.05 * peak) for name in GROUPS}
         return max(((error, name) for name, error in by.items()), key=lambda each: abs(each[0]))
 
-    nearest = min((shares for _, shares in found), key=lambda shares: abs(worst(shares)[0]))
-    error, name = worst(nearest)
+    pairs = [(shares, parts) for _, shares in found for _, parts in real]
+    shares, parts = min(pairs, key=lambda pair: abs(worst(*pair)[0]))
+    error, name = worst(shares, parts)
     return {
         "bytes": found[0][0],
         "error": round(found[0][0] / peak - 1, 5),
         "category_error": round(error, 4),
         "category": name,
-        "by_category": nearest,
+        "by_category": shares,
     }
 
 
@@ -353,7 +355,8 @@ def row_lines(keys: Keys, ranks: int) -> list[dict[str, Any]]:
     each = ranks // len(replay)
     lines = []
     for rank in range(ranks):
-        line: dict[str, Any] = {"rank": rank, "measured": real[rank][0], "by_category": real[rank][1]}
+        peak, parts = real[rank][0]
+        line: dict[str, Any] = {"rank": rank, "measured": peak, "by_category": parts}
         if rank in table:
             line["table"] = errors(table[rank], real[rank])
         if rank % each == 0:

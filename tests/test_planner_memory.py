@@ -119,6 +119,25 @@ ROWS: dict[str, tuple[int, dict[str, Any]]] = {
             "train.global_batch": 16,
         },
     ),
+    "budget": (
+        1,
+        {
+            "model.name": "qwen3",
+            "model.n_layers": 3,
+            "model.dim": 128,
+            "model.hidden_dim": 331,
+            "model.n_heads": 4,
+            "model.n_kv_heads": 2,
+            "model.head_dim": 16,
+            "activation_checkpoint.mode": "budget",
+            "activation_checkpoint.budget": 0.8,
+            "precision.param": "bfloat16",
+            "precision.master": "bfloat16",
+            "precision.reduce": "bfloat16",
+            "optimizer.implementation": "fused",
+            "train.seq_len": 144,
+        },
+    ),
     "hsdp": (4, {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero": 2}),
 }
 QUICK = ("zero 1, bfloat16, several micro-batches",)

@@ -78,7 +78,8 @@ def trace(played: Played) -> Traced:
         if job.degrees.pp > 1:
             layers = played.pp_layers or job.degrees.pp_layers
             options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
-        with OnMeta(["cuda"]):
+        # A run counts the bytes of a budget on meta tensors too, where norms are taken apart.
+        with OnMeta(["cuda"], kernels="cpu"):
             composition = apply(model, resolved, mesh, options)
             # Muon's products are in another type on a GPU, and files are not made.
             dtype = torch.float32 if device_type == "cpu" else None
