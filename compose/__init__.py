@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from compose.errors import ConfigError
     from compose.loss.cross_entropy import IGNORE, cross_entropy
     from compose.memory.activation_checkpointing import ActivationCheckpoint, Recompute
+    from compose.operators.attention import attention
+    from compose.operators.attention_options import AttentionOptions
+    from compose.operators.documents import Documents
     from compose.parallel.mesh import Comm, Parallel, init_mesh
     from compose.pipeline.schedules import Schedule
     from compose.plan import Pipeline, Plan
@@ -29,10 +32,12 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORE",
     "ActivationCheckpoint",
+    "AttentionOptions",
     "Comm",
     "Compile",
     "Composition",
     "ConfigError",
+    "Documents",
     "Options",
     "Parallel",
     "Pipeline",
@@ -42,6 +47,7 @@ __all__ = [
     "Schedule",
     "Trial",
     "apply",
+    "attention",
     "clip_grad_norm_",
     "cross_entropy",
     "evaluate",
@@ -55,10 +61,12 @@ export(
     __name__,
     {
         "ActivationCheckpoint": "compose.memory.activation_checkpointing",
+        "AttentionOptions": "compose.operators.attention_options",
         "Comm": "compose.parallel.mesh",
         "Compile": "compose.compiler.compilation",
         "Composition": "compose.composition.state",
         "ConfigError": "compose.errors",
+        "Documents": "compose.operators.documents",
         "IGNORE": "compose.loss.cross_entropy",
         "Options": "compose.composition.options",
         "Parallel": "compose.parallel.mesh",
@@ -69,6 +77,7 @@ export(
         "Schedule": "compose.pipeline.schedules",
         "Trial": "compose.proof.verify",
         "apply": "compose.apply",
+        "attention": "compose.operators.attention",
         "clip_grad_norm_": "compose.train.step",
         "cross_entropy": "compose.loss.cross_entropy",
         "evaluate": "compose.train.evaluate",

@@ -18,11 +18,12 @@ from compose.errors import ConfigError
 from compose.loss.output import Output
 from compose.memory.activation_checkpointing import apply_activation_checkpointing, recomputed_units
 from compose.memory.activation_offload import ActivationOffload
-from compose.parallel.context_parallel import Balance, ContextParallel
+from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.secondary_shards import SecondaryGather, secondary_groups
+from compose.parallel.sequence import Balance
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
 from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
 from compose.pipeline.schedules import schedule_of
@@ -92,19 +93,15 @@ def apply(
         _tensor(model, resolved, mesh["tp"], choice)
     if over is not None:
         _expert(model, resolved, over["ep"])
-    # Flash attention in blocks needs no document mask, also without cp. CUDA has it in half precision.
-    flash = mesh.device_type == "cuda" and precision.param in ("bfloat16", "float16")
-    opaque: list[str] = []
-    if cp > 1 or (flash and resolved.context):
+    if cp > 1:
         _context(model, resolved, mesh["cp"])
-        opaque = [name for name, _ in resolved.context]
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
     apply_activation_checkpointing(model, mine)
     activations = ActivationOffload(model) if recompute.offload else None
     if activations:
         for name in resolved.checkpoint:
             activations.wrap(model.get_submodule(name))
-    opaque += [name for name, _ in resolved.expert]
+    opaque = [name for name, _ in resolved.expert]
     modules = [stage.module for stage in stages]
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
     near = secondary_groups(mesh, parallel.zero3_reshard, zero, over)

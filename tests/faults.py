@@ -22,9 +22,9 @@ import compose.train.step
 import compose.weights
 from compose.base.torch_versions import REDUCE_SCATTER
 from compose.composition.state import Composition
+from compose.operators import parts
+from compose.operators.blocks import Block, Layout
 from compose.parallel import local_parallel
-from compose.parallel.attention_blocks import Block
-from compose.parallel.context_parallel import Exchange
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import sum_over
 from compose.pipeline.pipeline_parallel import PipelineRunner
@@ -181,28 +181,28 @@ def one_replica_starts_elsewhere() -> Iterator[None]:
 @contextmanager
 def a_block_is_skipped() -> Iterator[None]:
     """Ring attention leaves out the last rectangle between two ranks."""
-    real = Exchange.blocks
+    real = parts.blocks
 
-    def fake(self: Exchange, length: int, source: int, starts: Any) -> list[Block]:
-        found = real(self, length, source, starts)
-        return found if source == self.rank else found[:-1]
+    def fake(layout: Layout, lengths: tuple[int, int], starts: Any) -> list[Block]:
+        found = real(layout, lengths, starts)
+        return found if layout.q_starts == layout.k_starts else found[:-1]
 
-    with mock.patch.object(Exchange, "blocks", fake):
+    with mock.patch.object(parts, "blocks", fake):
         yield
 
 
 @contextmanager
 def an_edge_between_ranks_is_off_by_one() -> Iterator[None]:
     """A document that spans ranks loses its first key on the earlier one."""
-    real = Exchange.blocks
+    real = parts.blocks
 
-    def fake(self: Exchange, length: int, source: int, starts: Any) -> list[Block]:
+    def fake(layout: Layout, lengths: tuple[int, int], starts: Any) -> list[Block]:
         return [
             b if b.causal or b.k.stop - b.k.start < 2 else replace(b, k=slice(b.k.start + 1, b.k.stop))
-            for b in real(self, length, source, starts)
+            for b in real(layout, lengths, starts)
         ]
 
-    with mock.patch.object(Exchange, "blocks", fake):
+    with mock.patch.object(parts, "blocks", fake):
         yield
 
 

@@ -135,7 +135,7 @@ def test_bytes_and_repeated_work_are_those_of_the_formulas() -> None:
     assert kept["budget"] - ends <= 0.4 * (kept["none"] - ends)
     assert kept["none"] > kept["selective"] > kept["every_2"] > kept["full"]
     assert most["none"] > most["every_2"] > most["selective"] > most["full"]
-    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    flash = "attention_forward"
     again = {name: (calls[name]["mm"] - calls["none"]["mm"], calls[name][flash]) for name in calls}
     # The last product of a layer, that of w2, is no one's input: recomputation stops before it.
     assert again == {

@@ -51,9 +51,10 @@ LATENT = {"model__name": "deepseek_v3", "model__preset": "debug"}
 CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "fsdp x tp": (4, {"parallel__dp_shard": 2, "parallel__tp": 2}, 1),
     "selective": (1, {"activation_checkpoint__mode": "selective"}, 1),
-    # The two norms are one graph, feed_forward another.
-    "ring": (2, {"parallel__cp": 2}, 2),
+    "ring": (2, {"parallel__cp": 2}, 1),
 }
+METHODS = ("allgather", "ulysses")
+WINDOW: dict[str, Any] = {"model__window": 5, "model__sinks": True}
 MORE: dict[str, tuple[int, dict[str, Any], int]] = {
     "tp without sequence": (2, {"parallel__tp": 2, "parallel__sequence": False}, 1),
     # The stream's shape is tried without gradients first: one graph more on the first stage.
@@ -61,6 +62,21 @@ MORE: dict[str, tuple[int, dict[str, Any], int]] = {
     "replicas": (2, {"parallel__dp_replicate": 2, "parallel__zero": 0}, 1),
     "every_k": (1, {"activation_checkpoint__mode": "every_k"}, 2),
     "full, fsdp": (2, {"activation_checkpoint__mode": "full", "parallel__dp_shard": 2}, 1),
+    **{name: (2, {"parallel__cp": 2, "parallel__cp_method": name}, 1) for name in METHODS},
+    "window": (1, WINDOW, 1),
+    "ring, window": (2, {"parallel__cp": 2, **WINDOW}, 1),
+    "qwen3 x tp": (2, {"model__name": "qwen3", "parallel__tp": 2}, 1),
+    "ring, selective": (2, {"parallel__cp": 2, "activation_checkpoint__mode": "selective"}, 1),
+    "allgather, budget": (
+        2,
+        {
+            "parallel__cp": 2,
+            "parallel__cp_method": "allgather",
+            "activation_checkpoint__mode": "budget",
+            "activation_checkpoint__budget": 0.5,
+        },
+        2,
+    ),
     # The two norms, attention, and what only some layers have.
     "ep x tp": (2, {**MOE, "parallel__ep": 2, "parallel__tp": 2}, 3),
     "deepseek": (2, {**LATENT, "parallel__ep": 2}, 3),
@@ -92,6 +108,31 @@ def test_inductor_equals_one_process(pool: Pool) -> None:
     keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "compile__mode": "block"}
     reports = pool.run(prove_step, 4, keys)
     assert reports[0].ok, str(reports[0])
+
+
+def _many_steps() -> tuple[int, int]:
+    """Graphs, and recompilations, over 50 steps whose numbers of documents differ."""
+    torch._dynamo.reset()
+    counters.clear()
+    job = make_job(1, train__seq_len=24, **WINDOW)
+    cpu, options = torch.device("cpu"), Compile("block", backend="aot_eager")
+    composition = parallelize(
+        job, make_mesh(job.degrees), cpu, replace(job.config.options, compile=options)
+    )
+    fill_weights(composition, job, cpu)
+    seen = set()
+    for step in range(50):
+        batch = random_batch(2, 24, job.config.model.config.vocab_size, seed=step)
+        ends = torch.rand(2, 24, generator=torch.Generator().manual_seed(step)) < step / 50
+        batch["document_ids"] = ends.long().cumsum(1)
+        seen.add(int(ends.sum()))
+        forward_backward(composition, batch)
+    assert len(seen) > 20
+    return graphs_compiled(), sum(counters["graph_break"].values())
+
+
+def test_no_recompilation_for_other_documents(pool: Pool) -> None:
+    assert pool.run(_many_steps, 1) == [(1, 0)]
 
 
 def test_parts_leave_out_what_is_opaque() -> None:
@@ -140,9 +181,9 @@ def test_graphs_compiled_late_are_told() -> None:
         ),
         (
             'activation_checkpoint.mode: "budget" does not see into the parts of a layer that are'
-            " compiled alone, as with parallel.cp; use activation_checkpoint.mode ="
+            " compiled alone, as with experts; use activation_checkpoint.mode ="
             ' "full" or "every_k", or compile.mode = "off"',
-            {"activation_checkpoint__mode": "budget", "compile__mode": "block", "parallel__cp": 2},
+            {"activation_checkpoint__mode": "budget", "compile__mode": "block", **MOE},
         ),
     ],
 )

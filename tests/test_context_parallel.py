@@ -2,7 +2,10 @@
 
 import itertools
 import random
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,23 +15,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-import compose.parallel.attention_blocks
 from benchmarks.context import peak_bytes
-from compose import ConfigError
+from compose import AttentionOptions, ConfigError, Documents
 from compose.loss.cross_entropy import IGNORE
-from compose.parallel.attention_blocks import Merged, blocks, document_starts
-from compose.parallel.context_parallel import (
-    Balance,
-    ContextParallel,
-    Exchange,
-    Method,
-    _Ring,
-    check_ulysses,
-    chunk_count,
-    chunks_of,
-    shard_sequence,
-)
-from models.layers.attention import AttentionCore, Documents
+from compose.operators.attention import task_of
+from compose.operators.blocks import Block, Layout, blocks
+from compose.operators.kernels import band
+from compose.parallel import ring_attention
+from compose.parallel.context_parallel import ContextParallel, Method, check_ulysses
+from compose.parallel.sequence import Balance, chunk_count, chunks_of, shard_sequence
+from models.layers.attention import AttentionCore
+from tests.plain import plain
 from tests.pool import Pool
 
 METHODS: list[Method] = ["ring", "allgather", "ulysses"]
@@ -41,88 +38,120 @@ def random_ids(rows: int, length: int, seed: int) -> Tensor:
     return ends.long().cumsum(1)
 
 
-@pytest.mark.parametrize("seed", range(12))
+def row_starts(ids: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Where the documents of each row begin."""
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return tuple(tuple(row.nonzero().flatten().tolist()) for row in begins)
+
+
+def drawn(block: Block, window: int) -> Tensor:
+    """The pairs of a block, (Lq, Lk)."""
+    lengths = (block.q.stop - block.q.start, block.k.stop - block.k.start)
+    assert min(lengths) > 0
+    if block.shift is not None:
+        return (band(lengths, block.shift, window, torch.float32) == 0).long()
+    pairs = torch.ones(lengths, dtype=torch.long)
+    return pairs.tril() if block.causal else pairs
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 7, 1000])
 @pytest.mark.parametrize("balance", ["headtail", "none"])
 @pytest.mark.parametrize("cp", [1, 2, 3])
-def test_blocks_cover_each_pair_once(cp: int, balance: Balance, seed: int) -> None:
+def test_blocks_cover_each_pair_once(cp: int, balance: Balance, window: int) -> None:
     """The blocks of all pairs of ranks, drawn into a mask, are the documents' mask."""
     size = 5
-    ids = random_ids(3, size * chunk_count(cp, balance), seed)
-    starts = document_starts(ids)
-    seen = torch.zeros(3, ids.shape[1], ids.shape[1], dtype=torch.long)
-    held = {rank: chunks_of(rank, cp, balance) for rank in range(cp)}
-    assert sorted(itertools.chain(*held.values())) == list(range(chunk_count(cp, balance)))
-    for q_rank, k_rank in itertools.product(range(cp), repeat=2):
-        places = [
-            torch.cat([torch.arange(c * size, (c + 1) * size) for c in held[r]])
-            for r in (q_rank, k_rank)
-        ]
-        for b in blocks(held[q_rank], held[k_rank], size, starts):
-            rows = torch.arange(3)[b.rows]
-            q, k = places[0][b.q], places[1][b.k]
-            pairs = torch.ones(len(q), len(k), dtype=torch.long)
-            assert len(q)
-            assert len(k)
-            seen[rows[:, None, None], q[None, :, None], k[None, None, :]] += (
-                pairs.tril() if b.causal else pairs
-            )
-    assert torch.equal(seen, Documents(ids).mask[:, 0].long())
+    for seed in range(8):
+        ids = random_ids(3, size * chunk_count(cp, balance), seed)
+        length = ids.shape[1]
+        seen = torch.zeros(3, length, length, dtype=torch.long)
+        held = {rank: chunks_of(rank, cp, balance) for rank in range(cp)}
+        assert sorted(itertools.chain(*held.values())) == list(range(chunk_count(cp, balance)))
+        starts = {rank: tuple(c * size for c in chunks) for rank, chunks in held.items()}
+        for q_rank, k_rank in itertools.product(range(cp), repeat=2):
+            places = [
+                torch.cat([torch.arange(c * size, (c + 1) * size) for c in held[r]])
+                for r in (q_rank, k_rank)
+            ]
+            layout = Layout(starts[q_rank], starts[k_rank], True, window)
+            for b in blocks(layout, (len(places[0]), len(places[1])), row_starts(ids)):
+                rows = torch.arange(3)[b.rows]
+                q, k = places[0][b.q], places[1][b.k]
+                seen[rows[:, None, None], q[None, :, None], k[None, None, :]] += drawn(b, window)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        expected = Documents(ids).mask[:, 0] & (distance < (window or length))
+        assert torch.equal(seen, expected.long())
 
 
-def test_excluded_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [3, 64, 100])
+def test_a_windows_blocks_are_linear_in_the_length(window: int) -> None:
+    """Twice the length has twice the work; each tile computes at most three windows' keys."""
+
+    def area(length: int) -> int:
+        found = blocks(Layout((0,), (0,), True, window), (length, length), ((0,),))
+        return sum((b.q.stop - b.q.start) * (b.k.stop - b.k.start) for b in found)
+
+    assert area(4096) / area(2048) < 2.05
+    assert area(4096) <= 4096 * (window + max(window, 64))
+
+
+def test_excluded_blocks_are_not_computed() -> None:
     """Documents that end with their chunk leave squares alone: none of the 6 rectangles is run."""
-    calls: list[tuple[int, int, bool]] = []
-    real = compose.parallel.attention_blocks._forward
+    layout = Layout((0, 4, 8, 12), (0, 4, 8, 12))
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        calls.append((q.shape[2], k.shape[2], causal))
-        return real(q, k, v, causal)
+    def sizes(*starts: tuple[int, ...]) -> list[tuple[int, int, bool]]:
+        found = blocks(layout, (16, 16), starts)
+        return sorted((b.q.stop - b.q.start, b.k.stop - b.k.start, b.causal) for b in found)
 
-    monkeypatch.setattr(compose.parallel.attention_blocks, "_forward", spy)
-    x = torch.randn(2, 1, 16, 4)
-    for ids, expected in [
-        (torch.arange(4).repeat_interleave(4).expand(2, -1), [(4, 4, True)] * 4),
-        (torch.zeros(2, 16), [(4, 4, True)] * 4 + [(4, 4, False)] * 6),
-        # Documents of 3, 3 and 10: the second spans two chunks, the third the last three.
-        (torch.tensor([[0] * 3 + [1] * 3 + [2] * 10]), None),
-    ]:
-        calls.clear()
-        starts = document_starts(ids)
-        Merged(x[: len(ids)]).add(x[: len(ids)], x[: len(ids)], blocks(range(4), range(4), 4, starts))
-        if expected is not None:
-            assert sorted(calls) == sorted(expected)
-        else:
-            assert (2, 1, False) in calls
-            assert len([c for c in calls if not c[2]]) == 4
+    assert sizes(*[(0, 4, 8, 12)] * 2) == [(4, 4, True)] * 4
+    assert sizes(*[(0,)] * 2) == sorted([(4, 4, True)] * 4 + [(4, 4, False)] * 6)
+    # Documents of 3, 3 and 10: the second spans two chunks, the third the last three.
+    calls = sizes((0, 3, 6))
+    assert (2, 1, False) in calls
+    assert len([c for c in calls if not c[2]]) == 4
 
 
-def _core(method: Method, balance: Balance, seed: int, heads: int, kv_heads: int, length: int) -> float:
+def _core(
+    method: Method, balance: Balance, seed: int, shape: tuple[int, int, int], keys: dict[str, Any]
+) -> float:
     """Largest relative error, against one process, of a plain module's output and gradients."""
     torch.manual_seed(seed)
+    heads, kv_heads, length = shape
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shapes = [(2, length, h, 8) for h in (heads, kv_heads, kv_heads)]
+    options = AttentionOptions(**{"window": None, **keys})
+    shapes = [(2, length, h, width) for h, width in ((heads, 8), (kv_heads, 8), (kv_heads, 5))]
     q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    sinks = torch.randn(heads, dtype=torch.float64, requires_grad=True) if seed % 2 else None
     ids = random_ids(2, length, seed) if seed else None
-    expected = AttentionCore()(q, k, v, None if ids is None else Documents(ids))
+    whole_sinks = [sinks] if sinks is not None else []
+    expected = plain(q, k, v, ids, sinks, options)[0]
     weight = torch.randn_like(expected)
-    wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v))
-    core = parallelize_module(AttentionCore(), mesh, ContextParallel(method, balance))
+    wanted = torch.autograd.grad((expected * weight).sum(), [q, k, v, *whole_sinks])
+    core = parallelize_module(AttentionCore(options), mesh, ContextParallel(method, balance))
     whole = {"q": q, "k": k, "v": v, "weight": weight, "expected": expected.detach()}
     whole |= {"ids": ids} if ids is not None else {}
-    whole |= {f"d{i}": gradient for i, gradient in enumerate(wanted)}
+    whole |= {f"d{i}": gradient for i, gradient in enumerate(wanted[:3])}
     mine = shard_sequence(whole, mesh, balance)
-    inputs = [mine[name].detach().requires_grad_() for name in "qkv"]
-    output = core(*inputs, None if ids is None else Documents(mine["ids"]))
+    inputs = [*(mine[name].detach().requires_grad_() for name in "qkv"), *whole_sinks]
+    # The documents of whole sequences, and the older form: this rank's ids.
+    documents = (
+        None if ids is None else Documents(ids) if seed % 2 else SimpleNamespace(ids=mine["ids"])
+    )
+    output = core(*inputs[:3], documents, sinks)
     found = torch.autograd.grad((output * mine["weight"]).sum(), inputs)
-    compared = [(output, mine["expected"]), *((g, mine[f"d{i}"]) for i, g in enumerate(found))]
-    return max(float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in compared)
+    compared = [(output, mine["expected"]), *((found[i], mine[f"d{i}"]) for i in range(3))]
+    if sinks is not None:
+        dist.all_reduce(found[3])
+        compared.append((found[3], wanted[3]))
+    return max(float((a - b).norm() / b.norm().clamp(min=1.0)) for a, b in compared)
 
 
-def _cores(method: Method, balance: Balance, heads: int, kv_heads: int, length: int) -> float:
+def _cores(method: Method, balance: Balance, shape: tuple[int, int, int], window: int | None) -> float:
     """Over several sets of documents, the first of which is none."""
-    return max(_core(method, balance, seed, heads, kv_heads, length) for seed in range(4))
+    return max(_core(method, balance, seed, shape, {"window": window}) for seed in range(4))
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 17])
 @pytest.mark.parametrize("balance", ["headtail", "none"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
@@ -130,10 +159,57 @@ def _cores(method: Method, balance: Balance, heads: int, kv_heads: int, length: 
     [(1, 4, 2, 12), (2, 4, 2, 12), (4, 8, 2, 40), (3, 3, 3, 18)],
 )
 def test_style_in_a_plain_module(
-    pool: Pool, method: Method, balance: Balance, ranks: int, heads: int, kv_heads: int, length: int
+    pool: Pool,
+    method: Method,
+    balance: Balance,
+    window: int | None,
+    ranks: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
 ) -> None:
-    errors = pool.run(_cores, ranks, method, balance, heads, kv_heads, length)
+    errors = pool.run(_cores, ranks, method, balance, (heads, kv_heads, length), window)
     assert max(errors) < 1e-12
+
+
+def _options(method: Method, keys: dict[str, Any]) -> float:
+    return _core(method, "headtail", 1, (4, 2, 16), keys)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("keys", [{"causal": False}, {"softcap": 2.0, "scale": 0.7, "window": 6}])
+def test_other_options(pool: Pool, method: Method, keys: dict[str, Any]) -> None:
+    assert max(pool.run(_options, 2, method, keys)) < 1e-12
+
+
+def _sent(window: int | None, balance: Balance) -> list[tuple[int, int]]:
+    """The ranks that this one sends keys to, and the elements of each message."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    style = ContextParallel("ring", balance)
+    core = parallelize_module(AttentionCore(AttentionOptions(window=window)), mesh, style)
+    found, real = [], dist.batch_isend_irecv
+
+    def spy(operations: list[dist.P2POp]) -> list[dist.Work]:
+        found.extend((x.group_peer, x.tensor.numel()) for x in operations if x.op is dist.isend)
+        return real(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", spy), torch.no_grad():
+        core(*(torch.randn(1, 16, 2, 4) for _ in range(3)))
+    return found
+
+
+def test_a_ring_passes_only_what_a_window_reaches(pool: Pool) -> None:
+    """Keys and values of a token are 2 x 2 x 4 elements; a window of 3 reaches two earlier tokens."""
+    assert pool.run(_sent, 4, None, "none") == [[((r + 1) % 4, 256)] * 3 for r in range(4)]
+    assert pool.run(_sent, 4, 3, "none") == [[(1, 32)], [(2, 32)], [(3, 32)], []]
+    # Chunks of 8 in the order 0 1 2 3 3 2 1 0: ends are passed to both neighbours.
+    assert pool.run(_sent, 4, 3, "headtail") == [
+        [(1, 32)],
+        [(2, 32), (0, 32)],
+        [(3, 32), (1, 32)],
+        [(2, 32)],
+    ]
+    assert pool.run(_sent, 4, 1, "headtail") == [[]] * 4
 
 
 def _shard(length: int, balance: Balance) -> dict[str, list[list[int]]]:
@@ -197,38 +273,34 @@ def test_repr_names_method_and_balance() -> None:
     assert repr(style) == "ContextParallel(method='allgather', balance='none')"
 
 
-class _OneOfMany(Exchange):
-    """The last of ``cp`` ranks, whose neighbours send what they would have: (2, B, L, G, K) each."""
-
-    def __init__(self, everyone: list[Tensor]) -> None:
-        self.cp, self.rank, self.balance, self.method = len(everyone), len(everyone) - 1, "none", "ring"
-        self.chunks = [chunks_of(rank, self.cp, self.balance) for rank in range(self.cp)]
-        self.everyone, self.hop = everyone, 0
-
-    def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        if tag == 1:  # gradients of keys, on their way home
-            return tensor, []
-        self.hop = self.hop % (self.cp - 1) + 1
-        return self.everyone[self.rank - self.hop], []
-
-
 def test_a_ring_sums_the_gradient_of_queries_in_float32() -> None:
     """Over 32 hops in bfloat16: within 3 roundings of the whole sequence's; summed in bfloat16, 5."""
     torch.manual_seed(0)
     cp, length = 32, 4
     keys, values = torch.randn(2, 1, cp * length, 2, 8).bfloat16()
     q, grad = torch.randn(2, 1, length, 2, 8).bfloat16()
-    parts = zip(keys.chunk(cp, 1), values.chunk(cp, 1), strict=True)
-    exchange = _OneOfMany([torch.stack(part) for part in parts])
-    mine = q.clone().requires_grad_()
-    _Ring.apply(mine, *exchange.everyone[-1], exchange, [[0]]).backward(grad)  # type: ignore[union-attr]
+    everyone = torch.cat([keys, values], -1).chunk(cp, 1)
+    group = SimpleNamespace(size=lambda: cp, rank=lambda: cp - 1)
+    ring = ring_attention.Ring(group, "none", length)  # type: ignore[arg-type]
+    task = task_of((None, None), (ring.starts[-1], (0,)), (True, 0, 8**-0.5, 0.0))
+
+    def arrive(*args: Any) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
+        for source in reversed(range(cp)):
+            yield source, ring.starts[source], everyone[source]
+
+    mine = [x.chunk(cp, 1)[-1] for x in (keys, values)]
+    with (
+        mock.patch.object(ring_attention, "_round", arrive),
+        mock.patch.object(ring_attention, "_pass", return_value=[]),
+    ):
+        out, lse = ring_attention._output(task, ring, None, (q, mine[0], mine[1]))
+        given = (grad, q, *mine, out.to(q.dtype), lse)
+        found = ring_attention._gradients(task, ring, None, given)[0]
 
     whole = q.double().requires_grad_()
     heads_first = [x.double().transpose(1, 2) for x in (whole, keys, values)]
     mask = torch.ones(length, cp * length).tril((cp - 1) * length).bool()
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask)
-    out.transpose(1, 2).backward(grad.double())
+    F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2).backward(grad.double())
     assert whole.grad is not None
-    assert mine.grad is not None
     rounding = (whole.grad.bfloat16() - whole.grad).norm()
-    assert (mine.grad - whole.grad).norm() < 3 * rounding
+    assert (found - whole.grad).norm() < 3 * rounding

@@ -352,7 +352,7 @@ def test_cut_by_flops() -> None:
     length, dim = config.train.seq_len, config.model.config.dim
     layer = config.model.config
     per_layer = 2 * length * (2 * dim * dim + 2 * dim * 16 + 3 * dim * layer.hidden_dim)
-    per_layer += 4 * length * length * dim
+    per_layer += 2 * length * (length + 1) * dim
     head = 2 * length * dim * 2000
     for stages in (2, 3, 4, 5):
         found = balanced(model, plan.pipeline, stages, length)

@@ -29,7 +29,6 @@ from compose import (
 )
 from compose.data import random_batch
 from compose.errors import ConfigError
-from compose.parallel.attention_blocks import plain_backward, plain_forward
 from compose.parallel.expert_parallel import ExpertParallel
 from compose.proof.report import Report
 from models.layers.moe import MoE
@@ -342,23 +341,3 @@ def test_random_batch_reaches_from_end_to_end() -> None:
     assert min(longest[::2]) >= 512 - 2 * 8 - 1
     assert max(longest[1::2]) < 100
     assert all(len(row.unique()) > 1 for row in documents)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_plain_attention_is_the_kernels(causal: bool) -> None:
-    """With fewer key heads than query heads, and the output merged with that of other keys."""
-    torch.manual_seed(0)
-    q = torch.randn(2, 6, 7, 4, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 3, 7 if causal else 5, 4, dtype=torch.float64).unbind(0)
-    ops = torch.ops.aten
-    many = [x.repeat_interleave(2, 1) for x in (k, v)]
-    out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, *many, 0.0, causal)
-    found = plain_forward(q, k, v, causal)
-    for one, other in zip(found, (out, lse), strict=True):
-        torch.testing.assert_close(one, other)
-    out, lse, grad = out * 0.5, lse + 0.3, torch.randn_like(q)
-    backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = backward(grad, q, *many, out, lse, 0.0, causal)
-    dk, dv = (d.unflatten(1, (3, 2)).sum(2) for d in (dk, dv))
-    for one, other in zip(plain_backward(grad, (q, k, v), out, lse, causal), (dq, dk, dv), strict=True):
-        torch.testing.assert_close(one, other)

@@ -58,7 +58,14 @@ QWEN3 = qwen3.Config(
 class RowByRow(nn.Module):
     """Causal attention that computes a query's own keys and no more."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         rows = [

@@ -68,14 +68,6 @@ def _ulysses(setup: Setup) -> None:
         check_ulysses(*setup.resolved.heads, degrees.cp, degrees.tp)
 
 
-def _flash(setup: Setup) -> None:
-    if setup.degrees.cp > 1 and setup.options.precision.param == "float32" and setup.on_cuda:
-        raise ConfigError(
-            "precision.param: float32 has no flash attention on CUDA, which parallel.cp needs;"
-            " use bfloat16"
-        )
-
-
 def _zero3_reshard(setup: Setup) -> None:
     degrees = setup.degrees
     check_secondary(degrees.zero3_reshard, degrees.zero, degrees.dp_shard * degrees.cp)
@@ -134,13 +126,6 @@ MESH: list[Rule[Setup]] = [
         " by the key/value heads",
         "ranks trade sequence for whole heads; ring and allgather do not",
         _ulysses,
-    ),
-    Rule(
-        "cp on CUDA runs in bfloat16",
-        "the flash kernels, whose log-sum-exp merges the parts, take half precision only",
-        _flash,
-        upstream="aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_tensor_dtype of"
-        " can_use_flash_attention",
     ),
     Rule(
         "zero3_reshard, where it is not 0, goes with zero 3 and divides dp_shard x cp; it is not 1",

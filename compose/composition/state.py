@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.loss.output import Output
 from compose.memory.activation_offload import ActivationOffload
-from compose.parallel.context_parallel import Balance
 from compose.parallel.secondary_shards import SecondaryGather
+from compose.parallel.sequence import Balance
 from compose.pipeline.pipeline_parallel import PipelineRunner
 from compose.precision.float8 import NOTHING, Choice
 

@@ -70,17 +70,10 @@ def _recompute_compiled(setup: Setup) -> None:
     mode = setup.options.activation_checkpoint.mode
     if setup.options.compile.mode == "off" or mode not in ("selective", "budget"):
         return
-    flash = setup.on_cuda and setup.options.precision.param in ("bfloat16", "float16")
-    parts = {
-        "parallel.cp": setup.degrees.cp > 1,
-        "experts": setup.resolved.expert,
-        "flash attention": flash,
-    }
-    found = [name for name, there in parts.items() if there]
-    if found:
+    if setup.resolved.expert:
         raise ConfigError(
             f'activation_checkpoint.mode: "{mode}" does not see into the parts of a layer that are'
-            f" compiled alone, as with {found[0]}; use activation_checkpoint.mode ="
+            " compiled alone, as with experts; use activation_checkpoint.mode ="
             ' "full" or "every_k", or compile.mode = "off"'
         )
 
@@ -171,8 +164,7 @@ STEP: list[Rule[Setup]] = [
         " once",
     ),
     Rule(
-        "with selective or budget and torch.compile, every layer is one graph: no cp, no experts,"
-        " no flash attention on CUDA",
+        "with selective or budget and torch.compile, every layer is one graph: no experts",
         "what a part compiled alone computes is not seen operator by operator",
         _recompute_compiled,
     ),

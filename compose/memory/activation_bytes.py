@@ -7,15 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from compose.errors import ConfigError
+from compose.operators import attention as _attention
 
 _MATMULS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
+_ATTENTION = {_attention.attention_forward._opoverload.overloadpacket}
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class _Counter:
     def counting(self) -> Iterator[None]:
         """Count the tensors that autograd saves in this context."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor)
-        with hooks, _Products(self.computed), _Attention(self.computed):
+        with hooks, _Products(self.computed):
             yield
 
     def computed(self, group: str, size: int, flops: float) -> None:
@@ -162,43 +163,9 @@ class _Products(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _MATMULS:
-            flops = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-            self.computed("matmul", out.nbytes, flops)
+        packet = func.overloadpacket
+        group = "matmul" if packet in _MATMULS else "attention" if packet in _ATTENTION else ""
+        if group:
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            self.computed(group, sum(x.nbytes for x in tree_leaves(out)), flops)
         return out
-
-
-class _Attention(TorchFunctionMode):
-    """Replaces attention: on meta tensors PyTorch would compute it by products with scores (L, L)."""
-
-    def __init__(self, computed: _Computed) -> None:
-        super().__init__()
-        self.computed = computed
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        out, lse = _Flash.apply(*args[:3])
-        pairs = out.shape[-2] * (out.shape[-2] + 1) / 2
-        flops = 2 * pairs * out.shape[:-2].numel() * (args[0].shape[-1] + out.shape[-1])
-        self.computed("attention", out.nbytes + lse.nbytes, flops)
-        return out
-
-
-class _Flash(torch.autograd.Function):
-    """The output shapes of a flash kernel: (B, H, L, K) and (B, H, L).
-
-    q is (B, H, L, K), and v is (B, G, L, K).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise NotImplementedError("a forward pass alone is counted")

@@ -33,7 +33,7 @@ from compose.memory.activation_bytes import UnitCost, unit_costs
 
 Operators = frozenset[torch._ops.OpOverload]
 
-# Operators of aten by the name of their group in ``keep``.
+# Operators of aten, or of another namespace, by the name of their group in ``keep``.
 GROUPS: dict[str, tuple[str, ...]] = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),
     "attention": (
@@ -42,6 +42,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
+        "compose.attention_forward",
+        "compose.ring_attention_forward",
     ),
 }
 
@@ -75,7 +77,8 @@ def operators(names: Iterable[str]) -> Operators:
     found = set[torch._ops.OpOverload]()
     for name in names:
         for operator in GROUPS.get(name, (name.removeprefix("aten."),)):
-            packet = getattr(torch.ops.aten, operator, None)
+            space, _, short = operator.rpartition(".")
+            packet = getattr(getattr(torch.ops, space or "aten"), short, None)
             if isinstance(packet, torch._ops.OpOverloadPacket):
                 found.update(getattr(packet, overload) for overload in packet.overloads())
             elif name not in GROUPS:

@@ -21,7 +21,15 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -165,7 +173,27 @@ class LocalNorm(SequenceParallel):
         return SequenceParallel(sequence_dim=dim, use_local_output=True)
 
 
-LOCAL = (LocalInput, LocalColwise, LocalRowwise, LocalHeads, LocalNorm)
+class LocalVector(ParallelStyle):
+    """A style for a module that returns its only parameter (N,): each rank gets its part of the N."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in module.named_parameters(recurse=False):
+                cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+                module.register_parameter(key, nn.Parameter(cut, parameter.requires_grad))
+
+        def local(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return _local(output)
+
+        module.register_forward_hook(local)
+        return distribute_module(module, device_mesh, shard)
+
+    def by_dtensors(self) -> ParallelStyle:
+        """Return this style: its module has no input, and its output is local anyway."""
+        return self
+
+
+LOCAL = (LocalInput, LocalColwise, LocalRowwise, LocalHeads, LocalNorm, LocalVector)
 
 
 def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list[str]:

@@ -18,11 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from torch.distributed.tensor import DTensor
 
 from compose.errors import ConfigError
@@ -30,7 +26,7 @@ from compose.loss.output import StepLoss
 from compose.parallel.data_parallel import finish_backward
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
 from compose.pipeline.split import Stage, Tied, balanced, split
-from compose.pipeline.stage import PlainStage, RuntimeStage, plain_stream
+from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
 from compose.plan import Pipeline
 
 
@@ -92,7 +88,7 @@ class PipelineRunner:
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
         # The runtime for the last batch's shapes; it holds buffers for every micro-batch.
-        self.runtime: tuple[Any, _PipelineScheduleRuntime] | None = None
+        self.runtime: tuple[Any, Runtime] | None = None
         # The tensor that goes from stage to stage, by the shapes of a micro-batch.
         self.streams: dict[Any, Tensor] = {}
         self.loss: StepLoss | None = None
@@ -116,11 +112,11 @@ class PipelineRunner:
             for name, _ in stage.module.named_modules()
         }
 
-    def run(self, batch: Mapping[str, Tensor], micro_batch: int, loss: StepLoss) -> Tensor:
+    def run(self, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss) -> Tensor:
         """Run forward and backward of all micro-batches.
 
         Args:
-            batch: Tensors (samples, ...), the same on every rank of the axis.
+            batch: Tensors (samples, ...) and documents, the same on every rank of the axis.
             micro_batch: Samples of a micro-batch.
             loss: The loss of this step.
 
@@ -135,7 +131,7 @@ class PipelineRunner:
         _check_whole(samples, micro_batch)
         inputs = dict(batch)
         targets, first = inputs.pop("targets"), inputs.pop(self.first_argument)
-        key = (samples // micro_batch, *((v.shape, v.dtype) for v in (first, *inputs.values())))
+        key = (samples // micro_batch, *_forms(first, inputs))
         if self.runtime is None or self.runtime[0] != key:
             self.runtime = key, self._runtime(first, inputs, micro_batch)
         self.loss = loss
@@ -156,9 +152,9 @@ class PipelineRunner:
     @torch.no_grad()
     def forward(
         self,
-        parts: Sequence[Mapping[str, Tensor]],
-        each: Callable[[Tensor, Mapping[str, Tensor]], None],
-        before: Callable[[Mapping[str, Tensor]], None],
+        parts: Sequence[Mapping[str, Any]],
+        each: Callable[[Tensor, Mapping[str, Any]], None],
+        before: Callable[[Mapping[str, Any]], None],
     ) -> None:
         """Run only the forward of every micro-batch.
 
@@ -203,9 +199,7 @@ class PipelineRunner:
         for module in modules.values():
             finish_backward(module, self.zero, last=True)
 
-    def _runtime(
-        self, first: Tensor, inputs: Mapping[str, Tensor], micro_batch: int
-    ) -> _PipelineScheduleRuntime:
+    def _runtime(self, first: Tensor, inputs: Mapping[str, Any], micro_batch: int) -> Runtime:
         count = len(first) // micro_batch
         name, per_rank = self.schedule.name, len(self.placement) // self.pp
         table = build_table(name, self.pp, per_rank, count)
@@ -226,13 +220,14 @@ class PipelineRunner:
         ]
         for stage in stages:
             stage.zero = self.zero
-        runtime = _PipelineScheduleRuntime(
+        runtime = Runtime(
             # The last stage has computed the loss itself.
             stages,
             count,
             loss_fn=lambda loss, targets: loss,
             scale_grads=False,
         )
+        runtime.micro_batch = micro_batch
         runtime._prepare_schedule_with_comms(
             {
                 rank: [_Action(a.stage, _ComputationType(a.kind), a.micro_batch) for a in row]
@@ -245,7 +240,7 @@ class PipelineRunner:
         assert self.loss is not None
         return self.loss
 
-    def stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def stream(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Return what one micro-batch sends between stages, on meta; the first stage tries it once.
 
         Args:
@@ -255,12 +250,12 @@ class PipelineRunner:
         Returns:
             A tensor without values.
         """
-        key = tuple((value.shape, value.dtype) for value in (first, *inputs.values()))
+        key = _forms(first, inputs)
         if key not in self.streams:
             self.streams[key] = self._try_stream(first, inputs)
         return self.streams[key]
 
-    def _try_stream(self, first: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _try_stream(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         found: list[Any] = [None]
         source = self.placement[0]
         if source == self.rank:
@@ -348,6 +343,11 @@ class _Message:
         for work in self.works:
             work.wait()
         return self.tensor
+
+
+def _forms(first: Tensor, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what compiled shapes and buffers depend on."""
+    return tuple((x.shape, getattr(x, "dtype", None)) for x in (first, *inputs.values()))
 
 
 def _check_whole(samples: int, micro_batch: int) -> None:

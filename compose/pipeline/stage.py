@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from compose.base.local_tensor import arrived
 from compose.base.torch_versions import StageOverrides
@@ -59,6 +60,23 @@ class PlainStage(nn.Module):
         # A backward in two parts detaches the stream in place. A view, such as a slice of the
         # positions, cannot be detached in place.
         return stream.clone() if stream._is_view() else stream
+
+
+class Runtime(_PipelineScheduleRuntime):
+    """The runtime, which cuts all that has rows into micro-batches; PyTorch's cuts tensors alone."""
+
+    micro_batch: int = 1
+
+    def _split_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        kwargs, size = kwargs or {}, self.micro_batch
+        samples = len(next(iter((*args, *kwargs.values()))))
+        cuts = [slice(start, start + size) for start in range(0, samples, size)]
+        return (
+            [tuple(value[cut] for value in args) for cut in cuts],
+            [{name: value[cut] for name, value in kwargs.items()} for cut in cuts],
+        )
 
 
 class RuntimeStage(StageOverrides, PipelineStage):

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compose.parallel import attention_blocks
+from compose.operators import parts
 from compose.planning.host_memory import host_memory
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -241,17 +241,6 @@ def _rms_norm(
     return torch.layer_norm(x, shape, weight, None, 1e-6 if eps is None else eps)
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
-    """Return what attention_blocks computes of a block on a CPU."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-
-
-def _block_backward(grad: Tensor, *given: Any) -> Any:
-    *tensors, causal = given
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return operator(grad, *tensors, 0.0, causal)
-
-
 class _Sent:
     """The work of a message; whoever waits for it waits on the stream of messages.
 
@@ -375,6 +364,7 @@ def fake_world(
             (dist, "batch_isend_irecv", send),
             (schedules, "_batch_p2p", send),
             (torch.UntypedStorage, "resize_", resized),
+            (parts, "device_of", lambda q: kernels),
             *(
                 (FSDPParamGroup, name, _marked(listener, "gather", getattr(FSDPParamGroup, name)))
                 for name in _GATHERS
@@ -383,9 +373,6 @@ def fake_world(
             (ShardingPropagator, _TRIES, _unseen(getattr(ShardingPropagator, _TRIES))),
         ):
             stack.enter_context(mock.patch.object(owner, name, other))
-        if kernels == "cpu":
-            for name, other in (("_forward", _block), ("_backward", _block_backward)):
-                stack.enter_context(mock.patch.object(attention_blocks, name, other))
         stack.enter_context(host_memory(listener, kernels))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)

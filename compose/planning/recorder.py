@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from compose.base.local_tensor import local_tensor
+from compose.operators.registered import BODIES
 from compose.planning.cpu_kernels import casts, chunk_copies
 from compose.planning.record import (
     BACKWARD,
@@ -204,6 +205,9 @@ class Recorder(TorchDispatchMode):
         if any(kind not in (Tensor, Parameter) for kind in types):
             return NotImplemented  # a tensor of several, such as a DTensor: its parts come here again
         kwargs = kwargs or {}
+        if func in BODIES:
+            with self:  # an operator of ours: what it does is recorded
+                return BODIES[func](*args, **kwargs)
         self.begin()
         result = self._shapes.run(func, args, kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

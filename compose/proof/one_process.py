@@ -19,6 +19,7 @@ from compose.loss.cross_entropy import LossFunction, count_targets
 from compose.parallel.routing import routers
 from compose.precision.float8 import NOTHING, Choice, Recipe, apply_float8
 from compose.precision.options import Precision
+from compose.proof.plain_attention import PlainAttention
 from compose.proof.routing_trace import Choices, follow
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -199,7 +200,8 @@ class OneProcess:
         kind = self.arithmetic.param
         inputs = {n: v.to(kind) if v.is_floating_point() else v for n, v in inputs.items()}
         cast = {n: p.to(kind) if p.is_floating_point() else p for n, p in self.parameters.items()}
-        return torch.func.functional_call(self.model, cast, args=(), kwargs=dict(inputs))
+        with PlainAttention():
+            return torch.func.functional_call(self.model, cast, args=(), kwargs=dict(inputs))
 
     def change(self, name: str) -> Tensor:
         """Return the change of a parameter over all steps."""

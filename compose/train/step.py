@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,12 @@ from compose.composition.state import Composition
 from compose.errors import ConfigError
 from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
 from compose.loss.output import StepLoss, step_loss
-from compose.parallel.context_parallel import shard_sequence
+from compose.operators.documents import Documents
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
 from compose.parallel.routing import begin_step, finish_step
 from compose.parallel.secondary_shards import secondary_shards
+from compose.parallel.sequence import chunk_count, pad_sequence, shard_sequence
 from compose.precision.float8 import shared_scales
 
 
@@ -91,18 +93,40 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
     return size
 
 
-def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return a batch on its device, without waiting for the copies.
+
+    ``document_ids`` stay in host memory: the boundaries of documents are found there
+    (:func:`local_batch`), so that no step waits for the device.
+
+    Args:
+        batch: Tensors by name, in host memory.
+        device: The device.
+
+    Returns:
+        The tensors by name.
+    """
+    if device.type != "cuda":
+        return {name: value.to(device) for name, value in batch.items()}
+    return {
+        name: value if name == "document_ids" else value.pin_memory().to(device, non_blocking=True)
+        for name, value in batch.items()
+    }
+
+
+def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
     """Return what this rank runs of its share of a batch: with cp, its part of each sequence.
 
     A model that takes ``positions`` counts them itself if the batch has none. It cannot where it sees a
-    part of a sequence, so there they are added.
+    part of a sequence, so there they are added. A model that takes ``documents`` gets the documents
+    (compose.Documents) of the whole sequences in place of ``document_ids``.
 
     Args:
         composition: What ``compose.apply`` returned.
         batch: This rank's share of the batch.
 
     Returns:
-        The tensors by name.
+        The tensors, and the documents, by name.
 
     Raises:
         ConfigError: The ranks of tp cannot share the sequences.
@@ -110,11 +134,22 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
     mesh = composition.mesh
     if axis_size(mesh, "cp") > 1 or composition.pipeline:
         batch = _with_positions(composition.model, batch)
-    if axis_size(mesh, "cp") == 1:
+    cp, tp = axis_size(mesh, "cp"), axis_size(mesh, "tp")
+    if cp == 1:
         # Generation has no targets.
         _check_length(batch.get("targets", next(iter(batch.values()))), composition.sequence_ranks)
-        return batch
-    return shard_sequence(batch, mesh["cp"], composition.balance, multiple=axis_size(mesh, "tp"))
+    else:
+        batch = pad_sequence(batch, chunk_count(cp, composition.balance) * tp)
+    if "document_ids" not in batch:
+        return batch if cp == 1 else shard_sequence(batch, mesh["cp"], composition.balance)
+    rest = {name: value for name, value in batch.items() if name != "document_ids"}
+    ids, device = batch["document_ids"], next(iter(rest.values())).device
+    if "documents" not in signature(type(composition.model).forward).parameters:
+        batch = {**rest, "document_ids": ids.to(device)}
+        return batch if cp == 1 else shard_sequence(batch, mesh["cp"], composition.balance)
+    if cp > 1:
+        rest = shard_sequence(rest, mesh["cp"], composition.balance)
+    return {**rest, "documents": Documents(ids, device)}
 
 
 def _with_positions(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -134,11 +169,11 @@ def _check_length(sequences: Tensor, ranks: int) -> None:
         )
 
 
-def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+def micro_batches(batch: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
     """Cut a batch into parts of ``size`` samples; the last may have fewer.
 
     Args:
-        batch: Tensors (samples, ...), by name.
+        batch: Tensors (samples, ...) and documents, by name.
         size: Samples of a part.
 
     Yields:
@@ -149,7 +184,7 @@ def micro_batches(batch: Mapping[str, Tensor], size: int) -> Iterator[dict[str, 
 
 
 def _run(
-    model: nn.Module, batch: Mapping[str, Tensor], micro_batch: int, loss: StepLoss, zero: int
+    model: nn.Module, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss, zero: int
 ) -> Tensor:
     """Run forward and backward of one micro-batch after another, and return the sum of their losses."""
     total = torch.zeros((), device=batch["targets"].device)

@@ -38,7 +38,7 @@ from compose.train.garbage import collected_between_steps
 from compose.train.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
 from compose.train.replica_check import replica_mismatches
 from compose.train.signals import Signals
-from compose.train.step import clip_grad_norm_, forward_backward
+from compose.train.step import clip_grad_norm_, forward_backward, on_device
 from compose.train.validation import Validation
 
 
@@ -193,7 +193,7 @@ class Trainer:
         scale = before.scale.value if before.scale else 1.0
         report_phase(step + 1, "the data")
         with span("data"):
-            batch = {k: v.to(self.device) for k, v in self.batches.batch(before.samples).items()}
+            batch = on_device(self.batches.batch(before.samples), self.device)
         report_phase(step + 1, "forward and backward")
         loss = forward_backward(
             self.composition,

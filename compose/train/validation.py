@@ -10,6 +10,7 @@ from compose.data.sources import Samples
 from compose.parallel.mesh import batch_share
 from compose.runtime.stragglers import report_phase
 from compose.train.evaluate import evaluate
+from compose.train.step import on_device
 
 
 class Validation:
@@ -37,7 +38,7 @@ class Validation:
         report_phase(step, "validation")
         total, count = 0.0, 0
         for batch in in_order(self.samples, train.global_batch, batch_share(composition.mesh)):
-            here = {name: value.to(self.device) for name, value in batch.items()}
+            here = on_device(batch, self.device)
             loss, targets = evaluate(
                 composition, here, micro_batch=train.micro_batch, loss_function=self.function
             )

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from models.layers.attention import AttentionCore, Documents, attention_pairs
+from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE
 from models.layers.norms import check_eps
@@ -313,6 +313,7 @@ class DeepSeekV3(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Return the logits of tokens.
 
@@ -320,6 +321,7 @@ class DeepSeekV3(nn.Module):
             tokens: (B, L), int64.
             positions: (B, L), -1 for padding; None counts from 0.
             document_ids: (B, L); attention stays within a document. None makes each row one.
+            documents: The same, made once for a batch; ``document_ids`` is then not read.
 
         Returns:
             (B, L, vocab_size).
@@ -342,7 +344,7 @@ class DeepSeekV3(nn.Module):
         growth = yarn_magnitude(c.rope_factor, c.rope_mscale)
         growth /= yarn_magnitude(c.rope_factor, c.rope_mscale_all_dim)
         cosine, sine = cosine * growth, sine * growth
-        documents = None if document_ids is None else Documents(document_ids)
+        documents = documents_of(document_ids, documents)
         real_BL = (positions >= 0).expand(len(tokens), -1)
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)

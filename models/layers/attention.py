@@ -1,72 +1,83 @@
 """The attention core: everything between the projections, on the heads that this rank holds."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compose.operators.attention import attention
+from compose.operators.attention_options import AttentionOptions
+from compose.operators.documents import Documents
+from compose.operators.pairs import attention_pairs as pairs_between
 
-class Documents:
-    """The documents of a batch: made once in a forward pass, and handed to every layer's core.
-
-    ``ids`` is (B, L), int64. Each run of equal ids is one document. A token attends to itself and to
-    earlier tokens of its document.
-    """
-
-    def __init__(self, ids_BL: Tensor) -> None:
-        self.ids = ids_BL
-        self._mask: Tensor | None = None
-
-    @property
-    def mask(self) -> Tensor:
-        """Return a mask (B, 1, L, L), bool, that is True where a query may attend."""
-        # A compiled layer makes its own mask, since its graph may not write to its inputs.
-        if self._mask is not None and not torch.compiler.is_compiling():
-            return self._mask
-        mask = self._made()
-        if not torch.compiler.is_compiling():
-            self._mask = mask
-        return mask
-
-    def _made(self) -> Tensor:
-        same_BLL = self.ids[:, :, None] == self.ids[:, None, :]
-        return same_BLL.tril()[:, None]
+__all__ = ["AttentionCore", "Documents", "Sinks", "attention_pairs", "documents_of"]
 
 
 class AttentionCore(nn.Module):
-    """Causal softmax attention with grouped key/value heads (Ainslie et al. 2023, arXiv:2305.13245).
+    """Softmax attention with grouped key/value heads (Ainslie et al. 2023, arXiv:2305.13245).
 
-    It is a module of its own, without parameters, so that a plan can name it.
+    It is a module of its own, without parameters, so that a plan can name it. Without ``options`` it
+    is causal.
     """
 
+    def __init__(self, options: AttentionOptions | None = None) -> None:
+        super().__init__()
+        self.options = options or AttentionOptions()
+
     def forward(
-        self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, documents: Documents | None = None
+        self,
+        q_BLHK: Tensor,
+        k_BLGK: Tensor,
+        v_BLGV: Tensor,
+        documents: Documents | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention within documents.
 
         Args:
             q_BLHK: Queries.
             k_BLGK: Keys.
-            v_BLGK: Values; K may be another width than that of keys.
+            v_BLGV: Values; V may be another width than K.
             documents: The documents; None makes each row one.
+            sinks: A score of each head that has no value, (H,), or None.
 
         Returns:
-            (B, L, H, K), with K as in v.
+            (B, L, H, V).
         """
-        shared = q_BLHK.shape[2] // k_BLGK.shape[2]
-        if shared > 1 and q_BLHK.is_cuda and q_BLHK.dtype == torch.float32:
-            # Here the only kernel that takes grouped heads would hold all scores, (L, L).
-            k_BLGK, v_BLGK = (x.repeat_interleave(shared, 2) for x in (k_BLGK, v_BLGK))
-        out_BHLK = F.scaled_dot_product_attention(
-            q_BLHK.transpose(1, 2),
-            k_BLGK.transpose(1, 2),
-            v_BLGK.transpose(1, 2),
-            attn_mask=None if documents is None else documents.mask,
-            is_causal=documents is None,
-            enable_gqa=q_BLHK.shape[2] != k_BLGK.shape[2],
-        )
-        return out_BHLK.transpose(1, 2)
+        return attention(q_BLHK, k_BLGK, v_BLGV, documents, sinks, self.options)[0]
 
 
-def attention_pairs(seq_len: int) -> float:
-    """Return the number of keys that one query attends to, averaged over ``seq_len`` causal queries."""
-    return (seq_len + 1) / 2
+class Sinks(nn.Module):
+    """A learnt score of each head, to which attention can give weight in place of a key."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self) -> Tensor:
+        """Return the scores of the heads that this rank holds."""
+        return self.weight
+
+
+def documents_of(ids: Tensor | None, documents: Documents | None) -> Documents | None:
+    """Return the documents of a batch from the two forms in which a model takes them.
+
+    Args:
+        ids: (B, L); each run of equal ids is one document. On a GPU they are waited for.
+        documents: The documents, if they are known already.
+
+    Returns:
+        The documents; None if both are.
+    """
+    return Documents(ids) if documents is None and ids is not None else documents
+
+
+def attention_pairs(seq_len: int, window: int = 0) -> float:
+    """Return the number of keys that one query attends to, averaged over ``seq_len`` causal queries.
+
+    Args:
+        seq_len: Tokens of a sample.
+        window: Keys that a query sees at most; 0 is all.
+
+    Returns:
+        The average.
+    """
+    return pairs_between(seq_len, seq_len, window=window) / seq_len

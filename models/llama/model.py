@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.layers.attention import AttentionCore, Documents, attention_pairs
+from compose.operators.attention_options import AttentionOptions
+from models.layers.attention import AttentionCore, Documents, Sinks, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.norms import check_eps
 from models.layers.rope import inverse_frequencies, rotate, rotation
@@ -45,6 +46,10 @@ class LlamaConfig:
     """Wavelengths below rope_original_seq_len / this are kept."""
     tie_embeddings: bool = False
     """Use the embedding's weight for the output projection too."""
+    window: int = 0
+    """Keys that a query attends to, the last of them its own; 0 is all."""
+    sinks: bool = False
+    """Give each head a learnt score to which attention can give weight in place of a key."""
 
     def __post_init__(self) -> None:
         for size in ("vocab_size", "dim", "n_heads", "n_kv_heads", "hidden_dim"):
@@ -55,6 +60,8 @@ class LlamaConfig:
         for factor in ("rope_theta", "rope_scaling"):
             if not getattr(self, factor) > 0:
                 raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        if self.window < 0:
+            raise ValueError(f"window: {self.window} should be at least 1, or 0 for all keys")
         check_eps("norm_eps", self.norm_eps)
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if self.rope_scaling != 1 and not 0 < low < high:
@@ -77,7 +84,7 @@ class LlamaConfig:
         attention = self.dim * (2 * self.dim + 2 * self.n_kv_heads * self.head_dim)
         weights = self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
         weights += self.vocab_size * self.dim
-        scores = self.n_layers * 2 * self.dim * attention_pairs(seq_len)
+        scores = self.n_layers * 2 * self.dim * attention_pairs(seq_len, self.window)
         return 3 * 2 * (weights + scores)
 
 
@@ -110,7 +117,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
-        self.core = AttentionCore()
+        self.core = AttentionCore(AttentionOptions(window=config.window or None))
+        self.sinks = Sinks(config.n_heads) if config.sinks else None
 
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
@@ -130,7 +138,8 @@ class Attention(nn.Module):
         k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
         q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
-        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
+        sinks_H = None if self.sinks is None else self.sinks()
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents, sinks_H).flatten(2))
 
 
 class Block(nn.Module):
@@ -180,6 +189,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Return the logits of tokens.
 
@@ -187,6 +197,7 @@ class Llama(nn.Module):
             tokens: (B, L), int64.
             positions: (B, L); None counts from 0.
             document_ids: (B, L); attention stays within a document. None makes each row one.
+            documents: The same, made once for a batch; ``document_ids`` is then not read.
 
         Returns:
             (B, L, V).
@@ -206,14 +217,14 @@ class Llama(nn.Module):
         )
         x_BLD = self.tok_embeddings(tokens)
         cosine, sine = rotation(positions, frequency, x_BLD.dtype)
-        documents = None if document_ids is None else Documents(document_ids)
+        documents = documents_of(document_ids, documents)
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, cosine, sine, documents)
         return self.output(self.norm(x_BLD))
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter: zeros (biases), ones (norms), else normal.
+        """Fill a whole parameter: zeros (biases, sinks), ones (norms), else normal.
 
         The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
         GPT-2), so that the stream's variance does not grow with depth.
@@ -224,7 +235,7 @@ class Llama(nn.Module):
             generator: The random numbers.
         """
         if tensor.ndim == 1:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            tensor.fill_(0.0 if name.endswith(("bias", "sinks.weight")) else 1.0)
             return
         ends_branch = name.endswith(("wo.weight", "w2.weight"))
         scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0

@@ -11,6 +11,7 @@ from compose.parallel.local_parallel import (
     LocalInput,
     LocalNorm,
     LocalRowwise,
+    LocalVector,
 )
 from models.layers.plans import outermost
 
@@ -41,6 +42,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
             "layers.*.attention.wk": LocalHeads(model.n_kv_heads),
             "layers.*.attention.wv": LocalHeads(model.n_kv_heads),
             "layers.*.attention.wo": LocalRowwise(stream),
+            **({"layers.*.attention.sinks": LocalVector()} if model.sinks else {}),
             "layers.*.feed_forward": LocalInput(stream),
             "layers.*.feed_forward.w1": hidden,
             "layers.*.feed_forward.w3": hidden,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.layers.attention import AttentionCore, Documents, attention_pairs
+from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE
 from models.layers.norms import check_eps
@@ -211,6 +211,7 @@ class Qwen3(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Return the logits of tokens.
 
@@ -218,6 +219,7 @@ class Qwen3(nn.Module):
             tokens: (B, L), int64.
             positions: (B, L), -1 for padding; None counts from 0.
             document_ids: (B, L); attention stays within a document. None makes each row one.
+            documents: The same, made once for a batch; ``document_ids`` is then not read.
 
         Returns:
             (B, L, V).
@@ -229,7 +231,7 @@ class Qwen3(nn.Module):
         frequency = inverse_frequencies(c.head_dim, c.rope_theta, device=tokens.device)
         x_BLD = self.tok_embeddings(tokens)
         cosine, sine = rotation(positions, frequency, x_BLD.dtype)
-        documents = None if document_ids is None else Documents(document_ids)
+        documents = documents_of(document_ids, documents)
         real_BL = (positions >= 0).expand(len(tokens), -1)
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)

@@ -187,9 +187,9 @@ PRECISION = [
     Row(
         "ring sums dq in bfloat16",
         CP | REDUCED["bfloat16"],
-        "compose.parallel.attention_blocks:Gradients.__init__",
-        "dtype=lse.dtype",
-        "dtype=__import__('torch').bfloat16",
+        "compose.operators.parts:Sums.__init__",
+        "torch.promote_types(x.dtype, torch.float32)",
+        "torch.bfloat16",
         "float64 gradient",
         "layers.*.attention.wq.weight",
     ),

@@ -1,0 +1,375 @@
+"""Ring attention as one operator of PyTorch (Liu et al. 2023, arXiv:2310.01889).
+
+Each rank has the queries of its part of the sequence. Keys and values travel round the ranks, and a
+rank attends to those that it has while the next ones arrive. A compiler sees one operator, so a layer
+with it is one graph.
+
+With a window most parts are never reached. Then nothing travels round: a rank gets the tokens that its
+queries reach from the ranks that hold them, and sends the gradients straight back.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.flop_counter import register_flop_formula
+
+from compose.operators.attention import alike, finish, sink_gradient, task_of
+from compose.operators.pairs import pairs_of
+from compose.operators.parts import Merged, Sums, parts_of
+from compose.operators.registered import operator
+from compose.operators.task import Task
+from compose.parallel.sequence import Balance, chunk_starts
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks of a ring, and what each holds."""
+
+    group: dist.ProcessGroup
+    """The ranks."""
+    balance: Balance
+    """How chunks are dealt to ranks."""
+    length: int
+    """Tokens of a row that a rank holds."""
+
+    @property
+    def cp(self) -> int:
+        """The number of ranks."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.group.rank()
+
+    @cached_property
+    def starts(self) -> list[tuple[int, ...]]:
+        """The first tokens of each rank's chunks."""
+        return [chunk_starts(rank, self.cp, self.balance, self.length) for rank in range(self.cp)]
+
+    @property
+    def size(self) -> int:
+        """Tokens of a chunk."""
+        return self.length // len(self.starts[0])
+
+    def reached(self, rank: int, source: int, window: int) -> tuple[int, ...]:
+        """Return which chunks of ``source`` the queries of another rank reach.
+
+        Args:
+            rank: The rank that holds the queries.
+            source: The rank that holds the keys.
+            window: Keys that a query sees.
+
+        Returns:
+            Places in the list of chunks that ``source`` holds.
+        """
+        return tuple(
+            place
+            for place, k in enumerate(self.starts[source])
+            if any(k < q and q - (k + self.size - 1) < window for q in self.starts[rank])
+        )
+
+
+def _pass(
+    ring: Ring, sent: Sequence[tuple[Tensor, int]], got: Sequence[tuple[Tensor, int]], tag: int
+) -> list[dist.Work]:
+    """Start to send tensors to ranks, and to receive tensors from ranks."""
+    operations = [
+        dist.P2POp(dist.isend, x, group=ring.group, group_peer=peer, tag=tag) for x, peer in sent
+    ]
+    operations += [
+        dist.P2POp(dist.irecv, x, group=ring.group, group_peer=peer, tag=tag) for x, peer in got
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+_Arrival = tuple[int, tuple[int, ...], Tensor]
+"""The rank that holds keys and values, their first tokens, and keys and values (B, S, G, K + V)."""
+
+
+def _round(ring: Ring, kv: Tensor) -> Iterator[_Arrival]:
+    """Yield the keys and values of one rank after another, while the next ones travel."""
+    after, before = (ring.rank + 1) % ring.cp, (ring.rank - 1) % ring.cp
+    for hop in range(ring.cp):
+        source = (ring.rank - hop) % ring.cp
+        arriving, works = kv, []
+        if hop < ring.cp - 1:
+            arriving = torch.empty_like(kv)
+            works = _pass(ring, [(kv, after)], [(arriving, before)], tag=0)
+        yield source, ring.starts[source], kv
+        _wait(works)
+        kv = arriving
+
+
+class _Near:
+    """The messages of a window: the ends of those chunks that queries of other ranks reach."""
+
+    def __init__(self, ring: Ring, window: int) -> None:
+        self.ring, self.tail = ring, min(ring.size, window - 1)
+        others = [(ring.rank + offset) % ring.cp for offset in range(1, ring.cp)]
+        wanted = {rank: ring.reached(rank, ring.rank, window) for rank in others}
+        given = {rank: ring.reached(ring.rank, rank, window) for rank in others}
+        self.to = {rank: places for rank, places in wanted.items() if places}
+        """Which of this rank's chunks go where."""
+        self.sources = {rank: places for rank, places in given.items() if places}
+        """Which chunks come from where."""
+
+    def ends(self, kv: Tensor, places: Sequence[int]) -> list[Tensor]:
+        """Return views of the ends of some of this rank's chunks, along dim 1."""
+        size = self.ring.size
+        return [kv[:, (place + 1) * size - self.tail : (place + 1) * size] for place in places]
+
+    def buffers(self, like: Tensor, of: dict[int, tuple[int, ...]]) -> dict[int, Tensor]:
+        """Return a buffer for each rank of ``of``."""
+        rows, _, *others = like.shape
+        return {
+            rank: like.new_empty((rows, self.tail * len(places), *others))
+            for rank, places in of.items()
+        }
+
+    def arrivals(self, kv: Tensor) -> Iterator[_Arrival]:
+        """Yield this rank's own keys and values, and then those that its queries reach."""
+        ring, got = self.ring, self.buffers(kv, self.sources)
+        sent = [(torch.cat(self.ends(kv, places), 1), rank) for rank, places in self.to.items()]
+        works = _pass(ring, sent, [(x, rank) for rank, x in got.items()], tag=0)
+        yield ring.rank, ring.starts[ring.rank], kv
+        _wait(works)
+        for rank, places in self.sources.items():
+            firsts = (ring.starts[rank][place] + ring.size - self.tail for place in places)
+            yield rank, tuple(firsts), got[rank]
+
+    def bring_home(self, mine: Tensor, found: dict[int, Tensor]) -> None:
+        """Send the gradients of other ranks' keys back, and add those that others found to ``mine``."""
+        back = self.buffers(mine, self.to)
+        sent = [(x, rank) for rank, x in found.items()]
+        _wait(_pass(self.ring, sent, [(x, rank) for rank, x in back.items()], tag=1))
+        for rank, places in self.to.items():
+            parts = back[rank].split(self.tail, 1)
+            for end, part in zip(self.ends(mine, places), parts, strict=True):
+                end += part
+
+
+def _arrivals(ring: Ring, near: _Near | None, kv: Tensor) -> Iterator[_Arrival]:
+    return near.arrivals(kv) if near else _round(ring, kv)
+
+
+def _ring(q: Tensor, group_name: str, balance: str, window: int) -> tuple[Ring, _Near | None]:
+    group = cast(dist.ProcessGroup, _resolve_process_group(cast(Any, group_name)))
+    ring = Ring(group, cast(Balance, balance), q.shape[1])
+    return ring, _Near(ring, window) if 0 < window < ring.length * ring.cp else None
+
+
+def _task(
+    ring: Ring,
+    documents: tuple[Tensor | None, Tensor | None],
+    scores: tuple[bool, int, float, float],
+) -> Task:
+    return task_of(documents, (ring.starts[ring.rank], (0,)), scores)
+
+
+def _from(task: Task, starts: tuple[int, ...]) -> Task:
+    """Return the task with the keys that begin at ``starts``."""
+    return replace(task, layout=replace(task.layout, k_starts=starts))
+
+
+@operator("compose::ring_attention_forward")
+def ring_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    extents: Tensor | None,
+    sinks: Tensor | None,
+    group_name: str,
+    balance: str,
+    causal: bool,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of this rank's queries to the keys of all ranks.
+
+    Args:
+        q: Queries of this rank's chunks, (B, L, H, K).
+        k: Keys, (B, L, G, K).
+        v: Values, (B, L, G, V).
+        bounds: ``Documents.bounds`` of the whole sequence, or None.
+        extents: ``Documents.extents``, or None.
+        sinks: (H,), or None.
+        group_name: The ranks of the ring.
+        balance: How chunks are dealt to them.
+        causal: As in AttentionOptions.
+        window: As in AttentionOptions; 0 is all.
+        scale: As in AttentionOptions.
+        softcap: As in AttentionOptions.
+
+    Returns:
+        The output (B, L, H, V) and the log-sum-exp (B, L, H).
+    """
+    ring, near = _ring(q, group_name, balance, window)
+    task = _task(ring, (bounds, extents), (causal, window, scale, softcap))
+    out, lse = _output(task, ring, near, (q, k, v))
+    return finish(out, lse, sinks, q.dtype)
+
+
+def _output(
+    task: Task, ring: Ring, near: _Near | None, qkv: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp without a sink."""
+    q, k, v = qkv
+    padded = alike(q, k, v)[0].transpose(1, 2)
+    total = Merged(padded, padded.shape[-1])
+    for _, starts, kv in _arrivals(ring, near, torch.cat([k, v], -1)):
+        here = [x.transpose(1, 2) for x in alike(q, *_split(kv, k))[1:]]
+        for part in parts_of(_from(task, starts), padded, here[0]).forward(padded, here[0], here[1]):
+            total.add(*part)
+    return total.out.transpose(1, 2)[..., : v.shape[-1]], total.lse.transpose(1, 2)
+
+
+def _split(kv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return kv[..., : k.shape[-1]], kv[..., k.shape[-1] :]
+
+
+@ring_attention_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
+
+
+@operator("compose::ring_attention_backward")
+def ring_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    extents: Tensor | None,
+    group_name: str,
+    balance: str,
+    causal: bool,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of :func:`ring_attention_forward` for q, k and v.
+
+    The gradients of a rank's keys travel with the keys. One more hop brings them home.
+
+    Args:
+        grad: The gradient of the output, (B, L, H, V).
+        q: As in the forward.
+        k: As in the forward.
+        v: As in the forward.
+        out: What the forward returned.
+        lse: What the forward returned.
+        bounds: As in the forward.
+        extents: As in the forward.
+        group_name: As in the forward.
+        balance: As in the forward.
+        causal: As in the forward.
+        window: As in the forward.
+        scale: As in the forward.
+        softcap: As in the forward.
+
+    Returns:
+        The gradients.
+    """
+    ring, near = _ring(q, group_name, balance, window)
+    task = _task(ring, (bounds, extents), (causal, window, scale, softcap))
+    return _gradients(task, ring, near, (grad, q, k, v, out, lse))
+
+
+def _gradients(
+    task: Task, ring: Ring, near: _Near | None, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, q, k, v, out, lse = tensors
+    grad_q, out_q, padded = (x.transpose(1, 2) for x in alike(grad, out, q, k)[:3])
+    result = (out_q, lse.transpose(1, 2))
+    of_q = Sums([padded], once=False)
+
+    def here(starts: tuple[int, ...], kv: Tensor) -> Tensor:
+        """Add what these keys give to the queries' gradient, and return the keys' and values'."""
+        k_here, v_here = (x.transpose(1, 2) for x in alike(q, *_split(kv, k))[1:])
+        of_kv = Sums([k_here, v_here], once=False)
+        parts = parts_of(_from(task, starts), padded, k_here)
+        for at_q, at_k, (dq, dk, dv) in parts.backward(grad_q, (padded, k_here, v_here), result):
+            of_q.add(at_q, [dq])
+            of_kv.add(at_k, [dk, dv])
+        widths = (k.shape[-1], v.shape[-1])
+        return torch.cat(
+            [d.transpose(1, 2)[..., :n] for d, n in zip(of_kv.of, widths, strict=True)], -1
+        )
+
+    kv = torch.cat([k, v], -1)
+    if near:
+        found = {source: here(starts, part) for source, starts, part in near.arrivals(kv)}
+        mine = found.pop(ring.rank)
+        near.bring_home(mine, found)
+    else:
+        after, before = (ring.rank + 1) % ring.cp, (ring.rank - 1) % ring.cp
+        dkv: Tensor | None = None
+        returning: list[dist.Work] = []
+        for _, starts, part in _round(ring, kv):
+            made = here(starts, part)
+            _wait(returning)
+            leaving = made if dkv is None else made + dkv
+            dkv = torch.empty_like(leaving)
+            returning = _pass(ring, [(leaving, after)], [(dkv, before)], tag=1)
+        _wait(returning)
+        assert dkv is not None
+        mine = dkv
+    dk, dv = (x.to(k.dtype).contiguous() for x in _split(mine, k))
+    return of_q.of[0].transpose(1, 2)[..., : q.shape[-1]].to(q.dtype).contiguous(), dk, dv
+
+
+@ring_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bounds, extents, sinks, *ctx.others = inputs
+    ctx.save_for_backward(q, k, v, bounds, extents, sinks, *output)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, bounds, extents, sinks, out, lse = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
+    found = ring_attention_backward(grad, q, k, v, out, lse, bounds, extents, *ctx.others)
+    of_sinks = None if sinks is None else sink_gradient((grad, None), (out, lse), sinks)
+    return *found, None, None, of_sinks, *[None] * len(ctx.others)
+
+
+ring_attention_forward.register_autograd(_backward, setup_context=_save)
+
+
+def _pairs(q: Any, k: Any, others: Sequence[Any]) -> float:
+    group_name, balance, causal, window = others[:4]
+    ring, _ = _ring(torch.empty(q, device="meta"), group_name, balance, window)
+    whole = (k[0], k[1] * ring.cp, *k[2:])
+    return pairs_of(q, whole, ring.starts[ring.rank], causal, window)
+
+
+@register_flop_formula(torch.ops.compose.ring_attention_forward)
+def _forward_flops(q: Any, k: Any, v: Any, *others: Any, **kwargs: Any) -> int:
+    return round(2 * _pairs(q, k, others[3:]) * (q[3] + v[3]))
+
+
+@register_flop_formula(torch.ops.compose.ring_attention_backward)
+def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *others: Any, **kwargs: Any) -> int:
+    return round(2 * _pairs(q, k, others[4:]) * (3 * q[3] + 2 * v[3]))

@@ -1,0 +1,115 @@
+"""Which part of each sequence a rank of cp holds.
+
+Causal attention costs more for later queries. ``headtail`` levels the cost: it cuts the sequence in
+2 cp chunks and gives rank r the r-th chunk from the front and the r-th from the back. ``none`` gives
+each rank one piece.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from compose.base.batch import IGNORE
+
+Balance = Literal["headtail", "none"]
+
+
+def chunks_of(rank: int, cp: int, balance: Balance) -> list[int]:
+    """Return the chunks of the sequence that a rank holds, in order.
+
+    Args:
+        rank: The rank on the cp axis.
+        cp: Ranks on the cp axis.
+        balance: How chunks are dealt to ranks.
+
+    Returns:
+        Indices of chunks.
+    """
+    return [rank, 2 * cp - 1 - rank] if balance == "headtail" else [rank]
+
+
+def chunk_count(cp: int, balance: Balance) -> int:
+    """Return how many chunks the sequence is cut into.
+
+    Args:
+        cp: Ranks on the cp axis.
+        balance: How chunks are dealt to ranks.
+
+    Returns:
+        2 cp for ``headtail``, cp for ``none``.
+    """
+    return 2 * cp if balance == "headtail" else cp
+
+
+def chunk_starts(rank: int, cp: int, balance: Balance, length: int) -> tuple[int, ...]:
+    """Return the first tokens of a rank's chunks.
+
+    Args:
+        rank: The rank on the cp axis.
+        cp: Ranks on the cp axis.
+        balance: How chunks are dealt to ranks.
+        length: Tokens of a row that a rank holds.
+
+    Returns:
+        Places in the whole sequence.
+    """
+    chunks = chunks_of(rank, cp, balance)
+    return tuple(chunk * (length // len(chunks)) for chunk in chunks)
+
+
+def pad_sequence(batch: Mapping[str, Tensor], unit: int) -> dict[str, Tensor]:
+    """Pad every tensor of a batch at the end, where no token attends to it.
+
+    Targets are padded with IGNORE, ``document_ids`` with a document of its own, and ``positions`` with
+    -1.
+
+    Args:
+        batch: Tensors (B, S, ...), by name.
+        unit: Lengths are padded to a multiple of this number.
+
+    Returns:
+        The tensors by name.
+    """
+    result = {}
+    for name, value in batch.items():
+        missing = -value.shape[1] % unit
+        if missing:
+            filler = value[:, -1:].expand(-1, missing, *value.shape[2:]).clone()
+            if name == "targets":
+                filler.fill_(IGNORE)
+            elif name == "document_ids":
+                filler += 1
+            elif name == "positions":
+                filler.fill_(-1)
+            value = torch.cat([value, filler], 1)
+        result[name] = value
+    return result
+
+
+def shard_sequence(
+    batch: Mapping[str, Tensor], mesh: DeviceMesh, balance: Balance, multiple: int = 1
+) -> dict[str, Tensor]:
+    """Cut this rank's part of the sequence out of every tensor of a batch.
+
+    A length that cannot be cut evenly is padded, as :func:`pad_sequence` does it.
+
+    Args:
+        batch: Tensors (B, S, ...), by name.
+        mesh: The 1-D mesh of cp.
+        balance: How chunks are dealt to ranks.
+        multiple: Each chunk's length is padded to a multiple of this number.
+
+    Returns:
+        This rank's parts (B, L, ...), by name.
+    """
+    cp, rank = mesh.size(), mesh.get_local_rank()
+    count = chunk_count(cp, balance)
+    # Every rank holds equally many chunks, so this makes its part divisible too.
+    result = {}
+    for name, value in pad_sequence(batch, count * multiple).items():
+        pieces = value.chunk(count, 1)
+        result[name] = torch.cat([pieces[i] for i in chunks_of(rank, cp, balance)], 1)
+    return result
