@@ -54,13 +54,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
 from compose.base.local_tensor import local_tensor
-from compose.base.torch_versions import ALL_GATHER, REDUCE_SCATTER
 from compose.build import build, build_optimizer, loss_function
 from compose.data import random_batch
 from compose.memory.activation_offload import ActivationOffload
 from compose.optimizer import offload
 from compose.optimizer.offload import OffloadedAdamW
-from compose.parallel import context_parallel
 from compose.planning import estimate, memory
 from compose.planning.cluster import load_cluster
 from compose.planning.memory import categorize
@@ -117,9 +115,6 @@ def measure(keys: Keys, ranks: int) -> Peaks:
         stack.enter_context(mock.patch.object(Router, "choose", lambda r, s: even(r, choose, s)))
         stack.enter_context(seen.watched())
         stack.enter_context(copies_noted(noted))
-        # Context parallel has these under names of its own, and gloo's threads would release them.
-        for own, name in (("_all_gather", ALL_GATHER), ("_reduce_scatter", REDUCE_SCATTER)):
-            stack.enter_context(mock.patch.object(context_parallel, own, getattr(dist, name)))
         composition = build(job, mesh, device)
         optimizer = build_optimizer(composition, job, folder=scratch)
         count = job.micro_batches * train.micro_batch

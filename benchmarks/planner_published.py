@@ -238,11 +238,10 @@ def as_torchtitan() -> Iterator[None]:
         pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * torch.complex(cosine, sine)).flatten(3).type_as(x)
 
-    def repeated(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, documents: Any = None) -> Tensor:
+    def repeated(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
         shared = q.shape[2] // k.shape[2]
-        return attend(
-            core, q, k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2), documents
-        )
+        k, v = (x.repeat_interleave(shared, 2) for x in (k, v))
+        return attend(core, q, k, v, *others)
 
     def normalized(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         wide = x.float()

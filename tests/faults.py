@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
 
 import compose.train.step
@@ -28,7 +27,7 @@ from compose.parallel import local_parallel
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import sum_over
 from compose.pipeline.pipeline_parallel import PipelineRunner
-from compose.pipeline.stage import RuntimeStage
+from compose.pipeline.stage import Runtime, RuntimeStage
 from compose.proof.report import Report
 from models.llama import Model
 from tests.helpers import prove_step
@@ -223,8 +222,8 @@ def positions_are_counted_anew_on_each_rank() -> Iterator[None]:
     """Rotary positions of the second piece of a sequence begin at 0 again."""
     real = compose.train.step.shard_sequence
 
-    def fake(batch: Any, mesh: Any, balance: Any, multiple: int) -> dict[str, Tensor]:
-        found = real(batch, mesh, balance, multiple)
+    def fake(batch: Any, mesh: Any, balance: Any) -> dict[str, Tensor]:
+        found = real(batch, mesh, balance)
         size = found["positions"].shape[1]
         return {**found, "positions": torch.arange(size).expand_as(found["positions"])}
 
@@ -281,13 +280,13 @@ def copies_of_a_tied_weight_are_rounded_differently() -> Iterator[None]:
 @contextmanager
 def a_later_stage_sees_another_micro_batch() -> Iterator[None]:
     """Positions and documents come to the second stage one micro-batch too early."""
-    real = _PipelineScheduleRuntime._split_inputs
+    real = Runtime._split_inputs
 
     def fake(self: Any, args: Any, kwargs: Any = None) -> Any:
         first, rest = real(self, args, kwargs)
         return first, rest[1:] + rest[:1] if self.rank == 1 else rest
 
-    with mock.patch.object(_PipelineScheduleRuntime, "_split_inputs", fake):
+    with mock.patch.object(Runtime, "_split_inputs", fake):
         yield
 
 

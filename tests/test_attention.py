@@ -26,7 +26,7 @@ from compose.operators.varlen import Rows
 from compose.proof.plain_attention import PlainAttention
 from tests.helpers import make_job
 from tests.plain import plain
-from tests.pool import make_mesh
+from tests.pool import Pool, make_mesh
 
 
 class Case:
@@ -359,7 +359,7 @@ def nothing_is_waited_for() -> Iterator[None]:
         yield
 
 
-def test_a_step_reads_nothing() -> None:
+def _step_that_reads_nothing() -> None:
     job = make_job(1, model__window=5, model__sinks=True)
     composition = parallelize(job, make_mesh(job.degrees), torch.device("cpu"), job.config.options)
     fill_weights(composition, job, torch.device("cpu"))
@@ -369,3 +369,7 @@ def test_a_step_reads_nothing() -> None:
     assert loss.item() > 0
     with pytest.raises(AssertionError), nothing_is_waited_for():
         loss.item()
+
+
+def test_a_step_reads_nothing(pool: Pool) -> None:
+    pool.run(_step_that_reads_nothing, 1)

@@ -77,8 +77,8 @@ MORE: dict[str, tuple[int, dict[str, Any], int]] = {
         },
         2,
     ),
-    # The two norms, attention, and what only some layers have.
-    "ep x tp": (2, {**MOE, "parallel__ep": 2, "parallel__tp": 2}, 3),
+    # The norms, and attention; and what only some layers have.
+    "ep x tp": (2, {**MOE, "parallel__ep": 2, "parallel__tp": 2}, 2),
     "deepseek": (2, {**LATENT, "parallel__ep": 2}, 3),
 }
 

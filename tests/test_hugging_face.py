@@ -1,6 +1,7 @@
 """Hugging Face's weights and config.json: into a model on any mesh, bit for bit, or refused by name."""
 
 import copy
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -187,6 +188,17 @@ def test_what_cannot_be_expressed_is_refused(name: str, change: dict[str, Any], 
     with pytest.raises(ValueError, match=r".") as caught:
         hf.config_from_hf(values | change)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("change", [{"window": 5}, {"sinks": True}])
+def test_windows_and_sinks_are_not_written(change: dict[str, Any]) -> None:
+    config = dataclasses.replace(FOLDERS["llama"].PRESETS["debug"], **change)
+    with pytest.raises(ValueError, match=r".") as caught:
+        find_hf("llama").hf_config(config)
+    key = next(iter(change))
+    assert str(caught.value) == (
+        f"{key}: LlamaForCausalLM has none, so no file of theirs can hold this model"
+    )
 
 
 def test_every_model_has_the_names() -> None:

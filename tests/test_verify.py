@@ -1,6 +1,9 @@
 """The matrix of compositions, each proved equal to one process."""
 
 import math
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.torch_version import TorchVersion
 from compose import Plan, Trial, verify
 from compose.config import Parallel
 from compose.data import random_batch
+from compose.proof import one_process
 from compose.proof.report import Report, Row
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
@@ -185,6 +189,12 @@ BFLOAT16: list[dict[str, int | bool]] = [
 ]
 
 
+def _by_the_operator(keys: dict[str, Any]) -> Report:
+    """The proof whose one process computes attention by the operator too."""
+    with mock.patch.object(one_process, "PlainAttention", nullcontext):
+        return prove_step(keys)
+
+
 @pytest.mark.parametrize(
     ("mesh", "reduce"),
     [
@@ -204,6 +214,7 @@ def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
     report = agreed(pool.run(prove_step, ranks_of(mesh), keys))
     assert report.ok, str(report)
     if not mesh and reduce == "float32":
+        report = pool.run(_by_the_operator, 1, keys)[0]
         # Alone, the same operations round alike: only parameters are cast. Since 2.15 FSDP keeps a
         # gradient in float32 where backward computes it so, as for norms; the other side rounds it.
         kept = TorchVersion(torch.__version__) >= "2.15"

@@ -20,7 +20,7 @@ torch.distributed around ``compose.attention``, which a compiler traces. So a la
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -71,15 +71,15 @@ class ContextParallel(ParallelStyle):
         self.balance: Balance = balance
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        options = getattr(module, "options", None) or AttentionOptions()
-        exchange = Exchange(
+        # A class, and no function of one module: compiled layers share a graph.
+        module.__class__ = _contextual(type(module))
+        module.exchange = Exchange(
             device_mesh.get_group().group_name,
             device_mesh.size(),
             device_mesh.get_local_rank(),
             self.method,
             self.balance,
         )
-        module.forward = partial(_attend, exchange, options)
         return module
 
     def __repr__(self) -> str:
@@ -144,6 +144,27 @@ class Exchange:
     def to_sequence(self, x: Tensor) -> Tensor:
         """Exchange this rank's heads for its sequence part, the inverse of :meth:`to_heads`."""
         return self.exchanged(self.out_of_order(x)).movedim(0, 2).flatten(2, 3)
+
+
+class _Contextual(nn.Module):
+    exchange: Exchange
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | HasIds | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        options = getattr(self, "options", None) or AttentionOptions()
+        return _attend(self.exchange, options, q, k, v, documents, sinks)
+
+
+@cache
+def _contextual(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a core whose sequence is over several ranks."""
+    return type(f"ContextParallel{kind.__name__}", (_Contextual, kind), {})
 
 
 def _attend(

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from compose.base.local_tensor import local_tensor
+from compose.operators.pairs import attention_pairs
 from compose.operators.registered import BODIES
 from compose.planning.cpu_kernels import casts, chunk_copies
 from compose.planning.record import (
@@ -249,9 +250,10 @@ class Recorder(TorchDispatchMode):
         shape = tuple(first.shape)
         if "attention" in short:
             kind, shape = "attention", tuple(given[0].shape)
-            flops = _attention_flops(given, short.endswith("backward"))
-            # The count is of all pairs of tokens; a causal kernel computes half of them.
-            flops /= 2 if _argument(func, "is_causal", args, kwargs) else 1
+            causal, left = (
+                _argument(func, name, args, kwargs) for name in ("is_causal", "window_size_left")
+            )
+            flops = _attention_flops(given, short, bool(causal), -1 if left is None else left)
         elif packet in flop_registry:
             kind, flops = "product", float(flop_registry[packet](*args, **kwargs, out_val=result))
             if short in _PRODUCTS:
@@ -338,13 +340,20 @@ def _bytes_of_lists(args: Any) -> int:
     return max(sizes, default=0)
 
 
-def _attention_flops(given: Sequence[Tensor], backward: bool) -> float:
-    """Return the FLOPs of attention over all pairs of tokens; queries are (B, H, L, K).
+def _attention_flops(given: Sequence[Tensor], name: str, causal: bool, left: int) -> float:
+    """Return the FLOPs of a kernel of attention for the pairs of tokens that attend.
 
     Backward computes the scores again, and has four products besides (Dao 2023, arXiv:2307.08691).
+    Queries are (B, H, L, K), or (B, L, H, K) for the kernel that takes windows; ``left`` is its window.
     """
+    backward = name.endswith("backward")
     q, k, v = given[1:4] if backward else given[:3]
-    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    tokens = 1 if name.startswith("_flash_attention") else 2
+    length, keys = q.shape[tokens], k.shape[tokens]
+    pairs = attention_pairs(length, keys, causal, left + 1)
+    if not causal and left >= 0:
+        pairs /= 2  # of earlier keys, the first query sees all and the last one none
+    pairs *= q.shape[0] * q.shape[3 - tokens]
     scores, values = 2.0 * pairs * q.shape[3], 2.0 * pairs * v.shape[3]
     return 3 * scores + 2 * values if backward else scores + values
 

@@ -31,7 +31,8 @@ _NAMES = {
     r"|nccl:|compose::wait|FSDP::(all_gather|post_backward_reduce|post_backward_rs_wait)",
     OPTIMIZER: r"compose::optimizer|Optimizer\.(step|zero_grad)#",
     DATA: r"compose::data",
-    ATTENTION: r"aten::\w*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)",
+    ATTENTION: r"compose::\w*attention_"
+    r"|aten::\w*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)",
     MATMUL: r"aten::(mm|addmm|bmm|baddbmm|mv|addmv|dot|mkldnn_linear|_addmm_activation|_int_mm"
     r"|(_scaled)?(_grouped)?_mm(_v2)?)$|mkldnn::_linear_pointwise",
 }

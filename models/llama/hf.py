@@ -71,7 +71,13 @@ def hf_name(name: str, config: LlamaConfig | None = None) -> str:
 
 
 def hf_config(config: LlamaConfig) -> dict[str, Any]:
-    """Return the config.json of a model of this shape, with the keys of the published ones."""
+    """Return the config.json of a model of this shape, with the keys of the published ones.
+
+    Raises ValueError for what theirs cannot have.
+    """
+    if config.window or config.sinks:
+        key = "window" if config.window else "sinks"
+        raise ValueError(f"{key}: LlamaForCausalLM has none, so no file of theirs can hold this model")
     scaled = config.rope_scaling != 1.0
     rule = {theirs: getattr(config, ours) for ours, theirs in _RULE.items()}
     return {

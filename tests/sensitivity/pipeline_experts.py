@@ -151,7 +151,7 @@ EXPERTS = [
     Row(
         "routers count padding",
         QWEN | FEW | {"parallel__cp": 2, "train__seq_len": 13},
-        "compose.parallel.context_parallel:shard_sequence",
+        "compose.parallel.sequence:pad_sequence",
         "filler.fill_(-1)",
         "filler.fill_(0)",
         "buffer after",

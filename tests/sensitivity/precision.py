@@ -67,7 +67,7 @@ LOGIC = [
     Row(
         "positions off by one on a rank",
         CP,
-        "compose.parallel.context_parallel:shard_sequence",
+        "compose.parallel.sequence:shard_sequence",
         "pieces = value.chunk(count, 1)",
         "value = value + rank * (name == 'positions'); pieces = value.chunk(count, 1)",
         "gradient",
