@@ -138,9 +138,9 @@ def operator(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
 def flash(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
     """The same by torch's flash kernel."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    heads_first = [x.transpose(1, 2) for x in inputs]
+    q, k, v = (x.transpose(1, 2) for x in inputs)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out = out.transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
@@ -204,8 +204,9 @@ def one_process(device: str, length: int) -> dict[str, object]:
                 times[name].append(time.perf_counter() - start)
     exact = [x.double().requires_grad_() for x in half]
     q, k, v, grad = exact
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+    first = [x.transpose(1, 2) for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(first[0], first[1], first[2], is_causal=True, enable_gqa=True)
+    out = out.transpose(1, 2)
     right = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
     errors = {
         name: max(float((a.double() - b).norm() / b.norm()) for a, b in zip(got, right, strict=True))

@@ -235,9 +235,8 @@ def test_equals_transformers(window: int | None, groups: int) -> None:
     hidden = (distance < 0) | (distance >= (window or 37))
     mask = torch.zeros(37, 37).masked_fill(hidden, -torch.inf)
     right, _ = eager_attention_forward(module, q, k, v, mask, 0.25)  # type: ignore[arg-type]
-    found, _ = attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), None, sinks, AttentionOptions(window=window)
-    )  # type: ignore[misc]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    found, _ = attention(q, k, v, None, sinks, AttentionOptions(window=window))
     assert (found - right).abs().max() < 1e-6
 
 

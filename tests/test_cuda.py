@@ -2,10 +2,16 @@
 
 import json
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from compose import AttentionOptions, Documents
+from compose.operators.attention import attention_forward, tensors_of
+from compose.proof.plain_attention import PlainAttention
 from tests.command_lines import launch
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +80,70 @@ def test_ring_of_two_against_flash() -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["error"] < 2 * result["error_of_flash"]
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("starts", [(0,), (128, 384)])
+def test_attention_on_a_gpu(
+    starts: tuple[int, ...], kind: torch.dtype, documents: bool, window: int | None
+) -> None:
+    """Output and gradients of the operator; pieces of queries as with cp, and the whole."""
+    torch.manual_seed(0)
+    length, heads, groups = 512, 6, 2
+    exact = [
+        torch.randn(2, length, n, 40, dtype=kind, device="cuda").double()
+        for n in (heads, groups, groups, heads)
+    ]
+    ids = (torch.rand(2, length) < 0.02).long().cumsum(1) if documents else None
+    options, sinks = AttentionOptions(window=window), torch.randn(heads, device="cuda")
+    found = None if ids is None else Documents(ids, torch.device("cuda"))
+    size = length // (4 if len(starts) > 1 else 1)
+    places = torch.cat([torch.arange(a, a + size) for a in starts])
+
+    def run(kind: torch.dtype, plainly: bool) -> list[Tensor]:
+        q, k, v, grad = (x.to(kind).requires_grad_() for x in exact)
+        rows, where = (q, (0,)) if plainly else (q[:, places], starts)
+        given = (*tensors_of(found), sinks.to(kind), where, (0,), *options.given(q))
+        with PlainAttention() if plainly else nullcontext():
+            out, _ = attention_forward(rows, k, v, *given)
+        out = out[:, places] if plainly else out
+        return [out, *torch.autograd.grad(out, (q, k, v), grad[:, places])]
+
+    right, coarse = run(torch.float64, True), run(kind, True)
+    for one, plain, exactly in zip(run(kind, False), coarse, right, strict=True):
+        error, rounding = (one - exactly).norm(), (plain - exactly).norm()
+        assert error < 3 * rounding + 1e-6 * exactly.norm()
+
+
+def test_a_step_waits_for_nothing() -> None:
+    """With documents from host memory; PyTorch's own mode names each call that waits."""
+    done = launch("-c", NO_WAIT)
+    assert done.returncode == 0, done.stderr
+
+
+NO_WAIT = """
+import torch
+from compose import Options, Parallel, Precision, apply, forward_backward, init_mesh, init_weights
+from compose.data import random_batch
+from compose.train.step import on_device
+from models.llama import Config, Model, plan
+torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+config, parallel = Config(window=50, sinks=True), Parallel(dp_shard=1)
+with torch.device("meta"):
+    model = Model(config)
+mesh = init_mesh(parallel, "cuda")
+options = Options(parallel, Precision("bfloat16"))
+composition = apply(model, plan(config, parallel), mesh, options)
+init_weights(composition, model.init_parameter, 0, torch.device("cuda"))
+batch = on_device(random_batch(4, 256, 257, 0), torch.device("cuda"))
+assert not batch["document_ids"].is_cuda
+forward_backward(composition, batch, micro_batch=2)
+torch.cuda.synchronize()
+torch.cuda.set_sync_debug_mode("error")
+forward_backward(composition, batch, micro_batch=2)
+"""
 
 
 def test_profile(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # A class, and no function of one module: compiled layers share a graph.
         module.__class__ = _contextual(type(module))
-        module.exchange = Exchange(
+        cast(_Contextual, module).exchange = Exchange(
             device_mesh.get_group().group_name,
             device_mesh.size(),
             device_mesh.get_local_rank(),
