@@ -110,6 +110,7 @@ def apply(
     if mesh.size() > 1 or precision.param != "float32" or offload:
         how = Sharding(
             zero,
+            precision.master_dtype,
             precision.param_dtype,
             precision.reduce_dtype,
             offload,

@@ -126,7 +126,8 @@ def build_optimizer(
     matrices = [(name, p) for name, p in named if rules[name].muon]
     others = [(name, p) for name, p in named if not rules[name].muon]
     if matrices:
-        parts.append(_muon(grouped(matrices, rules, False), config, group, muon_dtype))
+        groups = grouped(matrices, rules, False)
+        parts.append(_muon(groups, config, group, composition.mesh, muon_dtype))
     if others:
         parts.append(_adamw(others, rules, config, folder))
     optimizer = parts[0] if len(parts) == 1 else Together(parts)
@@ -138,6 +139,7 @@ def _muon(
     groups: list[dict[str, Any]],
     config: Config,
     group: dist.ProcessGroup | None,
+    mesh: DeviceMesh,
     dtype: torch.dtype | None,
 ) -> Muon:
     state: torch.dtype = getattr(torch, config.precision.optimizer_state)
@@ -148,6 +150,7 @@ def _muon(
         lr=config.optimizer.lr,
         momentum=config.optimizer.momentum,
         group=group,
+        mesh=mesh,
         dtype=dtype,
         state_dtype=state,
         seed=config.train.seed,

@@ -23,7 +23,7 @@ from compose.base.torch_versions import REDUCE_SCATTER
 from compose.composition.state import Composition
 from compose.operators import parts
 from compose.operators.blocks import Block, Layout
-from compose.parallel import local_parallel
+from compose.parallel import local_parallel, stream_messages
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import sum_over
 from compose.pipeline.pipeline_parallel import PipelineRunner
@@ -90,7 +90,7 @@ def shared_heads_are_taken_as_whole() -> Iterator[None]:
 @contextmanager
 def inputs_gradients_stay_parts() -> Iterator[None]:
     """LocalInput does not sum the gradients of what the ranks' parts of a layer have read."""
-    real = local_parallel._Message.backward
+    real = stream_messages._Message.backward
 
     def fake(ctx: Any, gradient: Tensor) -> Any:
         if ctx.back != "scatter":
@@ -98,7 +98,7 @@ def inputs_gradients_stay_parts() -> Iterator[None]:
         rank, size = dist.get_rank(), dist.get_world_size()
         return gradient.chunk(size, dim=1)[rank].clone(), None, None, None
 
-    with mock.patch.object(local_parallel._Message, "backward", staticmethod(fake)):
+    with mock.patch.object(stream_messages._Message, "backward", staticmethod(fake)):
         yield
 
 

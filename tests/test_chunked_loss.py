@@ -19,9 +19,10 @@ import compose.loss.chunked as chunked_loss
 from compose import ConfigError, Parallel, Plan, apply, forward_backward
 from compose.build import build, loss_function
 from compose.data import random_batch
-from compose.loss.chunked import _Known, _Rows, chunked_cross_entropy, log_z
+from compose.loss.chunked import _Known, chunked_cross_entropy
 from compose.loss.cross_entropy import IGNORE, cross_entropy
 from compose.loss.output import CrossEntropy, StepLoss
+from compose.loss.vocabulary import Rows, log_z
 from compose.proof.report import Report
 from models.llama import plan as llama_plan
 from tests.faults import Fault, assert_named, with_fault
@@ -206,15 +207,17 @@ def test_with_experts(pool: Pool) -> None:
 @contextmanager
 def each_rank_normalises_by_its_own_rows() -> Iterator[None]:
     """The sum of exponentials is not reduced over tp; the target's logit is."""
-    real = _Rows.gathered
+    real = Rows.gathered
 
-    def fake(self: _Rows, tensor: Tensor) -> Tensor:
+    def fake(self: Rows, tensor: Tensor) -> Tensor:
         parts = real(self, tensor)
+        if self.group is None:
+            return parts
         parts[:, 0] = tensor[0]
         parts[1:, 0] = -torch.inf
         return parts
 
-    with mock.patch.object(_Rows, "gathered", fake):
+    with mock.patch.object(Rows, "gathered", fake):
         yield
 
 
@@ -223,7 +226,7 @@ def the_targets_logit_is_not_subtracted() -> Iterator[None]:
     """From the gradient."""
     real = chunked_loss._differentiate
 
-    def fake(logits: Tensor, targets: Tensor, z_loss: float, rows: _Rows) -> Any:
+    def fake(logits: Tensor, targets: Tensor, z_loss: float, rows: Rows) -> Any:
         found = real(logits, targets, z_loss, rows)
         row = torch.arange(len(targets))[targets != IGNORE]
         logits[row, targets[targets != IGNORE]] += 1

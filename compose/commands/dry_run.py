@@ -110,7 +110,7 @@ def _mesh_line(job: Job) -> str:
 
 def _table(placed: list[Placed], pp: int) -> list[str]:
     """Return a line for each parameter; equal layers share one line with their number."""
-    known = [*AXES, "dp_shard_cp", "expert_replicate", "expert_shard", "ep"]
+    known = [*AXES, "dp_shard_cp", "dp_replicate_cp", "expert_replicate", "expert_shard", "ep"]
     axes = [axis for axis in known if any(axis in p.placements for p in placed)]
     groups: dict[tuple[object, ...], list[Placed]] = {}
     for p in placed:

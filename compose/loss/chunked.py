@@ -10,16 +10,14 @@ is computed twice. With C tokens in a chunk, and V here the rows of the vocabula
 A vocabulary sharded over ranks costs one all-gather of 2 C numbers for each chunk.
 """
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from compose.base.batch import IGNORE
-from compose.errors import ConfigError
+from compose.loss.vocabulary import Rows
 
 
 def chunked_cross_entropy(
@@ -47,9 +45,9 @@ def chunked_cross_entropy(
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden {list(hidden.shape)} is not for targets {list(targets.shape)}")
-    rows = _Rows()
+    rows = Rows()
     if isinstance(weight, DTensor):
-        rows = _Rows.of(weight)
+        rows = Rows.of(weight)
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
         # Each rank computes what its own rows add to the gradient.
@@ -76,48 +74,6 @@ def chunked_cross_entropy(
     return loss, squares
 
 
-def log_z(logits: Tensor) -> Tensor:
-    """Return log sum exp (...) of logits (..., V), local or a DTensor sharded over V on one axis.
-
-    The result is local.
-    """
-    if not isinstance(logits, DTensor):
-        return logits.logsumexp(-1)
-    (placement,) = logits.placements
-    if not placement.is_shard(logits.ndim - 1):
-        raise ValueError(f"logits are sharded otherwise than over the vocabulary: {placement}")
-    return cast(Tensor, _LogZ.apply(logits.to_local(), _Rows(0, logits.device_mesh.get_group())))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of the vocabulary that this rank holds; ``group`` holds the others, if there are any."""
-
-    start: int = 0
-    group: dist.ProcessGroup | None = None
-
-    @staticmethod
-    def of(weight: DTensor) -> "_Rows":
-        """Return the rows of a weight."""
-        mesh = weight.device_mesh
-        if weight.placements == (Replicate(),):
-            return _Rows()
-        if weight.placements != (Shard(0),):
-            raise ConfigError(
-                f"plan.output: a weight placed {weight.placements} is neither whole nor sharded over"
-                " the vocabulary"
-            )
-        return _Rows(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), mesh.get_group())
-
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """Return every rank's tensor, (ranks, ...)."""
-        if self.group is None:
-            return tensor[None]
-        parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
-        dist.all_gather(parts, tensor, group=self.group)
-        return torch.stack(parts)
-
-
 class _Known(torch.autograd.Function):
     """A zero, in float32 or wider, whose gradient with respect to a tensor is known."""
 
@@ -142,7 +98,7 @@ def _in_chunks(
     targets: Tensor,
     chunk: int,
     z_loss: float,
-    rows: _Rows,
+    rows: Rows,
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -164,7 +120,7 @@ def _one_chunk(
     weight: Tensor,
     targets: Tensor,
     z_loss: float,
-    rows: _Rows,
+    rows: Rows,
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -180,13 +136,9 @@ def _one_chunk(
     return losses, log_zs
 
 
-def _differentiate(
-    logits: Tensor, targets: Tensor, z_loss: float, rows: _Rows
-) -> tuple[Tensor, Tensor]:
+def _differentiate(logits: Tensor, targets: Tensor, z_loss: float, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return each token's loss and log Z, (C,), 0 at IGNORE; turn logits (C, V) into their gradient."""
-    at = (targets - rows.start)[:, None]
-    here = (at >= 0) & (at < logits.shape[1])
-    at = at.clamp(0, logits.shape[1] - 1)
+    at, here = rows.places(targets, logits.shape[1])
     # A target that no rank has stays -inf.
     target = logits.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
     top = logits.amax(1)
@@ -208,16 +160,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total += a @ b
-
-
-class _LogZ(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, rows: _Rows) -> Tensor:
-        found = rows.gathered(logits.logsumexp(-1)).logsumexp(0)
-        ctx.save_for_backward(logits, found)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, found = ctx.saved_tensors
-        return grads[0][..., None] * (logits - found[..., None]).exp(), None

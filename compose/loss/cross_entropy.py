@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from compose.base.batch import IGNORE
 from compose.errors import ConfigError
+from compose.loss.vocabulary import token_losses
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Takes a model's output and its targets, and returns a sum over targets, a scalar."""
@@ -25,8 +24,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: (B, L, V), of any float type; or an object that holds them as ``.logits``. They are
-            local or a DTensor sharded over V; then call the function and its backward under
-            ``torch.distributed.tensor.parallel.loss_parallel``.
+            local or a DTensor sharded over V.
         targets: (B, L), int64.
 
     Returns:
@@ -41,9 +39,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
             f"loss_function: cross_entropy takes logits, and the model returned a"
             f" {type(logits).__name__}; give a loss_function that takes that"
         )
-    wide = at_least_float32(logits.flatten(0, 1))
-    loss = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-    return loss.to_local() if isinstance(loss, DTensor) else loss
+    return token_losses(logits.flatten(0, 1), targets.flatten())
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

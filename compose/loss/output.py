@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from compose.errors import ConfigError
-from compose.loss.chunked import chunked_cross_entropy, log_z
+from compose.loss.chunked import chunked_cross_entropy
 from compose.loss.cross_entropy import (
     IGNORE,
     LossFunction,
@@ -18,7 +18,9 @@ from compose.loss.cross_entropy import (
     cross_entropy,
     logits_of,
 )
+from compose.loss.vocabulary import log_z
 from compose.parallel.mesh import BATCH_AXES, sum_over
+from compose.parallel.vocabulary_parallel import placed_input
 
 
 class CrossEntropy:
@@ -112,6 +114,7 @@ class Output:
         if self.loss is None:
             return self.logits(hidden)
         assert self.targets is not None
+        hidden = placed_input(self.module, hidden)
         weight = self.module.get_parameter("weight")
         loss = self.loss.of_hidden(hidden, weight, self.targets).view(1, 1, 1)
         if isinstance(hidden, DTensor):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose.optimizer.regions import Region, lengths, size
@@ -71,14 +72,18 @@ class Layout:
                 yield rank, held
 
 
-def layout_of(parameter: Tensor, group: dist.ProcessGroup | None) -> Layout:
+def layout_of(
+    parameter: Tensor, group: dist.ProcessGroup | None, mesh: DeviceMesh | None = None
+) -> Layout:
     """Return the layout of a parameter.
 
-    A plain tensor is whole on each rank, and each rank handles it alone.
+    Without ``mesh`` each rank handles a plain tensor alone.
 
     Args:
         parameter: A parameter of 2 or 3 dims.
         group: The ranks that share the matrices; None is all ranks.
+        mesh: A mesh that has the ranks of ``group``. A parameter that lies on some of its axes, or on
+            none, as plain tensors do, has copies along the others.
 
     Returns:
         The layout.
@@ -89,24 +94,32 @@ def layout_of(parameter: Tensor, group: dist.ProcessGroup | None) -> Layout:
     missing = 3 - parameter.ndim
     shape = (1,) * missing + tuple(parameter.shape)
     stack = (slice(0, 1),) * missing
-    if not isinstance(parameter, DTensor):
-        me = dist.get_rank(group) if group else 0
-        return Layout(shape, {me: stack + local_region(parameter)}, {me: 0})
-    mesh, placements = parameter.device_mesh, parameter.placements
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"a parameter is still to be summed: {placements}")
+    own = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    names = own.mesh_dim_names or ("",) if own else ()
+    if mesh is not None and set(names) <= set(mesh.mesh_dim_names or ()):
+        over = mesh
+    elif own is None:
+        me = dist.get_rank(group) if group else 0
+        return Layout(shape, {me: stack + local_region(parameter)}, {me: 0})
+    else:
+        over, names = own, tuple(map(str, range(own.ndim)))
     ranks = dist.get_process_group_ranks(group) if group else []
-    if sorted(ranks) != sorted(mesh.mesh.flatten().tolist()):
-        raise ValueError(f"a parameter is on {mesh}, and not on the ranks {ranks} of the optimizer")
-    copies = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
-    regions, replica = {}, {}
+    if over is own and sorted(ranks) != sorted(over.mesh.flatten().tolist()):
+        raise ValueError(f"a parameter is on {own}, and not on the ranks {ranks} of the optimizer")
+    axes = (over.mesh_dim_names or ()) if over is mesh else names
+    cut = {
+        name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()
+    }
+    regions, copies = {}, []
     for number, rank in enumerate(ranks):
-        coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
-        regions[number] = stack + local_region(parameter, coordinate)
-        replica[number] = 0
-        for axis in copies:
-            replica[number] = replica[number] * mesh.size(axis) + coordinate[axis]
-    return Layout(shape, regions, replica)
+        at = dict(zip(axes, (over.mesh == rank).nonzero()[0].tolist(), strict=True))
+        regions[number] = stack + local_region(parameter, [at[name] for name in names])
+        copies.append(tuple(at[name] for name in axes if name not in cut))
+    numbers = {copy: number for number, copy in enumerate(sorted(set(copies)))}
+    return Layout(shape, regions, {number: numbers[copy] for number, copy in enumerate(copies)})
 
 
 def assigned(layouts: Mapping[int, Layout]) -> list[list[Slab]]:

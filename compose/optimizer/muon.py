@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose.loss.cross_entropy import at_least_float32
@@ -60,6 +61,7 @@ class Muon(MakesState):
         momentum: Decay of the sum of gradients.
         weight_decay: Decoupled weight decay.
         group: The ranks that share the matrices; None is all ranks.
+        mesh: As for ``layout_of`` (assignment.py).
         dtype: Type in which matrices are sent and orthogonalized. None is bfloat16 on a GPU, whose
             matrix units are several times as fast in it, and float32 on a CPU, which gains nothing by
             it.
@@ -75,6 +77,7 @@ class Muon(MakesState):
         weight_decay: float = 0.1,
         *,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         dtype: torch.dtype | None = None,
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -98,13 +101,13 @@ class Muon(MakesState):
         for _, parameter, _ in self.matrices:
             key = _placed(parameter)
             if key not in known:
-                known[key] = layout_of(parameter, self.group)
+                known[key] = layout_of(parameter, self.group, mesh)
             self.layouts.append(known[key])
         if self.group and self.group.size() > 1:
             # NCCL needs a first collective of the whole group before some of its ranks send messages.
             dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
-        # Each rank handles its plain tensors alone.
-        cut = {i: isinstance(p, DTensor) for i, (_, p, _) in enumerate(self.matrices)}
+        # Each rank may have other tensors that it handles alone.
+        cut = {i: len(layout.regions) > 1 for i, layout in enumerate(self.layouts)}
         self.rounds = assigned({i: x for i, x in enumerate(self.layouts) if cut[i]})
         self.rounds += assigned({i: x for i, x in enumerate(self.layouts) if not cut[i]})
 

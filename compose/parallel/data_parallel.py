@@ -1,15 +1,18 @@
-"""Data parallel: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) and HSDP, by FSDP2.
+"""Data parallel: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) and HSDP.
 
-One mechanism serves all stages. The stages differ in when parameters are gathered and freed, and in
-when gradients are reduced:
+FSDP2 serves all stages. The stages differ in when parameters are gathered and freed, and in when
+gradients are reduced:
 
-    zero  gradients reduced          parameters whole             sharded over dp_shard
+    zero  gradients reduced          parameters whole             sharded over dp_shard and cp
     0     once a step (all-reduce)   always                       nothing
     1     once a step                from first forward to last   optimizer state
     2     every micro-batch          backward of the step         ... and gradients
     3     every micro-batch          one unit at a time           ... and parameters
 
 Over dp_replicate the (sharded) gradients are all-reduced once a step in every stage.
+
+If there is nothing to shard and nothing to cast, FSDP would only copy. Then gradient_sum.py does the
+all-reduce.
 """
 
 from collections.abc import Sequence
@@ -34,6 +37,7 @@ from torch.profiler import record_function
 from compose.base.local_tensor import local_tensor
 from compose.base.torch_versions import finish_fsdp_backward
 from compose.errors import ConfigError
+from compose.parallel.gradient_sum import gradient_sum_of, sum_gradients
 from compose.parallel.mesh import axis_size
 from compose.parallel.secondary_shards import SecondaryGather, SecondaryGroups
 
@@ -44,6 +48,8 @@ class Sharding:
 
     zero: int
     """The ZeRO stage. Stage 0 needs a mesh whose dp_shard is 1."""
+    master_dtype: torch.dtype = torch.float32
+    """Type of the parameters between steps."""
     param_dtype: torch.dtype = torch.float32
     """Type of gathered parameters, and of forward and backward."""
     reduce_dtype: torch.dtype = torch.float32
@@ -90,6 +96,8 @@ def apply_data_parallel(
 ) -> list[SecondaryGather]:
     """Apply ``fully_shard`` to each unit, then to the model, over the data axes of ``mesh``.
 
+    If that would shard and cast nothing, only let gradients be summed.
+
     Parameters are sharded over dp_shard and cp together, and replicated over dp_replicate. Gradients
     are summed over ranks and not averaged: the loss is already divided by the number of target tokens
     in the global batch.
@@ -106,7 +114,11 @@ def apply_data_parallel(
         The gathers that ``how.near`` asks for.
     """
     zero, near = how.zero, how.near
-    data_mesh = _data_mesh(mesh)
+    if _only_sums(mesh, how):
+        copies = [axis for axis in ("dp_replicate", "cp") if axis_size(mesh, axis) > 1]
+        sum_gradients(model, units, _joined(mesh, copies).get_group() if copies else None)
+        return []
+    data_mesh = _data_mesh(mesh, zero)
     where = OffloadPolicy()
     if how.offload:
         where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -185,18 +197,32 @@ def _even_dim(ranks: int, parameter: nn.Parameter) -> Shard:
     )
 
 
-def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for ``fully_shard``: dp_shard x cp, or (dp_replicate, dp_shard x cp) for HSDP."""
-    if axis_size(mesh, "cp") == 1:
-        shard = mesh["dp_shard"]
-    elif axis_size(mesh, "dp_shard") == 1:
-        shard = mesh["cp"]
-    else:
-        shard = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    if axis_size(mesh, "dp_replicate") == 1:
+def _only_sums(mesh: DeviceMesh, how: Sharding) -> bool:
+    """Return whether whole parameters in one type serve forward, backward and optimizer."""
+    shards = 1 if how.zero == 0 else axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
+    one_type = how.master_dtype == how.param_dtype == how.reduce_dtype
+    return shards == 1 and one_type and not how.offload and how.expert_mesh is None
+
+
+def _data_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
+    """Return the mesh for ``fully_shard``: dp_shard x cp, or (dp_replicate, dp_shard x cp) for HSDP.
+
+    With ZeRO's stage 0 it is (dp_replicate x cp, dp_shard), whose last axis has one rank.
+    """
+    copies, parts = ["dp_replicate"], ["dp_shard", "cp"]
+    if zero == 0:
+        copies, parts = ["dp_replicate", "cp"], ["dp_shard"]
+    shard = _joined(mesh, [axis for axis in parts if axis_size(mesh, axis) > 1] or parts[:1])
+    over = [axis for axis in copies if axis_size(mesh, axis) > 1]
+    if not over:
         return shard
     # No public call joins a flattened axis to another; this one is in torch 2.11 to 2.15.
-    return DeviceMesh._concatenate([mesh["dp_replicate"], shard])
+    return DeviceMesh._concatenate([_joined(mesh, over), shard])
+
+
+def _joined(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    """Return the 1-D mesh over all of ``axes``."""
+    return mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]._flatten("_".join(axes))
 
 
 def gather(model: nn.Module) -> None:
@@ -204,6 +230,8 @@ def gather(model: nn.Module) -> None:
 
     This serves code that runs outside of forward and ``backward()``. :func:`finish_backward` ends it.
     """
+    if sums := gradient_sum_of(model):
+        sums.begin(last=False)
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
         model.set_reshard_after_backward(False)
@@ -224,19 +252,24 @@ def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
         zero: The ZeRO stage.
         last: Whether this was the last micro-batch of the optimizer step.
     """
+    sums = gradient_sum_of(model)
+    if sums and last:
+        sums.finish()
     if isinstance(model, FSDPModule):
         prepare_micro_batch(model, zero, last)
         finish_fsdp_backward(model)
 
 
 def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
-    """Tell FSDP, before a micro-batch's forward, what to communicate in its backward.
+    """Prepare, before a micro-batch's forward, what is communicated in its backward.
 
     Args:
         model: The model, or a stage; nothing happens without data parallel.
         zero: The ZeRO stage.
         last: Whether this is the last micro-batch of the optimizer step.
     """
+    if sums := gradient_sum_of(model):
+        sums.begin(last)
     if not isinstance(model, FSDPModule):
         return
     # set_is_last_backward(last) is made for pipelines. It would keep the order of prefetching over

@@ -14,10 +14,8 @@ import inspect
 import re
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,11 +36,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from compose.base.torch_versions import functional_all_gather, functional_reduce_scatter
 from compose.errors import ConfigError
+from compose.parallel.stream_messages import send_stream
 from compose.parallel.tensor_parallel import HeadParallel
-
-Kind = Literal["keep", "sum", "gather", "scatter"]
 
 
 class LocalInput(PrepareModuleInput):
@@ -61,7 +57,7 @@ class LocalInput(PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         there, back = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")
         if device_mesh.size() > 1:
-            send = partial(_send, there, back, device_mesh.get_group().group_name)
+            send = partial(send_stream, there, back, device_mesh.get_group().group_name)
             name = next(iter(inspect.signature(module.forward).parameters), "")
 
             def sent(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -116,7 +112,7 @@ class LocalRowwise(RowwiseParallel):
         _become(module, nn.Linear, _RowLinear, self)
         there, back = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
         if device_mesh.size() > 1:
-            send = partial(_send, there, back, device_mesh.get_group().group_name)
+            send = partial(send_stream, there, back, device_mesh.get_group().group_name)
 
             def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
                 return send(output)
@@ -272,33 +268,3 @@ def _become(
     if local is _RowLinear and module.bias is not None:
         raise ConfigError(f"{type(style).__name__}: {module} has a bias, which would be summed")
     module.__class__ = local
-
-
-def _send(there: Kind, back: Kind, group: Any, tensor: Tensor) -> Tensor:
-    return _Message.apply(tensor, there, back, group)  # type: ignore[no-any-return]
-
-
-class _Message(torch.autograd.Function):
-    """A message of a tensor (B, L, D) along L: ``there`` forward and ``back`` backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, there: Kind, back: Kind, group: Any) -> Tensor:
-        ctx.back, ctx.group = back, group
-        return _moved(tensor, there, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _moved(gradient, ctx.back, ctx.group), None, None, None
-
-
-def _moved(tensor: Tensor, kind: Kind, group: Any) -> Tensor:
-    if kind == "keep":
-        return tensor.view_as(tensor)
-    tensor = tensor.contiguous()
-    if kind == "gather":
-        moved = functional_all_gather(tensor, 1, group)
-    elif kind == "scatter":
-        moved = functional_reduce_scatter(tensor, "sum", 1, group)
-    else:
-        moved = funcol.all_reduce(tensor, "sum", group)
-    return funcol.wait_tensor(moved)

@@ -141,11 +141,11 @@ def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
 
 
 def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> None:
-    """Raise ConfigError unless every rank gets a column of every weight that is cut by columns.
+    """Raise ConfigError unless every rank gets a part of every weight that RowwiseParallel cuts.
 
-    Columns are cut as Tensor.chunk cuts them, so the last ranks may get none: 10 columns over 8 ranks
-    are 2 for each of 5. FSDP then takes the rank's shard for one without rows and columns, and a
-    DTensor collective that asks for all columns never ends (torch 2.11 to 2.15).
+    Columns, or rows of an embedding, are cut as Tensor.chunk cuts them, so the last ranks may get none:
+    10 columns over 8 ranks are 2 for each of 5. FSDP then takes the rank's shard for one without rows
+    and columns, and a DTensor collective that asks for all columns never ends (torch 2.11 to 2.15).
 
     Args:
         model: The whole model.
@@ -153,16 +153,18 @@ def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]],
         tp: Ranks on the tp axis.
 
     Raises:
-        ConfigError: A rank gets no column of a weight.
+        ConfigError: A rank gets no part of a weight.
     """
     for name, style in styles:
         module = model.get_submodule(name)
-        if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear):
-            columns = module.in_features
+        if isinstance(style, RowwiseParallel) and isinstance(module, (nn.Linear, nn.Embedding)):
+            linear = isinstance(module, nn.Linear)
+            columns = module.in_features if linear else module.num_embeddings
             served = -(-columns // -(-columns // tp))
             if served < tp:
                 raise ConfigError(
-                    f"parallel.tp: {tp} leaves {tp - served} of the ranks without a column of"
+                    f"parallel.tp: {tp} leaves {tp - served} of the ranks without a"
+                    f" {'column' if linear else 'row'} of"
                     f" {name}.weight, which has {columns}; nearest: {_most_served(columns, tp)}"
                 )
 

@@ -48,10 +48,14 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
                 if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
                     local = (name, local_tensor(tensor))
                     by_axis.setdefault((tensor.device_mesh, axis), []).append(local)
-        else:  # it is whole on every rank of a stage
+            covered = tensor.device_mesh.mesh_dim_names != ("tp",)
+        else:
+            covered = False
+        if not covered:  # it has a copy on every other rank of a stage
             for axis, axis_name in enumerate(AXES):
-                if axis_name != "pp" and mesh.size(axis) > 1:
-                    by_axis.setdefault((mesh, axis), []).append((name, tensor))
+                known = axis_name == "pp" or (axis_name == "tp" and isinstance(tensor, DTensor))
+                if not known and mesh.size(axis) > 1:
+                    by_axis.setdefault((mesh, axis), []).append((name, local_tensor(tensor)))
     found: list[str] = []
     for (where, axis), tensors in by_axis.items():
         group = where.get_group(axis)

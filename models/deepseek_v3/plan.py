@@ -11,6 +11,7 @@ from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.local_parallel import LocalNorm
 from compose.parallel.tensor_parallel import SharedByHeads
+from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 
 from .model import DeepSeekV3Config
@@ -49,7 +50,7 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
     ends = ["tok_embeddings", "norm", "output"]
     return Plan(
         tensor={
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+            "tok_embeddings": LocalEmbedding(stream),
             **({norm: LocalNorm() for norm in norms} if parallel.sequence else {}),
             "layers.*.attention": gather,
             f"layers.*.attention.{'wq_b' if model.q_rank else 'wq'}": columns,
@@ -58,11 +59,7 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
             "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
             **(dense if has_dense else {}),
             **(moe.tensor if has_moe else {}),
-            "output": ColwiseParallel(
-                input_layouts=stream,
-                output_layouts=Shard(2) if parallel.loss else Replicate(),
-                use_local_output=not parallel.loss,
-            ),
+            "output": LocalOutput(stream, sharded=parallel.loss),
         },
         replicate=[f"layers.*.attention.{name}" for name in latents]
         + ([] if parallel.sequence else norms),

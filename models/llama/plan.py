@@ -1,7 +1,6 @@
 """The plan that cuts Llama: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
@@ -13,6 +12,7 @@ from compose.parallel.local_parallel import (
     LocalRowwise,
     LocalVector,
 )
+from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 from models.layers.plans import outermost
 
 from .model import LlamaConfig
@@ -35,7 +35,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
     ends = ["tok_embeddings", "norm", "output"]
     return Plan(
         tensor={
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+            "tok_embeddings": LocalEmbedding(stream),
             **({norm: LocalNorm() for norm in norms} if parallel.sequence else {}),
             "layers.*.attention": LocalInput(stream, inputs=4),
             "layers.*.attention.wq": LocalColwise(),
@@ -47,11 +47,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
             "layers.*.feed_forward.w1": hidden,
             "layers.*.feed_forward.w3": hidden,
             "layers.*.feed_forward.w2": LocalRowwise(stream),
-            "output": ColwiseParallel(
-                input_layouts=stream,
-                output_layouts=Shard(2) if parallel.loss else Replicate(),
-                use_local_output=not parallel.loss,
-            ),
+            "output": LocalOutput(stream, sharded=parallel.loss),
         },
         context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)},
         replicate=[] if parallel.sequence else norms,

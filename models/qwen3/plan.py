@@ -1,7 +1,6 @@
 """The plan that cuts Qwen3: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
@@ -12,6 +11,7 @@ from compose.parallel.local_parallel import (
     LocalNorm,
     LocalRowwise,
 )
+from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 
 from .model import Qwen3Config
@@ -35,7 +35,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
     ends = ["tok_embeddings", "norm", "output"]
     return Plan(
         tensor={
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+            "tok_embeddings": LocalEmbedding(stream),
             **({norm: LocalNorm() for norm in norms} if parallel.sequence else {}),
             "layers.*.attention": LocalInput(stream, inputs=4),
             "layers.*.attention.wq": LocalColwise(),
@@ -45,11 +45,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
             "layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2),
             "layers.*.attention.wo": LocalRowwise(stream),
             **(moe.tensor if model.n_experts else hidden),
-            "output": ColwiseParallel(
-                input_layouts=stream,
-                output_layouts=Shard(2) if parallel.loss else Replicate(),
-                use_local_output=not parallel.loss,
-            ),
+            "output": LocalOutput(stream, sharded=parallel.loss),
         },
         context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)}
         | (moe.context if model.n_experts else {}),

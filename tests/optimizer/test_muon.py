@@ -286,7 +286,7 @@ def nothing_is_gathered() -> Iterator[None]:
 def each_shard_is_a_matrix() -> Iterator[None]:
     """Every rank orthogonalizes what it holds."""
 
-    def fake(parameter: Any, group: dist.ProcessGroup) -> Layout:
+    def fake(parameter: Any, group: dist.ProcessGroup, mesh: Any) -> Layout:
         shape = (1, *parameter.to_local().shape)
         me = dist.get_rank(group)
         return Layout(shape, {me: tuple(slice(0, n) for n in shape)}, {me: 0})

@@ -1,22 +1,60 @@
 """Faults of data and tensor parallel."""
 
 from tests.experts import DEEPSEEK
-from tests.sensitivity.row import FEW, SHARDED, TIED, TP, Keys, Row
+from tests.sensitivity.row import CP, FEW, SHARDED, TIED, TP, Keys, Row
 
 PLAIN_TP: Keys = TP | {"parallel__sequence": False}
 
 DATA = [
     Row(
         "replicas are never reduced",
-        {"parallel__dp_replicate": 2},
+        {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "train__global_batch": 8},
         "compose.parallel.data_parallel:prepare_micro_batch",
         "model.set_requires_all_reduce(last)",
         "model.set_requires_all_reduce(False)",
         "gradient",
+        ranks=4,
     ),
     Row(
         "ZeRO 0 averages over ranks",
         SHARDED | {"parallel__zero": 0},
+        "compose.parallel.gradient_sum:GradientSum._send",
+        "flat = _flat(parameters)",
+        "flat = _flat(parameters) / self.group.size()",
+        "gradient",
+        untouched=("loss", "step 1"),
+    ),
+    Row(
+        "ZeRO 0: one micro-batch's gradients stay at home",
+        SHARDED | {"parallel__zero": 0},
+        "compose.parallel.gradient_sum:GradientSum._ready",
+        "if not (self.begun and self.last):",
+        "if not self.begun:",
+        "gradient",
+        untouched=("loss", "step 1"),
+    ),
+    Row(
+        "ZeRO 0 with cp sums over replicas alone",
+        CP | {"parallel__zero": 0},
+        "compose.parallel.data_parallel:apply_data_parallel",
+        '("dp_replicate", "cp")',
+        '("dp_replicate",)',
+        "gradient",
+        untouched=("loss", "step 1"),
+    ),
+    Row(
+        "whole parameters: a norm's gradient stays a part of tp",
+        TP,
+        "compose.parallel.gradient_sum:_complete",
+        "dist.all_reduce(flat, group=mesh.get_group())",
+        "pass",
+        "gradient",
+        "layers.*.attention_norm.weight",
+        untouched=("gradient", "layers.*.attention.w?.weight"),
+    ),
+    Row(
+        "ZeRO 1 averages over ranks",
+        SHARDED | {"parallel__zero": 1},
         "compose.parallel.data_parallel:apply_data_parallel",
         "set_gradient_divide_factor(1.0)",
         "set_gradient_divide_factor(2.0)",
@@ -119,19 +157,37 @@ DATA = [
 ]
 TENSOR = [
     Row(
+        "a rank's embedding counts from the first row",
+        TP,
+        "compose.parallel.vocabulary_parallel:_RowEmbedding.forward",
+        "at = input - each * self.over.get_local_rank()",
+        "at = input - 0",
+        "loss",
+    ),
+    Row(
+        "the output's input is summed over nothing",
+        TP | {"parallel__sequence": False},
+        "compose.parallel.vocabulary_parallel:_ColumnOutput.forward",
+        '("keep", "sum")',
+        '("keep", "keep")',
+        "gradient",
+        "layers.*.attention.wq.weight",
+        untouched=("gradient", "output.weight"),
+    ),
+    Row(
         "a sequence comes together in another order",
         TP,
-        "compose.parallel.local_parallel:_moved",
-        "moved = functional_all_gather(tensor, 1, group)",
-        "moved = funcol.wait_tensor(functional_all_gather(tensor, 1, group)).roll(1, 1)",
+        "compose.parallel.stream_messages:_gathered",
+        "return torch.cat(parts, 1)",
+        "return torch.cat(parts, 1).roll(1, 1)",
         "gradient",
     ),
     Row(
         "what ranks found is averaged",
         TP,
-        "compose.parallel.local_parallel:_moved",
-        "functional_reduce_scatter(tensor,",
-        "functional_reduce_scatter(tensor / 2,",
+        "compose.parallel.stream_messages:_scattered",
+        "total = parts[0] + parts[1]",
+        "total = (parts[0] + parts[1]) / 2",
         "loss",
         "step 1",
     ),
@@ -188,16 +244,16 @@ TENSOR = [
     Row(
         "loss parallel: the loss is averaged over ranks",
         TP,
-        "compose.loss.cross_entropy:cross_entropy",
-        "return loss.to_local() if",
-        "return loss.to_local() / loss.device_mesh.size() if",
+        "compose.loss.vocabulary:_CrossEntropy.forward",
+        "(log_zs - target).masked_fill_(ignored, 0.0).sum()",
+        "(log_zs - target).masked_fill_(ignored, 0.0).sum() / max(1, len(found))",
         "loss",
         "step 1",
     ),
     Row(
         "loss parallel: the z-loss is that of a part of the vocabulary",
         TP | {"train__z_loss": 0.1},
-        "compose.loss.chunked:_LogZ.forward",
+        "compose.loss.vocabulary:_LogZ.forward",
         "rows.gathered(logits.logsumexp(-1)).logsumexp(0)",
         "rows.gathered(logits.logsumexp(-1))[0]",
         "gradient",

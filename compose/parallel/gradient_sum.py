@@ -1,0 +1,196 @@
+"""Data parallel of whole parameters: each rank's gradients are summed once a step, during backward.
+
+It serves where nothing is sharded and nothing is cast. FSDP2 would copy every parameter into a buffer
+and out of it, and every gradient twice. Here parameters stay what they are. A unit's gradients are
+copied once, into the buffer that is sent; afterwards they are parts of it, as with
+``gradient_as_bucket_view`` of DistributedDataParallel (Li et al. 2020, arXiv:2006.15704). The message
+of a unit travels while the units before it run backward.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor, Partial
+from torch.profiler import record_function
+
+from compose.base.local_tensor import local_tensor
+
+_SUMS: WeakKeyDictionary[nn.Module, "GradientSum"] = WeakKeyDictionary()
+
+
+def sum_gradients(
+    model: nn.Module, units: Sequence[Sequence[str]], group: dist.ProcessGroup | None
+) -> None:
+    """Let the gradients of ``model`` be summed over ranks at the end of each step's backward.
+
+    A gradient that is a DTensor and a partial sum is completed too, whatever ``group`` is.
+
+    Args:
+        model: A stage, or the whole model. It may still be on meta.
+        units: Names of the modules of each unit, in order of use. What is in no unit makes the last.
+        group: The ranks with a copy of the parameters; None if there is no other. If a gradient is None
+            on one of them, it must be None on all.
+    """
+    _SUMS[model] = GradientSum(model, units, group)
+
+
+def gradient_sum_of(model: nn.Module) -> "GradientSum | None":
+    """Return what sums the gradients of ``model``, or None if :func:`sum_gradients` was not called."""
+    return _SUMS.get(model)
+
+
+class GradientSum:
+    """The sum of one model's gradients. Gradients that it had before a step are sums already."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Sequence[str]], group: dist.ProcessGroup | None
+    ) -> None:
+        modules = [[model.get_submodule(name) for name in unit] for unit in units]
+        # Backward runs the units in this order.
+        self.modules = [[model], *modules][::-1]
+        self.group = group
+        self.units: list[list[nn.Parameter]] = []
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.begun = self.last = self.queued = False
+        self.earlier: dict[nn.Parameter, Tensor] = {}
+        self.missing: list[int] = []  # gradients that each unit waits for
+        self.sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
+
+    def begin(self, last: bool) -> None:
+        """Prepare for a backward.
+
+        Args:
+            last: Whether it is the last one of the step, after which gradients are sums.
+        """
+        if not self.begun:
+            self._hook()
+            self.begun = True
+            self.missing = [len(unit) for unit in self.units]
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    self.earlier[parameter], parameter.grad = parameter.grad, None
+        self.last = last
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Complete the sums; do nothing if no step has begun."""
+        if not self.begun:
+            return
+        while len(self.sent) < len(self.units):
+            self._send()
+        for parameters, flat, work in self.sent:
+            if work is not None:
+                work.wait()
+                _put(parameters, flat)
+        _complete([p for p in self._parameters() if isinstance(p.grad, DTensor)])
+        for parameter, earlier in self.earlier.items():
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self.sent, self.earlier = [], {}
+        self.begun = self.last = self.queued = False
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for unit in self.units:
+            yield from unit
+
+    def _hook(self) -> None:
+        """Watch the parameters, which are new objects after they were on meta."""
+        seen: set[nn.Parameter] = set()
+        units = []
+        for modules in self.modules:
+            found = dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)
+            units.append([p for p in found if p not in seen])
+            seen |= set(found)
+        units = [unit for unit in units if unit]
+        if [list(map(id, unit)) for unit in units] == [list(map(id, unit)) for unit in self.units]:
+            return
+        for handle in self.handles:
+            handle.remove()
+        self.units = units
+        self.handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._ready, number))
+            for number, unit in enumerate(units)
+            for parameter in unit
+        ]
+
+    @torch.no_grad()
+    def _ready(self, number: int, parameter: Tensor) -> None:
+        if not (self.begun and self.last):
+            return
+        if not self.queued:
+            self.queued = True
+            Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+        self.missing[number] -= 1
+        # All ranks have to send in one order.
+        while len(self.sent) < len(self.units) and self.missing[len(self.sent)] == 0:
+            self._send()
+
+    def _send(self) -> None:
+        parameters = [p for p in self.units[len(self.sent)] if p.grad is not None]
+        if self.group is None or not parameters:
+            self.sent.append((parameters, torch.empty(0), None))
+            return
+        with record_function("compose::sum_gradients"):
+            flat = _flat(parameters)
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+        self.sent.append((parameters, flat, work))
+
+
+def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the gradients in one buffer (N,)."""
+    parts = [local_tensor(p.grad).reshape(-1) for p in parameters if p.grad is not None]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _put(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Make the parts of a buffer the gradients."""
+    sizes = [local_tensor(p.grad).numel() for p in parameters if p.grad is not None]
+    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+        gradient = parameter.grad
+        local = part.view(local_tensor(parameter).shape)
+        if isinstance(gradient, DTensor):
+            parameter.grad = _like(parameter, local, gradient.placements)
+        else:
+            parameter.grad = local
+
+
+def _complete(parameters: Sequence[nn.Parameter]) -> None:
+    """Give gradients the placements of their parameters; those of whole ones make one message."""
+
+    def where(parameter: nn.Parameter) -> int:
+        assert isinstance(parameter, DTensor)
+        return id(parameter.device_mesh)
+
+    whole = []
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        assert isinstance(parameter.grad, DTensor)
+        there, here = parameter.grad.placements, parameter.placements
+        if there == (Partial(),) and here[0].is_replicate():
+            whole.append(parameter)
+        elif there != here:
+            parameter.grad = parameter.grad.redistribute(placements=here)
+    for _, some in groupby(sorted(whole, key=where), where):
+        alike = list(some)
+        flat, mesh = _flat(alike), alike[0].device_mesh
+        dist.all_reduce(flat, group=mesh.get_group())
+        sizes = [p.numel() for p in alike]
+        for parameter, part in zip(alike, flat.split(sizes), strict=True):
+            parameter.grad = _like(parameter, part.view(parameter.shape), parameter.placements)
+
+
+def _like(parameter: nn.Parameter, local: Tensor, placements: Sequence[object]) -> DTensor:
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        placements,  # type: ignore[arg-type]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
