@@ -2,11 +2,11 @@
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 import compose.train.step
@@ -23,7 +22,7 @@ from compose.base.torch_versions import REDUCE_SCATTER
 from compose.composition.state import Composition
 from compose.operators import parts
 from compose.operators.blocks import Block, Layout
-from compose.parallel import local_parallel, stream_messages
+from compose.parallel import gradient_sum, local_parallel, stream_messages
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import sum_over
 from compose.pipeline.pipeline_parallel import PipelineRunner
@@ -64,14 +63,18 @@ def all_reduce_of_gradients_is_skipped() -> Iterator[None]:
 @contextmanager
 def partial_gradients_are_taken_as_whole() -> Iterator[None]:
     """What each tp rank found of a replicated weight's gradient is not summed over tp."""
-    real = FSDPParam._get_grad_inner_tensor
+    real = gradient_sum._complete
 
-    def fake(self: FSDPParam, gradient: Tensor) -> Tensor:
-        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-            return gradient.to_local()
-        return real(self, gradient)
+    def fake(parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            gradient, here = cast(DTensor, parameter.grad), cast(DTensor, parameter)
+            if any(p.is_partial() for p in gradient.placements):
+                parameter.grad = DTensor.from_local(
+                    gradient.to_local(), here.device_mesh, here.placements, run_check=False
+                )
+        real(parameters)
 
-    with mock.patch.object(FSDPParam, "_get_grad_inner_tensor", fake):
+    with mock.patch.object(gradient_sum, "_complete", fake):
         yield
 
 
@@ -270,8 +273,8 @@ def copies_of_a_tied_weight_are_rounded_differently() -> Iterator[None]:
         real(self, earlier)
         if self.rank == 1:
             gradient = self._parameter(1, "output.weight").grad
-            assert isinstance(gradient, DTensor)
-            gradient.to_local().copy_(gradient.to_local().bfloat16())
+            assert gradient is not None
+            gradient.copy_(gradient.bfloat16())
 
     with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
         yield
