@@ -34,7 +34,6 @@ from benchmarks.peer_ring import RingCore
 from compose import Options, Parallel, apply, clip_grad_norm_, forward_backward, init_mesh, init_weights
 from compose.composition.state import Composition
 from compose.data import random_batch
-from models.layers.rope import inverse_frequencies, rotate, rotation
 from models.llama import Config, Model, plan
 
 SHAPE = Config(vocab_size=2048, dim=384, n_layers=6, n_heads=6, n_kv_heads=6, hidden_dim=1024)
@@ -47,20 +46,98 @@ Batch = dict[str, Tensor]
 class SdpaCore(nn.Module):
     """Causal attention by PyTorch's function."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def peer_model(core: Callable[[], nn.Module] = SdpaCore, config: Config = SHAPE) -> Model:
-    """A plain model of the same shape."""
-    model = Model(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            model.init_parameter(name, parameter, torch.Generator().manual_seed(0))
-    for layer in model.layers.values():
-        layer.attention.core = core()  # type: ignore[union-attr]
-    return model
+class Copy(torch.autograd.Function):
+    """The input of column parallel layers: its gradient is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        grad = grads[0].contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Reduce(torch.autograd.Function):
+    """The output of row parallel layers: it is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def copied(x: Tensor, ranks: int) -> Tensor:
+    return Copy.apply(x) if ranks > 1 else x
+
+
+def reduced(x: Tensor, ranks: int) -> Tensor:
+    return Reduce.apply(x) if ranks > 1 else x
+
+
+def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary embedding of the pairs (i, i + K / 2)."""
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat([-second, first], -1) * sine
+
+
+class PeerBlock(nn.Module):
+    """A layer, or with ``ranks`` the part of its heads and of its inner width that a rank has."""
+
+    def __init__(self, core: Callable[[], nn.Module], ranks: int) -> None:
+        super().__init__()
+        c = SHAPE
+        part, inner = c.dim // ranks, c.hidden_dim // ranks
+        self.norms = nn.ModuleList(nn.RMSNorm(c.dim, eps=c.norm_eps) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(c.dim, part, bias=False) for _ in range(3))
+        self.wo = nn.Linear(part, c.dim, bias=False)
+        self.w1, self.w3 = (nn.Linear(c.dim, inner, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(inner, c.dim, bias=False)
+        self.core, self.ranks = core(), ranks
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        y = copied(self.norms[0](x), self.ranks)
+        q, k, v = (w(y).unflatten(-1, (-1, SHAPE.head_dim)) for w in self.qkv)
+        y = self.core(rotated(q, cosine, sine), rotated(k, cosine, sine), v).flatten(2)
+        x = x + reduced(self.wo(y), self.ranks)
+        y = copied(self.norms[1](x), self.ranks)
+        return x + reduced(self.w2(F.silu(self.w1(y)) * self.w3(y)), self.ranks)
+
+
+class PeerModel(nn.Module):
+    """A plain model of the same shape; with ``ranks`` its ends are whole on each."""
+
+    def __init__(self, core: Callable[[], nn.Module] = SdpaCore, ranks: int = 1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(SHAPE.vocab_size, SHAPE.dim)
+        self.layers = nn.ModuleList(PeerBlock(core, ranks) for _ in range(SHAPE.n_layers))
+        self.norm = nn.RMSNorm(SHAPE.dim, eps=SHAPE.norm_eps)
+        self.output = nn.Linear(SHAPE.dim, SHAPE.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        x, angles = self.embed(tokens), angles_of(tokens.shape[1], start)
+        for layer in self.layers:
+            x = layer(x, *angles)
+        return self.output(self.norm(x))
+
+
+def angles_of(length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (L, 1, K) of the positions from ``start``."""
+    frequency = SHAPE.rope_theta ** -(torch.arange(0, SHAPE.head_dim, 2) / SHAPE.head_dim)
+    angles = (torch.arange(start, start + length)[:, None, None] * frequency).repeat(1, 1, 2)
+    return angles.cos(), angles.sin()
 
 
 def loss_of(logits: Tensor, targets: Tensor, count: int) -> Tensor:
@@ -71,7 +148,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
-def loop(model: nn.Module, batch: Batch, size: int, **inputs: Tensor) -> Step:
+def loop(model: nn.Module, batch: Batch, size: int, **inputs: int) -> Step:
     """The step of a hand-written loop with accumulation; replicas sum their gradients once."""
     optimizer = adamw(model)
     count = batch["targets"].numel() * dist.get_world_size() if dist.is_initialized() else 1
@@ -123,86 +200,26 @@ def made(length: int, share: int = 1, documents: bool = False) -> tuple[Batch, i
 def dp(length: int) -> tuple[Step, Step]:
     batch, size = made(length, share=2)
     ours = composed(Parallel(dp_replicate=2, zero=0), batch, size)
-    return ours, loop(DistributedDataParallel(peer_model()), batch, size)
+    return ours, loop(DistributedDataParallel(PeerModel()), batch, size)
 
 
 # Tensor parallel.
 
 
-class Copy(torch.autograd.Function):
-    """The input of column parallel layers: its gradient is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        grad = grads[0].contiguous()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Reduce(torch.autograd.Function):
-    """The output of row parallel layers: it is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-class TpBlock(nn.Module):
-    """A layer with a half of its heads and of its inner width."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        c = SHAPE
-        part, inner = c.dim // ranks, c.hidden_dim // ranks
-        self.norms = nn.ModuleList(nn.RMSNorm(c.dim, eps=c.norm_eps) for _ in range(2))
-        self.qkv = nn.ModuleList(nn.Linear(c.dim, part, bias=False) for _ in range(3))
-        self.wo = nn.Linear(part, c.dim, bias=False)
-        self.w1, self.w3 = (nn.Linear(c.dim, inner, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(inner, c.dim, bias=False)
-        self.core = SdpaCore()
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        y = Copy.apply(self.norms[0](x))
-        q, k, v = (w(y).unflatten(-1, (-1, SHAPE.head_dim)) for w in self.qkv)
-        y = self.core(rotate(q, cosine, sine), rotate(k, cosine, sine), v).flatten(2)
-        x = x + Reduce.apply(self.wo(y))
-        y = Copy.apply(self.norms[1](x))
-        return x + Reduce.apply(self.w2(F.silu(self.w1(y)) * self.w3(y)))
-
-
-class TpModel(nn.Module):
-    """The model with such layers; its ends are whole on each rank."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(SHAPE.vocab_size, SHAPE.dim)
-        self.layers = nn.ModuleList(TpBlock(ranks) for _ in range(SHAPE.n_layers))
-        self.norm = nn.RMSNorm(SHAPE.dim, eps=SHAPE.norm_eps)
-        self.output = nn.Linear(SHAPE.dim, SHAPE.vocab_size, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        frequency = inverse_frequencies(SHAPE.head_dim, SHAPE.rope_theta, device=tokens.device)
-        x = self.embed(tokens)
-        cosine, sine = rotation(torch.arange(tokens.shape[1])[None], frequency, x.dtype)
-        for layer in self.layers:
-            x = layer(x, cosine, sine)
-        return self.output(self.norm(x))
-
-
 def tp(length: int) -> tuple[Step, Step]:
+    return against_all_reduce(length, sequence=False)
+
+
+def tp_sequence(length: int) -> tuple[Step, Step]:
+    """The residual stream is cut along L, which the peer's is not."""
+    return against_all_reduce(length, sequence=True)
+
+
+def against_all_reduce(length: int, sequence: bool) -> tuple[Step, Step]:
     batch, size = made(length)
+    ours = composed(Parallel(tp=2, dp_shard=1, sequence=sequence), batch, size)
     # The hand-written clipping takes each rank's own norm: one message less than a right one has.
-    return composed(Parallel(tp=2, dp_shard=1), batch, size), loop(TpModel(2), batch, size)
+    return ours, loop(PeerModel(ranks=2), batch, size)
 
 
 # Pipeline parallel.
@@ -216,14 +233,13 @@ def pp(length: int) -> tuple[Step, Step]:
 
 def one_f_one_b(batch: Batch, size: int, length: int) -> Step:
     """Two stages of half the layers each; the first is one forward ahead."""
-    rank, model = dist.get_rank(), peer_model()
-    half = list(model.layers.values())[3 * rank : 3 * rank + 3]
-    ends: list[nn.Module] = [model.norm, model.output] if rank else [model.tok_embeddings]
+    rank, model = dist.get_rank(), PeerModel()
+    half = model.layers[3 * rank : 3 * rank + 3]
+    ends: list[nn.Module] = [model.norm, model.output] if rank else [model.embed]
     optimizer = adamw(nn.ModuleList([*half, *ends]))
     tokens, targets = batch["tokens"].split(size), batch["targets"].split(size)
     count = batch["targets"].numel()
-    frequency = inverse_frequencies(SHAPE.head_dim, SHAPE.rope_theta, device=torch.device("cpu"))
-    angles = rotation(torch.arange(length)[None], frequency, torch.float32)
+    angles = angles_of(length)
 
     def forward(i: int) -> tuple[Tensor, Tensor]:
         if rank:
@@ -231,7 +247,7 @@ def one_f_one_b(batch: Batch, size: int, length: int) -> Step:
             dist.recv(x, 0)
             x.requires_grad_()
         else:
-            x = model.tok_embeddings(tokens[i])
+            x = model.embed(tokens[i])
         y = x
         for layer in half:
             y = layer(y, *angles)
@@ -275,11 +291,13 @@ def one_f_one_b(batch: Batch, size: int, length: int) -> Step:
 
 def cp(length: int) -> tuple[Step, Step]:
     batch, size = made(length)
-    ours = composed(Parallel(cp=2, dp_shard=1, zero=1), batch, size)
+    ours = composed(Parallel(cp=2, dp_shard=1, zero=0), batch, size)
     here = {name: value.chunk(2, 1)[dist.get_rank()].contiguous() for name, value in batch.items()}
-    positions = torch.arange(length).chunk(2)[dist.get_rank()][None]
-    model = DistributedDataParallel(peer_model(RingCore))
-    return ours, loop(model, here, size, positions=positions)
+    model = DistributedDataParallel(PeerModel(RingCore))
+    return ours, loop(model, here, size, start=length // 2 * dist.get_rank())
+
+
+AXES = {"dp": dp, "tp": tp, "tp_sequence": tp_sequence, "pp": pp, "cp": cp}
 
 
 # One process.
@@ -363,7 +381,7 @@ def pairs(ours: Step, peer: Step, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--axes", nargs="+", default=["dp", "tp", "pp", "cp"])
+    parser.add_argument("--axes", nargs="+", default=list(AXES))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(SAMPLES))
     options = parser.parse_args()
     several = dist.is_torchelastic_launched()
@@ -384,7 +402,7 @@ def main() -> None:
                 show(found, length)
             continue
         for axis in options.axes:
-            ours, peer = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}[axis](length)
+            ours, peer = AXES[axis](length)
             show({"axis": axis, "ratio": pairs(ours, peer, options.steps)}, length)
     dist.destroy_process_group()
 

@@ -30,6 +30,7 @@ import models
 from compose import legality
 from compose.errors import ConfigError
 from compose.legality.job import Job
+from compose.operators.rms_norm import RMSNorm
 from compose.planning.cluster import Cluster, load_cluster
 from compose.planning.estimate import Otherwise, estimate
 from compose.planning.recorder import Message, Operator, Record
@@ -250,7 +251,7 @@ def as_torchtitan() -> Iterator[None]:
 
     with (
         every_second_product(),
-        mock.patch.object(nn.RMSNorm, "forward", normalized),
+        mock.patch.object(RMSNorm, "forward", normalized),
         mock.patch.object(llama, "rotate", rotate),
         mock.patch.object(AttentionCore, "forward", repeated),
     ):

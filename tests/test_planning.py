@@ -85,7 +85,7 @@ def test_one_node_holds_a_7b_by_zero_alone() -> None:
 def test_long_sequences_take_context_parallel() -> None:
     keys = LLAMA_8B | {"train__seq_len": 131072, "train__global_batch": 8}
     best = picks(space(TRAIN, "h100_sxm", 8, **keys))[0].config
-    assert best.parallel.cp >= 4
+    assert best.parallel.cp >= 2
     assert best.activation_checkpoint.mode == "full"
 
 

@@ -32,7 +32,6 @@ TECHNIQUES = (
     "parallel.data_parallel",
     "parallel.secondary_shards",
     "weights",
-    "loss.cross_entropy",
     "loss.chunked",
     "loss.vocabulary",
     "precision.float8",

@@ -289,8 +289,8 @@ OTHER_INPUT = {
     "the plan's styles": (
         "plan.resolve apply._tensor parallel.tensor_parallel.apply_tensor_parallel"
         " parallel.tensor_parallel._check parallel.local_parallel._apply"
-        " parallel.local_parallel._become parallel.local_parallel.sent loss.chunked.of"
-        " loss.output.step_loss"
+        " parallel.local_parallel._become parallel.local_parallel.sent loss.vocabulary.of"
+        " loss.output.step_loss parallel.vocabulary_parallel._apply"
     ),
     "the mesh that a caller made": "parallel.mesh.check_same_degrees",
     "the batch": "pipeline.pipeline_parallel._check_whole",

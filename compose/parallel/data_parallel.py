@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -117,6 +117,7 @@ def apply_data_parallel(
     if _only_sums(mesh, how):
         copies = [axis for axis in ("dp_replicate", "cp") if axis_size(mesh, axis) > 1]
         sum_gradients(model, units, _joined(mesh, copies).get_group() if copies else None)
+        model.register_forward_pre_hook(partial(_cast_inputs, how.param_dtype), with_kwargs=True)
         return []
     data_mesh = _data_mesh(mesh, zero)
     where = OffloadPolicy()
@@ -202,6 +203,17 @@ def _only_sums(mesh: DeviceMesh, how: Sharding) -> bool:
     shards = 1 if how.zero == 0 else axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
     one_type = how.master_dtype == how.param_dtype == how.reduce_dtype
     return shards == 1 and one_type and not how.offload and how.expert_mesh is None
+
+
+def _cast_inputs(
+    dtype: torch.dtype, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give floats among a model's inputs its parameters' type, as FSDP2 does."""
+
+    def cast_one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}
 
 
 def _data_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:

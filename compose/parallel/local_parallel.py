@@ -37,8 +37,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError
+from compose.operators.rms_norm import RMSNorm, rms_norm
 from compose.parallel.stream_messages import send_stream
-from compose.parallel.tensor_parallel import HeadParallel
+from compose.parallel.tensor_parallel import HeadParallel, Replicated
 
 
 class LocalInput(PrepareModuleInput):
@@ -90,7 +91,7 @@ class LocalColwise(ColwiseParallel):
         super().__init__(output_layouts=Shard(2), use_local_output=even)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _become(module, nn.Linear, _ColumnLinear, self)
+        _become(module, (nn.Linear,), _ColumnLinear, self)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
     def by_dtensors(self) -> ParallelStyle:
@@ -109,7 +110,7 @@ class LocalRowwise(RowwiseParallel):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _become(module, nn.Linear, _RowLinear, self)
+        _become(module, (nn.Linear,), _RowLinear, self)
         there, back = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
         if device_mesh.size() > 1:
             send = partial(send_stream, there, back, device_mesh.get_group().group_name)
@@ -139,7 +140,7 @@ class LocalHeads(HeadParallel):
             colwise.src_data_rank = self.src_data_rank
             return colwise._apply(module, device_mesh)
         self._check(size)
-        _become(module, nn.Linear, _HeadLinear, self)
+        _become(module, (nn.Linear,), _HeadLinear, self)
         assert isinstance(module, _HeadLinear)
         module.n_heads, module.head = self.n_heads, device_mesh.get_local_rank() * self.n_heads // size
         return distribute_module(module, device_mesh, self._replicate)
@@ -152,19 +153,26 @@ class LocalHeads(HeadParallel):
 class LocalNorm(SequenceParallel):
     """A style for an nn.RMSNorm that is whole on every rank and takes local tensors.
 
-    The local tensors are a part of the tokens or heads, so the weight's gradient is summed over the
-    axis.
+    They are a part of the tokens or heads, cut along ``sequence_dim``, so the weight's gradient is
+    summed over the axis. With None they are whole, and every rank has all of that gradient.
     """
 
-    def __init__(self, sequence_dim: int = 1) -> None:
-        super().__init__(sequence_dim=sequence_dim, use_local_output=True)
+    def __init__(self, sequence_dim: int | None = 1) -> None:
+        super().__init__(
+            sequence_dim=1 if sequence_dim is None else sequence_dim, use_local_output=True
+        )
+        self.whole = sequence_dim is None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _become(module, nn.RMSNorm, _LocalRMSNorm, self)
+        _become(module, (nn.RMSNorm, RMSNorm), _LocalRMSNorm, self)
+        assert isinstance(module, _LocalRMSNorm)
+        module.gradient = Replicate() if self.whole else Partial()
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
     def by_dtensors(self) -> ParallelStyle:
-        """Return PyTorch's style that does the same."""
+        """Return the style with DTensors that does the same."""
+        if self.whole:
+            return Replicated()
         dim = self.sequence_sharding[0].dim
         return SequenceParallel(sequence_dim=dim, use_local_output=True)
 
@@ -213,6 +221,11 @@ def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list
                 f"plan.tensor: {name} is in a module with LocalInput, and has no style of"
                 " compose.parallel.local_parallel; give it one, or that module PrepareModuleInput"
             )
+        if around and isinstance(style, LocalNorm) and style.whole:
+            problems.append(
+                f"plan.tensor: {name} is in a module with LocalInput, where each rank has a part of"
+                " gradients; give LocalNorm the dim that is cut"
+            )
         if isinstance(style, (LocalColwise, LocalHeads)) and not around:
             problems.append(
                 f"plan.tensor: {name} has {type(style).__name__}, and is in no module with LocalInput,"
@@ -248,9 +261,11 @@ class _HeadLinear(nn.Linear):
 
 
 class _LocalRMSNorm(nn.RMSNorm):
+    gradient: Placement
+
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else _local(self.weight, Partial())
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        weight = None if self.weight is None else _local(self.weight, self.gradient)
+        return rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
@@ -260,11 +275,11 @@ def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
 
 
 def _become(
-    module: nn.Module, kind: type[nn.Module], local: type[nn.Module], style: ParallelStyle
+    module: nn.Module, kinds: tuple[type[nn.Module], ...], local: type[nn.Module], style: ParallelStyle
 ) -> None:
-    """Give ``module``, which must be exactly of class ``kind``, the forward of ``local``."""
-    if type(module) is not kind:
-        raise ConfigError(f"{type(style).__name__}: {module} is no nn.{kind.__name__}")
+    """Give ``module``, which must be exactly of one of the classes, the forward of ``local``."""
+    if type(module) not in kinds:
+        raise ConfigError(f"{type(style).__name__}: {module} is no nn.{kinds[0].__name__}")
     if local is _RowLinear and module.bias is not None:
         raise ConfigError(f"{type(style).__name__}: {module} has a bias, which would be summed")
     module.__class__ = local

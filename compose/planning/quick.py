@@ -298,7 +298,7 @@ def _bytes(facts: Facts, config: Config) -> dict[str, float]:
         buffers = 2 * stages * count * one * facts.width / share
     working = one * (8 * facts.width / share + 4 * most / parallel.tp)
     shown = min(tokens, train.loss_chunk) if train.loss_chunk else tokens
-    logits = shown * facts.vocabulary / (parallel.tp if parallel.loss else 1) * (sizes["param"] + 8)
+    logits = shown * facts.vocabulary / (parallel.tp if parallel.loss else 1) * 2 * sizes["param"]
     if parallel.offload == "cpu":
         master = state = 0
     return {
@@ -309,5 +309,6 @@ def _bytes(facts: Facts, config: Config) -> dict[str, float]:
         if zero == 3
         else held * sizes["param"] * (ranks > 1 or sizes["param"] < 4),
         "activations": each * facts.count / parallel.pp * flight + working + buffers,
-        "logits": logits,
+        # A layer's backward begins after the loss's own memory was freed.
+        "logits": max(0.0, logits - working),
     }

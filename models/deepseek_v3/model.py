@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from compose.operators.rms_norm import RMSNorm
 from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE
@@ -210,12 +211,12 @@ class Attention(nn.Module):
         latent_eps = c.latent_norm_eps or c.norm_eps
         if c.q_rank:
             self.wq_a = nn.Linear(c.dim, c.q_rank, bias=False)
-            self.q_norm = nn.RMSNorm(c.q_rank, eps=latent_eps)
+            self.q_norm = RMSNorm(c.q_rank, eps=latent_eps)
             self.wq_b = nn.Linear(c.q_rank, q_dim, bias=False)
         else:
             self.wq = nn.Linear(c.dim, q_dim, bias=False)
         self.wkv_a = nn.Linear(c.dim, c.kv_rank + c.rope_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(c.kv_rank, eps=latent_eps)
+        self.kv_norm = RMSNorm(c.kv_rank, eps=latent_eps)
         self.wkv_b = nn.Linear(c.kv_rank, c.n_heads * (c.nope_dim + c.v_dim), bias=False)
         self.wo = nn.Linear(c.n_heads * c.v_dim, c.dim, bias=False)
         # This is a module, so that a plan can name the tensor that all heads share.
@@ -260,9 +261,9 @@ class Block(nn.Module):
 
     def __init__(self, config: DeepSeekV3Config, layer: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         if config.is_dense(layer):
             self.feed_forward = FeedForward(config.dim, config.hidden_dim)
         else:
@@ -303,7 +304,7 @@ class DeepSeekV3(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         # The keys are indices, so that a layer keeps its name when others are removed.
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compose.operators.attention_options import AttentionOptions
+from compose.operators.rms_norm import RMSNorm
 from models.layers.attention import AttentionCore, Documents, Sinks, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.norms import check_eps
@@ -147,9 +148,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config.dim, config.hidden_dim)
 
     def forward(
@@ -179,7 +180,7 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         # The keys are indices, so that a layer keeps its name when others are removed.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from compose.operators.rms_norm import RMSNorm
 from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE
@@ -128,8 +129,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(q_dim, config.dim, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
         self.core = AttentionCore()
 
     def forward(
@@ -159,9 +160,9 @@ class Block(nn.Module):
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         if config.n_experts:
             self.moe = MoE(config.dim, config)
         else:
@@ -201,7 +202,7 @@ class Qwen3(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         # The keys are indices, so that a layer keeps its name when others are removed.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
