@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 import compose.train.step
@@ -64,7 +65,12 @@ def all_reduce_of_gradients_is_skipped() -> Iterator[None]:
 @contextmanager
 def partial_gradients_are_taken_as_whole() -> Iterator[None]:
     """What each tp rank found of a replicated weight's gradient is not summed over tp."""
-    real = gradient_sum._complete
+    real, of_fsdp = gradient_sum._complete, FSDPParam._get_grad_inner_tensor
+
+    def fake_of_fsdp(self: FSDPParam, gradient: Tensor) -> Tensor:
+        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            return gradient.to_local()
+        return of_fsdp(self, gradient)
 
     def fake(parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -75,7 +81,10 @@ def partial_gradients_are_taken_as_whole() -> Iterator[None]:
                 )
         real(parameters)
 
-    with mock.patch.object(gradient_sum, "_complete", fake):
+    with (
+        mock.patch.object(gradient_sum, "_complete", fake),
+        mock.patch.object(FSDPParam, "_get_grad_inner_tensor", fake_of_fsdp),
+    ):
         yield
 
 

@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 from compose.errors import ConfigError
 from compose.operators.rms_norm import RMSNorm, rms_norm
 from compose.parallel.stream_messages import send_stream
-from compose.parallel.tensor_parallel import HeadParallel, Replicated
+from compose.parallel.tensor_parallel import HeadParallel
 
 
 class LocalInput(PrepareModuleInput):
@@ -153,26 +153,19 @@ class LocalHeads(HeadParallel):
 class LocalNorm(SequenceParallel):
     """A style for an nn.RMSNorm that is whole on every rank and takes local tensors.
 
-    They are a part of the tokens or heads, cut along ``sequence_dim``, so the weight's gradient is
-    summed over the axis. With None they are whole, and every rank has all of that gradient.
+    The local tensors are a part of the tokens or heads, so the weight's gradient is summed over the
+    axis.
     """
 
-    def __init__(self, sequence_dim: int | None = 1) -> None:
-        super().__init__(
-            sequence_dim=1 if sequence_dim is None else sequence_dim, use_local_output=True
-        )
-        self.whole = sequence_dim is None
+    def __init__(self, sequence_dim: int = 1) -> None:
+        super().__init__(sequence_dim=sequence_dim, use_local_output=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _become(module, (nn.RMSNorm, RMSNorm), _LocalRMSNorm, self)
-        assert isinstance(module, _LocalRMSNorm)
-        module.gradient = Replicate() if self.whole else Partial()
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
     def by_dtensors(self) -> ParallelStyle:
-        """Return the style with DTensors that does the same."""
-        if self.whole:
-            return Replicated()
+        """Return PyTorch's style that does the same."""
         dim = self.sequence_sharding[0].dim
         return SequenceParallel(sequence_dim=dim, use_local_output=True)
 
@@ -221,11 +214,6 @@ def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list
                 f"plan.tensor: {name} is in a module with LocalInput, and has no style of"
                 " compose.parallel.local_parallel; give it one, or that module PrepareModuleInput"
             )
-        if around and isinstance(style, LocalNorm) and style.whole:
-            problems.append(
-                f"plan.tensor: {name} is in a module with LocalInput, where each rank has a part of"
-                " gradients; give LocalNorm the dim that is cut"
-            )
         if isinstance(style, (LocalColwise, LocalHeads)) and not around:
             problems.append(
                 f"plan.tensor: {name} has {type(style).__name__}, and is in no module with LocalInput,"
@@ -261,10 +249,8 @@ class _HeadLinear(nn.Linear):
 
 
 class _LocalRMSNorm(nn.RMSNorm):
-    gradient: Placement
-
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else _local(self.weight, self.gradient)
+        weight = None if self.weight is None else _local(self.weight, Partial())
         return rms_norm(x, self.normalized_shape, weight, self.eps)
 
 

@@ -28,8 +28,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from compose.base.local_tensor import local_tensor
 from compose.base.tied import tie, tied_names
 from compose.errors import ConfigError
+from compose.operators.rms_norm import RMSNorm, rms_norm
 
 
 class Replicated(ParallelStyle):
@@ -40,10 +42,14 @@ class Replicated(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place = partial(_replicate_parameters, self.src_data_rank)
+        if type(module) in (nn.RMSNorm, RMSNorm):
+            module.__class__ = _WholeRMSNorm  # without a DTensor's work for each operator
+            return distribute_module(module, device_mesh, place)
         return distribute_module(
             module,
             device_mesh,
-            partial(_replicate_parameters, self.src_data_rank),
+            place,
             _replicated_input,  # type: ignore[arg-type]
             lambda module, output, mesh: output.to_local(),  # type: ignore[arg-type]
         )
@@ -225,6 +231,14 @@ def _replicate_parameters(
     for leaf, parameter in module.named_parameters(recurse=False):
         whole = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=src_data_rank)
         module.register_parameter(leaf, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+class _WholeRMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=[Replicate()])
+        weight = None if self.weight is None else local_tensor(self.weight)
+        return rms_norm(local_tensor(x), self.normalized_shape, weight, self.eps)
 
 
 def _summed_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
     return Plan(
         tensor={
             "tok_embeddings": LocalEmbedding(stream),
-            **{norm: LocalNorm(1 if parallel.sequence else None) for norm in norms},
+            **({norm: LocalNorm() for norm in norms} if parallel.sequence else {}),
             "layers.*.attention": gather,
             f"layers.*.attention.{'wq_b' if model.q_rank else 'wq'}": columns,
             "layers.*.attention.wkv_b": columns,
@@ -61,7 +61,8 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
             **(moe.tensor if has_moe else {}),
             "output": LocalOutput(stream, sharded=parallel.loss),
         },
-        replicate=[f"layers.*.attention.{name}" for name in latents],
+        replicate=[f"layers.*.attention.{name}" for name in latents]
+        + ([] if parallel.sequence else norms),
         context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)}
         | (moe.context if has_moe else {}),
         expert=moe.expert if has_moe else {},

@@ -36,7 +36,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
     return Plan(
         tensor={
             "tok_embeddings": LocalEmbedding(stream),
-            **{norm: LocalNorm(1 if parallel.sequence else None) for norm in norms},
+            **({norm: LocalNorm() for norm in norms} if parallel.sequence else {}),
             "layers.*.attention": LocalInput(stream, inputs=4),
             "layers.*.attention.wq": LocalColwise(),
             "layers.*.attention.w[kv]": LocalHeads(model.n_kv_heads),
@@ -50,6 +50,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
         context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)}
         | (moe.context if model.n_experts else {}),
         expert=moe.expert if model.n_experts else {},
+        replicate=[] if parallel.sequence else norms,
         # A tied weight must be in one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
