@@ -83,7 +83,7 @@ class Sizes:
 
     @property
     def A(self) -> int:
-        return 6 * self.D + 2 * self.GK + 4 * self.F + self.H + self.N
+        return 6 * self.D + 2 * self.GK + 4 * self.F + self.H
 
     def per_token(self, elements: float) -> float:
         """Bytes in float32 of so many elements for each layer and token."""
@@ -95,7 +95,7 @@ class Sizes:
         shape = config.model.config
         P, D, V = sum(p.numel() for p in model.parameters()), shape.dim, shape.vocab_size
         T = config.train.seq_len * config.train.micro_batch
-        # Taken apart on a CPU, each of two norms keeps one D more.
+        # Taken apart on a CPU in bfloat16, each of two norms keeps D more.
         N = 2 * D if device == "cpu" else 0
         GK, H = shape.n_kv_heads * shape.head_dim, shape.n_heads
         return cls(n, P, V * D, V, D, shape.hidden_dim, GK, H, T, shape.n_layers, N)
@@ -137,7 +137,7 @@ def techniques(job: Job) -> list[Technique]:
         return Technique(f"zero {stage}", {"parallel.zero": stage}, saves, zero_0, alone="")
 
     def tensor(s: Sizes) -> float:
-        divided = 16 * s.P + 12 * s.T * s.V + s.per_token(s.A - 2 * s.D)
+        divided = 16 * s.P + 8 * s.T * s.V + s.per_token(s.A - 2 * s.D)
         return divided * (1 - 1 / s.n)
 
     def nvme(s: Sizes) -> float:
@@ -145,8 +145,8 @@ def techniques(job: Job) -> list[Technique]:
 
     def half_param(s: Sizes) -> float:
         # The output, gathered, is a copy beside the float32 weights. What norms keep on a CPU, their
-        # input and that over its root, stays float32.
-        return s.per_token(s.A - 2 * s.N) / 2 - 2 * s.U
+        # input and that over its root, is float32.
+        return s.per_token(s.A - 3 * s.N) / 2 - 2 * s.U
 
     return [
         zero(1, lambda s: 12 * s.P * (1 - 1 / s.n)),
@@ -167,7 +167,7 @@ def techniques(job: Job) -> list[Technique]:
         Technique(
             "loss_chunk",
             {"train.loss_chunk": CHUNK},
-            lambda s: 12 * s.T * s.V - 4 * s.U - 4 * max(CHUNK * s.V, s.U),
+            lambda s: 8 * s.T * s.V - 4 * s.U - 4 * max(CHUNK * s.V, s.U),
             {},
         ),
         recompute("full", lambda s: s.per_token(s.A - s.D)),
