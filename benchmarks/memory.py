@@ -36,6 +36,7 @@ from compose.build import build, build_optimizer, loss_function
 from compose.config import Config
 from compose.data import random_batch
 from compose.legality.job import Job
+from compose.loss.vocabulary import AT_ONCE, MANY
 from compose.memory.activation_bytes import unit_costs
 from compose.memory.activation_checkpointing import within
 from compose.optimizer import offload
@@ -53,10 +54,11 @@ SHAPE: Keys = {
     "model.n_heads": 8,
     "model.n_kv_heads": 4,
     "model.hidden_dim": 768,
-    "train.seq_len": 512,
+    "train.seq_len": 1024,
 }
 SMALL: Keys = {
-    "model.vocab_size": 1024,
+    "train.seq_len": 512,
+    "model.vocab_size": 2048,
     "model.dim": 64,
     "model.n_layers": 4,
     "model.hidden_dim": 192,
@@ -66,8 +68,8 @@ SMALL: Keys = {
 @dataclass(frozen=True)
 class Sizes:
     """What formulas are made of, with the letters of docs/memory.md. n: ranks. P, U: parameters of the
-    model and of the output projection. A: elements that a layer keeps for a token, N of them on a CPU
-    alone."""
+    model and of the output projection. A: elements that a layer keeps for a token. N: what it keeps of
+    its two norms on a CPU in bfloat16, in float32. M: bytes of a piece of the loss in float32."""
 
     n: int
     P: int
@@ -80,6 +82,7 @@ class Sizes:
     T: int
     layers: int
     N: int
+    M: int
 
     @property
     def A(self) -> int:
@@ -95,10 +98,11 @@ class Sizes:
         shape = config.model.config
         P, D, V = sum(p.numel() for p in model.parameters()), shape.dim, shape.vocab_size
         T = config.train.seq_len * config.train.micro_batch
-        # Taken apart on a CPU in bfloat16, each of two norms keeps D more.
-        N = 2 * D if device == "cpu" else 0
+        # Two norms, each with its input and with that over its root.
+        N = 4 * D if device == "cpu" else 0
+        M = 4 * min(T * V, AT_ONCE.get(device, MANY))
         GK, H = shape.n_kv_heads * shape.head_dim, shape.n_heads
-        return cls(n, P, V * D, V, D, shape.hidden_dim, GK, H, T, shape.n_layers, N)
+        return cls(n, P, V * D, V, D, shape.hidden_dim, GK, H, T, shape.n_layers, N, M)
 
 
 @dataclass(frozen=True)
@@ -144,15 +148,17 @@ def techniques(job: Job) -> list[Technique]:
         return 8 * s.P - 32 * PIECE
 
     def half_param(s: Sizes) -> float:
-        # The output, gathered, is a copy beside the float32 weights. What norms keep on a CPU, their
-        # input and that over its root, is float32.
-        return s.per_token(s.A - 3 * s.N) / 2 - 2 * s.U
+        # The output, gathered, is a copy beside the float32 weights. Attention's H stay float32. In
+        # float32 a norm keeps its input alone: here that is not halved, and as much is kept besides.
+        layers = s.per_token(s.A - s.H - 1.5 * s.N) / 2
+        last_norm = s.T * s.N / 2
+        return layers - last_norm + 4 * s.T * s.V - s.M - 2 * s.U
 
     return [
-        zero(1, lambda s: 12 * s.P * (1 - 1 / s.n)),
-        zero(2, lambda s: 16 * s.P * (1 - 1 / s.n)),
-        # And what stage 0 gathers, but for the output, which is whole at the peak.
-        zero(3, lambda s: 16 * s.P * (1 - 1 / s.n) + 4 * (s.P - s.U)),
+        zero(1, lambda s: 8 * s.P - 12 * s.P / s.n),
+        zero(2, lambda s: 12 * s.P - 16 * s.P / s.n),
+        # And what stages 1 and 2 gather, but for the output, which is whole at the peak.
+        zero(3, lambda s: 16 * s.P * (1 - 1 / s.n) - 4 * s.U),
         Technique(
             "zero3_reshard",
             {"parallel.zero3_reshard": 2},
@@ -167,7 +173,7 @@ def techniques(job: Job) -> list[Technique]:
         Technique(
             "loss_chunk",
             {"train.loss_chunk": CHUNK},
-            lambda s: 8 * s.T * s.V - 4 * s.U - 4 * max(CHUNK * s.V, s.U),
+            lambda s: 8 * s.T * s.V + s.M - 4 * s.U - 4 * max(CHUNK * s.V + s.T * s.D, s.U),
             {},
         ),
         recompute("full", lambda s: s.per_token(s.A - s.D)),

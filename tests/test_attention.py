@@ -16,9 +16,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from benchmarks.context import peak_of
 from compose import AttentionOptions, ConfigError, Documents, attention, forward_backward
+from compose.base import devices
 from compose.build import fill_weights, parallelize
 from compose.data import random_batch
-from compose.operators import attention as attention_module
 from compose.operators import parts, varlen
 from compose.operators.attention import attention_forward, tensors_of
 from compose.operators.task import Task
@@ -149,13 +149,12 @@ def emulated_backward(
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU's kernel, an emulation of the GPU's, and the one for all that these do not take."""
     if request.param == "gpu":
-        for module in (parts, attention_module):
-            monkeypatch.setattr(module, "device_of", lambda q: "cuda")
+        monkeypatch.setattr(devices, "device_of", lambda q: "cuda")
         monkeypatch.setattr(parts, "gpu_takes", _as_if_half)
         monkeypatch.setattr(varlen, "kernel_forward", emulated_forward)
         monkeypatch.setattr(varlen, "kernel_backward", emulated_backward)
     if request.param == "plain":
-        monkeypatch.setattr(parts, "device_of", lambda q: "none")
+        monkeypatch.setattr(devices, "device_of", lambda q: "none")
         monkeypatch.setattr(parts, "_PLAIN_SCORES", 500)  # so that there are many tiles
     return request.param
 

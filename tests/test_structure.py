@@ -47,7 +47,7 @@ MAY_IMPORT = {
     ),
     "loss": "base errors parallel",
     "memory": "base errors operators",
-    "operators": "errors",
+    "operators": "base errors",
     "optimizer": "base errors loss parallel plan tables weights",
     "parallel": "base errors operators",
     "pipeline": "base errors loss parallel plan",

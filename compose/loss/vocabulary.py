@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from compose.base import devices
 from compose.base.batch import IGNORE
 from compose.errors import ConfigError
 
 # Logits that are worked on at once: on a CPU they should stay in its caches, a GPU needs many.
-_AT_ONCE = {"cpu": 2**17}
-_MANY = 2**26
+AT_ONCE = {"cpu": 2**17}
+MANY = 2**26
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class _CrossEntropy(torch.autograd.Function):
             # IGNORE is no row of the vocabulary, so only its scale needs to be zero.
             d.scatter_add_(1, at[part], -(scale[part] * here[part]))
             gradient[part] = d
+            del d  # or it would stay beside the next one
         return gradient, None, None
 
 
@@ -186,6 +188,6 @@ class _LogZ(torch.autograd.Function):
 
 def _some(logits: Tensor) -> Iterator[slice]:
     """Yield the tokens of logits (T, V), some at a time."""
-    each = max(1, _AT_ONCE.get(logits.device.type, _MANY) // max(1, logits.shape[1]))
+    each = max(1, AT_ONCE.get(devices.device_of(logits), MANY) // max(1, logits.shape[1]))
     for start in range(0, len(logits), each):
         yield slice(start, start + each)

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from compose.base import devices
 from compose.operators.attention_options import AttentionOptions, check, check_documents
 from compose.operators.blocks import Layout
 from compose.operators.documents import Documents
 from compose.operators.kernels import Scores
 from compose.operators.pairs import pairs_of
-from compose.operators.parts import Merged, Sums, device_of, parts_of
+from compose.operators.parts import Merged, Sums, parts_of
 from compose.operators.registered import operator
 from compose.operators.task import Task
 
@@ -143,7 +144,7 @@ def finish(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -
 def alike(*tensors: Tensor) -> list[Tensor]:
     """Return the tensors, of one width that the kernels take. Zeros change no result."""
     width = max(x.shape[-1] for x in tensors)
-    width += -width % (8 if device_of(tensors[0]) == "cuda" else 1)
+    width += -width % (8 if devices.device_of(tensors[0]) == "cuda" else 1)
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 

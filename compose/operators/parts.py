@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compose.base import devices
 from compose.operators.blocks import Block, blocks
 from compose.operators.kernels import (
     band,
@@ -143,11 +144,6 @@ class PlainParts:
 Parts = FlashParts | VarlenParts | PlainParts
 
 
-def device_of(q: Tensor) -> str:
-    """Return the type of the device whose kernels compute."""
-    return q.device.type
-
-
 def parts_of(task: Task, q: Tensor, k: Tensor) -> Parts:
     """Return the parts of a task by the kernel that the device has for it.
 
@@ -161,9 +157,9 @@ def parts_of(task: Task, q: Tensor, k: Tensor) -> Parts:
     """
     if task.scores.softcap:
         return PlainParts(task, q, k)
-    if device_of(q) == "cpu":
+    if devices.device_of(q) == "cpu":
         return FlashParts(task, q, k)
-    if device_of(q) == "cuda" and gpu_takes(task, q):
+    if devices.device_of(q) == "cuda" and gpu_takes(task, q):
         return VarlenParts(task, q, k)
     return PlainParts(task, q, k)
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compose.operators import parts
+from compose.base import devices
 from compose.planning.host_memory import host_memory
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -364,7 +364,7 @@ def fake_world(
             (dist, "batch_isend_irecv", send),
             (schedules, "_batch_p2p", send),
             (torch.UntypedStorage, "resize_", resized),
-            (parts, "device_of", lambda q: kernels),
+            (devices, "device_of", lambda tensor: kernels),
             *(
                 (FSDPParamGroup, name, _marked(listener, "gather", getattr(FSDPParamGroup, name)))
                 for name in _GATHERS
