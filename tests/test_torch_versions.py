@@ -66,6 +66,7 @@ PRIVATE = {
     "torch.distributed.tensor.parallel.SequenceParallel._replicate_module_fn": ("2.16", "the same"),
     "torch.autograd.Variable._execution_engine": ("2.16", "finish_backward after each backward"),
     "torch.distributed.tensor.DTensor._local_tensor": ("2.16", "DTensor.to_local"),
+    "torch.distributed.tensor.DTensor._spec": ("2.16", "DTensor.to_local"),
     "torch.distributed.tensor.placement_types._StridedShard": ("2.16", "DTensor.full_tensor"),
     "torch.distributed.tensor._redistribute": ("2.16", "one process for each mesh of the tests"),
     "torch.distributed.tensor._redistribute._gen_transform_infos": ("2.16", "the same"),
