@@ -11,6 +11,7 @@ from compose.base.lazy import export
 
 if TYPE_CHECKING:
     from compose.apply import apply
+    from compose.comm.options import Comm
     from compose.compiler.compilation import Compile
     from compose.composition.options import Options
     from compose.composition.state import Composition
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from compose.operators.attention import attention
     from compose.operators.attention_options import AttentionOptions
     from compose.operators.documents import Documents
-    from compose.parallel.mesh import Comm, Parallel, init_mesh
+    from compose.parallel.mesh import Parallel, init_mesh
     from compose.pipeline.schedules import Schedule
     from compose.plan import Pipeline, Plan
     from compose.precision.options import Precision
@@ -62,7 +63,7 @@ export(
     {
         "ActivationCheckpoint": "compose.memory.activation_checkpointing",
         "AttentionOptions": "compose.operators.attention_options",
-        "Comm": "compose.parallel.mesh",
+        "Comm": "compose.comm.options",
         "Compile": "compose.compiler.compilation",
         "Composition": "compose.composition.state",
         "ConfigError": "compose.errors",

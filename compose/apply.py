@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from compose.comm.compression import Compression
 from compose.compiler.compilation import apply_compile
 from compose.composition.options import Options
 from compose.composition.rules import check_setup
@@ -18,6 +19,7 @@ from compose.errors import ConfigError
 from compose.loss.output import Output
 from compose.memory.activation_checkpointing import apply_activation_checkpointing, recomputed_units
 from compose.memory.activation_offload import ActivationOffload
+from compose.parallel.coded_units import levels_of
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
@@ -106,6 +108,10 @@ def apply(
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
     near = secondary_groups(mesh, parallel.zero3_reshard, zero, over)
     gathers: list[SecondaryGather] = []
+    comm, compression = options.comm, None
+    levels = levels_of(mesh, comm.near, zero) if comm.compresses else None
+    if comm.compresses:
+        compression = Compression(comm)
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
         how = Sharding(
@@ -117,8 +123,10 @@ def apply(
             options.comm.prefetch,
             near,
             over,
+            levels=levels,
         )
         for stage in stages:
+            how = replace(how, units=compression.stage() if compression else None)
             here = resolved.without(stage.absent)
             experts = [name for name, _ in here.expert]
             is_last_stage = runner is None or runner.is_last(stage)
@@ -137,6 +145,7 @@ def apply(
         activations=activations,
         float8=choice,
         gathers=gathers,
+        compression=compression,
     )
 
 

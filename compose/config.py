@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compose.checkpoint.options import Checkpoint
+from compose.comm.options import Comm
 from compose.compiler.compilation import Compile
 from compose.composition.options import Options
 from compose.data.options import Data
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.optimizer.options import Optimizer
-from compose.parallel.mesh import Comm, Parallel
+from compose.parallel.mesh import Parallel
 from compose.precision.options import Precision
 from compose.profiling.options import Profile
 from compose.train.options import Metrics, Run, Train

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from compose.comm.options import Comm
 from compose.compiler.compilation import Compile
 from compose.memory.activation_checkpointing import ActivationCheckpoint
-from compose.parallel.mesh import Comm, Parallel
+from compose.parallel.mesh import Parallel
 from compose.precision.options import Precision
 
 
@@ -21,6 +22,7 @@ class Options:
     compile: Compile = field(default_factory=Compile)
     """What torch.compile makes graphs of."""
     comm: Comm = field(default_factory=Comm)
-    """When FSDP begins its gathers; the limits of time are the trainer's."""
+    """When FSDP begins its gathers, and in how many bits it sends; the limits of time are the
+    trainer's."""
     seq_len: int = 2048
     """Tokens of a sample. FLOPs and bytes, by which layers are shared out, depend on it."""

@@ -1,11 +1,12 @@
 """All rules of a composition, and the check that ``compose.apply`` makes."""
 
+from compose.composition.comm_rules import COMM
 from compose.composition.mesh_rules import MESH
 from compose.composition.setup import Rule, Setup, problems_of
 from compose.composition.step_rules import STEP
 from compose.errors import ConfigError
 
-COMPOSITION: list[Rule[Setup]] = MESH + STEP
+COMPOSITION: list[Rule[Setup]] = MESH + STEP + COMM
 
 
 def check_setup(setup: Setup) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compose.comm.compression import Compression
 from compose.loss.output import Output
 from compose.memory.activation_offload import ActivationOffload
 from compose.parallel.secondary_shards import SecondaryGather
@@ -43,6 +44,8 @@ class Composition:
     """The layers that compute in float8."""
     gathers: Sequence[SecondaryGather] = ()
     """Gathers of units whose shards neighbours keep for a step."""
+    compression: Compression | None = None
+    """The messages that are sent in fewer bytes, if any are."""
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from compose.parallel.mesh import (
         AXES,
         BATCH_AXES,
-        Comm,
         Parallel,
         axis_size,
         batch_share,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AXES",
     "BATCH_AXES",
-    "Comm",
     "ContextParallel",
     "ExpertParallel",
     "HeadParallel",
@@ -44,7 +42,6 @@ export(
     {
         "AXES": "compose.parallel.mesh",
         "BATCH_AXES": "compose.parallel.mesh",
-        "Comm": "compose.parallel.mesh",
         "ContextParallel": "compose.parallel.context_parallel",
         "ExpertParallel": "compose.parallel.expert_parallel",
         "HeadParallel": "compose.parallel.tensor_parallel",

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,10 +37,15 @@ from torch.profiler import record_function
 
 from compose.base.local_tensor import local_tensor
 from compose.base.torch_versions import finish_fsdp_backward
+from compose.comm.reductions import Levels
+from compose.comm.units import Units
 from compose.errors import ConfigError
+from compose.parallel.coded_units import CodedUnits
 from compose.parallel.gradient_sum import gradient_sum_of, sum_gradients
 from compose.parallel.mesh import axis_size
 from compose.parallel.secondary_shards import SecondaryGather, SecondaryGroups
+
+_UNITS: WeakKeyDictionary[nn.Module, Units] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,10 @@ class Sharding:
     """Neighbours that gather a unit again in stage 3, after a step's first gather."""
     expert_mesh: DeviceMesh | None = None
     """The mesh over which experts are sharded, from ``expert_mesh`` in expert_parallel.py."""
+    units: Units | None = None
+    """What sends weights and gradients in fewer bytes; None: FSDP sends them as they are."""
+    levels: Levels | None = None
+    """The groups of neighbours for it."""
 
 
 def check_offload(zero: int, offload: str) -> None:
@@ -116,10 +126,20 @@ def apply_data_parallel(
     zero, near = how.zero, how.near
     if _only_sums(mesh, how):
         copies = [axis for axis in ("dp_replicate", "cp") if axis_size(mesh, axis) > 1]
-        sum_gradients(model, units, _joined(mesh, copies).get_group() if copies else None)
+        group = _joined(mesh, copies).get_group() if copies else None
+        sum_gradients(model, units, group, how.units, how.levels)
         model.register_forward_pre_hook(partial(_cast_inputs, how.param_dtype), with_kwargs=True)
         return []
-    data_mesh = _data_mesh(mesh, zero)
+    copies, shards = _data_meshes(mesh, zero)
+    data_mesh = shards
+    coded = None
+    if how.units:
+        _UNITS[model] = how.units
+        coded = CodedUnits(how.units, how.levels, model, [*([e] for e in experts), *units, [""]])
+    # FSDP's own all-reduce over copies cannot be replaced. Without copies in the mesh, a hook does it.
+    hooked = how.units is not None and how.units.comm.gradients != "off"
+    if copies and not hooked:
+        data_mesh, copies = _concatenated(copies, shards), None
     where = OffloadPolicy()
     if how.offload:
         where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -139,19 +159,22 @@ def apply_data_parallel(
 
     def gather_secondary(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         if group is not None and isinstance(module, FSDPModule):
-            gathers.append(SecondaryGather(group))
+            gathers.append(SecondaryGather(group, coded and coded.gathers.get(module)))
             module.set_custom_all_gather(cast(Any, gathers[-1]))
 
     expert_mesh = how.expert_mesh
     if expert_mesh is not None:
-        over = expert_mesh["expert_shard"]
+        over, expert_copies = expert_mesh["expert_shard"], None
         if axis_size(expert_mesh, "expert_replicate") > 1:
-            over = expert_mesh["expert_replicate", "expert_shard"]
-        place = partial(_even_dim, axis_size(expert_mesh, "expert_shard"))
+            expert_copies = expert_mesh["expert_replicate"] if hooked else None
+            over = over if hooked else expert_mesh["expert_replicate", "expert_shard"]
+        even = partial(_even_dim, axis_size(expert_mesh, "expert_shard"))
         free = zero == 3 and not (near and near.experts_stay)
         for name in experts:
             module = model.get_submodule(name)
-            shard(module, free, over, shard_placement_fn=place)
+            shard(module, free, over, shard_placement_fn=lambda p: Shard(even(local_tensor(p).shape)))
+            if coded:
+                coded.attach(module, expert_mesh["expert_shard"], expert_copies, even)
             gather_secondary(module, near and near.experts)
 
     for i, unit in enumerate(units):
@@ -159,9 +182,13 @@ def apply_data_parallel(
         # The last unit's backward follows its forward at once.
         keep = is_last_stage and i == len(units) - 1
         shard(modules if len(modules) > 1 else modules[0], zero == 3 and not keep)
+        if coded:
+            coded.attach(modules[0], shards, copies)
         if not keep:
             gather_secondary(modules[0], near and near.shards)
     shard(model, False)
+    if coded:
+        coded.attach(model, shards, copies)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -191,11 +218,9 @@ def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:
             module.set_modules_to_backward_prefetch([module])
 
 
-def _even_dim(ranks: int, parameter: nn.Parameter) -> Shard:
+def _even_dim(ranks: int, shape: Sequence[int]) -> int:
     """Return the first dim that ``ranks`` divide: few experts may be left, and FSDP pads only dim 0."""
-    return Shard(
-        next((dim for dim, size in enumerate(local_tensor(parameter).shape) if size % ranks == 0), 0)
-    )
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def _only_sums(mesh: DeviceMesh, how: Sharding) -> bool:
@@ -216,20 +241,24 @@ def _cast_inputs(
     return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}
 
 
-def _data_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
-    """Return the mesh for ``fully_shard``: dp_shard x cp, or (dp_replicate, dp_shard x cp) for HSDP.
+def _data_meshes(mesh: DeviceMesh, zero: int) -> tuple[DeviceMesh | None, DeviceMesh]:
+    """Return the meshes of the ranks that hold the same shard, and of those that share parameters.
 
-    With ZeRO's stage 0 it is (dp_replicate x cp, dp_shard), whose last axis has one rank.
+    They are dp_replicate, None if it has one rank, and dp_shard x cp. With ZeRO's stage 0 they are
+    dp_replicate x cp, and dp_shard, which has one rank.
     """
     copies, parts = ["dp_replicate"], ["dp_shard", "cp"]
     if zero == 0:
         copies, parts = ["dp_replicate", "cp"], ["dp_shard"]
     shard = _joined(mesh, [axis for axis in parts if axis_size(mesh, axis) > 1] or parts[:1])
     over = [axis for axis in copies if axis_size(mesh, axis) > 1]
-    if not over:
-        return shard
+    return _joined(mesh, over) if over else None, shard
+
+
+def _concatenated(copies: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
+    """Return the mesh for HSDP: (copies, shards)."""
     # No public call joins a flattened axis to another; this one is in torch 2.11 to 2.15.
-    return DeviceMesh._concatenate([_joined(mesh, over), shard])
+    return DeviceMesh._concatenate([copies, shard])
 
 
 def _joined(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
@@ -282,6 +311,8 @@ def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
     """
     if sums := gradient_sum_of(model):
         sums.begin(last)
+    if units := _UNITS.get(model):
+        units.moment.last = last
     if not isinstance(model, FSDPModule):
         return
     # set_is_last_backward(last) is made for pipelines. It would keep the order of prefetching over

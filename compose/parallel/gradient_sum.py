@@ -7,7 +7,7 @@ copied once, into the buffer that is sent; afterwards they are parts of it, as w
 of a unit travels while the units before it run backward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from weakref import WeakKeyDictionary
@@ -20,12 +20,18 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.profiler import record_function
 
 from compose.base.local_tensor import local_tensor
+from compose.comm.reductions import Levels
+from compose.comm.units import Cut, ReplicaSum, Units
 
 _SUMS: WeakKeyDictionary[nn.Module, "GradientSum"] = WeakKeyDictionary()
 
 
 def sum_gradients(
-    model: nn.Module, units: Sequence[Sequence[str]], group: dist.ProcessGroup | None
+    model: nn.Module,
+    units: Sequence[Sequence[str]],
+    group: dist.ProcessGroup | None,
+    coded: Units | None = None,
+    levels: Levels | None = None,
 ) -> None:
     """Let the gradients of ``model`` be summed over ranks at the end of each step's backward.
 
@@ -36,8 +42,12 @@ def sum_gradients(
         units: Names of the modules of each unit, in order of use. What is in no unit makes the last.
         group: The ranks with a copy of the parameters; None if there is no other. If a gradient is None
             on one of them, it must be None on all.
+        coded: What sums in fewer bytes, if anything does.
+        levels: The groups of neighbours for it.
     """
-    _SUMS[model] = GradientSum(model, units, group)
+    _SUMS[model] = sums = GradientSum(model, units, group)
+    if coded and group and coded.comm.gradients != "off":
+        sums.coded = partial(coded.whole, group=group, levels=levels)
 
 
 def gradient_sum_of(model: nn.Module) -> "GradientSum | None":
@@ -54,13 +64,15 @@ class GradientSum:
         modules = [[model.get_submodule(name) for name in unit] for unit in units]
         # Backward runs the units in this order.
         self.modules = [[model], *modules][::-1]
-        self.group = group
+        self.model, self.group = model, group
         self.units: list[list[nn.Parameter]] = []
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.begun = self.last = self.queued = False
         self.earlier: dict[nn.Parameter, Tensor] = {}
         self.missing: list[int] = []  # gradients that each unit waits for
         self.sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
+        self.coded: Callable[[Cut], ReplicaSum] | None = None
+        self.coded_sums: dict[int, ReplicaSum] = {}
 
     def begin(self, last: bool) -> None:
         """Prepare for a backward.
@@ -137,8 +149,24 @@ class GradientSum:
             return
         with record_function("compose::sum_gradients"):
             flat = _flat(parameters)
+            if self.coded:
+                self._coded_sum(parameters).sum(flat)
+                _put(parameters, flat)
+                self.sent.append((parameters, flat, None))
+                return
             work = dist.all_reduce(flat, group=self.group, async_op=True)
         self.sent.append((parameters, flat, work))
+
+    def _coded_sum(self, parameters: Sequence[nn.Parameter]) -> ReplicaSum:
+        """Return what sums the next unit; its state is for these parameters."""
+        number = len(self.sent)
+        if number not in self.coded_sums:
+            assert self.coded is not None
+            names = {p: name for name, p in self.model.named_parameters()}
+            shapes = [tuple(local_tensor(p).shape) for p in parameters]
+            cut = Cut(tuple(names[p] for p in parameters), shapes, [True] * len(shapes))
+            self.coded_sums[number] = self.coded(cut)
+        return self.coded_sums[number]
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -63,21 +63,6 @@ class Parallel:
     """With tp: keep the logits sharded over the vocabulary and compute the loss so."""
 
 
-@dataclass(frozen=True)
-class Comm:
-    """The table [comm]: timeouts, prefetching and checks of the communication."""
-
-    timeout: Positive = 600
-    """Seconds after which a collective that a rank has not joined is an error."""
-    start_timeout: Positive = 1800
-    """The same until the first step has ended, which loads, compiles and connects; at least timeout."""
-    prefetch: NonNegative = 0
-    """Units (layers) whose gather begins before the one ahead of them runs, in forward and backward; 0:
-    the next one, in backward."""
-    check_every: NonNegative = 0
-    """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
-
-
 def resolve_degrees(parallel: Parallel, world_size: int) -> Parallel:
     """Fill in the degree that is -1, so that the degrees' product is ``world_size``.
 

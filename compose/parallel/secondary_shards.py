@@ -11,7 +11,7 @@ type in which it travels, until the step's last backward has ended. Weights do n
 unit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,8 +31,11 @@ class SecondaryGather:
     Outside of :func:`secondary_shards` it does what FSDP's own does.
     """
 
-    def __init__(self, near: dist.ProcessGroup) -> None:
-        self.near = near
+    def __init__(
+        self, near: dist.ProcessGroup, first: Callable[..., dist.Work | None] | None = None
+    ) -> None:
+        """Take the group of neighbours, and the first gather of a step, if it is not FSDP's own."""
+        self.near, self.first = near, first
         self.keeping = False
         self.kept: Tensor | None = None
 
@@ -71,7 +74,7 @@ class SecondaryGather:
         gather = getattr(dist, ALL_GATHER)
         if self.kept is not None:
             return gather(output_tensor, self.kept, self.near, async_op)
-        work = gather(output_tensor, input_tensor, group, async_op)
+        work = (self.first or gather)(output_tensor, input_tensor, group, async_op)
         if self.keeping:
             if work is not None:
                 work.wait()

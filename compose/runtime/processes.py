@@ -13,9 +13,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from compose.comm.options import Comm
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.parallel.mesh import Comm
 from compose.runtime.heartbeat import Watch, launcher, set_limit, store_in_first_rank
 from compose.runtime.stragglers import Stragglers, behind, default_store
 

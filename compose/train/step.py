@@ -1,6 +1,7 @@
 """One optimizer step's forward, backward and clipping, the same on every mesh."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
@@ -65,7 +66,9 @@ def forward_backward(
     # loss_parallel only changes what cross-entropy does with DTensors.
     losses = step_loss(loss_function, count / loss_scale, composition.output)
     scales, near = shared_scales(model, composition.float8), secondary_shards(composition.gathers)
-    with scales, loss_parallel(), near, losses as loss:
+    coded = composition.compression
+    sent = coded.optimizer_step(loss_scale) if coded else nullcontext()
+    with scales, loss_parallel(), near, sent, losses as loss:
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:

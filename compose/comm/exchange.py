@@ -1,0 +1,70 @@
+"""Messages between ranks as bytes, and the count of what this rank sends."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.base.torch_versions import ALL_GATHER
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that this rank has sent, by purpose and distance.
+
+    A group's neighbours are ``near`` consecutive ranks of it, as on one node. Bytes to them are
+    "near", all others "far". A message to all ranks counts once for each.
+    """
+
+    near: int = 1
+    sent: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def among(self, near: int) -> "Traffic":
+        """Return the same count, for groups of which so many ranks are neighbours."""
+        return Traffic(near, self.sent)
+
+    def count(self, purpose: str, each: int, ranks: int, near: int | None = None) -> None:
+        """Count a message of ``each`` bytes to every other rank.
+
+        Args:
+            purpose: "weights" or "gradients".
+            each: Bytes to one rank.
+            ranks: Ranks of the group, with this one.
+            near: How many of them are neighbours, with this one; None: as many as usual.
+        """
+        close = min(ranks, self.near if near is None else near)
+        for level, others in (("near", close - 1), ("far", ranks - close)):
+            if others:
+                self.sent[purpose, level] = self.sent.get((purpose, level), 0) + each * others
+
+    def take(self) -> dict[tuple[str, str], int]:
+        """Return the bytes since the last call."""
+        sent = dict(self.sent)
+        self.sent.clear()
+        return sent
+
+
+def gathered(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return all ranks' messages, (ranks, bytes).
+
+    Args:
+        row: This rank's, (bytes,).
+        group: The ranks.
+    """
+    out = row.new_empty(group.size(), row.numel())
+    # It is looked up at each call, as FSDP does: a measurement may have replaced it.
+    getattr(dist, ALL_GATHER)(out.view(-1), row.contiguous(), group)
+    return out
+
+
+def exchanged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send row i to rank i, and return what the ranks have sent here, (ranks, bytes).
+
+    Args:
+        rows: (ranks, bytes).
+        group: The ranks.
+    """
+    out = torch.empty_like(rows)
+    dist.all_to_all_single(out, rows.contiguous(), group=group)
+    return out

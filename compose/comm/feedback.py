@@ -1,0 +1,55 @@
+"""Error feedback: what a lossy message left out is added to the next one.
+
+It is that of Seide et al. 2014 ("1-bit stochastic gradient descent") and Karimireddy et al. 2019
+(arXiv:1901.09847). The remainder is kept in 8 bits, as LoCo does (Xie et al. 2024, arXiv:2407.04480).
+"""
+
+import torch
+from torch import Tensor
+
+from compose.comm.blocks import Blocks
+
+KEPT = Blocks(8, 4096)
+"""The code in which remainders are kept: 1 byte for an element."""
+
+
+class Feedback:
+    """The remainder of one unit's messages, for gradients without a loss scale."""
+
+    def __init__(self) -> None:
+        self.codes: Tensor | None = None
+
+    def added(self, x: Tensor, scale: float) -> Tensor:
+        """Return ``x`` with the remainder.
+
+        Args:
+            x: What is to be sent, of any shape.
+            scale: The loss scale of ``x``.
+        """
+        if self.codes is None:
+            return x
+        kept = KEPT.decode(self.codes, x.dtype).view(-1)[: x.numel()].view(x.shape)
+        return x + kept * scale
+
+    def keep(self, wanted: Tensor, sent: Tensor, scale: float) -> None:
+        """Keep what was not sent.
+
+        If a value is not finite, its block's remainder stays what it was. Such a step is skipped, and
+        it must not spoil those that follow.
+
+        Args:
+            wanted: What :meth:`added` returned.
+            sent: What the receivers make of the message.
+            scale: The loss scale of both.
+        """
+        lost = ((wanted - sent) / scale).flatten()
+        blocks = torch.nn.functional.pad(lost, (0, -lost.numel() % KEPT.size)).view(-1, KEPT.size)
+        found = KEPT.encode(torch.nan_to_num(blocks, 0.0, 0.0, 0.0))
+        before = torch.zeros_like(found) if self.codes is None else self.codes
+        self.codes = torch.where(blocks.isfinite().all(1, keepdim=True), found, before)
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of the remainder, a scalar."""
+        if self.codes is None:
+            return torch.zeros(())
+        return torch.linalg.vector_norm(KEPT.decode(self.codes, torch.float32))

@@ -1,0 +1,108 @@
+"""Sums of gradients of which an approximation of low rank travels.
+
+It is PowerSGD (Vogels et al. 2019, arXiv:1905.13727). A gradient M (m, c) is sent as P = M Q (m, r) and
+Q = M^T P (c, r), where P is made orthonormal between the two. Both are summed over ranks. Each step
+begins with the last step's Q, so that the product comes closer to the best one of this rank. Error
+feedback keeps M - P Q^T, with this rank's own Q.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.comm.exchange import Traffic
+from compose.comm.feedback import Feedback
+from compose.comm.layout import Layout, Part
+
+
+class LowRank:
+    """The sum of rows of which factors travel; see :class:`reductions.Reduction`.
+
+    A part is the matrix of its first dim, over all ranks, and all others. A part whose factors have no
+    fewer elements than itself travels plain.
+    """
+
+    def __init__(self, layout: Layout, rank: int, traffic: Traffic, feedback: bool) -> None:
+        self.layout, self.rank, self.traffic = layout, rank, traffic
+        self.feedback = Feedback() if feedback else None
+        self.factors: dict[int, Tensor] = {}
+        self.shapes = {i: shape for i, shape in enumerate(map(self._matrix, layout.parts)) if shape}
+
+    def _matrix(self, part: Part) -> tuple[int, int] | None:
+        rows, columns = self.layout.ranks * part.shape[0], math.prod(part.shape[1:])
+        worth = self.rank * (rows + columns) < rows * columns
+        return (rows, columns) if part.coded and worth else None
+
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
+        """Return the sum, as :class:`reductions.Reduction` says."""
+        wanted = (self.feedback.added(rows, scale) if self.feedback else rows).float()
+        pieces = wanted.split([part.numel for part in self.layout.parts], 1)
+        matrices = {i: pieces[i].reshape(shape) for i, shape in self.shapes.items()}
+        plain = torch.cat([rows[:, :0], *(p for i, p in enumerate(pieces) if i not in matrices)], 1)
+        first = self._summed([*(m @ self._factor(i, m) for i, m in matrices.items()), plain], group)
+        left = {i: _orthonormal(p) for i, p in zip(matrices, first, strict=False)}
+        own = {i: m.T @ left[i] for i, m in matrices.items()}
+        right = dict(zip(matrices, self._summed(list(own.values()), group), strict=True))
+        # An overflow must not stay in what the next step begins with.
+        self.factors |= {i: torch.nan_to_num(q, 0.0, 0.0, 0.0) for i, q in right.items()}
+        if self.feedback:
+            sent = wanted.clone()
+            self._fill(sent, {i: left[i] @ own[i].T for i in matrices})
+            self.feedback.keep(wanted, sent, scale)
+        out = wanted[:1].clone()
+        # A layout of one rank is whole on each rank of the group.
+        me = group.rank() if self.layout.ranks > 1 else 0
+        self._fill(out, {i: left[i].chunk(self.layout.ranks)[me] @ right[i].T for i in matrices})
+        self._fill_plain(out, first[-1][me : me + 1])
+        return out[0]
+
+    def _factor(self, i: int, matrix: Tensor) -> Tensor:
+        """Return the Q that a step begins with, (c, r), the same on every rank."""
+        if i not in self.factors:
+            drawn = torch.randn(matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(i))
+            self.factors[i] = drawn.to(matrix)
+        return self.factors[i]
+
+    def _summed(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+        if not tensors:
+            return []
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat, group=group)
+        # An all-reduce sends each part of its sum twice: to the rank that sums it, and back.
+        self.traffic.count("gradients", 2 * math.ceil(flat.nbytes / group.size()), group.size())
+        parts = flat.split([t.numel() for t in tensors])
+        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def _fill(self, out: Tensor, matrices: dict[int, Tensor]) -> None:
+        pieces = out.split([part.numel for part in self.layout.parts], 1)
+        for i, matrix in matrices.items():
+            pieces[i].copy_(matrix.reshape(len(out), -1))
+
+    def _fill_plain(self, out: Tensor, plain: Tensor) -> None:
+        begin = 0
+        for i, piece in enumerate(out.split([part.numel for part in self.layout.parts], 1)):
+            if i not in self.shapes:
+                piece.copy_(plain[:, begin : begin + piece.shape[1]])
+                begin += piece.shape[1]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the remainder and the factors."""
+        kept = self.feedback and self.feedback.codes
+        found = {f"factor{i}": q for i, q in self.factors.items()}
+        return found if kept is None else {**found, "feedback": kept}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take the remainder and the factors."""
+        if self.feedback:
+            self.feedback.codes = state.get("feedback")
+        self.factors = {
+            int(name.removeprefix("factor")): q for name, q in state.items() if name != "feedback"
+        }
+
+
+def _orthonormal(p: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns of (m, r)."""
+    return torch.linalg.qr(torch.nan_to_num(p, 0.0, 0.0, 0.0)).Q

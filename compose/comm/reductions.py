@@ -1,0 +1,132 @@
+"""Sums of gradients over ranks, in fewer bytes than they have.
+
+Each takes rows (n, S), what this rank has for each of the n ranks of a group, and returns the sum of
+the ranks' rows for this rank, (S,), in float32 or wider. Nothing is summed in a code.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.base.torch_versions import REDUCE_SCATTER
+from compose.comm.blocks import Blocks
+from compose.comm.exchange import Traffic, exchanged
+from compose.comm.feedback import Feedback
+from compose.comm.layout import Layout, Packing
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The groups of a two-level exchange among n ranks, ``near`` of which are neighbours."""
+
+    near: dist.ProcessGroup
+    """This rank and its neighbours, which are consecutive ranks."""
+    far: dist.ProcessGroup
+    """The ranks with the same place among their neighbours."""
+
+
+class Reduction(Protocol):
+    """A way to sum rows over ranks."""
+
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
+        """Return the sum for this rank.
+
+        Args:
+            rows: (n, S); it is not changed.
+            group: The n ranks.
+            scale: The loss scale of the gradients.
+
+        Returns:
+            (S,).
+        """
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the next call depends on, by name."""
+        ...
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned."""
+        ...
+
+
+class Plain:
+    """The sum in the gradients' own type, as FSDP makes it."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
+        """Return the sum, as :class:`Reduction` says."""
+        out = torch.empty_like(rows[0])
+        getattr(dist, REDUCE_SCATTER)(out, rows.contiguous().view(-1), group=group)
+        self.traffic.count("gradients", out.nbytes, group.size())
+        return out
+
+    def state(self) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take nothing."""
+
+
+class InBlocks:
+    """The sum of rows that travel in blocks of few bits: an all-to-all, and a sum in float32.
+
+    With ``levels``, neighbours sum first, in ``near_code``. Then each rank has what its whole node adds
+    to the rows of those ranks that have its place on other nodes. These rows travel in ``code``. Error
+    feedback is for what travels in ``code``.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        code: Blocks,
+        traffic: Traffic,
+        feedback: bool = False,
+        levels: Levels | None = None,
+        near_code: Blocks | None = None,
+    ) -> None:
+        self.packing = Packing(layout, code)
+        self.near_packing = Packing(layout, near_code or code)
+        self.traffic, self.levels = traffic, levels
+        self.feedback = Feedback() if feedback else None
+
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
+        """Return the sum, as :class:`Reduction` says."""
+        if self.levels is None:
+            return self._sum(rows, group, scale, 0)
+        near, far = self.levels.near, self.levels.far
+        # Rank k near + j is for place j on node k.
+        placed = rows.view(far.size(), near.size(), -1).transpose(0, 1)
+        messages = self.near_packing.pack(placed.flatten(0, 1)).view(near.size(), -1)
+        self.traffic.count("gradients", messages.shape[1], near.size(), near.size())
+        got = exchanged(messages, near).view(near.size(), far.size(), -1)
+        sums = [self.near_packing.sum(got[:, k], rows.dtype) for k in range(far.size())]
+        return self._sum(torch.cat(sums), far, scale, 1)
+
+    def _sum(self, rows: Tensor, group: dist.ProcessGroup, scale: float, near: int) -> Tensor:
+        wanted = rows
+        if self.feedback:
+            wanted = self.feedback.added(rows, scale)
+        messages = self.packing.pack(wanted)
+        if self.feedback:
+            sent = torch.empty_like(wanted)
+            self.packing.unpack(messages, sent)
+            self.feedback.keep(wanted, sent, scale)
+        self.traffic.count("gradients", messages.shape[1], group.size(), near or None)
+        return self.packing.sum(exchanged(messages, group), rows.dtype)[0]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the remainder."""
+        kept = self.feedback and self.feedback.codes
+        return {} if kept is None else {"feedback": kept}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take the remainder."""
+        if self.feedback:
+            self.feedback.codes = state.get("feedback")

@@ -1,0 +1,111 @@
+"""Sums of gradients of which only the largest elements travel.
+
+Aji and Heafield 2017 (arXiv:1704.05021) and Lin et al. 2018 (arXiv:1712.01887) train so. Of each
+parameter's part for a rank, the k elements of largest magnitude are sent: their values in bfloat16 and
+their places in int32. Error feedback keeps all others.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.comm.blocks import numbers
+from compose.comm.exchange import Traffic, exchanged, gathered
+from compose.comm.feedback import Feedback
+from compose.comm.layout import Layout
+
+PLACE = 4
+VALUE = 2
+
+
+class Largest:
+    """The sum of rows of which the largest elements travel; see :class:`reductions.Reduction`."""
+
+    def __init__(self, layout: Layout, density: float, traffic: Traffic, feedback: bool) -> None:
+        self.layout, self.traffic = layout, traffic
+        self.counts = [
+            max(1, math.ceil(density * part.numel)) if part.coded else 0 for part in layout.parts
+        ]
+        self.feedback = Feedback() if feedback else None
+
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
+        """Return the sum, as :class:`reductions.Reduction` says."""
+        messages = self._messages(rows, group, scale)
+        return self._sum(exchanged(messages, group), rows.dtype)
+
+    def everywhere(self, row: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
+        """Return the sum of all ranks' rows (S,) on each rank.
+
+        Args:
+            row: (S,).
+            group: The ranks.
+            scale: The loss scale of the gradients.
+
+        Returns:
+            (S,).
+        """
+        return self._sum(gathered(self._messages(row[None], group, scale)[0], group), row.dtype)
+
+    def _messages(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
+        wanted = self.feedback.added(rows, scale) if self.feedback else rows
+        messages = self.pack(wanted)
+        if self.feedback:
+            self.feedback.keep(wanted, self.unpack(messages, wanted.dtype), scale)
+        self.traffic.count("gradients", messages.shape[1], group.size())
+        return messages
+
+    def _sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        return self.unpack(messages, dtype).sum(0, dtype=wide)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Return messages (R, bytes) of rows (R, S): values, places, and what is not coded."""
+        values, places, plain, begin = [], [], [rows[:, :0]], 0
+        for part, piece, count in zip(self.layout.parts, self._pieces(rows), self.counts, strict=True):
+            if count:
+                at = piece.abs().topk(count, 1, sorted=False).indices
+                values.append(piece.gather(1, at).to(torch.bfloat16))
+                places.append((at + begin).to(torch.int32))
+            else:
+                plain.append(piece)
+            begin += part.numel
+        sent = [torch.cat(places, 1), torch.cat(values, 1)] if values else []
+        sent.append(torch.cat(plain, 1))
+        return torch.cat([x.contiguous().view(torch.uint8).view(len(rows), -1) for x in sent], 1)
+
+    def unpack(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows (R, S): zeros where nothing was sent.
+
+        Args:
+            messages: (R, bytes), uint8.
+            dtype: The type that was packed.
+        """
+        count, rows = sum(self.counts), len(messages)
+        at, values, plain = messages.split(
+            [PLACE * count, VALUE * count, messages.shape[1] - (PLACE + VALUE) * count], 1
+        )
+        out = messages.new_zeros(rows, self.layout.numel, dtype=dtype)
+        if count:
+            places = numbers(at, torch.int32).long()
+            out.scatter_(1, places, numbers(values, torch.bfloat16).to(dtype))
+        rest, begin = numbers(plain, dtype), 0
+        for part, piece in zip(self.layout.parts, self._pieces(out), strict=True):
+            if not part.coded:
+                piece.copy_(rest[:, begin : begin + part.numel])
+                begin += part.numel
+        return out
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the remainder."""
+        kept = self.feedback and self.feedback.codes
+        return {} if kept is None else {"feedback": kept}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take the remainder."""
+        if self.feedback:
+            self.feedback.codes = state.get("feedback")
+
+    def _pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.split([part.numel for part in self.layout.parts], 1)

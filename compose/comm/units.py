@@ -1,0 +1,264 @@
+"""What sends the weights and gradients of FSDP's units, and of models that FSDP does not cut."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from compose.comm.all_reduce import CodedSum, PlainSum
+from compose.comm.blocks import Blocks
+from compose.comm.exchange import Traffic
+from compose.comm.gathers import CodedGather, DifferenceGather
+from compose.comm.layout import Layout
+from compose.comm.low_rank import LowRank
+from compose.comm.options import Comm
+from compose.comm.reductions import InBlocks, Levels, Plain, Reduction
+from compose.comm.sparse import Largest
+
+LOSSY = ("int4", "powersgd", "top_k")
+"""The types of gradients that are for slow links; between neighbours int8 takes their place."""
+
+
+@dataclass
+class Moment:
+    """Where training is; all units of a stage share it."""
+
+    step: int = 0
+    """Optimizer steps since the run began."""
+    scale: float = 1.0
+    """The loss scale of the gradients."""
+    last: bool = True
+    """Whether this is the last micro-batch of the step."""
+
+
+@dataclass
+class Cut:
+    """The parameters of one unit, before they are cut."""
+
+    names: tuple[str, ...]
+    shapes: list[tuple[int, ...]]
+    """The shapes on this rank of tp."""
+    trained: list[bool]
+    """Whether each has a gradient."""
+    dims: list[int] | None = None
+    """The dim along which each is cut; None is the first."""
+
+    def layout(self, ranks: int, trained: bool = False) -> Layout:
+        """Return the layout of all parameters, or of those that have gradients."""
+        dims = self.dims or [0] * len(self.shapes)
+        rows = list(zip(self.shapes, dims, self.trained, strict=True))
+        some = [(shape, dim) for shape, dim, has in rows if has or not trained]
+        return Layout.of([shape for shape, _ in some], ranks, [dim for _, dim in some])
+
+
+@dataclass
+class Unit:
+    """One unit's messages."""
+
+    cut: Cut
+    gather: CodedGather | None = None
+    reductions: dict[str, Reduction] = field(default_factory=dict)
+    """The sums, by what they are over: "shards" or "replicas"."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks that hold a unit."""
+
+    shards: int
+    """The ranks that share it."""
+    replicas: dist.ProcessGroup | None = None
+    """The ranks that hold the same shard; None if there is no other."""
+    levels: Levels | None = None
+    """The groups of two levels, among the ranks that share it, or among replicas if none share it."""
+
+
+class Units:
+    """The messages of a stage's units, as [comm] asks for them."""
+
+    def __init__(self, comm: Comm, traffic: Traffic) -> None:
+        self.comm, self.traffic, self.moment = comm, traffic, Moment()
+        self.units: list[Unit] = []
+
+    def attach(self, module: FSDPModule, cut: Cut, place: Place) -> CodedGather | None:
+        """Let FSDP send a unit's weights and gradients so.
+
+        Args:
+            module: The first module of the unit, which ``fully_shard`` has cut.
+            cut: The unit's parameters.
+            place: The ranks that hold it.
+
+        Returns:
+            The gather of the weights, if they are coded.
+        """
+        unit = Unit(cut)
+        self.units.append(unit)
+        layout = cut.layout(place.shards, trained=True)
+        # Ranks that share a replica are neighbours, and other replicas are far.
+        traffic = self.traffic.among(place.shards if place.replicas else self.comm.near)
+        if place.shards > 1:
+            unit.gather = self._gather(cut.layout(place.shards), place.levels, traffic)
+            if unit.gather:
+                module.set_custom_all_gather(cast(Any, unit.gather))
+            if self.comm.gradients != "off":
+                kind = "int8" if place.replicas and self.comm.gradients in LOSSY else None
+                chosen = self._reduction(layout, place.levels, traffic, kind)
+                unit.reductions["shards"] = chosen
+                plain, start = Plain(traffic), self.comm.start_step
+                shard_sum = ShardSum(chosen, plain, self.moment, start, layout.numel)
+                module.set_custom_reduce_scatter(cast(Any, shard_sum))
+        if place.replicas and self.comm.gradients != "off":
+            row = Layout(layout.parts, 1)
+            sums = self._replica_sum(
+                unit, row, place.replicas, None if place.shards > 1 else place.levels
+            )
+            module.set_all_reduce_hook(sums.hook)
+        return unit.gather
+
+    def whole(self, cut: Cut, group: dist.ProcessGroup, levels: Levels | None) -> "ReplicaSum":
+        """Return the all-reduce of the gradients of a unit that FSDP does not cut.
+
+        Args:
+            cut: The unit's parameters.
+            group: The ranks that hold it.
+            levels: The groups of two levels among them, if any.
+        """
+        unit = Unit(cut)
+        self.units.append(unit)
+        traffic = self.traffic.among(self.comm.near)
+        return self._replica_sum(unit, cut.layout(1, trained=True), group, levels, traffic)
+
+    def _gather(self, layout: Layout, levels: Levels | None, traffic: Traffic) -> CodedGather | None:
+        if self.comm.weights == "int8":
+            return CodedGather(layout, Blocks(8, self.comm.block), traffic)
+        if self.comm.weights == "int4_diff":
+            code = Blocks(4, self.comm.block, rotate=True)
+            return DifferenceGather(layout, code, traffic, levels)
+        return None
+
+    def _replica_sum(
+        self,
+        unit: Unit,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        levels: Levels | None,
+        traffic: Traffic,
+    ) -> "ReplicaSum":
+        comm, ranks = self.comm, group.size()
+        over = layout if comm.gradients in ("powersgd", "top_k") else layout.among(ranks)
+        unit.reductions["replicas"] = reduction = self._reduction(over, levels, traffic)
+        back = Blocks(16 if comm.gradients == "bfloat16" else 8, comm.block)
+        chosen = CodedSum(layout, ranks, reduction, back, traffic)
+        return ReplicaSum(chosen, PlainSum(traffic), self.moment, comm.start_step, group)
+
+    def _reduction(
+        self, layout: Layout, levels: Levels | None, traffic: Traffic, kind: str | None = None
+    ) -> Reduction:
+        comm = self.comm
+        kind = kind or comm.gradients
+        if kind == "powersgd":
+            return LowRank(layout, comm.rank, traffic, comm.error_feedback)
+        if kind == "top_k":
+            return Largest(layout, comm.density, traffic, comm.error_feedback)
+        code = {
+            "bfloat16": Blocks(16, comm.block),
+            "int8": Blocks(8, comm.block),
+            "int4": Blocks(4, comm.block, rotate=True),
+        }[kind]
+        feedback = comm.error_feedback and kind == "int4"
+        near = Blocks(8, comm.block) if kind == "int4" else code
+        return InBlocks(layout, code, traffic, feedback, levels, near)
+
+
+class ShardSum:
+    """The reduce-scatter of one unit, for ``FSDPModule.set_custom_reduce_scatter``."""
+
+    def __init__(
+        self, chosen: Reduction, plain: Plain, moment: Moment, start_step: int, numel: int
+    ) -> None:
+        self.chosen, self.plain, self.moment, self.start_step = chosen, plain, moment, start_step
+        self.numel = numel
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an empty tensor, as FSDP's own does.
+
+        Args:
+            size: The shape.
+            dtype: The type.
+            device: The device.
+
+        Returns:
+            The tensor.
+        """
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor`` with the sum over ranks of this rank's row.
+
+        Args:
+            output_tensor: (S,).
+            input_tensor: (n S,), for n ranks.
+            group: The n ranks.
+            op: The sum; FSDP divides by nothing here.
+            async_op: Ignored; FSDP waits for what is on its stream.
+
+        Raises:
+            RuntimeError: FSDP asks for a mean, or a parameter has no gradient.
+        """
+        if op != dist.ReduceOp.SUM:
+            raise RuntimeError(f"gradients are summed here, and FSDP asked for {op}")
+        rows = input_tensor.view(group.size(), -1)
+        if rows.shape[1] != self.numel:
+            raise RuntimeError(
+                f"a unit's gradients are {rows.shape[1]} numbers on each rank, and its parameters"
+                f" {self.numel}: one of them has no gradient, which comm.gradients needs"
+            )
+        reduction = self.chosen if self.moment.step >= self.start_step else self.plain
+        output_tensor.copy_(reduction(rows, group, self.moment.scale))
+
+
+class ReplicaSum:
+    """The all-reduce over replicas of one unit's gradients, once a step.
+
+    FSDP calls its hook after each reduction. Until the last micro-batch of a step the sums are put
+    aside, and FSDP adds zeros.
+    """
+
+    def __init__(
+        self,
+        chosen: CodedSum,
+        plain: PlainSum,
+        moment: Moment,
+        start_step: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.chosen, self.plain, self.moment, self.start_step = chosen, plain, moment, start_step
+        self.group = group
+        self.aside: Tensor | None = None
+
+    def hook(self, flat: Tensor) -> None:
+        """Make ``flat`` (S,) the step's sum over replicas, or zeros if the step goes on."""
+        if not self.moment.last:
+            self.aside = flat.clone() if self.aside is None else self.aside.add_(flat)
+            flat.zero_()
+            return
+        if self.aside is not None:
+            flat.add_(self.aside)
+            self.aside = None
+        self.sum(flat)
+
+    def sum(self, flat: Tensor) -> None:
+        """Make ``flat`` (S,) its sum over the replicas."""
+        chosen = self.chosen if self.moment.step >= self.start_step else self.plain
+        chosen(flat, self.group, self.moment.scale)
