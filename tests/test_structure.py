@@ -28,7 +28,7 @@ SOURCES = sorted((ROOT / "compose").rglob("*.py"))
 # leads back. The tables of train.toml (options.py of each room) are a layer of their own.
 MAY_IMPORT = {
     "__main__": "commands errors legality parallel pipeline proof runtime toml",
-    "apply": "compiler composition errors loss memory parallel pipeline plan precision tables",
+    "apply": "comm compiler composition errors loss memory parallel pipeline plan precision tables",
     "base": "errors",
     "build": "apply composition config errors huggingface legality loss optimizer registry weights",
     "checkpoint": ("base composition config errors optimizer precision registry runtime toml weights"),
@@ -38,18 +38,19 @@ MAY_IMPORT = {
     ),
     "compiler": "base errors",
     "compose": "base",
-    "composition": "base compiler errors loss memory parallel pipeline plan precision tables",
+    "composition": "base comm compiler errors loss memory parallel pipeline plan precision tables",
     "config": "compiler composition memory parallel tables",
     "data": "base config errors tables",
     "huggingface": "base checkpoint composition config data errors legality registry toml",
     "legality": (
         "base composition config errors optimizer parallel pipeline plan precision registry tables"
     ),
+    "comm": "base errors operators tables",
     "loss": "base errors parallel",
     "memory": "base errors operators",
     "operators": "base errors",
     "optimizer": "base errors loss parallel plan tables weights",
-    "parallel": "base errors operators",
+    "parallel": "base comm errors operators",
     "pipeline": "base errors loss parallel plan",
     "plan": "base errors parallel",
     "planning": (
@@ -63,7 +64,7 @@ MAY_IMPORT = {
         " plan precision tables train weights"
     ),
     "registry": "errors parallel plan",
-    "runtime": "base config errors parallel",
+    "runtime": "base config errors parallel tables",
     "tables": "base",
     "toml": "base config errors registry",
     "train": (

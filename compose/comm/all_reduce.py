@@ -56,10 +56,23 @@ class CodedSum:
         else:
             rows = self._spread(flat)
             own = self.reduction(rows, group, scale).to(flat.dtype)
-            message = self.packing.pack(own[None])[0]
+            message = self.packing.pack(own[None])
             self.traffic.count("gradients", message.numel(), group.size())
-            self.packing.unpack(gathered(message, group), rows)
+            self.packing.unpack(gathered(message[0], group), rows)
+            if self.reduction.account.open:
+                self._note(own, rows, group)
             self._collect(rows, flat)
+
+    def _note(self, own: Tensor, got: Tensor, group: dist.ProcessGroup) -> None:
+        """Make the reduction's account, which is of this rank's part, one of the whole tensor."""
+        account = self.reduction.account
+        assert account.missing is not None
+        account.expect(self.packing, own[None])
+        missing = account.missing + own.double() - got[group.rank()].double()
+        rows, whole = gathered(missing, group), missing.new_empty(self.layout.numel)
+        self._collect(rows, whole)
+        account.missing = None
+        account.add(whole)
 
     def _spread(self, flat: Tensor) -> Tensor:
         """Return rows (ranks, S'), each with a part of every parameter."""

@@ -24,6 +24,11 @@ class Compression:
         self.stages.append(Units(self.comm, self.traffic))
         return self.stages[-1]
 
+    def open_accounts(self) -> None:
+        """Note from now on what messages lose, and begin a step; a proof calls it before each."""
+        for units in self.stages:
+            units.open_accounts()
+
     @contextmanager
     def optimizer_step(self, scale: float) -> Iterator[None]:
         """Let gradients be those of one optimizer step; weights must not change inside.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.comm.account import Account
 from compose.comm.blocks import Blocks
 from compose.comm.exchange import Traffic, gathered
 from compose.comm.layout import Layout, Packing
@@ -23,7 +24,7 @@ class CodedGather:
     """
 
     def __init__(self, layout: Layout, code: Blocks, traffic: Traffic) -> None:
-        self.packing, self.traffic = Packing(layout, code), traffic
+        self.packing, self.traffic, self.account = Packing(layout, code), traffic, Account()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an empty tensor, as FSDP's own does.
@@ -53,13 +54,22 @@ class CodedGather:
             group: The n ranks that share the unit.
             async_op: Ignored; FSDP waits for what is on its stream.
         """
-        self.fill(output_tensor.view(group.size(), -1), input_tensor, group)
+        rows = output_tensor.view(group.size(), -1)
+        if self.account.open:
+            self._expect(input_tensor, group.rank())
+        self.fill(rows, input_tensor, group)
+        if self.account.open:
+            self.account.received = rows[group.rank()].clone()
 
     def fill(self, rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
         """Fill rows (n, S) from each rank's ``own`` (S,)."""
         message = self.packing.pack(own[None])[0]
         self.traffic.count("weights", message.numel(), group.size())
         self.packing.unpack(gathered(message, group), rows)
+
+    def _expect(self, own: Tensor, rank: int) -> None:
+        self.account.squares = torch.zeros(0)
+        self.account.expect(self.packing, own[None])
 
     def state(self) -> dict[str, Tensor]:
         """Return nothing: each gather stands alone."""
@@ -113,6 +123,13 @@ class DifferenceGather(CodedGather):
         self.traffic.count("weights", base.nbytes, inner.size(), inner.size())
         parts = gathered(base.reshape(-1), inner).view(inner.size(), far.size(), -1)
         rows.copy_(parts.transpose(0, 1).reshape(rows.shape))
+
+    def _expect(self, own: Tensor, rank: int) -> None:
+        if self.base is None or (self.in_step and not self.sent):
+            self.account.squares = torch.zeros(0)
+        if self.base is not None and not self.sent:
+            place = self.levels.far.rank() if self.levels else rank
+            self.account.expect(self.packing, (own - self.base[place])[None])
 
     def _received(self, own: Tensor, group: dist.ProcessGroup, near: int | None) -> Tensor:
         if self.base is None:

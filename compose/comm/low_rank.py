@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.comm.account import Account
 from compose.comm.exchange import Traffic
 from compose.comm.feedback import Feedback
 from compose.comm.layout import Layout, Part
@@ -27,7 +28,7 @@ class LowRank:
 
     def __init__(self, layout: Layout, rank: int, traffic: Traffic, feedback: bool) -> None:
         self.layout, self.rank, self.traffic = layout, rank, traffic
-        self.feedback = Feedback() if feedback else None
+        self.feedback, self.account = Feedback() if feedback else None, Account()
         self.factors: dict[int, Tensor] = {}
         self.shapes = {i: shape for i, shape in enumerate(map(self._matrix, layout.parts)) if shape}
 
@@ -38,7 +39,8 @@ class LowRank:
 
     def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         """Return the sum, as :class:`reductions.Reduction` says."""
-        wanted = (self.feedback.added(rows, scale) if self.feedback else rows).float()
+        wanted = self.feedback.added(rows, scale) if self.feedback else rows
+        wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
         pieces = wanted.split([part.numel for part in self.layout.parts], 1)
         matrices = {i: pieces[i].reshape(shape) for i, shape in self.shapes.items()}
         plain = torch.cat([rows[:, :0], *(p for i, p in enumerate(pieces) if i not in matrices)], 1)
@@ -48,16 +50,27 @@ class LowRank:
         right = dict(zip(matrices, self._summed(list(own.values()), group), strict=True))
         # An overflow must not stay in what the next step begins with.
         self.factors |= {i: torch.nan_to_num(q, 0.0, 0.0, 0.0) for i, q in right.items()}
-        if self.feedback:
+        if self.feedback or self.account.open:
             sent = wanted.clone()
             self._fill(sent, {i: left[i] @ own[i].T for i in matrices})
-            self.feedback.keep(wanted, sent, scale)
+            if self.feedback:
+                self.feedback.keep(wanted, sent, scale)
+            if self.account.open:
+                self._note(rows.to(wanted) - sent, group)
         out = wanted[:1].clone()
         # A layout of one rank is whole on each rank of the group.
         me = group.rank() if self.layout.ranks > 1 else 0
         self._fill(out, {i: left[i].chunk(self.layout.ranks)[me] @ right[i].T for i in matrices})
         self._fill_plain(out, first[-1][me : me + 1])
         return out[0]
+
+    def _note(self, missing: Tensor, group: dist.ProcessGroup) -> None:
+        if self.layout.ranks > 1:
+            self.account.lost(missing, [group])
+            return
+        whole = missing[0].double()
+        dist.all_reduce(whole, group=group)
+        self.account.add(whole)
 
     def _factor(self, i: int, matrix: Tensor) -> Tensor:
         """Return the Q that a step begins with, (c, r), the same on every rank."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.base.torch_versions import REDUCE_SCATTER
+from compose.comm.account import Account
 from compose.comm.blocks import Blocks
 from compose.comm.exchange import Traffic, exchanged
 from compose.comm.feedback import Feedback
@@ -30,6 +31,9 @@ class Levels:
 
 class Reduction(Protocol):
     """A way to sum rows over ranks."""
+
+    account: Account
+    """What its messages lose, for a proof."""
 
     def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         """Return the sum for this rank.
@@ -91,6 +95,7 @@ class InBlocks:
         levels: Levels | None = None,
         near_code: Blocks | None = None,
     ) -> None:
+        self.account = Account()
         self.packing = Packing(layout, code)
         self.near_packing = Packing(layout, near_code or code)
         self.traffic, self.levels = traffic, levels
@@ -103,7 +108,13 @@ class InBlocks:
         near, far = self.levels.near, self.levels.far
         # Rank k near + j is for place j on node k.
         placed = rows.view(far.size(), near.size(), -1).transpose(0, 1)
-        messages = self.near_packing.pack(placed.flatten(0, 1)).view(near.size(), -1)
+        messages = self.near_packing.pack(placed.flatten(0, 1))
+        if self.account.open:
+            sent = torch.empty_like(placed.flatten(0, 1))
+            self.near_packing.unpack(messages, sent)
+            self.account.lost(placed - sent.view(placed.shape), [near, far])
+            self.account.expect(self.near_packing, placed.flatten(0, 1))
+        messages = messages.view(near.size(), -1)
         self.traffic.count("gradients", messages.shape[1], near.size(), near.size())
         got = exchanged(messages, near).view(near.size(), far.size(), -1)
         sums = [self.near_packing.sum(got[:, k], rows.dtype) for k in range(far.size())]
@@ -114,10 +125,14 @@ class InBlocks:
         if self.feedback:
             wanted = self.feedback.added(rows, scale)
         messages = self.packing.pack(wanted)
-        if self.feedback:
+        if self.feedback or self.account.open:
             sent = torch.empty_like(wanted)
             self.packing.unpack(messages, sent)
-            self.feedback.keep(wanted, sent, scale)
+            if self.feedback:
+                self.feedback.keep(wanted, sent, scale)
+            if self.account.open:
+                self.account.lost(rows - sent, [group])
+                self.account.expect(self.packing, wanted)
         self.traffic.count("gradients", messages.shape[1], group.size(), near or None)
         return self.packing.sum(exchanged(messages, group), rows.dtype)[0]
 

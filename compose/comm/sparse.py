@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.comm.account import Account
 from compose.comm.blocks import numbers
 from compose.comm.exchange import Traffic, exchanged, gathered
 from compose.comm.feedback import Feedback
@@ -28,11 +29,13 @@ class Largest:
         self.counts = [
             max(1, math.ceil(density * part.numel)) if part.coded else 0 for part in layout.parts
         ]
-        self.feedback = Feedback() if feedback else None
+        self.feedback, self.account = Feedback() if feedback else None, Account()
 
     def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         """Return the sum, as :class:`reductions.Reduction` says."""
         messages = self._messages(rows, group, scale)
+        if self.account.open:
+            self.account.lost(rows - self.unpack(messages, rows.dtype), [group])
         return self._sum(exchanged(messages, group), rows.dtype)
 
     def everywhere(self, row: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
@@ -46,7 +49,12 @@ class Largest:
         Returns:
             (S,).
         """
-        return self._sum(gathered(self._messages(row[None], group, scale)[0], group), row.dtype)
+        messages = self._messages(row[None], group, scale)
+        if self.account.open:
+            missing = (row - self.unpack(messages, row.dtype)[0]).double()
+            dist.all_reduce(missing, group=group)
+            self.account.add(missing)
+        return self._sum(gathered(messages[0], group), row.dtype)
 
     def _messages(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         wanted = self.feedback.added(rows, scale) if self.feedback else rows

@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from compose.comm.account import Account
 from compose.comm.all_reduce import CodedSum, PlainSum
 from compose.comm.blocks import Blocks
 from compose.comm.exchange import Traffic
@@ -63,6 +64,16 @@ class Unit:
     gather: CodedGather | None = None
     reductions: dict[str, Reduction] = field(default_factory=dict)
     """The sums, by what they are over: "shards" or "replicas"."""
+    ranks: int = 1
+    """The ranks that share the unit."""
+    replicas: dist.ProcessGroup | None = None
+    """The ranks that hold the same shard, if there are others."""
+
+    @property
+    def accounts(self) -> list[Account]:
+        """What the messages lose, for a proof."""
+        found = [reduction.account for reduction in self.reductions.values()]
+        return [*found, self.gather.account] if self.gather else found
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,16 @@ class Units:
     def __init__(self, comm: Comm, traffic: Traffic) -> None:
         self.comm, self.traffic, self.moment = comm, traffic, Moment()
         self.units: list[Unit] = []
+        self.module: nn.Module | None = None
+        self.proving = False
+
+    def open_accounts(self) -> None:
+        """Note from now on what messages lose, and begin a step."""
+        self.proving = True
+        for unit in self.units:
+            for account in unit.accounts:
+                account.open = True
+                account.clear()
 
     def attach(self, module: FSDPModule, cut: Cut, place: Place) -> CodedGather | None:
         """Let FSDP send a unit's weights and gradients so.
@@ -95,7 +116,7 @@ class Units:
         Returns:
             The gather of the weights, if they are coded.
         """
-        unit = Unit(cut)
+        unit = Unit(cut, ranks=place.shards, replicas=place.replicas)
         self.units.append(unit)
         layout = cut.layout(place.shards, trained=True)
         # Ranks that share a replica are neighbours, and other replicas are far.
@@ -113,9 +134,9 @@ class Units:
                 module.set_custom_reduce_scatter(cast(Any, shard_sum))
         if place.replicas and self.comm.gradients != "off":
             row = Layout(layout.parts, 1)
-            sums = self._replica_sum(
-                unit, row, place.replicas, None if place.shards > 1 else place.levels
-            )
+            levels = None if place.shards > 1 else place.levels
+            far = self.traffic.among(1 if place.shards > 1 else self.comm.near)
+            sums = self._replica_sum(unit, row, place.replicas, levels, far)
             module.set_all_reduce_hook(sums.hook)
         return unit.gather
 
@@ -134,11 +155,13 @@ class Units:
 
     def _gather(self, layout: Layout, levels: Levels | None, traffic: Traffic) -> CodedGather | None:
         if self.comm.weights == "int8":
-            return CodedGather(layout, Blocks(8, self.comm.block), traffic)
+            return CodedGather(layout, self._blocks(8), traffic)
         if self.comm.weights == "int4_diff":
-            code = Blocks(4, self.comm.block, rotate=True)
-            return DifferenceGather(layout, code, traffic, levels)
+            return DifferenceGather(layout, self._blocks(4), traffic, levels)
         return None
+
+    def _blocks(self, bits: int) -> Blocks:
+        return Blocks(bits, self.comm.block, rotate=bits == 4)
 
     def _replica_sum(
         self,
@@ -151,7 +174,8 @@ class Units:
         comm, ranks = self.comm, group.size()
         over = layout if comm.gradients in ("powersgd", "top_k") else layout.among(ranks)
         unit.reductions["replicas"] = reduction = self._reduction(over, levels, traffic)
-        back = Blocks(16 if comm.gradients == "bfloat16" else 8, comm.block)
+        reduction.account.open = self.proving
+        back = self._blocks(16 if comm.gradients == "bfloat16" else 8)
         chosen = CodedSum(layout, ranks, reduction, back, traffic)
         return ReplicaSum(chosen, PlainSum(traffic), self.moment, comm.start_step, group)
 
@@ -164,13 +188,9 @@ class Units:
             return LowRank(layout, comm.rank, traffic, comm.error_feedback)
         if kind == "top_k":
             return Largest(layout, comm.density, traffic, comm.error_feedback)
-        code = {
-            "bfloat16": Blocks(16, comm.block),
-            "int8": Blocks(8, comm.block),
-            "int4": Blocks(4, comm.block, rotate=True),
-        }[kind]
+        code = self._blocks({"bfloat16": 16, "int8": 8, "int4": 4}[kind])
         feedback = comm.error_feedback and kind == "int4"
-        near = Blocks(8, comm.block) if kind == "int4" else code
+        near = self._blocks(8) if kind == "int4" else code
         return InBlocks(layout, code, traffic, feedback, levels, near)
 
 

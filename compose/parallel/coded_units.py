@@ -22,6 +22,7 @@ class CodedUnits:
     ) -> None:
         """Take the units' names, a unit within another before it; ``[""]`` is the rest of the model."""
         self.units, self.levels = units, levels
+        units.module = model
         self.gathers: dict[nn.Module, CodedGather] = {}
         self.cuts: dict[nn.Module, Cut] = {}
         seen: set[nn.Parameter] = set()

@@ -47,6 +47,7 @@ def sum_gradients(
     """
     _SUMS[model] = sums = GradientSum(model, units, group)
     if coded and group and coded.comm.gradients != "off":
+        coded.module = model
         sums.coded = partial(coded.whole, group=group, levels=levels)
 
 

@@ -95,6 +95,16 @@ OptimizerOf = Callable[[Arithmetic, Named], torch.optim.Optimizer]
 """Makes one process's optimizer for some arithmetic, from named whole parameters."""
 
 
+@dataclass(frozen=True)
+class Coded:
+    """What a composition with coded messages received and sent in a step, whole, by name."""
+
+    received: Mapping[str, Tensor]
+    """Weights that forward and backward use."""
+    gradients: Mapping[str, Tensor]
+    """Gradients that the optimizer takes."""
+
+
 class OneProcess:
     """Optimizer steps of the whole model on the global batch, without any of compose's techniques.
 
@@ -135,15 +145,23 @@ class OneProcess:
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.gradients: dict[str, Tensor] = {}
+        self.received: Mapping[str, Tensor] = {}
         self.choices: dict[str, Choices] = {}
 
-    def step(self, batch: Mapping[str, Tensor], found: Mapping[str, Sequence[Choices]]) -> None:
-        """Take one optimizer step; note loss and norm, and on the first step the gradients.
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        found: Mapping[str, Sequence[Choices]],
+        coded: "Coded | None" = None,
+    ) -> None:
+        """Take one optimizer step; note loss, norm and gradients.
 
         Args:
             batch: The global batch.
             found: What the composition's routers chose, by router; a routing that is a tie follows it.
+            coded: What the composition received and sent, if its messages are coded.
         """
+        self.received = coded.received if coded else {}
         targets = batch["targets"]
         count = count_targets(targets).clamp(min=1)
         routing = routers(self.model).values()
@@ -158,8 +176,9 @@ class OneProcess:
         found_gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         for gradient in found_gradients.values():
             gradient /= self.loss_scale
-        if not self.norms:
-            self.gradients = {name: gradient.clone() for name, gradient in found_gradients.items()}
+        self.gradients = {name: gradient.clone() for name, gradient in found_gradients.items()}
+        for name, gradient in coded.gradients.items() if coded else ():
+            found_gradients[name].copy_(gradient)
         limit = self.max_norm if self.max_norm > 0 else float("inf")
         self.norms.append(nn.utils.clip_grad_norm_(list(self.parameters.values()), limit))
         self.optimizer.step()
@@ -199,9 +218,16 @@ class OneProcess:
     def _forward(self, inputs: Mapping[str, Tensor]) -> Any:
         kind = self.arithmetic.param
         inputs = {n: v.to(kind) if v.is_floating_point() else v for n, v in inputs.items()}
-        cast = {n: p.to(kind) if p.is_floating_point() else p for n, p in self.parameters.items()}
+        held = {n: self._received(n, p) for n, p in self.parameters.items()}
+        cast = {n: p.to(kind) if p.is_floating_point() else p for n, p in held.items()}
         with PlainAttention():
             return torch.func.functional_call(self.model, cast, args=(), kwargs=dict(inputs))
+
+    def _received(self, name: str, parameter: Tensor) -> Tensor:
+        """Return a parameter with the value that ranks received; its gradient is the parameter's."""
+        if name not in self.received:
+            return parameter
+        return parameter + (self.received[name].to(parameter) - parameter).detach()
 
     def change(self, name: str) -> Tensor:
         """Return the change of a parameter over all steps."""
@@ -281,12 +307,18 @@ class References:
         runs = {id(run): run for run in (self.own, self.exact, self.again, self.coarse) if run}
         return list(runs.values())
 
-    def step(self, batch: Mapping[str, Tensor], found: Mapping[str, Sequence[Choices]]) -> None:
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        found: Mapping[str, Sequence[Choices]],
+        coded: Coded | None = None,
+    ) -> None:
         """Take one optimizer step in each run.
 
         Args:
             batch: The global batch.
             found: What the composition's routers chose, by router.
+            coded: What the composition received and sent, if its messages are coded.
         """
         if self.own.arithmetic.reduced and found:
             # Rounding may move a composition's margins as far as it moves one process's. The two move
@@ -295,7 +327,7 @@ class References:
             self.tie = max(self.tie, _TIE * moved)
         for run in self._runs:
             run.tie = self.tie
-            run.step(batch, found)
+            run.step(batch, found, coded)
 
     def expected(self, of: Callable[[OneProcess], Tensor]) -> Expected:
         """Return what the own run has, with its error."""
@@ -310,7 +342,7 @@ class References:
         return Expected(own, rounding, exact, state)
 
     def gradient(self, name: str) -> Expected:
-        """Return the gradient of a parameter on the first step."""
+        """Return the gradient of a parameter in the last step."""
         like = self.model.get_parameter(name)
         return self.expected(lambda run: run.gradients.get(name, torch.zeros_like(like)))
 

@@ -29,7 +29,7 @@ EPS = 1e-6
 CLIP = 0.1
 
 
-def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int = STEPS) -> Report:
+def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = None) -> Report:
     """Compare a job on ``mesh`` with one process over some steps on random documents.
 
     The composition is made from meta, as training makes it. So initial weights are compared too.
@@ -38,7 +38,8 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int = STEPS) 
         job: A job for the ranks of ``mesh``.
         mesh: The mesh of ``compose.init_mesh``.
         device: This rank's device.
-        steps: Optimizer steps. The second shows what the first left behind, such as optimizer state.
+        steps: Optimizer steps; None: two, or three with coded messages. The second shows what the first
+            left behind, such as optimizer state; differences of weights are sent from the second on.
 
     Returns:
         What was compared, and the verdict; the same on every rank.
@@ -46,6 +47,8 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int = STEPS) 
     Raises:
         ConfigError: The job cannot run.
     """
+    if steps is None:
+        steps = STEPS + 1 if job.config.comm.compresses else STEPS
     whole = copy.deepcopy(job.model)
     if dist.get_rank() == 0:
         fill_weights(whole, job, device)

@@ -265,6 +265,19 @@ class Comparison:
         self.own.append(float(rounding) / size if size else 0.0)
         self.errors.append(max(map(_or_infinite, errors), default=_NOT_HELD))
 
+    def value(self, quantity: str, name: str, error: float | None, tolerance: float) -> None:
+        """Note an error that this rank has found itself; no collective.
+
+        Args:
+            quantity: What it is.
+            name: The name of the parameter.
+            error: The error; None if this rank does not hold it.
+            tolerance: The allowed error; only the first rank with an error may differ from others.
+        """
+        self.compared.append(Row(self.prefix + quantity, name, 0.0, 1.0, 0))
+        self.own.append(0.0)
+        self.errors.append(_NOT_HELD if error is None else error / tolerance if tolerance else error)
+
     def rounding(self, values: Sequence[Tensor], shape: torch.Size, expected: Expected | None) -> None:
         """Note how far a gradient is from float64, for :meth:`same_rounding`; a collective.
 

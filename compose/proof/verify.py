@@ -32,6 +32,7 @@ from compose.plan import Plan, resolve
 from compose.precision.float8 import NOTHING as WHOLE
 from compose.precision.float8 import Choice, select_layers
 from compose.precision.options import Precision
+from compose.proof.coded_messages import CodedMessages, compare_coded
 from compose.proof.one_process import (
     EXACT,
     Arithmetic,
@@ -241,10 +242,13 @@ def compare(
     def expected(of: Callable[[References], Expected]) -> Expected | None:
         return of(reference) if reference else None
 
+    messages = CodedMessages(composition) if composition.compression else None
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     differences: list[Difference] = []
     for step, batch in enumerate(batches):
         share = {name: _slice(value, index, count) for name, value in batch.items()}
+        if messages:
+            messages.begin()
         with watch(composed) as recorder:
             loss = forward_backward(
                 composition,
@@ -257,14 +261,23 @@ def compare(
         if routers(model):
             calls = ids_of_calls(composition, batch["targets"].shape, micro_batch)
             seen = gathered(recorder.choices(calls))
-        _on_first_rank(partial(reference.step, batch, seen) if reference else None)
+        missing, sent = {}, None
+        if messages:
+            missing = {name: value / loss_scale for name, value in messages.missing().items()}
+            got = {name: _gradient(some[0]) / loss_scale for name, some in held.items()}
+            masters = {name: whole(some[0]) for name, some in held.items()}
+            sent = compare_coded(messages, comparison, model, got, missing, masters)
+        _on_first_rank(partial(reference.step, batch, seen, sent) if reference else None)
         if reference:
             for name, natural in reference.own.choices.items():
                 differences += compare_choices(name, step + 1, natural, seen.get(name, []))
-        for name, parameter in model.named_parameters() if step == 0 else ():
+        for name, parameter in model.named_parameters() if step == 0 or messages else ():
             gradients = [_gradient(p) / loss_scale for p in held.get(name, ())]
+            if name in missing:
+                gradients = [gradient + missing[name] for gradient in gradients]
             right = expected(lambda r, name=name: r.gradient(name))
-            comparison.tensor("gradient", name, gradients, parameter.shape, right, tolerance.gradient)
+            quantity = f"gradient {step + 1}" if step else "gradient"
+            comparison.tensor(quantity, name, gradients, parameter.shape, right, tolerance.gradient)
             if arithmetic.reduced:
                 comparison.rounding(gradients, parameter.shape, right)
         norm = clip_grad_norm_(composition, max_norm, loss_scale)

@@ -1,0 +1,203 @@
+"""The proof of messages in fewer bytes: results with what was lost are those of plain messages.
+
+A code rounds, so a coded gradient is not one process's. But each rank can tell what its own messages
+lost (compose/comm/account.py). A coded gradient plus all that was lost must be the plain gradient, to
+the last digits. One process computes with the weights as they were received, and its optimizer takes
+the coded gradients. What was lost is compared with what the code is expected to lose.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compose.base.local_tensor import local_tensor
+from compose.comm.account import Account
+from compose.comm.compression import Compression
+from compose.comm.units import Unit
+from compose.composition.state import Composition
+from compose.parallel.mesh import axis_size
+from compose.proof.one_process import Coded
+from compose.proof.report import Comparison
+
+MARGIN = 1.25
+"""What is lost may be this many times what is expected: rounding is not quite random."""
+_SURE = 4.0
+"""And so many standard deviations of it more, which matters for few elements."""
+
+
+class CodedMessages:
+    """What the coded messages of a composition lose in a step. All ranks call each method."""
+
+    def __init__(self, composition: Composition) -> None:
+        self.composition = composition
+        self.replicas = axis_size(composition.mesh, "dp_replicate")
+
+    def begin(self) -> None:
+        """Open the accounts of a step."""
+        self._compression.open_accounts()
+
+    def received(self) -> dict[str, Tensor]:
+        """Return this rank's whole weights as all ranks received them, by name in the whole model."""
+        found = {}
+        for module, unit in self._units():
+            if unit.gather and unit.gather.account.received is not None:
+                found |= self._whole(module, unit, unit.gather.account.received, trained=False)
+        return found
+
+    def missing(self) -> dict[str, Tensor]:
+        """Return what this rank's whole gradients lack, by name in the whole model; float64."""
+        found: dict[str, Tensor] = {}
+        for module, unit in self._units():
+            lost = {kind: r.account.missing for kind, r in unit.reductions.items()}
+            shards, total = lost.get("shards"), lost.get("replicas")
+            if shards is not None:
+                if unit.replicas is not None:
+                    dist.all_reduce(shards, group=unit.replicas)
+                total = shards if total is None else total + shards
+            if total is not None:
+                found |= self._whole(module, unit, total, trained=True)
+        return found
+
+    def expected(self, weights: bool) -> dict[str, float]:
+        """Return the norm of what weights or gradients are expected to lose, by name.
+
+        Parameters that have no formula are left out.
+        """
+        own: dict[str, float] = {}
+        whole_names = self._whole_names()
+        for module, unit in self._units():
+            accounts: list[Account] = [r.account for r in unit.reductions.values()]
+            if weights:
+                accounts = [unit.gather.account] if unit.gather else []
+            elif any(a.missing is not None and not len(a.squares) for a in accounts):
+                continue
+            names = [whole_names[module.get_parameter(n)] for n in _names(unit, not weights)]
+            for account in accounts:
+                for squares in [account.squares] if weights else [account.squares, account.before]:
+                    for name, square in zip(names, squares.tolist(), strict=False):
+                        own[name] = own.get(name, 0.0) + square
+        everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, own)
+        # All replicas gather the same weights.
+        times = self.replicas if weights else 1
+        total: dict[str, float] = {}
+        for one in everyone:
+            for name, square in one.items():
+                total[name] = total.get(name, 0.0) + square / times
+        return {name: square**0.5 for name, square in total.items()}
+
+    @property
+    def _compression(self) -> Compression:
+        assert self.composition.compression is not None
+        return self.composition.compression
+
+    def _units(self) -> Iterator[tuple[nn.Module, Unit]]:
+        for stage in self._compression.stages:
+            for unit in stage.units:
+                assert stage.module is not None
+                yield stage.module, unit
+
+    def _whole_names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.composition.named_parameters()}
+
+    def _whole(self, module: nn.Module, unit: Unit, flat: Tensor, trained: bool) -> dict[str, Tensor]:
+        """Return the parts of a rank's row (S,) as whole tensors; a collective."""
+        found, whole_names = {}, self._whole_names()
+        layout = unit.cut.layout(unit.ranks, trained)
+        pieces = flat.split([part.numel for part in layout.parts])
+        for name, part, piece in zip(_names(unit, trained), layout.parts, pieces, strict=True):
+            parameter = module.get_parameter(name)
+            own = local_tensor(parameter)
+            index = tuple(slice(size) for size in own.shape)
+            local = piece.view(part.shape)[index].view(own.shape)
+            found[whole_names[parameter]] = _full(parameter, local)
+        return found
+
+
+def _names(unit: Unit, trained: bool) -> list[str]:
+    pairs = zip(unit.cut.names, unit.cut.trained, strict=True)
+    return [name for name, has in pairs if has or not trained]
+
+
+def _full(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local.clone()
+    like = DTensor.from_local(
+        local.contiguous(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return like.full_tensor()
+
+
+def allowed(expected: float, elements: int) -> float:
+    """Return the norm that what was lost may have, if so much is expected of so many elements."""
+    return expected * (MARGIN + _SURE / max(elements, 1) ** 0.5)
+
+
+def compare_coded(
+    messages: CodedMessages,
+    comparison: Comparison,
+    model: nn.Module,
+    gradients: Mapping[str, Tensor],
+    missing: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+) -> Coded:
+    """Compare what messages lost with what is expected; return what was received and sent.
+
+    Args:
+        messages: The messages of a step that has just run.
+        comparison: Gets the rows.
+        model: The whole model.
+        gradients: This rank's whole gradients, as the optimizer gets them.
+        missing: What they lack.
+        weights: This rank's whole master weights.
+
+    Returns:
+        The values for one process, whole, the same on every rank.
+    """
+    received = messages.received()
+    for quantity, lost, whole, expected in (
+        (
+            "lost of weights",
+            {name: value.double() - weights[name].double() for name, value in received.items()},
+            weights,
+            messages.expected(weights=True),
+        ),
+        (
+            "lost of gradients",
+            missing,
+            {name: gradients[name].double() + value for name, value in missing.items()},
+            messages.expected(weights=False),
+        ),
+    ):
+        for name, parameter in model.named_parameters():
+            limit = allowed(expected.get(name, 0.0), parameter.numel())
+            size = float(whole[name].double().norm()) if name in lost else 0.0
+            error = float(lost[name].norm()) / size if size else None
+            if name in expected:
+                comparison.value(quantity, name, error, limit / size if size else 0.0)
+    return Coded(_shared(received), _shared(gradients))
+
+
+def _shared(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of all ranks by name, each from the first rank that has it; a collective."""
+    everyone: list[dict[str, tuple[torch.Size, torch.dtype]]] = [
+        {} for _ in range(dist.get_world_size())
+    ]
+    dist.all_gather_object(everyone, {name: (t.shape, t.dtype) for name, t in held.items()})
+    sources = {name: rank for rank, names in reversed(list(enumerate(everyone))) for name in names}
+    found = {}
+    for name, rank in sorted(sources.items()):
+        shape, dtype = everyone[rank][name]
+        device = next(iter(held.values())).device if held else torch.device("cpu")
+        own = rank == dist.get_rank()
+        found[name] = held[name].contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(found[name], src=rank)
+    return found
