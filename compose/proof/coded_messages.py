@@ -22,6 +22,8 @@ from compose.parallel.mesh import axis_size
 from compose.proof.one_process import Coded
 from compose.proof.report import Comparison
 
+CODES = 1e-6
+"""The relative error of what is computed with codes, in float32 whatever the gradient's type is."""
 MARGIN = 1.25
 """What is lost may be this many times what is expected: rounding is not quite random."""
 _SURE = 4.0
@@ -58,7 +60,16 @@ class CodedMessages:
                     dist.all_reduce(shards, group=unit.replicas)
                 total = shards if total is None else total + shards
             if total is not None:
-                found |= self._whole(module, unit, total, trained=True)
+                for name, value in self._whole(module, unit, total, trained=True).items():
+                    found[name] = found[name] + value if name in found else value
+        runner = self.composition.pipeline
+        for tied in runner.ties if runner else ():
+            # Its gradient is the sum over the stages that hold a copy.
+            group = self.composition.mesh.get_group("pp")
+            everyone: list[Tensor | None] = [None] * group.size()
+            dist.all_gather_object(everyone, found.get(tied.name), group=group)
+            if tied.name in found:
+                found[tied.name] = sum((t for t in everyone if t is not None), start=torch.zeros(()))
         return found
 
     def expected(self, weights: bool) -> dict[str, float]:

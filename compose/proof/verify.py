@@ -32,7 +32,7 @@ from compose.plan import Plan, resolve
 from compose.precision.float8 import NOTHING as WHOLE
 from compose.precision.float8 import Choice, select_layers
 from compose.precision.options import Precision
-from compose.proof.coded_messages import CodedMessages, compare_coded
+from compose.proof.coded_messages import CODES, CodedMessages, compare_coded
 from compose.proof.one_process import (
     EXACT,
     Arithmetic,
@@ -277,7 +277,8 @@ def compare(
                 gradients = [gradient + missing[name] for gradient in gradients]
             right = expected(lambda r, name=name: r.gradient(name))
             quantity = f"gradient {step + 1}" if step else "gradient"
-            comparison.tensor(quantity, name, gradients, parameter.shape, right, tolerance.gradient)
+            least = max(tolerance.gradient, CODES) if name in missing else tolerance.gradient
+            comparison.tensor(quantity, name, gradients, parameter.shape, right, least)
             if arithmetic.reduced:
                 comparison.rounding(gradients, parameter.shape, right)
         norm = clip_grad_norm_(composition, max_norm, loss_scale)
