@@ -111,7 +111,7 @@ def apply(
     comm, compression = options.comm, None
     levels = levels_of(mesh, comm.near, zero) if comm.compresses else None
     if comm.compresses:
-        compression = Compression(comm)
+        compression = Compression(comm, mesh.device_type)
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
         how = Sharding(

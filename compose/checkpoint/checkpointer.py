@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.base.fields import toml_value
 from compose.base.own_files import open_own, write_whole
-from compose.checkpoint import store
+from compose.checkpoint import coded_messages, store
 from compose.checkpoint.loading import cause_of, damage, load, model_fields
 from compose.checkpoint.local_shards import LocalShard, ShardSavePlanner
 from compose.checkpoint.state import named_tensors, parts, staged
@@ -154,6 +155,11 @@ class Checkpointer:
                 known = load(folder, self.config, self.composition, self.group, self.optimizer)
                 self._compare_data(folder, known.data.model_dump(exclude_unset=True))
                 progress = _progress(known)
+                if self.composition.compression:
+                    self.composition.compression.begin_at(progress.step)
+                lost = coded_messages.restore(folder, self.config, self.composition, self.group)
+                if lost:
+                    self._say(lost)
                 self._say(f"{folder}: resumed after step {progress.step}")
                 if self.rank == 0 and progress.step and (changed := changes(folder, self.config)):
                     self._say(f"{folder}: goes on with {', '.join(changed)}")
@@ -185,9 +191,10 @@ class Checkpointer:
         # State in files would not fit into memory. It changes only in the optimizer's step.
         files = {n: p for n, p in state.items() if self.in_files and n.startswith("optimizer.")}
         self.stage = staged({n: p for n, p in state.items() if n not in files}, self.stage)
-        state = self.stage | files
+        state, coded = self.stage | files, coded_messages.kept(self.composition)
         self.report = SaveReport(progress.step, stall=time.perf_counter() - begun)
-        self.thread = threading.Thread(target=self._write, args=(state, progress, begun), daemon=True)
+        given = (state, coded, progress, begun)
+        self.thread = threading.Thread(target=self._write, args=given, daemon=True)
         self.thread.start()
         if wait or not self.config.checkpoint.async_:
             self.wait()
@@ -228,7 +235,13 @@ class Checkpointer:
     def _state(self) -> dict[str, LocalShard]:
         return parts(named_tensors(self.composition, self.optimizer))
 
-    def _write(self, state: Mapping[str, LocalShard], progress: Progress, begun: float) -> None:
+    def _write(
+        self,
+        state: Mapping[str, LocalShard],
+        coded: Mapping[str, Tensor] | None,
+        progress: Progress,
+        begun: float,
+    ) -> None:
         """Write on every rank, then publish on the first one. This runs in the thread."""
         assert self.report is not None
         target = self.root / f".writing-{store.name_of(progress.step)}"
@@ -239,7 +252,7 @@ class Checkpointer:
             dcp.save(
                 dict(state), storage_writer=writer, planner=ShardSavePlanner(), process_group=self.group
             )
-            files = writer.entries
+            files = writer.entries | coded_messages.write(target, self.rank, self.config, coded)
         except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
             problem = cause_of(error)
         everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(self.ranks)]
@@ -262,7 +275,8 @@ class Checkpointer:
         try:
             write_whole(target / store.STATE, json.dumps(self._described(progress), indent=1))
             write_whole(target / "config.toml", dump(self.config))
-            own = store.described(p for p in target.iterdir() if not p.name.startswith("__"))
+            others = ("__", coded_messages.PREFIX)
+            own = store.described(p for p in target.iterdir() if not p.name.startswith(others))
             everything = {name: entry for part in (own, *files) for name, entry in part.items()}
             store.publish(target, everything)
         except OSError as error:

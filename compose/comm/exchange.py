@@ -38,8 +38,12 @@ class Traffic:
             if others:
                 self.sent[purpose, level] = self.sent.get((purpose, level), 0) + each * others
 
+    def instead(self, purpose: str, bytes_: int) -> None:
+        """Count what plain messages would send in place of coded ones."""
+        self.sent[purpose, "plain"] = self.sent.get((purpose, "plain"), 0) + bytes_
+
     def take(self) -> dict[tuple[str, str], int]:
-        """Return the bytes since the last call."""
+        """Return the bytes since the last call; "plain" is what plain messages would send."""
         sent = dict(self.sent)
         self.sent.clear()
         return sent

@@ -55,6 +55,7 @@ class CodedGather:
             async_op: Ignored; FSDP waits for what is on its stream.
         """
         rows = output_tensor.view(group.size(), -1)
+        self.traffic.instead("weights", input_tensor.nbytes * (group.size() - 1))
         if self.account.open:
             self._expect(input_tensor, group.rank())
         self.fill(rows, input_tensor, group)

@@ -41,6 +41,10 @@ class Comm:
     start_step: NonNegative = 0
     """Steps before gradients are compressed; until then they travel plain."""
 
+    measure_every: NonNegative = 0
+    """Steps between measurements of how alike sent and true gradients are, at the cost of sending them
+    plain too; 0 is never."""
+
     @property
     def compresses(self) -> bool:
         """Whether something is sent in a code."""

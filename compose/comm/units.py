@@ -1,6 +1,6 @@
 """What sends the weights and gradients of FSDP's units, and of models that FSDP does not cut."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -48,6 +48,10 @@ class Cut:
     dims: list[int] | None = None
     """The dim along which each is cut; None is the first."""
 
+    def named(self, trained: bool) -> list[str]:
+        """Return the names of all parameters, or of those that have gradients."""
+        return [n for n, has in zip(self.names, self.trained, strict=True) if has or not trained]
+
     def layout(self, ranks: int, trained: bool = False) -> Layout:
         """Return the layout of all parameters, or of those that have gradients."""
         dims = self.dims or [0] * len(self.shapes)
@@ -69,11 +73,33 @@ class Unit:
     replicas: dist.ProcessGroup | None = None
     """The ranks that hold the same shard, if there are others."""
 
+    def pieces(self, flat: Tensor, trained: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and parts of a rank's row (S,), of all parameters or those with gradients."""
+        parts = self.cut.layout(self.ranks, trained).parts
+        names = self.cut.named(trained)
+        for name, part, piece in zip(names, parts, flat.split([p.numel for p in parts]), strict=True):
+            yield name, piece.view(part.shape)
+
+    def missing(self) -> Tensor | None:
+        """Return what this rank's gradients lack, (S,), if accounts are open; a collective."""
+        lost = {kind: reduction.account.missing for kind, reduction in self.reductions.items()}
+        shards, total = lost.get("shards"), lost.get("replicas")
+        if shards is None:
+            return total
+        if self.replicas is not None:
+            shards = shards.clone()
+            dist.all_reduce(shards, group=self.replicas)
+        return shards if total is None else total + shards
+
+    @property
+    def parts(self) -> dict[str, Reduction | CodedGather]:
+        """What sends, by name."""
+        return {**self.reductions, **({"gather": self.gather} if self.gather else {})}
+
     @property
     def accounts(self) -> list[Account]:
         """What the messages lose, for a proof."""
-        found = [reduction.account for reduction in self.reductions.values()]
-        return [*found, self.gather.account] if self.gather else found
+        return [part.account for part in self.parts.values()]
 
 
 @dataclass(frozen=True)
@@ -96,13 +122,14 @@ class Units:
         self.units: list[Unit] = []
         self.module: nn.Module | None = None
         self.proving = False
+        self.kept: dict[str, Tensor] = {}
 
-    def open_accounts(self) -> None:
-        """Note from now on what messages lose, and begin a step."""
-        self.proving = True
+    def open_accounts(self, opened: bool = True) -> None:
+        """Note from now on what messages lose, and begin a step; or note nothing any more."""
+        self.proving = opened
         for unit in self.units:
             for account in unit.accounts:
-                account.open = True
+                account.open = opened
                 account.clear()
 
     def attach(self, module: FSDPModule, cut: Cut, place: Place) -> CodedGather | None:
@@ -151,7 +178,31 @@ class Units:
         unit = Unit(cut)
         self.units.append(unit)
         traffic = self.traffic.among(self.comm.near)
-        return self._replica_sum(unit, cut.layout(1, trained=True), group, levels, traffic)
+        found = self._replica_sum(unit, cut.layout(1, trained=True), group, levels, traffic)
+        self._restore(unit)
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the next step depends on, by name."""
+        return {
+            f"{unit.cut.names[0]}.{kind}.{name}": value
+            for unit in self.units
+            for kind, part in unit.parts.items()
+            for name, value in part.state().items()
+        }
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned. Units that do not exist yet take it when they are made."""
+        self.kept = state
+        for unit in self.units:
+            self._restore(unit)
+
+    def _restore(self, unit: Unit) -> None:
+        for kind, part in unit.parts.items():
+            begin = f"{unit.cut.names[0]}.{kind}."
+            part.restore(
+                {k.removeprefix(begin): v for k, v in self.kept.items() if k.startswith(begin)}
+            )
 
     def _gather(self, layout: Layout, levels: Levels | None, traffic: Traffic) -> CodedGather | None:
         if self.comm.weights == "int8":
@@ -244,6 +295,7 @@ class ShardSum:
                 f"a unit's gradients are {rows.shape[1]} numbers on each rank, and its parameters"
                 f" {self.numel}: one of them has no gradient, which comm.gradients needs"
             )
+        self.plain.traffic.instead("gradients", rows[0].nbytes * (group.size() - 1))
         reduction = self.chosen if self.moment.step >= self.start_step else self.plain
         output_tensor.copy_(reduction(rows, group, self.moment.scale))
 
@@ -280,5 +332,7 @@ class ReplicaSum:
 
     def sum(self, flat: Tensor) -> None:
         """Make ``flat`` (S,) its sum over the replicas."""
+        ranks = self.group.size()
+        self.plain.traffic.instead("gradients", 2 * -(-flat.nbytes // ranks) * (ranks - 1))
         chosen = self.chosen if self.moment.step >= self.start_step else self.plain
         chosen(flat, self.group, self.moment.scale)

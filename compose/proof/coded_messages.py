@@ -53,12 +53,7 @@ class CodedMessages:
         """Return what this rank's whole gradients lack, by name in the whole model; float64."""
         found: dict[str, Tensor] = {}
         for module, unit in self._units():
-            lost = {kind: r.account.missing for kind, r in unit.reductions.items()}
-            shards, total = lost.get("shards"), lost.get("replicas")
-            if shards is not None:
-                if unit.replicas is not None:
-                    dist.all_reduce(shards, group=unit.replicas)
-                total = shards if total is None else total + shards
+            total = unit.missing()
             if total is not None:
                 for name, value in self._whole(module, unit, total, trained=True).items():
                     found[name] = found[name] + value if name in found else value
@@ -85,7 +80,7 @@ class CodedMessages:
                 accounts = [unit.gather.account] if unit.gather else []
             elif any(a.missing is not None and not len(a.squares) for a in accounts):
                 continue
-            names = [whole_names[module.get_parameter(n)] for n in _names(unit, not weights)]
+            names = [whole_names[module.get_parameter(n)] for n in unit.cut.named(not weights)]
             for account in accounts:
                 for squares in [account.squares] if weights else [account.squares, account.before]:
                     for name, square in zip(names, squares.tolist(), strict=False):
@@ -117,20 +112,13 @@ class CodedMessages:
     def _whole(self, module: nn.Module, unit: Unit, flat: Tensor, trained: bool) -> dict[str, Tensor]:
         """Return the parts of a rank's row (S,) as whole tensors; a collective."""
         found, whole_names = {}, self._whole_names()
-        layout = unit.cut.layout(unit.ranks, trained)
-        pieces = flat.split([part.numel for part in layout.parts])
-        for name, part, piece in zip(_names(unit, trained), layout.parts, pieces, strict=True):
+        for name, piece in unit.pieces(flat, trained):
             parameter = module.get_parameter(name)
             own = local_tensor(parameter)
             index = tuple(slice(size) for size in own.shape)
-            local = piece.view(part.shape)[index].view(own.shape)
+            local = piece[index].view(own.shape)
             found[whole_names[parameter]] = _full(parameter, local)
         return found
-
-
-def _names(unit: Unit, trained: bool) -> list[str]:
-    pairs = zip(unit.cut.names, unit.cut.trained, strict=True)
-    return [name for name, has in pairs if has or not trained]
 
 
 def _full(parameter: nn.Parameter, local: Tensor) -> Tensor:

@@ -109,6 +109,8 @@ class StepMetrics:
     """The number of compiled graphs, with torch.compile."""
     offload: Mapping[str, float] = field(default_factory=dict)
     """What was moved off the device."""
+    comm: Mapping[str, float] = field(default_factory=dict)
+    """What coded messages have sent."""
 
     def console(self, steps: int, seconds_left: float) -> str:
         """Return the step as a line for a person, with the time left.
@@ -187,6 +189,7 @@ class MetricsWriter:
             "routing",
             "checkpoint",
             "offload",
+            "comm",
             "recompiles",
         )
         for name in optional:
@@ -198,6 +201,7 @@ class MetricsWriter:
         if self.events:
             values |= {f"checkpoint/{k}": v for k, v in values.pop("checkpoint", {}).items()}
             values |= {f"offload/{k}": v for k, v in values.pop("offload", {}).items()}
+            values |= {f"comm/{k}": v for k, v in values.pop("comm", {}).items()}
             values |= {f"epochs/{k}": v for k, v in values.pop("epochs", {}).items()}
             for router, report in values.pop("routing", {}).items():
                 values |= {f"{key}/{router}": value for key, value in report.items()}

@@ -242,13 +242,13 @@ class Trainer:
             checkpoint=report.metrics() if report else {},
             recompiles=self.graphs.after_step(self._say),
             offload=self._offloaded(),
+            comm=coded.metrics() if (coded := self.composition.compression) else {},
         )
 
     def _offloaded(self) -> dict[str, float]:
         """Return the bytes copied off the device and back in this step, and the seconds waited."""
-        activations = self.composition.activations
         optimizer = self.optimizer.metrics if isinstance(self.optimizer, OffloadedAdamW) else {}
-        return optimizer | (activations.metrics() if activations else {})
+        return optimizer | (a.metrics() if (a := self.composition.activations) else {})
 
     def _finite(self, step: int, loss: float, norm: float) -> bool:
         """Tell whether the step can be taken; raise TrainingError if not, unless it may be skipped."""

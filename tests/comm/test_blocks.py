@@ -1,0 +1,142 @@
+"""Codes of few bits: their error, their bytes, and what becomes of strange values."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from compose.comm.blocks import Blocks, decode_blocks, encode_blocks, rotated_blocks
+from compose.comm.feedback import Feedback
+from compose.comm.layout import Layout, Packing
+
+# Relative error of blocks of 64, 256 and 1024 elements, measured with scales of 16 bits: normal values,
+# and Student's t with 3 degrees of freedom. (Quantization noise of step^2 / 12 gives the same.)
+STATED = {
+    (8, False, "normal"): {64: 0.0059, 256: 0.0070, 1024: 0.0079},
+    (4, False, "normal"): {64: 0.108, 256: 0.126, 1024: 0.143},
+    (4, True, "normal"): {64: 0.107, 256: 0.126, 1024: 0.142},
+    (8, False, "t"): {64: 0.011, 256: 0.019, 1024: 0.032},
+    (4, False, "t"): {64: 0.163, 256: 0.248, 1024: 0.357},
+    (4, True, "t"): {64: 0.090, 256: 0.110, 1024: 0.126},
+}
+
+
+def drawn(kind: str, count: int = 2**18, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(4, count, generator=generator)
+    return normal[0] if kind == "normal" else normal[0] / (normal[1:].square().mean(0)).sqrt()
+
+
+@pytest.mark.parametrize("case", STATED, ids=str)
+def test_error_is_as_stated_and_as_expected(case: tuple[int, bool, str]) -> None:
+    bits, rotate, kind = case
+    for size, stated in STATED[case].items():
+        x = drawn(kind).view(-1, size)
+        code = Blocks(bits, size, rotate)
+        error = code.decode(code.encode(x), torch.float32) - x
+        relative = float(error.norm() / x.norm())
+        assert relative < 1.25 * stated
+        assert relative > 0.7 * stated, "more bits than were asked for"
+        expected = float((code.step(x).square().sum() * size / 12).sqrt() / x.norm())
+        # Of heavy tails in 4 bits most elements round to zero, and lose less than a random remainder.
+        sure = 0.03 if rotate or bits == 8 or kind == "normal" else 0.3
+        assert relative == pytest.approx(expected, rel=sure)
+        assert abs(float(error.mean())) < 3 * float(error.std()) / math.sqrt(error.numel())
+        width = size * bits // 8 + 2
+        assert code.encode(x).shape == (len(x), width) == (len(x), code.width(torch.float32))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_strange_blocks(bits: int) -> None:
+    code = Blocks(bits, 16, rotate=bits == 4)
+    x = torch.zeros(5, 16)
+    x[1] = 1e-30 * torch.arange(16)
+    x[2] = 1e30 * torch.arange(16)
+    x[3, 5] = torch.inf
+    x[4, 3] = torch.nan
+    back = code.decode(code.encode(x), torch.float32)
+    assert torch.equal(back[0], x[0])
+    for small_or_large in (1, 2):
+        right, found = x[small_or_large].double(), back[small_or_large].double()
+        assert (found - right).norm() < 0.2 * right.norm()
+    assert not back[3].isfinite().all(), "an overflow must be seen"
+    assert not back[4].isfinite().all()
+
+
+def test_16_bits_are_bfloat16_and_0_lose_nothing() -> None:
+    x = drawn("t", 512).view(2, 256)
+    assert torch.equal(
+        Blocks(16, 256).decode(Blocks(16, 256).encode(x), torch.float32), x.bfloat16().float()
+    )
+    wide = x.double() / 3
+    assert torch.equal(Blocks(0, 256).decode(Blocks(0, 256).encode(wide), torch.float64), wide)
+
+
+@pytest.mark.parametrize("size", [16, 32, 256, 512])
+def test_the_rotation_is_orthogonal_and_its_own_inverse(size: int) -> None:
+    whole = rotated_blocks(torch.eye(size, dtype=torch.float64))
+    assert torch.allclose(whole.abs(), torch.full_like(whole, size**-0.5))
+    torch.testing.assert_close(whole @ whole.T, torch.eye(size, dtype=torch.float64))
+    x = drawn("t", 4 * size).view(4, size).double()
+    torch.testing.assert_close(rotated_blocks(rotated_blocks(x)), x)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_operators_are_well_formed(bits: int) -> None:
+    x = drawn("normal", 512).view(2, 256)
+    torch.library.opcheck(encode_blocks, (x, bits, bits == 4))
+    torch.library.opcheck(decode_blocks, (encode_blocks(x, bits, False), bits))
+
+
+SHAPES = [(70, 67), (5,), (3, 4), (129, 40), (1,)]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("bits", [0, 4, 8, 16])
+def test_rows_come_back_with_odd_sizes(ranks: int, bits: int) -> None:
+    packing = Packing(Layout.of(SHAPES, ranks), Blocks(bits, 64, rotate=bits == 4))
+    rows = drawn("normal", ranks * packing.layout.numel).view(ranks, -1)
+    messages = packing.pack(rows)
+    assert messages.shape == (ranks, packing.bytes(rows.dtype))
+    back = torch.empty_like(rows)
+    packing.unpack(messages, back)
+    begin = 0
+    for part in packing.layout.parts:
+        place = slice(begin, begin + part.numel)
+        begin += part.numel
+        error = float((back[:, place] - rows[:, place]).norm() / rows[:, place].norm())
+        limit = {0: 0.0, 4: 0.2, 8: 0.02, 16: 0.004}[bits]
+        assert error <= (limit if part.coded else 0.0)
+    torch.testing.assert_close(packing.sum(messages, rows.dtype), back.sum(0, keepdim=True))
+    assert [part.coded for part in packing.layout.parts] == [True, False, False, True, False]
+
+
+def test_error_feedback_gives_all_of_it_in_the_end() -> None:
+    """What was sent and what is kept add up to what was to be sent, but for the rounding of 8 bits."""
+    code, feedback = Blocks(4, 256, rotate=True), Feedback()
+    asked, sent = torch.zeros(1, 2048), torch.zeros(1, 2048)
+    for step in range(20):
+        x = drawn("t", 2048, step)[None]
+        scale = 2.0 ** (step % 5)  # of the loss: the remainder is for gradients without it
+        wanted = feedback.added(x * scale, scale)
+        got = code.decode(code.encode(wanted.view(-1, 256)), torch.float32).view(1, -1)
+        feedback.keep(wanted, got, scale)
+        asked, sent = asked + x, sent + got / scale
+    left = feedback.added(torch.zeros(1, 2048), 1.0)
+    whole = float(asked.norm())
+    assert float((asked - sent - left).norm()) < 0.01 * whole
+    assert float((asked - sent).norm()) < 0.1 * whole
+
+
+def test_an_overflow_does_not_stay_in_the_remainder() -> None:
+    feedback = Feedback()
+    x = drawn("normal", 8192)[None]
+    feedback.keep(x, 0.9 * x, 1.0)
+    before = feedback.added(torch.zeros_like(x), 1.0)
+    broken = x.clone()
+    broken[0, 17] = torch.inf
+    feedback.keep(broken, 0.8 * broken, 1.0)
+    after = feedback.added(torch.zeros_like(x), 1.0)
+    assert torch.equal(after[:, :4096], before[:, :4096])
+    torch.testing.assert_close(after[:, 4096:], 0.2 * x[:, 4096:], rtol=0.02, atol=0.02)
