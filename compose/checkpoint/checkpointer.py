@@ -155,12 +155,12 @@ class Checkpointer:
                 known = load(folder, self.config, self.composition, self.group, self.optimizer)
                 self._compare_data(folder, known.data.model_dump(exclude_unset=True))
                 progress = _progress(known)
-                if self.composition.compression:
-                    self.composition.compression.begin_at(progress.step)
-                lost = coded_messages.restore(folder, self.config, self.composition, self.group)
+                self._say(f"{folder}: resumed after step {progress.step}")
+                lost = coded_messages.restore(
+                    folder, self.config, self.composition, self.group, progress.step
+                )
                 if lost:
                     self._say(lost)
-                self._say(f"{folder}: resumed after step {progress.step}")
                 if self.rank == 0 and progress.step and (changed := changes(folder, self.config)):
                     self._say(f"{folder}: goes on with {', '.join(changed)}")
                 return progress

@@ -52,7 +52,9 @@ def write(
     return store.described([path])
 
 
-def restore(folder: Path, config: Config, composition: Composition, group: dist.ProcessGroup) -> str:
+def restore(
+    folder: Path, config: Config, composition: Composition, group: dist.ProcessGroup, step: int
+) -> str:
     """Give coded messages what they kept; a collective.
 
     Args:
@@ -60,12 +62,14 @@ def restore(folder: Path, config: Config, composition: Composition, group: dist.
         config: The config of the run.
         composition: The model, composed.
         group: All ranks.
+        step: Optimizer steps that the run has taken.
 
     Returns:
         Empty; or one line, if it cannot be carried over and is dropped.
     """
     if composition.compression is None:
         return ""
+    composition.compression.begin_at(step)
     path = folder / f"{PREFIX}{group.rank():05d}.safetensors"
     state: dict[str, Tensor] | None = None
     try:

@@ -20,6 +20,8 @@ from compose.comm.options import Comm
 from compose.comm.reductions import InBlocks, Levels, Plain, Reduction
 from compose.comm.sparse import Largest
 
+ROTATED = True
+"""Whether blocks of 4 bits are rotated. Only a benchmark turns it off, to show what it is worth."""
 LOSSY = ("int4", "powersgd", "top_k")
 """The types of gradients that are for slow links; between neighbours int8 takes their place."""
 
@@ -212,7 +214,7 @@ class Units:
         return None
 
     def _blocks(self, bits: int) -> Blocks:
-        return Blocks(bits, self.comm.block, rotate=bits == 4)
+        return Blocks(bits, self.comm.block, rotate=ROTATED and bits == 4)
 
     def _replica_sum(
         self,
