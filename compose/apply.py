@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from compose.comm.blocks import compile_kernels
 from compose.comm.compression import Compression
 from compose.compiler.compilation import apply_compile
 from compose.composition.options import Options
@@ -112,6 +113,8 @@ def apply(
     levels = levels_of(mesh, comm.near, zero) if comm.compresses else None
     if comm.compresses:
         compression = Compression(comm, mesh.device_type)
+        if compile.mode != "off":
+            compile_kernels()
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
         how = Sharding(

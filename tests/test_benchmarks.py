@@ -171,6 +171,32 @@ def test_memory(techniques: list[str]) -> None:
     assert last["worst"] in [result["technique"] for result in results]
 
 
+@pytest.mark.slow
+def test_slow_links() -> None:
+    done = execute("benchmarks/slow_links.py", "--small", "--steps", "1", ranks=2)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    kinds = ["int8, int8", "int4_diff, int4", "int8, powersgd"]
+    assert [result["messages"] for result in results] == kinds
+    for result in results:
+        assert result["over_plain"] > 0
+        assert 0 < result["share_of_messages"] < 1
+
+
+def test_compression_of_runs_that_are_there(tmp_path: Path) -> None:
+    ends = {"plain": 2.0, "int8": 2.1}
+    for name, end in ends.items():
+        (tmp_path / f"{name}-seed0").mkdir()
+        rows = [json.dumps({"loss": end + 3 / step}) + "\n" for step in range(1, 11)]
+        (tmp_path / f"{name}-seed0" / "metrics.jsonl").write_text("".join(rows))
+    words = ["--steps=10", "--seeds=1", "--only", "int8", f"--runs={tmp_path}"]
+    done = execute("benchmarks/compression.py", *words)
+    assert done.returncode == 0, done.stderr
+    plain, coded = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert plain["over_plain"] == 0
+    assert coded["over_plain"] == pytest.approx(0.1 / (2.0 + (3 / 9 + 3 / 10) / 2), abs=1e-5)
+
+
 def test_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Of runs that are there already."""
     spec = importlib.util.spec_from_file_location("precision", ROOT / "benchmarks" / "precision.py")

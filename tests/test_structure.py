@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "precision": "base errors parallel plan tables",
     "profiling": "base runtime tables",
     "proof": (
-        "apply base build composition data errors legality loss operators optimizer parallel"
+        "apply base build comm composition data errors legality loss operators optimizer parallel"
         " plan precision tables train weights"
     ),
     "registry": "errors parallel plan",

@@ -10,7 +10,9 @@ The scale is bfloat16. float16 would turn the scales of gradients below 1e-6 int
 
 import functools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch import Tensor
 from compose.operators.registered import operator
 
 SCALE_BYTES = 2
+AT_ONCE = 2**18
+"""Elements that a CPU works on at once."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,12 @@ class Blocks:
         return decode_blocks(codes, self.bits)
 
     def unrotate(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Undo the rotation of (N, size) and return it in ``dtype``."""
-        rotated = self.rotate and self.bits
-        return (rotated_blocks(x) if rotated else x).to(dtype)
+        """Undo the rotation of (N, size), in place, and return it in ``dtype``."""
+        if self.rotate and self.bits:
+            matrices = _matrices(x, x.dtype)
+            for some in _pieces(x):
+                x[some] = _rotated(x[some], matrices)
+        return x.to(dtype)
 
     def step(self, x: Tensor) -> Tensor:
         """Return the distance between neighbouring values of each block, (N,), as it is sent.
@@ -100,7 +107,7 @@ class Blocks:
         if self.bits == 16:
             return x.float().abs().amax(1) * 2.0**-8
         wide = x.float()
-        return _scales(rotated_blocks(wide) if self.rotate else wide, self.bits).float()
+        return _steps(rotated_blocks(wide) if self.rotate else wide, self.bits)[:, 0]
 
 
 @operator("compose::encode_blocks")
@@ -115,25 +122,50 @@ def encode_blocks(x: Tensor, bits: int, rotate: bool) -> Tensor:
     Returns:
         (N, size bits / 8 + 2), uint8.
     """
-    wide = x.float()
-    wide = rotated_blocks(wide) if rotate else wide
-    scales = _scales(wide, bits)
-    steps = scales.float()
-    # A block of zeros has the scale 0; its codes are 0 too.
-    inverse = torch.where(steps > 0, 1 / steps, 0.0)
-    top = _top(bits)
-    codes = (wide * inverse).round_().clamp_(-top, top).to(torch.int8)
-    if bits == 4:
-        low, high = codes.view(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
-        packed = (low & 15) | (high << 4)
-    else:
-        packed = codes.view(torch.uint8)
-    return torch.cat([packed, scales.view(torch.uint8)], 1)
+    matrices, run = _matrices(x) if rotate else None, kernel(_encoded)
+    out = x.new_empty(x.shape[0], x.shape[1] * bits // 8 + SCALE_BYTES, dtype=torch.uint8)
+    for some in _pieces(x):
+        out[some] = run(x[some], bits, matrices)
+    return out
 
 
 @encode_blocks.register_fake
 def _(x: Tensor, bits: int, rotate: bool) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] * bits // 8 + SCALE_BYTES, dtype=torch.uint8)
+
+
+@operator("compose::encode_with_remainder")
+def encode_with_remainder(
+    x: Tensor, kept: Tensor, scale: float, bits: int, rotate: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the codes of blocks to which the last remainder was added, and the new remainder.
+
+    A remainder is in blocks of 8 bits, rotated like what is sent, and for gradients without a loss
+    scale. If a block is not finite, its remainder stays what it was: such a step is skipped, and it
+    must not spoil those that follow.
+
+    Args:
+        x: (N, size), of any float type.
+        kept: The last remainder, (N, size + 2), uint8.
+        scale: The loss scale of ``x``.
+        bits: 8 or 4.
+        rotate: Whether to rotate blocks first.
+
+    Returns:
+        The codes (N, size bits / 8 + 2) and the remainder (N, size + 2), uint8.
+    """
+    matrices, run = _matrices(x) if rotate else None, kernel(_encoded_with_remainder)
+    out = x.new_empty(x.shape[0], x.shape[1] * bits // 8 + SCALE_BYTES, dtype=torch.uint8)
+    left = torch.empty_like(kept)
+    for some in _pieces(x):
+        out[some], left[some] = run(x[some], kept[some], scale, bits, matrices)
+    return out, left
+
+
+@encode_with_remainder.register_fake
+def _(x: Tensor, kept: Tensor, scale: float, bits: int, rotate: bool) -> tuple[Tensor, Tensor]:
+    width = x.shape[1] * bits // 8 + SCALE_BYTES
+    return x.new_empty(x.shape[0], width, dtype=torch.uint8), torch.empty_like(kept)
 
 
 @operator("compose::decode_blocks")
@@ -147,13 +179,11 @@ def decode_blocks(codes: Tensor, bits: int) -> Tensor:
     Returns:
         (N, size), float32.
     """
-    packed, scales = codes[:, :-SCALE_BYTES], codes[:, -SCALE_BYTES:]
-    steps = numbers(scales, torch.bfloat16).float()
-    if bits == 8:
-        return packed.view(torch.int8).float().mul_(steps)
-    # Shifted left and back right, the lower four bits get their sign.
-    low, high = (packed << 4).view(torch.int8) >> 4, packed.view(torch.int8) >> 4
-    return torch.stack([low, high], -1).flatten(1).float().mul_(steps)
+    run, size = kernel(_decoded), (codes.shape[1] - SCALE_BYTES) * 8 // bits
+    out = codes.new_empty(len(codes), size, dtype=torch.float32)
+    for some in _pieces(out):
+        out[some] = run(codes[some], bits)
+    return out
 
 
 @decode_blocks.register_fake
@@ -162,16 +192,98 @@ def _(codes: Tensor, bits: int) -> Tensor:
     return codes.new_empty(codes.shape[0], width, dtype=torch.float32)
 
 
-def rotated_blocks(x: Tensor) -> Tensor:
-    """Return blocks (N, size) times the orthogonal Hadamard matrix, which is its own inverse.
+Matrices = tuple[Tensor, Tensor]
 
-    The matrix is the Kronecker product of two smaller ones. A product with each takes far fewer FLOPs.
+
+def _encoded(x: Tensor, bits: int, matrices: Matrices | None) -> Tensor:
+    return _rounded(_rotated(x.float(), matrices), bits)
+
+
+def _encoded_with_remainder(
+    x: Tensor, kept: Tensor, scale: float, bits: int, matrices: Matrices | None
+) -> tuple[Tensor, Tensor]:
+    wanted = _rotated(x.float(), matrices) + _decoded(kept, 8) * scale
+    codes = _rounded(wanted, bits)
+    lost = (wanted - _decoded(codes, bits)) / scale
+    # A value that is not finite makes its block's largest magnitude so too.
+    finite = lost.abs().amax(1, keepdim=True).isfinite()
+    return codes, torch.where(finite, _rounded(torch.where(finite, lost, 0.0), 8), kept)
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+    """Return the codes of blocks (N, size), float32."""
+    steps = _steps(x, bits)
+    # A block of zeros has the scale 0; its codes are 0 too.
+    inverse = torch.where(steps > 0, 1 / steps, 0.0)
+    top = _top(bits)
+    codes = (x * inverse).round().clamp(-top, top).to(torch.int8)
+    if bits == 4:
+        # The first half of a block is in the lower bits.
+        low, high = codes.view(torch.uint8).chunk(2, 1)
+        packed = (low & 15) | (high << 4)
+    else:
+        packed = codes.view(torch.uint8)
+    return torch.cat([packed, steps.view(torch.uint8)[:, -SCALE_BYTES:]], 1)
+
+
+def _decoded(codes: Tensor, bits: int) -> Tensor:
+    packed, scales = codes[:, :-SCALE_BYTES], codes[:, -SCALE_BYTES:]
+    # Two bytes of bfloat16 are the upper half of a float32's four.
+    low, high = scales.to(torch.int32).unbind(1)
+    steps = (low << 16 | high << 24).view(torch.float32)[:, None]
+    if bits == 8:
+        return packed.view(torch.int8).float() * steps
+    # Shifted left and back right, the lower four bits get their sign.
+    low, high = (packed << 4).view(torch.int8) >> 4, packed.view(torch.int8) >> 4
+    return torch.cat([low, high], 1).float() * steps
+
+
+def _pieces(x: Tensor) -> Iterator[slice]:
+    """Yield blocks of (N, size), as many at a time as stay in the caches of a CPU."""
+    many = max(1, AT_ONCE // x.shape[1]) if x.device.type == "cpu" else max(1, len(x))
+    for start in range(0, len(x), many):
+        yield slice(start, start + many)
+
+
+_COMPILED: dict[Any, Callable[..., Any]] = {}
+_COMPILES = False
+
+
+def compile_kernels() -> None:
+    """Let torch.compile make one kernel of each operator here, in this process."""
+    global _COMPILES
+    _COMPILES = True
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, compiled if :func:`compile_kernels` was called."""
+    if not _COMPILES:
+        return function
+    if function not in _COMPILED:
+        _COMPILED[function] = torch.compile(function, dynamic=True)
+    return _COMPILED[function]
+
+
+def rotated_blocks(x: Tensor) -> Tensor:
+    """Return blocks (N, size) times the orthogonal Hadamard matrix, which is its own inverse."""
+    return _rotated(x, _matrices(x, x.dtype))
+
+
+def _rotated(x: Tensor, matrices: Matrices | None) -> Tensor:
+    if matrices is None:
+        return x
+    left, right = matrices
+    return (left @ (x.unflatten(1, (len(left), len(right))) @ right)).flatten(1)
+
+
+def _matrices(x: Tensor, dtype: torch.dtype = torch.float32) -> Matrices:
+    """Return two Hadamard matrices, whose Kronecker product is that of blocks ``x``.
+
+    A product with each takes far fewer FLOPs than one with the whole.
     """
     size = x.shape[1]
     few = 1 << (size.bit_length() - 1) // 2
-    cut = x.unflatten(1, (few, size // few))
-    right = cut @ _hadamard(size // few, x.dtype, x.device)
-    return (_hadamard(few, x.dtype, x.device) @ right).flatten(1)
+    return _hadamard(few, dtype, x.device), _hadamard(size // few, dtype, x.device)
 
 
 @functools.cache
@@ -195,6 +307,12 @@ def _top(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
-def _scales(x: Tensor, bits: int) -> Tensor:
-    """Return the scale of each block, (N, 1), bfloat16."""
-    return (x.abs().amax(1, keepdim=True) / _top(bits)).to(torch.bfloat16)
+def _steps(x: Tensor, bits: int) -> Tensor:
+    """Return the scale of each block, (N, 1): float32 whose lower 16 bits are zero, as in bfloat16.
+
+    It is rounded by integers. Inductor would leave out a cast to bfloat16 and back, and codes would not
+    fit the scale that is sent.
+    """
+    exact = x.abs().amax(1, keepdim=True) / _top(bits)
+    rounded = ((exact.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    return torch.where(exact.isfinite(), rounded, exact)

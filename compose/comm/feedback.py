@@ -7,10 +7,39 @@ It is that of Seide et al. 2014 ("1-bit stochastic gradient descent") and Karimi
 import torch
 from torch import Tensor
 
-from compose.comm.blocks import Blocks
+from compose.comm.blocks import SCALE_BYTES, Blocks, decode_blocks, encode_with_remainder
 
 KEPT = Blocks(8, 4096)
 """The code in which remainders are kept: 1 byte for an element."""
+
+
+class BlockFeedback:
+    """The remainder of blocks, as :func:`encode_with_remainder` has it."""
+
+    def __init__(self) -> None:
+        self.codes: Tensor | None = None
+
+    def encode(self, code: Blocks, scale: float, x: Tensor) -> Tensor:
+        """Return the codes of blocks with the remainder, and keep the new one.
+
+        Args:
+            code: The form of the codes, of 8 or 4 bits.
+            scale: The loss scale of ``x``.
+            x: (N, size).
+
+        Returns:
+            (N, width).
+        """
+        if self.codes is None:
+            self.codes = x.new_zeros(len(x), code.size + SCALE_BYTES, dtype=torch.uint8)
+        found, self.codes = encode_with_remainder(x, self.codes, scale, code.bits, code.rotate)
+        return found
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of the remainder, a scalar."""
+        if self.codes is None:
+            return torch.zeros(())
+        return torch.linalg.vector_norm(decode_blocks(self.codes, 8))
 
 
 class Feedback:

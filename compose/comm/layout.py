@@ -6,7 +6,7 @@ of such a tensor into messages: the blocks of all coded parameters, then the oth
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,17 +84,18 @@ class Packing:
         plain = sum(part.numel for part in self.layout.parts if not part.coded)
         return self._blocks * self.code.width(dtype) + plain * dtype.itemsize
 
-    def pack(self, rows: Tensor) -> Tensor:
+    def pack(self, rows: Tensor, encode: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return messages.
 
         Args:
             rows: (R, S).
+            encode: Makes the codes (N, width) of blocks (N, size); None: ``code.encode``.
 
         Returns:
             (R, bytes), uint8.
         """
         blocks, plain = self.cut(rows)
-        codes = self.code.encode(blocks.flatten(0, 1)).view(len(rows), -1)
+        codes = (encode or self.code.encode)(blocks.flatten(0, 1)).view(len(rows), -1)
         return torch.cat([codes, plain.contiguous().view(torch.uint8).view(len(rows), -1)], 1)
 
     def unpack(self, messages: Tensor, out: Tensor) -> None:

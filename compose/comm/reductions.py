@@ -5,6 +5,7 @@ the ranks' rows for this rank, (S,), in float32 or wider. Nothing is summed in a
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from compose.base.torch_versions import REDUCE_SCATTER
 from compose.comm.account import Account
 from compose.comm.blocks import Blocks
 from compose.comm.exchange import Traffic, exchanged
-from compose.comm.feedback import Feedback
+from compose.comm.feedback import BlockFeedback
 from compose.comm.layout import Layout, Packing
 
 
@@ -99,7 +100,7 @@ class InBlocks:
         self.packing = Packing(layout, code)
         self.near_packing = Packing(layout, near_code or code)
         self.traffic, self.levels = traffic, levels
-        self.feedback = Feedback() if feedback else None
+        self.feedback = BlockFeedback() if feedback else None
 
     def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         """Return the sum, as :class:`Reduction` says."""
@@ -121,18 +122,15 @@ class InBlocks:
         return self._sum(torch.cat(sums), far, scale, 1)
 
     def _sum(self, rows: Tensor, group: dist.ProcessGroup, scale: float, near: int) -> Tensor:
-        wanted = rows
+        encode = self.packing.code.encode
         if self.feedback:
-            wanted = self.feedback.added(rows, scale)
-        messages = self.packing.pack(wanted)
-        if self.feedback or self.account.open:
-            sent = torch.empty_like(wanted)
+            encode = partial(self.feedback.encode, self.packing.code, scale)
+        messages = self.packing.pack(rows, encode)
+        if self.account.open:
+            sent = torch.empty_like(rows)
             self.packing.unpack(messages, sent)
-            if self.feedback:
-                self.feedback.keep(wanted, sent, scale)
-            if self.account.open:
-                self.account.lost(rows - sent, [group])
-                self.account.expect(self.packing, wanted)
+            self.account.lost(rows - sent, [group])
+            self.account.expect(self.packing, rows)
         self.traffic.count("gradients", messages.shape[1], group.size(), near or None)
         return self.packing.sum(exchanged(messages, group), rows.dtype)[0]
 

@@ -24,6 +24,7 @@ from compose.legality.job import Job
 from compose.optimizer.rules import parameter_rules
 from compose.parallel.mesh import AXES, init_mesh
 from compose.parallel.secondary_shards import secondary_experts
+from compose.planning.sent_bytes import sent_bytes
 from compose.precision.float8 import select_layers
 
 
@@ -49,6 +50,8 @@ def describe(job: Job) -> None:
     print(_mesh_line(job), "", "plan", str(job.plan), sep="\n")
     print("", *_table([p for stage in placed for p in stage], pp), sep="\n")
     print("", *_summary(placed, job), sep="\n")
+    if job.config.comm.compresses:
+        print("", *_messages(job), sep="\n")
 
 
 def _stage(job: Job, rank: int) -> list[Placed]:
@@ -96,6 +99,28 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
         held = local.numel() * parameter.itemsize
         result.append(Placed(name, stage, shapes[0], by_axis, shapes[1], whole, held))
     return result
+
+
+def _messages(job: Job) -> list[str]:
+    """Return the bytes that the rank sends which sends most, of the first ranks of stages."""
+    pp = job.degrees.pp
+    ranks = [sent_bytes(job, rank * job.world_size // pp) for rank in range(pp)]
+    most = max(ranks, key=lambda sent: sum(sent.values()))
+    comm = job.config.comm
+    coded = [
+        f"{name} {getattr(comm, name)}"
+        for name in ("weights", "gradients")
+        if getattr(comm, name) != "off"
+    ]
+    lines = [f"bytes that a rank sends in a step ({', '.join(coded)}):"]
+    for purpose in ("weights", "gradients"):
+        levels = {level: size for (what, level), size in most.items() if what == purpose}
+        if plain := levels.pop("plain", 0):
+            shown = ", ".join(f"{size:,} to {level} ranks" for level, size in sorted(levels.items()))
+            lines.append(
+                f"  {purpose:<20}{shown}; plain {plain:,} ({sum(levels.values()) / plain:.3f})"
+            )
+    return lines
 
 
 def _mesh_line(job: Job) -> str:

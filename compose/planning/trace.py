@@ -94,7 +94,7 @@ def trace(played: Played) -> Traced:
         recorder.note(_state(optimizer), "optimizer")
         passed = slots(optimizer, device_type, config.optimizer.offload == "nvme")
         recorder.note(passed, "optimizer")
-        batch = _batch(job, micro_batches, played.documents)
+        batch = step_batch(job, micro_batches, played.documents)
         recorder.note(batch.values(), "activations")
         _try_stream(composition, batch, config.train.micro_batch, device_type)
         if not micro_batches:
@@ -117,7 +117,17 @@ def trace(played: Played) -> Traced:
     return Traced(recorder.record_of, sent)
 
 
-def _batch(job: Job, micro_batches: int, documents: bool) -> dict[str, Tensor]:
+def step_batch(job: Job, micro_batches: int, documents: bool = True) -> dict[str, Tensor]:
+    """Return a rank's batch on meta.
+
+    Args:
+        job: The checked job.
+        micro_batches: How many micro-batches it holds.
+        documents: Whether it tells where documents begin.
+
+    Returns:
+        The tensors by name.
+    """
     shape = (max(1, micro_batches) * job.config.train.micro_batch, job.config.train.seq_len)
     names = ("tokens", "targets", *(("positions", "document_ids") if documents else ()))
     return {name: torch.zeros(shape, dtype=torch.int64, device="meta") for name in names}

@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.comm.blocks import Blocks, decode_blocks, encode_blocks, rotated_blocks
-from compose.comm.feedback import Feedback
+from compose.comm import blocks
+from compose.comm.blocks import (
+    Blocks,
+    decode_blocks,
+    encode_blocks,
+    encode_with_remainder,
+    rotated_blocks,
+)
+from compose.comm.feedback import BlockFeedback, Feedback
 from compose.comm.layout import Layout, Packing
 
 # Relative error of blocks of 64, 256 and 1024 elements, measured with scales of 16 bits: normal values,
@@ -87,6 +94,8 @@ def test_operators_are_well_formed(bits: int) -> None:
     x = drawn("normal", 512).view(2, 256)
     torch.library.opcheck(encode_blocks, (x, bits, bits == 4))
     torch.library.opcheck(decode_blocks, (encode_blocks(x, bits, False), bits))
+    kept = encode_blocks(x, 8, False)
+    torch.library.opcheck(encode_with_remainder, (x, kept, 2.0, bits, bits == 4))
 
 
 SHAPES = [(70, 67), (5,), (3, 4), (129, 40), (1,)]
@@ -127,6 +136,42 @@ def test_error_feedback_gives_all_of_it_in_the_end() -> None:
     whole = float(asked.norm())
     assert float((asked - sent - left).norm()) < 0.01 * whole
     assert float((asked - sent).norm()) < 0.1 * whole
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_feedback_of_blocks_gives_all_of_it_in_the_end(bits: int) -> None:
+    code, feedback = Blocks(bits, 256, rotate=bits == 4), BlockFeedback()
+    asked, sent = torch.zeros(8, 256), torch.zeros(8, 256)
+    for step in range(20):
+        x, scale = drawn("t", 2048, step).view(8, 256), 2.0 ** (step % 5)
+        got = code.decode(feedback.encode(code, scale, x * scale), torch.float32)
+        asked, sent = asked + x, sent + got / scale
+    assert float((asked - sent).norm()) == pytest.approx(float(feedback.norm()), rel=0.1)
+    assert float((asked - sent).norm()) < 0.05 * float(asked.norm())
+    # A block that is not finite keeps its remainder, and the others get theirs.
+    assert feedback.codes is not None
+    before = feedback.codes.clone()
+    broken = drawn("t", 2048, 30).view(8, 256)
+    broken[3, 7] = torch.inf
+    assert not code.decode(feedback.encode(code, 1.0, broken), torch.float32)[3].isfinite().all()
+    assert torch.equal(feedback.codes[3], before[3])
+    assert not torch.equal(feedback.codes[2], before[2])
+
+
+@pytest.mark.slow
+def test_compiled_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = drawn("t", 2**16).view(-1, 256)
+    kept = encode_blocks(0.1 * drawn("t", 2**16, 1).view(-1, 256), 8, False)
+
+    def found() -> list[Tensor]:
+        codes, left = encode_with_remainder(x, kept, 2.0, 4, True)
+        made = [encode_blocks(x, 4, True), encode_blocks(x, 8, False), codes, left]
+        return [*made, decode_blocks(codes, 4), decode_blocks(left, 8)]
+
+    plain = found()
+    monkeypatch.setattr(blocks, "_COMPILES", True)
+    for one, other in zip(plain, found(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_an_overflow_does_not_stay_in_the_remainder() -> None:

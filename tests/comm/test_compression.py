@@ -158,9 +158,9 @@ FAULTS: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "feedback added twice": (
         "zero 3 uneven, int4",
-        "compose.comm.feedback:Feedback.added",
-        "x + kept * scale",
-        "x + 2 * kept * scale",
+        "compose.comm.blocks:_encoded_with_remainder",
+        "_decoded(kept, 8) * scale",
+        "2 * _decoded(kept, 8) * scale",
         "lost of gradients",
     ),
     "a stale base": (

@@ -42,7 +42,7 @@ CONTEXT = [
     Row(
         "gradients are those of a rank's part",
         CP,
-        "compose.parallel.data_parallel:_data_mesh",
+        "compose.parallel.data_parallel:_data_meshes",
         '["dp_replicate"], ["dp_shard", "cp"]',
         '["dp_replicate"], ["dp_shard"]',
         "gradient",
