@@ -91,7 +91,7 @@ def made(shape: dict[str, int], comm: Comm) -> Composition:
     parallel = Parallel(dp_shard=ranks)
     mesh = init_mesh(parallel)
     with torch.device("meta"):
-        model = folder.Model(config)
+        model: Any = folder.Model(config)
     composition = apply(model, folder.plan(config, parallel), mesh, Options(parallel, comm=comm))
     init_weights(composition, model.init_parameter, 0, torch.device("cpu"))
     return composition

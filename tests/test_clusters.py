@@ -31,7 +31,17 @@ from compose.planning.costs import (
     product_seconds,
 )
 
-NAMES = ["a100_40gb", "a100_80gb", "b200", "cpu", "h100_sxm", "h200", "rtx4090"]
+NAMES = [
+    "a100_40gb",
+    "a100_80gb",
+    "b200",
+    "cpu",
+    "ethernet_25g",
+    "h100_sxm",
+    "h200",
+    "internet_1g",
+    "rtx4090",
+]
 H100 = (FOLDER / "h100_sxm.toml").read_text()
 SIZES = [0, 1, 1e3, 1e4, 3e5, 1e6, 2e7, 1e9, 1e10]
 
@@ -81,7 +91,7 @@ def test_unknown_cluster() -> None:
         load_cluster("h100")
     assert str(error.value) == (
         "--cluster: unknown cluster 'h100'; did you mean h100_sxm? (known: a100_40gb, a100_80gb, b200,"
-        " cpu, h100_sxm, h200, rtx4090; or the path of a .toml file)"
+        " cpu, ethernet_25g, h100_sxm, h200, internet_1g, rtx4090; or the path of a .toml file)"
     )
 
 

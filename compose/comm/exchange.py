@@ -1,5 +1,6 @@
 """Messages between ranks as bytes, and the count of what this rank sends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -7,6 +8,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.base.torch_versions import ALL_GATHER
+
+
+class OwnMemory:
+    """The part that custom messages of FSDP have in common: the memory that they fill."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an empty tensor, as FSDP's own does.
+
+        Args:
+            size: The shape.
+            dtype: The type.
+            device: The device.
+
+        Returns:
+            The tensor.
+        """
+        return torch.empty(*size, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,18 @@ A rank computes with the weights that the others received, so all of them comput
 Master weights stay exact.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from compose.comm.account import Account
 from compose.comm.blocks import Blocks
-from compose.comm.exchange import Traffic, gathered
+from compose.comm.exchange import OwnMemory, Traffic, gathered
 from compose.comm.layout import Layout, Packing
 from compose.comm.reductions import Levels
 
 
-class CodedGather:
+class CodedGather(OwnMemory):
     """The all-gather of one unit in blocks of 8 bits.
 
     It is qwZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209).
@@ -25,19 +23,6 @@ class CodedGather:
 
     def __init__(self, layout: Layout, code: Blocks, traffic: Traffic) -> None:
         self.packing, self.traffic, self.account = Packing(layout, code), traffic, Account()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an empty tensor, as FSDP's own does.
-
-        Args:
-            size: The shape.
-            dtype: The type.
-            device: The device.
-
-        Returns:
-            The tensor.
-        """
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -1,10 +1,9 @@
 """What sends the weights and gradients of FSDP's units, and of models that FSDP does not cut."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -12,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from compose.comm.account import Account
 from compose.comm.all_reduce import CodedSum, PlainSum
 from compose.comm.blocks import Blocks
-from compose.comm.exchange import Traffic
+from compose.comm.exchange import OwnMemory, Traffic
 from compose.comm.gathers import CodedGather, DifferenceGather
 from compose.comm.layout import Layout
 from compose.comm.low_rank import LowRank
@@ -247,7 +246,7 @@ class Units:
         return InBlocks(layout, code, traffic, feedback, levels, near)
 
 
-class ShardSum:
+class ShardSum(OwnMemory):
     """The reduce-scatter of one unit, for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __init__(
@@ -255,19 +254,6 @@ class ShardSum:
     ) -> None:
         self.chosen, self.plain, self.moment, self.start_step = chosen, plain, moment, start_step
         self.numel = numel
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an empty tensor, as FSDP's own does.
-
-        Args:
-            size: The shape.
-            dtype: The type.
-            device: The device.
-
-        Returns:
-            The tensor.
-        """
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

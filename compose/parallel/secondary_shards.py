@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.base.torch_versions import ALL_GATHER
+from compose.comm.exchange import OwnMemory
 from compose.errors import ConfigError
 from compose.parallel.mesh import axis_size
 
 
-class SecondaryGather:
+class SecondaryGather(OwnMemory):
     """The all-gather of one unit, for ``FSDPModule.set_custom_all_gather``; ``near`` is the group of N.
 
     Outside of :func:`secondary_shards` it does what FSDP's own does.
@@ -38,19 +38,6 @@ class SecondaryGather:
         self.near, self.first = near, first
         self.keeping = False
         self.kept: Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an empty tensor, as FSDP's own does.
-
-        Args:
-            size: The shape.
-            dtype: The type.
-            device: The device.
-
-        Returns:
-            The tensor.
-        """
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -99,6 +99,13 @@ def trace(played: Played) -> Traced:
         _try_stream(composition, batch, config.train.micro_batch, device_type)
         if not micro_batches:
             return Traced(recorder.record_of, sent)
+        if composition.compression:
+            # A first step has no remainders yet, and no bases of differences.
+            with _few(job, micro_batches), OnMeta(kernels=device_type):
+                size, loss = config.train.micro_batch, loss_function(config)
+                forward_backward(composition, batch, micro_batch=size, loss_function=loss)
+                optimizer.zero_grad()
+            recorder.note(composition.compression.state().values(), "communication")
         marks = _marks(recorder, composition, resolved)
         order = _few(job, micro_batches)
         with marks, order, OnMeta(kernels=device_type, on_host=recorder.on_host), recorder:
