@@ -36,9 +36,11 @@ class CodedMessages:
     def __init__(self, composition: Composition) -> None:
         self.composition = composition
         self.replicas = axis_size(composition.mesh, "dp_replicate")
+        self.label = ""
 
-    def begin(self) -> None:
-        """Open the accounts of a step."""
+    def begin(self, step: int) -> None:
+        """Open the accounts of a step, which is the first if ``step`` is 0."""
+        self.label = f" {step + 1}" if step else ""
         self._compression.open_accounts()
 
     def received(self) -> dict[str, Tensor]:
@@ -176,13 +178,22 @@ def compare_coded(
             messages.expected(weights=False),
         ),
     ):
+        sizes = _greatest({name: float(whole[name].double().norm()) for name in lost})
         for name, parameter in model.named_parameters():
-            limit = allowed(expected.get(name, 0.0), parameter.numel())
-            size = float(whole[name].double().norm()) if name in lost else 0.0
-            error = float(lost[name].norm()) / size if size else None
-            if name in expected:
-                comparison.value(quantity, name, error, limit / size if size else 0.0)
+            size = sizes.get(name, 0.0)
+            if name in expected and size:
+                limit = allowed(expected[name], parameter.numel())
+                error = float(lost[name].norm()) / size if name in lost else None
+                comparison.value(f"{quantity}{messages.label}", name, error, limit / size)
     return Coded(_shared(received), _shared(gradients))
+
+
+def _greatest(own: Mapping[str, float]) -> dict[str, float]:
+    """Return the greatest value of all ranks by name; a collective."""
+    everyone: list[Mapping[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    names = {name for one in everyone for name in one}
+    return {name: max(one.get(name, 0.0) for one in everyone) for name in names}
 
 
 def _shared(held: Mapping[str, Tensor]) -> dict[str, Tensor]:

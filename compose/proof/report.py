@@ -272,11 +272,11 @@ class Comparison:
             quantity: What it is.
             name: The name of the parameter.
             error: The error; None if this rank does not hold it.
-            tolerance: The allowed error; only the first rank with an error may differ from others.
+            tolerance: The allowed error, the same on every rank.
         """
-        self.compared.append(Row(self.prefix + quantity, name, 0.0, 1.0, 0))
+        self.compared.append(Row(self.prefix + quantity, name, 0.0, tolerance, 0))
         self.own.append(0.0)
-        self.errors.append(_NOT_HELD if error is None else error / tolerance if tolerance else error)
+        self.errors.append(_NOT_HELD if error is None else error)
 
     def rounding(self, values: Sequence[Tensor], shape: torch.Size, expected: Expected | None) -> None:
         """Note how far a gradient is from float64, for :meth:`same_rounding`; a collective.

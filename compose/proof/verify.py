@@ -248,7 +248,7 @@ def compare(
     for step, batch in enumerate(batches):
         share = {name: _slice(value, index, count) for name, value in batch.items()}
         if messages:
-            messages.begin()
+            messages.begin(step)
         with watch(composed) as recorder:
             loss = forward_backward(
                 composition,

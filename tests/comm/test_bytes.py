@@ -9,7 +9,7 @@ from compose.data import random_batch
 from compose.parallel.mesh import batch_share
 from compose.planning.sent_bytes import sent_bytes
 from compose.train.step import forward_backward
-from tests.comm.test_compression import EXPERTS, Keys, comm, given
+from tests.comm.cases import EXPERTS, Keys, comm, given
 from tests.helpers import make_job, tier
 from tests.pool import Pool, make_mesh
 

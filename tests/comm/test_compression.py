@@ -15,28 +15,11 @@ from compose.legality.job import Job
 from compose.parallel.mesh import batch_share
 from compose.proof.report import Report
 from compose.proof.verify import whole
+from tests.comm.cases import EXPERTS, INT4, INT8, Keys, comm, given
 from tests.helpers import agreed, make_config, make_job, prove_case, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
-Keys = dict[str, object]
-SMALL: Keys = {
-    "train__global_batch": 8,
-    "train__micro_batch": 1,
-    "train__seq_len": 32,
-    "model__dim": 64,
-    "model__hidden_dim": 190,
-    "model__n_layers": 2,
-}
-EXPERTS: Keys = {"model__name": "deepseek_v3", "model__preset": "debug"}
-
-
-def comm(gradients: str = "off", weights: str = "off", **more: object) -> Keys:
-    keys = {"gradients": gradients, "weights": weights, **more}
-    return {f"comm__{key}": value for key, value in keys.items()}
-
-
-INT8, INT4 = comm("int8", "int8"), comm("int4", "int4_diff")
 CASES: dict[str, tuple[int, Keys]] = {
     "zero 3, int8": (4, {"parallel__dp_shard": 4, **INT8}),
     "zero 3 uneven, int4": (3, {"parallel__dp_shard": 3, "train__global_batch": 6, **INT4}),
@@ -107,11 +90,6 @@ CASES: dict[str, tuple[int, Keys]] = {
 }
 IN_THE_SUITE = ("zero 3 uneven, int4", "ddp, top_k", "hsdp zero 1, powersgd")
 SLOW = ("zero 3, int8", "near 2, int4", "experts, hsdp, int4", "tied over a V, int4", "float16, int4")
-
-
-def given(keys: Keys) -> Keys:
-    shape = {k: v for k, v in SMALL.items() if not ("model__name" in keys and k.startswith("model__"))}
-    return shape | keys
 
 
 @pytest.mark.parametrize(
