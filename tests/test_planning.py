@@ -355,6 +355,7 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == "command line: plan: --against needs --cluster, on which the run was made\n"
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_by_how_much() -> None:
     shape = ["--model.preset=70b", "--train.seq_len=4096", "--train.micro_batch=1"]
     fixed = ["--activation_checkpoint.mode=full", "--parallel.offload=none", "--parallel.tp=1"]

@@ -167,7 +167,8 @@ def compare_coded(
     for quantity, lost, whole, expected in (
         (
             "lost of weights",
-            {name: value.double() - weights[name].double() for name, value in received.items()},
+            # A plain weight travels in the type of the computation.
+            {n: value.double() - weights[n].to(value.dtype).double() for n, value in received.items()},
             weights,
             messages.expected(weights=True),
         ),

@@ -36,6 +36,7 @@ def test_goes_on_bitwise(pool: Pool, tmp_path: Path, name: str) -> None:
     assert one == other
 
 
+@pytest.mark.slow
 def test_another_mesh_drops_it_and_says_so(pool: Pool, tmp_path: Path) -> None:
     train_on(pool, tmp_path, WIDE | INT4, {"parallel__dp_shard": 2}, 2)
     mesh: Keys = {"parallel__dp_shard": 2, "parallel__tp": 2}
