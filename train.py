@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> None:
     if command.dry_run:
         describe(command.job)
         return
-    with process_group(command.config) as device:
+    with process_group(command.config, command.job.islands) as device:
         mesh = init_mesh(command.config.parallel, device.type)
         Trainer(command.job, mesh, device, command.data).run()
 

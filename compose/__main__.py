@@ -20,7 +20,10 @@ from compose.errors import ConfigError, did_you_mean
 from compose.parallel.mesh import AXES, init_mesh
 from compose.pipeline import timeline
 from compose.pipeline.schedules import build_table
+from compose.proof.outer_loop import prove_outer_loop
 from compose.proof.prove import prove
+from compose.proof.report import joined
+from compose.runtime.islands import current, speaks
 from compose.runtime.processes import process_group
 from compose.toml import load
 
@@ -28,10 +31,17 @@ from compose.toml import load
 def _verify(arguments: Sequence[str]) -> int:
     """Prove that the composition equals one process: torchrun -m compose verify FILE.toml."""
     job = parse(arguments, program="python -m compose verify").job
-    with process_group(job.config) as device:
-        report = prove(job, init_mesh(job.degrees, device.type), device)
+    with process_group(job.config, job.islands) as device:
+        mesh = init_mesh(job.degrees, device.type)
+        reports = [prove(job, mesh, device)]
+        if job.islands > 1:
+            reports.append(prove_outer_loop(job, mesh, device))
+        report = joined(reports)
         if dist.get_rank() == 0:
-            print(report, flush=True)
+            verdicts = current().everyone("verify", "" if report.ok else str(report))
+            wrong = [f"island {i}: {text}" for i, text in enumerate(verdicts) if text]
+            if speaks():
+                print("\n".join(wrong) or report, flush=True)
     return 0 if report.ok else 1
 
 

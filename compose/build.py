@@ -27,6 +27,7 @@ from compose.optimizer.offload import OffloadedAdamW
 from compose.optimizer.rules import ParameterRule, parameter_rules
 from compose.optimizer.scratch import remove_left
 from compose.registry import InitialisedModel
+from compose.runtime.islands import current
 from compose.weights import init_weights, materialize
 
 _NOWHERE = "compose-offload-"  # prefix of temporary folders for files, without a run
@@ -191,6 +192,8 @@ def _scratch(config: Config, folder: Path | None) -> Path:
         remove_left(Path(tempfile.gettempdir()).glob(f"{_NOWHERE}*"))
         return Path(tempfile.mkdtemp(prefix=_NOWHERE))
     base = Path(given) if given else Path(run or "") / "offload"
+    if current().count > 1:
+        base = base / f"island-{current().index}"
     if not given and base.is_symlink():  # a run writes outside its folder only if told to
         raise ConfigError(
             f"optimizer.offload_dir: {base} is a link; give optimizer.offload_dir = where it leads"

@@ -15,6 +15,7 @@ from compose.composition.options import Options
 from compose.data.options import Data
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.optimizer.options import Optimizer
+from compose.outer.options import Outer
 from compose.parallel.mesh import Parallel
 from compose.precision.options import Precision
 from compose.profiling.options import Profile
@@ -31,6 +32,7 @@ __all__ = [
     "Metrics",
     "Model",
     "Optimizer",
+    "Outer",
     "Parallel",
     "Precision",
     "Profile",
@@ -67,6 +69,7 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
     comm: Comm = field(default_factory=Comm)
+    outer: Outer = field(default_factory=Outer)
     source: str = "train.toml"  # the file's name; every message about a key begins with it
 
     @property

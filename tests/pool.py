@@ -18,6 +18,7 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from compose import Parallel, init_mesh
+from compose.runtime.islands import divide
 from tests.forks import forks
 
 TIMEOUT = timedelta(seconds=120)
@@ -32,10 +33,13 @@ class Pool:
         self.store: dist.TCPStore | None = None
         self.workers: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, islands: int = 1
+    ) -> list[Any]:
         """What ``function(*args)`` returned on each rank. Raises what the first rank to fail raised.
 
-        ``function`` is a module's own, and what it takes and returns can be pickled.
+        ``function`` is a module's own, and what it takes and returns can be pickled. With ``islands``
+        the ranks are those of so many process groups of equal size.
         """
         if self._crowded():
             self.close()
@@ -43,7 +47,7 @@ class Pool:
             self._start()
         self.jobs += 1
         for rank in range(world_size):
-            self.workers[rank][1].send((self.jobs, function, rank, world_size, args))
+            self.workers[rank][1].send((self.jobs, function, rank, world_size, args, islands))
         results: list[Any] = []
         for rank in range(world_size):
             connection = self.workers[rank][1]
@@ -99,15 +103,17 @@ def _worker(connection: Connection, port: int) -> None:
     gc.freeze()  # so that a collection looks at what tests have made alone
     while True:
         try:
-            job, function, rank, world_size, args = connection.recv()
+            job, function, rank, world_size, args, islands = connection.recv()
         except EOFError:
             return
         # What hangs says where, on each rank's standard error, before the pool gives up on it.
         faulthandler.dump_traceback_later(TIMEOUT.total_seconds() + 30)
         try:
+            everyone = dist.PrefixStore(f"job{job}", store)
+            own, rank, world_size = divide(everyone, rank, world_size, islands)
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore(f"job{job}", store),
+                store=own,
                 rank=rank,
                 world_size=world_size,
                 timeout=TIMEOUT,

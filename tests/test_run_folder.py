@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from compose.build import build, build_optimizer
 from compose.checkpoint import store
-from compose.checkpoint.checkpointer import Checkpointer, Progress, changes
+from compose.checkpoint.changes import changes
+from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.local_shards import LocalShard
 from compose.checkpoint.state import named_tensors, staged
 from compose.commands.cli import _run_dir

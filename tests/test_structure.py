@@ -30,8 +30,12 @@ MAY_IMPORT = {
     "__main__": "commands errors legality parallel pipeline proof runtime toml",
     "apply": "comm compiler composition errors loss memory parallel pipeline plan precision tables",
     "base": "errors",
-    "build": "apply composition config errors huggingface legality loss optimizer registry weights",
-    "checkpoint": ("base composition config errors optimizer precision registry runtime toml weights"),
+    "build": (
+        "apply composition config errors huggingface legality loss optimizer registry runtime weights"
+    ),
+    "checkpoint": (
+        "base composition config errors optimizer outer precision registry runtime toml weights"
+    ),
     "commands": (
         "apply base build checkpoint composition config data errors huggingface legality"
         " optimizer parallel planning precision registry runtime toml train weights"
@@ -51,6 +55,7 @@ MAY_IMPORT = {
     "operators": "base errors",
     "optimizer": "base errors loss parallel plan tables weights",
     "parallel": "base comm errors operators",
+    "outer": "base comm composition operators runtime tables weights",
     "pipeline": "base errors loss parallel plan",
     "plan": "base errors parallel",
     "planning": (
@@ -61,7 +66,7 @@ MAY_IMPORT = {
     "profiling": "base runtime tables",
     "proof": (
         "apply base build comm composition data errors legality loss operators optimizer parallel"
-        " plan precision tables train weights"
+        " outer plan precision runtime tables train weights"
     ),
     "registry": "errors parallel plan",
     "runtime": "base config errors parallel tables",
@@ -69,7 +74,7 @@ MAY_IMPORT = {
     "toml": "base config errors registry",
     "train": (
         "base build checkpoint compiler composition config data errors legality loss"
-        " operators optimizer parallel precision profiling runtime tables toml"
+        " operators optimizer outer parallel precision profiling runtime tables toml"
     ),
     "weights": "base composition errors",
 }
@@ -254,7 +259,6 @@ def _start(words: list[str]) -> Counter[str]:
     with (
         mock.patch("compose.legality.job.find_model", find),
         mock.patch("compose.legality.job.resolve", resolve),
-        mock.patch("compose.legality.table.resolve", resolve),
         mock.patch.dict(vars(sys.modules["compose.apply"]), {"resolve": resolve}),
         mock.patch.object(datasets, "open_samples", samples),
     ):

@@ -163,7 +163,7 @@ def _asked(rank: int) -> signal.Signals | None:
     signals = Signals(torch.device("cpu"))
     if dist.get_rank() == rank:
         signals._note(signal.SIGTERM, None)
-    return signals.asked()
+    return signals.asked(1)
 
 
 def test_a_signal_to_one_rank_is_all_ranks(pool: Pool) -> None:

@@ -22,34 +22,23 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from compose.base.fields import toml_value
-from compose.base.own_files import open_own, write_whole
+from compose.base.own_files import write_whole
 from compose.checkpoint import coded_messages, store
-from compose.checkpoint.loading import cause_of, damage, load, model_fields
+from compose.checkpoint.changes import changes
+from compose.checkpoint.coded_messages import Kept
+from compose.checkpoint.loading import cause_of, damage, load, load_outer, model_fields
 from compose.checkpoint.local_shards import LocalShard, ShardSavePlanner
-from compose.checkpoint.state import named_tensors, parts, staged
+from compose.checkpoint.state import named_tensors, outer_parts, parts, staged
 from compose.checkpoint.storage import PartsWriter
 from compose.composition.state import Composition
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.optimizer import OffloadedAdamW
+from compose.outer.loop import OuterLoop
 from compose.precision.loss_scale import LossScale
+from compose.runtime.islands import current, speaks
 from compose.runtime.processes import start_timeout
-from compose.toml import dump, tomllib
-
-# Keys that do not change what is trained, or that the message about the data covers.
-_SAME_TRAINING = {
-    "model.preset",
-    "train.stop_after",
-    "train.seq_len",
-    "train.seed",
-    "train.micro_batch",
-    "train.validate_every",
-    "train.loss_chunk",
-    "optimizer.implementation",
-    "optimizer.offload",
-    "optimizer.offload_dir",
-}
+from compose.toml import dump
 
 
 @dataclass(frozen=True)
@@ -106,6 +95,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         folder: Path,
         data: Mapping[str, Any] | None = None,
+        outer: OuterLoop | None = None,
     ) -> None:
         """Prepare to save; a collective.
 
@@ -116,10 +106,11 @@ class Checkpointer:
             folder: ``run.dir``, the same on every rank.
             data: What decides which tokens a sample holds. It is saved, and compared when a run
                 resumes.
+            outer: The outer loop of islands, if any. Each island saves in a folder of its own.
         """
         self.data = dict(data or {})
         self.config, self.composition, self.optimizer = config, composition, optimizer
-        self.root = folder / "checkpoints"
+        self.root, self.outer = folder / "checkpoints", outer
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # Saving and resuming move the same bytes, so both have this limit all the time. A rank may
         # wait long for the slowest rank's disk, while no step waits for that.
@@ -148,17 +139,18 @@ class Checkpointer:
         """
         if self.rank == 0:
             store.clean(self.root)
-        folders = self._agreed(store.newest_first(self.root) if self.rank == 0 else [])
+        folders = self._agreed(self._candidates() if self.rank == 0 else [])
         for folder in folders:
-            problems = damage(folder, self.group)
+            problems = self._damage(folder)
             if not problems:
                 known = load(folder, self.config, self.composition, self.group, self.optimizer)
+                if self.outer:
+                    load_outer(folder, self.outer, self.group)
                 self._compare_data(folder, known.data.model_dump(exclude_unset=True))
                 progress = _progress(known)
                 self._say(f"{folder}: resumed after step {progress.step}")
-                lost = coded_messages.restore(
-                    folder, self.config, self.composition, self.group, progress.step
-                )
+                kept = Kept(self.config, self.composition, self.outer)
+                lost = kept.restore(folder, self.group, progress.step)
                 if lost:
                     self._say(lost)
                 if self.rank == 0 and progress.step and (changed := changes(folder, self.config)):
@@ -191,9 +183,10 @@ class Checkpointer:
         # State in files would not fit into memory. It changes only in the optimizer's step.
         files = {n: p for n, p in state.items() if self.in_files and n.startswith("optimizer.")}
         self.stage = staged({n: p for n, p in state.items() if n not in files}, self.stage)
-        state, coded = self.stage | files, coded_messages.kept(self.composition)
+        state = self.stage | files
+        kept = Kept(self.config, self.composition, self.outer).copied()
         self.report = SaveReport(progress.step, stall=time.perf_counter() - begun)
-        given = (state, coded, progress, begun)
+        given = (state, kept, progress, begun)
         self.thread = threading.Thread(target=self._write, args=given, daemon=True)
         self.thread.start()
         if wait or not self.config.checkpoint.async_:
@@ -232,13 +225,36 @@ class Checkpointer:
         """Whether ``checkpoint.fail_after`` saves have failed."""
         return 0 < self.config.checkpoint.fail_after <= self.failures
 
+    def _candidates(self) -> list[Path]:
+        """Return the checkpoints from which this island may go on, the newest first.
+
+        All islands go on from the same step. If there is none that all have, as after a run on fewer
+        islands, all go on from those of the first.
+        """
+        own, islands = store.newest_first(self.root), current()
+        names = [folder.name for folder in own]
+        everyone = [json.loads(one) for one in islands.everyone("checkpoints", json.dumps(names))]
+        if common := set.intersection(*map(set, everyone)):
+            return [folder for folder in own if folder.name in common]
+        first = self.root if islands.index == 0 else self.root.parents[2] / self.root.name
+        return [first / name for name in everyone[0]]
+
+    def _damage(self, folder: Path) -> list[str]:
+        """Return a line for each damage of a checkpoint, of any island's; the same on every rank."""
+        found = damage(folder, self.group)
+        if self.outer and self.rank == 0:
+            everyone = current().everyone("damage", json.dumps(found))
+            found = [problem for one in everyone for problem in json.loads(one)]
+        return self._agreed(found) if self.outer else found
+
     def _state(self) -> dict[str, LocalShard]:
-        return parts(named_tensors(self.composition, self.optimizer))
+        state = parts(named_tensors(self.composition, self.optimizer))
+        return state | (outer_parts(self.outer) if self.outer else {})
 
     def _write(
         self,
         state: Mapping[str, LocalShard],
-        coded: Mapping[str, Tensor] | None,
+        kept: Mapping[str, Tensor] | None,
         progress: Progress,
         begun: float,
     ) -> None:
@@ -252,7 +268,7 @@ class Checkpointer:
             dcp.save(
                 dict(state), storage_writer=writer, planner=ShardSavePlanner(), process_group=self.group
             )
-            files = writer.entries | coded_messages.write(target, self.rank, self.config, coded)
+            files = writer.entries | coded_messages.write(target, self.rank, self.config, kept)
         except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
             problem = cause_of(error)
         everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(self.ranks)]
@@ -313,9 +329,9 @@ class Checkpointer:
             was = ", ".join(f"{key} {known[key]}, now {self.data[key]}" for key in changed)
             self._say(f"{folder}: the data are not what they were ({was}); samples are counted on")
 
-    def _agreed(self, folders: list[Path]) -> list[Path]:
-        """Return the first rank's folders on every rank."""
-        shared = [folders]
+    def _agreed(self, found: list[Any]) -> list[Any]:
+        """Return the first rank's list on every rank."""
+        shared = [found]
         dist.broadcast_object_list(shared, src=0, group=self.group)
         return shared[0]
 
@@ -332,36 +348,8 @@ class Checkpointer:
             raise OSError(problem[0])
 
     def _say(self, text: str) -> None:
-        if self.rank == 0:
+        if speaks():
             print(text, flush=True)
-
-
-def changes(folder: Path, config: Config) -> list[str]:
-    """List the keys that decide how a run trains on, and that have changed since a checkpoint.
-
-    Data are compared elsewhere. The mesh is left out, since it changes nothing.
-
-    Args:
-        folder: The checkpoint.
-        config: The config now.
-
-    Returns:
-        One text for each key, with its value now and its value then.
-    """
-    try:
-        with open_own(folder / "config.toml") as file:
-            was = tomllib.load(file)
-    except (OSError, ValueError, RecursionError):
-        return []  # a checkpoint may lack this file
-    now, found = tomllib.loads(dump(config)), []
-    for table in ("model", "train", "optimizer", "precision"):
-        before = was.get(table)
-        for key, value in now[table].items() if isinstance(before, dict) else ():
-            same = key not in before or before[key] == value
-            if not same and f"{table}.{key}" not in _SAME_TRAINING:
-                shown = toml_value(value), toml_value(before[key])
-                found.append(f"{table}.{key} = {shown[0]} (was {shown[1]})")
-    return found
 
 
 def _progress(known: store.State) -> Progress:

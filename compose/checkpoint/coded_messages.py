@@ -1,4 +1,4 @@
-"""What coded messages keep between steps, in a file of a checkpoint for each rank.
+"""The remainders and bases that coded messages keep, in a file of a checkpoint for each rank.
 
 Remainders and bases are of a rank's own messages. They mean something on the same mesh only, with the
 same codes.
@@ -19,16 +19,72 @@ from compose.base.own_files import write_whole
 from compose.checkpoint import store
 from compose.composition.state import Composition
 from compose.config import Config
+from compose.outer.loop import OuterLoop
 
 PREFIX = "comm-"
+_OUTER = "outer."
 
 
-def kept(composition: Composition) -> dict[str, Tensor] | None:
-    """Return copies in host memory of what coded messages keep; None if none are coded."""
-    if composition.compression is None:
-        return None
-    state = composition.compression.state()
-    return {name: value.detach().cpu().clone() for name, value in state.items()}
+class Kept:
+    """What the messages of a composition and of its outer loop keep on this rank."""
+
+    def __init__(
+        self, config: Config, composition: Composition, outer: OuterLoop | None = None
+    ) -> None:
+        """Take the config of the run, the model, composed, and the outer loop of islands, if any."""
+        self.config, self.compression, self.device = (
+            config,
+            composition.compression,
+            composition.mesh.device_type,
+        )
+        self.outer = outer if outer and outer.keeps else None
+
+    def copied(self) -> dict[str, Tensor] | None:
+        """Return copies in host memory; None if nothing is kept."""
+        if self.compression is None and self.outer is None:
+            return None
+        state = self.compression.state() if self.compression else {}
+        outer = self.outer.state() if self.outer else {}
+        state |= {f"{_OUTER}{name}": value for name, value in outer.items()}
+        return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+    def restore(self, folder: Path, group: dist.ProcessGroup, step: int) -> str:
+        """Give back what was kept; a collective.
+
+        Args:
+            folder: The checkpoint.
+            group: All ranks.
+            step: Optimizer steps that the run has taken.
+
+        Returns:
+            Empty; or one line, if it cannot be carried over and is dropped.
+        """
+        if self.compression is None and self.outer is None:
+            return ""
+        if self.compression:
+            self.compression.begin_at(step)
+        path = folder / f"{PREFIX}{group.rank():05d}.safetensors"
+        state: dict[str, Tensor] | None = None
+        try:
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get("of") == _label(self.config):
+                    state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            state = None
+        found = [False] * group.size()
+        dist.all_gather_object(found, state is not None, group=group)
+        if state is None or not all(found):
+            return (
+                f"{folder}: what coded messages kept is of another mesh, or of other codes, and is"
+                " dropped"
+            )
+        outer = {name: value for name, value in state.items() if name.startswith(_OUTER)}
+        if self.outer:
+            self.outer.restore({name.removeprefix(_OUTER): v for name, v in outer.items()})
+        if self.compression:
+            others = {name: v.to(self.device) for name, v in state.items() if name not in outer}
+            self.compression.restore(others)
+        return ""
 
 
 def write(
@@ -40,7 +96,7 @@ def write(
         folder: The folder of the checkpoint.
         rank: The rank.
         config: The config of the run.
-        state: What :func:`kept` returned; None writes nothing.
+        state: What :meth:`Kept.copied` returned; None writes nothing.
 
     Returns:
         The manifest's entry of the file.
@@ -52,45 +108,9 @@ def write(
     return store.described([path])
 
 
-def restore(
-    folder: Path, config: Config, composition: Composition, group: dist.ProcessGroup, step: int
-) -> str:
-    """Give coded messages what they kept; a collective.
-
-    Args:
-        folder: The checkpoint.
-        config: The config of the run.
-        composition: The model, composed.
-        group: All ranks.
-        step: Optimizer steps that the run has taken.
-
-    Returns:
-        Empty; or one line, if it cannot be carried over and is dropped.
-    """
-    if composition.compression is None:
-        return ""
-    composition.compression.begin_at(step)
-    path = folder / f"{PREFIX}{group.rank():05d}.safetensors"
-    state: dict[str, Tensor] | None = None
-    try:
-        with safe_open(path, "pt") as file:
-            if (file.metadata() or {}).get("of") == _label(config):
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):
-        state = None
-    found = [False] * group.size()
-    dist.all_gather_object(found, state is not None, group=group)
-    if state is None or not all(found):
-        return (
-            f"{folder}: what coded messages kept is of another mesh, or of other codes, and is dropped"
-        )
-    device = composition.mesh.device_type
-    composition.compression.restore({name: value.to(device) for name, value in state.items()})
-    return ""
-
-
 def _label(config: Config) -> str:
     """Return what must be the same for a file to be of use."""
     own = ("weights", "gradients", "block", "near", "error_feedback", "rank", "density")
     comm = {key: getattr(config.comm, key) for key in own}
-    return json.dumps([asdict(config.parallel), comm, config.precision.param], sort_keys=True)
+    of = [asdict(config.parallel), comm, config.precision.param]
+    return json.dumps(of + ([asdict(config.outer)] if config.outer.every else []), sort_keys=True)

@@ -12,13 +12,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
-from compose.checkpoint.local_shards import ShardLoadPlanner, mismatches
-from compose.checkpoint.state import named_tensors, parts, spread
+from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, mismatches
+from compose.checkpoint.state import named_tensors, outer_parts, parts, spread
 from compose.checkpoint.storage import PartsReader
 from compose.composition.state import Composition
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.optimizer import make_state
+from compose.outer.loop import OuterLoop
 from compose.registry import training_fields
 
 
@@ -89,12 +90,39 @@ def load(
         problems = [f"{lost[0]}{more}; go on with the optimizer.name that it was made with"]
     if problems:
         raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
+    _read(folder, state, reader, group)
+    spread(tensors)
+    return known
+
+
+def load_outer(folder: Path, outer: OuterLoop, group: dist.ProcessGroup) -> None:
+    """Fill the state of the outer loop; if the checkpoint has none, it begins with the weights.
+
+    Args:
+        folder: The checkpoint.
+        outer: The outer loop.
+        group: All ranks.
+
+    Raises:
+        ConfigError: The state cannot be read.
+    """
+    reader = PartsReader(folder)
+    stored = reader.read_metadata()
+    state = {
+        name: part for name, part in outer_parts(outer).items() if name in stored.state_dict_metadata
+    }
+    outer.start()
+    if state:
+        _read(folder, state, reader, group)
+
+
+def _read(
+    folder: Path, state: Mapping[str, LocalShard], reader: PartsReader, group: dist.ProcessGroup
+) -> None:
     try:
         dcp.load(dict(state), storage_reader=reader, planner=ShardLoadPlanner(), process_group=group)
     except CheckpointException as error:
         raise ConfigError(f"{folder}: cannot be read: {cause_of(error)}") from None
-    spread(tensors)
-    return known
 
 
 def model_fields(config: Config) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """The state of a run between two steps, by names that do not depend on the mesh."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from compose.base.local_tensor import local_tensor
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition.state import Composition, module_of
+from compose.outer.loop import OuterLoop
 
 
 def named_tensors(
@@ -62,6 +65,14 @@ def staged(
         kept = into[name].local if into and name in into else torch.empty_like(part.local, device="cpu")
         copies[name] = LocalShard(part.shape, part.offsets, kept.copy_(part.local))
     return copies
+
+
+def outer_parts(outer: OuterLoop) -> dict[str, LocalShard]:
+    """Return this rank's part of the outer weights and their momentum, by name."""
+    return {
+        name: replace(local_shard_of(parameter), local=value)
+        for name, (parameter, value) in outer.tensors().items()
+    }
 
 
 @torch.no_grad()

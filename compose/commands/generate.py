@@ -22,7 +22,7 @@ from compose.build import fill_weights, parallelize
 from compose.checkpoint.loading import damage, load
 from compose.commands.cli import device_problems, launched_ranks, read_words
 from compose.composition.state import Composition
-from compose.config import Checkpoint, Comm, Compile, Config, Parallel
+from compose.config import Checkpoint, Comm, Compile, Config, Outer, Parallel
 from compose.data.tokenizer import FILE, Bytes, Tokenizer, open_tokenizer
 from compose.errors import ConfigError
 from compose.huggingface.sources import checkpoints, is_hugging_face, kept_tokenizer, model_in
@@ -124,7 +124,7 @@ def _job(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, s
             source=str(source / "config.json"),
         )
     # The length grows with each token, and each length would need a new graph.
-    config = replace(config, parallel=Parallel(), compile=Compile(), comm=Comm())
+    config = replace(config, parallel=Parallel(), compile=Compile(), comm=Comm(), outer=Outer())
     config = override(config, overrides)
     ranks = launched_ranks()
     # There are no batches here, so choose sizes that are legal on every mesh.

@@ -1,12 +1,13 @@
 """A checked run, with everything that the check worked out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from compose.composition.setup import Setup
 from compose.config import Config
+from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan, Resolved, resolve
 from compose.registry import find_model
@@ -26,6 +27,21 @@ class Job:
     """The model's plan for the config's degrees."""
     resolved: Resolved
     """The plan, resolved for the model."""
+    islands: int = 1
+    """Islands that train alone ([outer]). Then all else here is of one island: its ranks, its degrees
+    and its part of the global batch."""
+
+    @property
+    def whole(self) -> Config:
+        """The tables of the whole job, as they were given: of all islands together."""
+        if self.islands == 1:
+            return self.config
+        parallel, train = self.config.parallel, self.config.train
+        return replace(
+            self.config,
+            parallel=replace(parallel, dp_replicate=self.islands),
+            train=replace(train, global_batch=train.global_batch * self.islands),
+        )
 
     @property
     def degrees(self) -> Parallel:
@@ -62,12 +78,15 @@ class Job:
         )
 
 
-def make_job(config: Config, world_size: int) -> Job:
+def make_job(config: Config, world_size: int, model: nn.Module | None = None) -> Job:
     """Build the model of ``config`` on meta, and resolve its plan.
+
+    With [outer] the job is that of one island.
 
     Args:
         config: The config; its degrees are known.
-        world_size: Number of ranks.
+        world_size: Number of ranks, of all islands.
+        model: The model of the config, on meta, if it is there already.
 
     Returns:
         The job, not checked yet.
@@ -76,5 +95,20 @@ def make_job(config: Config, world_size: int) -> Job:
         ConfigError: The model cannot be built, or the plan does not fit it.
     """
     folder, shape = find_model(config.model.name), config.model.config
-    model, plan = folder.on_meta(shape), folder.plan(shape, config.parallel)
-    return Job(config, world_size, model, plan, resolve(plan, model))
+    model, islands = model or folder.on_meta(shape), 1
+    if config.outer.every and config.parallel.dp_replicate > 1:
+        islands, train = config.parallel.dp_replicate, config.train
+        if train.global_batch % islands:
+            nearest = max(1, round(train.global_batch / islands)) * islands
+            raise ConfigError(
+                f"train.global_batch: {train.global_batch} cannot be dealt to {islands} islands, the"
+                f" ranks of dp_replicate; nearest: {nearest}"
+            )
+        config = replace(
+            config,
+            parallel=replace(config.parallel, dp_replicate=1),
+            train=replace(train, global_batch=train.global_batch // islands),
+        )
+        world_size //= islands
+    plan = folder.plan(shape, config.parallel)
+    return Job(config, world_size, model, plan, resolve(plan, model), islands)

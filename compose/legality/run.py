@@ -14,7 +14,8 @@ _TRIED = 1_000_000  # most sizes to try for a size that divides
 
 
 def _global_batch(job: Job) -> None:
-    train, ranks = job.config.train, job.degrees.dp_replicate * job.degrees.dp_shard
+    train, degrees = job.whole.train, job.whole.parallel
+    ranks = degrees.dp_replicate * degrees.dp_shard
     unit = ranks * train.micro_batch
     if train.global_batch % unit == 0:
         return

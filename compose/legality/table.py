@@ -16,23 +16,26 @@ from compose.composition.rules import COMPOSITION
 from compose.composition.setup import Rule
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.legality.islands import ISLANDS
 from compose.legality.job import Job, make_job
 from compose.legality.profile import PROFILE
 from compose.legality.run import RUN
 from compose.parallel.mesh import AXES, resolve_degrees
 from compose.pipeline.schedules import placement
 from compose.pipeline.split import balanced
-from compose.plan import resolve
 from compose.registry import find_model
 
 __all__ = ["RULES", "Rule", "check", "meshes", "problems_of", "survey"]
 
-RULES: list[Rule[Any]] = [*COMPOSITION, *RUN, *PROFILE]
+RULES: list[Rule[Any]] = [*COMPOSITION, *RUN, *ISLANDS, *PROFILE]
 
 
 def problems_of(job: Job) -> list[str]:
     """Return all problems of a job, one line each."""
-    return [*setup.problems_of(COMPOSITION, job.setup), *setup.problems_of([*RUN, *PROFILE], job)]
+    return [
+        *setup.problems_of(COMPOSITION, job.setup),
+        *setup.problems_of([*RUN, *ISLANDS, *PROFILE], job),
+    ]
 
 
 def check(config: Config, world_size: int) -> Job:
@@ -81,14 +84,11 @@ def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], li
     Returns:
         An iterator over (degrees by axis, lines of problems).
     """
-    folder, shape = find_model(config.model.name), config.model.config
-    model = folder.on_meta(shape)
+    model = find_model(config.model.name).on_meta(config.model.config)
     for degrees in meshes(world_size):
-        parallel = replace(config.parallel, **degrees)
-        here = replace(config, parallel=parallel)
         try:
-            plan = folder.plan(shape, parallel)
-            job = Job(here, world_size, model, plan, resolve(plan, model))
+            parallel = replace(config.parallel, **degrees)
+            job = make_job(replace(config, parallel=parallel), world_size, model)
         except ConfigError as error:
             yield degrees, error.problems
             continue

@@ -17,6 +17,7 @@ from compose.comm.options import Comm
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.runtime.heartbeat import Watch, launcher, set_limit, store_in_first_rank
+from compose.runtime.islands import current, divide
 from compose.runtime.stragglers import Stragglers, behind, default_store
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
@@ -60,16 +61,21 @@ def pick_device(name: str) -> torch.device:
 
 
 @contextmanager
-def process_group(config: Config) -> Iterator[torch.device]:
+def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
     """Start the default process group, under torchrun or alone, and yield this rank's device.
 
     An error inside is reported once, by the rank where it happened first: a ConfigError (exit code 2)
     or TrainingError (1) as one line, anything else with its traceback (1). The other ranks exit
     quietly, since their errors only follow from it.
+
+    Args:
+        config: The config of the run.
+        islands: Islands that train alone. Then the default process group is that of this rank's island.
     """
     # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
-    store, rank, world_size = _rendezvous()
+    everyone, rank, world_size = _rendezvous()
+    store, rank, world_size = divide(everyone, rank, world_size, islands)
     timeout = start_timeout(config.comm)
     try:
         device = pick_device(config.run.device)
@@ -89,7 +95,7 @@ def process_group(config: Config) -> Iterator[torch.device]:
             timeout.total_seconds(),
             partial(_report_silent, world_size),
             failed=_SAID,
-            kept_by_first=store_in_first_rank(),
+            kept_by_first=store_in_first_rank() and current().index == 0,
             parent=launcher(),
         )
         watch.start()
@@ -112,13 +118,20 @@ def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int) -
     """Tell of ``error`` if this rank is the first to fail; else let the first have told."""
     stragglers = Stragglers(store, world_size)
     stragglers.give_up(rank)
-    if store.add("compose/failed", 1) == 1:
+    if _first_to_fail(store):
         _report(error, rank)
         if _from_others(error) and (line := stragglers.straggler(wait=_SKEW)):
             print(line, file=sys.stderr)
         store.set(_SAID, "")
     else:
         _wait_for_first(store)
+
+
+def _first_to_fail(store: dist.Store) -> bool:
+    """Note that a rank has failed; return whether it is the first, of all islands."""
+    first = store.add("compose/failed", 1) == 1
+    islands = current()
+    return first and (islands.count == 1 or islands.store.add("compose/failed", 1) == 1)
 
 
 def _wait_for_first(store: dist.Store) -> None:
@@ -130,7 +143,7 @@ def _report_silent(world_size: int, store: dist.Store | None, rank: int, seconds
     """Tell which rank is silent, if nobody has told of anything. store: None where that rank has it."""
     if store is None:
         print(behind(rank, seconds, ""), file=sys.stderr, flush=True)
-    elif store.add("compose/failed", 1) == 1:
+    elif _first_to_fail(store):
         print(Stragglers(store, world_size).silent(rank, seconds), file=sys.stderr, flush=True)
         store.set(_SAID, "")
     else:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from compose.base.own_files import LEADS_OUT, leads_out, open_own
 from compose.checkpoint.store import MARK, newest_first
 from compose.errors import ConfigError
+from compose.runtime.islands import current
 
 _FILES = (".lock", "config.toml", "metrics.jsonl", MARK)
-_FOLDERS = ("checkpoints", "traces", "tokenizer")
+_FOLDERS = ("checkpoints", "traces", "tokenizer", "islands")
 
 
 def strangers(folder: Path) -> list[str]:
@@ -50,7 +51,7 @@ class RunFolder:
         self._lock: IO[str] | None = None
         found: list[str] = ["", ""]
         if dist.get_rank() == 0:
-            folder = Path(name) if name else _new()
+            folder = _of_island(name)
             folder.mkdir(parents=True, exist_ok=True)
             found = [str(folder), "\n".join(strangers(folder)) or self._take(folder)]
         if dist.get_world_size() > 1:
@@ -84,6 +85,14 @@ class RunFolder:
         """Unlock the folder, so that another run may use it."""
         if self._lock:
             self._lock.close()
+
+
+def _of_island(name: str) -> Path:
+    """Return the folder of this rank's island: others than the first have one within the run's."""
+    islands = current()
+    own = str((Path(name) if name else _new()) if islands.index == 0 else "")
+    first = Path(islands.everyone("run.dir", own)[0])
+    return first / "islands" / str(islands.index) if islands.index else first
 
 
 def _new() -> Path:

@@ -111,6 +111,8 @@ class StepMetrics:
     """What was moved off the device."""
     comm: Mapping[str, float] = field(default_factory=dict)
     """What coded messages have sent."""
+    outer: Mapping[str, float] = field(default_factory=dict)
+    """What exchanges of islands have sent and found."""
 
     def console(self, steps: int, seconds_left: float) -> str:
         """Return the step as a line for a person, with the time left.
@@ -190,6 +192,7 @@ class MetricsWriter:
             "checkpoint",
             "offload",
             "comm",
+            "outer",
             "recompiles",
         )
         for name in optional:
@@ -201,7 +204,8 @@ class MetricsWriter:
         if self.events:
             values |= {f"checkpoint/{k}": v for k, v in values.pop("checkpoint", {}).items()}
             values |= {f"offload/{k}": v for k, v in values.pop("offload", {}).items()}
-            values |= {f"comm/{k}": v for k, v in values.pop("comm", {}).items()}
+            for table in ("comm", "outer"):
+                values |= {f"{table}/{k}": v for k, v in values.pop(table, {}).items()}
             values |= {f"epochs/{k}": v for k, v in values.pop("epochs", {}).items()}
             for router, report in values.pop("routing", {}).items():
                 values |= {f"{key}/{router}": value for key, value in report.items()}

@@ -7,6 +7,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from compose.runtime.islands import Islands, current
+
 # Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
 _ASKS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 _ECHO = 2.0  # seconds within which a second signal is the first one, passed on by torchrun
@@ -20,6 +22,7 @@ class Signals:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.code, self.since = device, 0, 0.0
+        self.agreed = (0, 0)
 
     def __enter__(self) -> "Signals":
         self.previous = [signal.signal(number, self._note) for number in _ASKS]
@@ -28,13 +31,35 @@ class Signals:
     def __exit__(self, *unused: object) -> None:
         for number, handler in zip(_ASKS, self.previous, strict=True):
             signal.signal(number, handler)
+        if dist.get_rank() == 0:
+            current().finished()
 
-    def asked(self) -> signal.Signals | None:
-        """Return the signal that any rank got; a collective, so that all leave after the same step."""
+    def asked(self, step: int) -> signal.Signals | None:
+        """Return the signal that any rank got; a collective, so that all leave after the same step.
+
+        Islands do not wait for each other after each step. If one is asked, they agree on a step.
+
+        Args:
+            step: Steps taken.
+        """
         code = torch.tensor(self.code, dtype=torch.int32, device=self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(code, dist.ReduceOp.MAX)
-        return _ASKS[int(code.item()) - 1] if code.item() else None
+        why, islands = int(code.item()), current()
+        if islands.count > 1:
+            if not self.agreed[1]:
+                self.agreed = self._agreed(islands, step, why)
+            why = self.agreed[0] if step >= self.agreed[1] else 0
+        return _ASKS[why - 1] if why else None
+
+    def _agreed(self, islands: Islands, step: int, code: int) -> tuple[int, int]:
+        """Return why and after which step all islands stop; zeros if they do not."""
+        found = islands.stop(step, code) if dist.get_rank() == 0 else (0, 0)
+        shared = torch.tensor(found, dtype=torch.int64, device=self.device)
+        if dist.get_world_size() > 1:
+            dist.broadcast(shared, src=0)
+        why, last = shared.tolist()
+        return why, last
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -10,33 +10,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.base.own_files import write_whole
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.compiler.compilation import GraphCount
 from compose.data.datasets import (
     OpenData,
     described,
-    keep_tokenizer,
     open_data,
     training_batches,
 )
-from compose.data.tokenizer import TOKENIZER
-from compose.errors import ConfigError
 from compose.legality.job import Job
 from compose.optimizer.lr_schedule import learning_rate, set_learning_rate
 from compose.optimizer.offload import OffloadedAdamW
-from compose.parallel.mesh import batch_share, crosses_nodes
+from compose.outer.loop import OuterLoop
+from compose.parallel.mesh import batch_share
 from compose.parallel.routing import routing_metrics
 from compose.precision.loss_scale import first_scale
 from compose.profiling import Profiler, span
+from compose.runtime.islands import current
 from compose.runtime.processes import TrainingError, set_timeout, start_timeout
 from compose.runtime.stragglers import report_phase
-from compose.toml import dump
 from compose.train.folder import RunFolder
 from compose.train.garbage import collected_between_steps
-from compose.train.metrics import MetricsWriter, StepMetrics, device_peak, peak_memory
+from compose.train.metrics import StepMetrics, device_peak, peak_memory
 from compose.train.replica_check import replica_mismatches
+from compose.train.report import Report
 from compose.train.signals import Signals
 from compose.train.step import clip_grad_norm_, forward_backward, on_device
 from compose.train.validation import Validation
@@ -62,62 +60,52 @@ class Trainer:
         Raises:
             ConfigError: The data, the checkpoint, the first weights or the folder cannot be used.
         """
-        config = job.config
+        # The whole job's: of samples and files. What the job itself holds is one island's.
+        config, islands = job.whole, current()
         self.config, self.mesh, self.device = config, mesh, device
         train, shape = config.train, config.model.config
         self.composition = parallelize(job, mesh, device)
         self.loss = loss_function(config)
         data = data or open_data(config)
-        self.batches = training_batches(config, data, batch_share(mesh))
+        index, count = batch_share(mesh)
+        share = islands.index * count + index, islands.count * count
+        self.batches = training_batches(config, data, share)
         self.last_step = min(train.stop_after or train.steps, train.steps)
-        self.validation = Validation(config, data.validation, device, self.last_step)
+        self.validation = Validation(job.config, data.validation, device, self.last_step)
         self.step_tokens = train.global_batch * train.seq_len
-        peak = device_peak(device, config.precision)
+        peak, devices = device_peak(device, config.precision), mesh.size() * islands.count
         # The tokens per second if every device ran at its peak.
-        self.peak_rate = peak and peak * mesh.size() / shape.flops_per_token(train.seq_len)
+        self.peak_rate = peak and peak * devices / shape.flops_per_token(train.seq_len)
         self.held = RunFolder(config.run.dir)
         self.folder = self.held.path
         self.optimizer = build_optimizer(self.composition, job, folder=self.folder)
+        self.outer: OuterLoop | None = None
+        if job.islands > 1:
+            layers = job.resolved.checkpoint
+            self.outer = OuterLoop(
+                config.outer, self.composition, layers, islands, start_timeout(config.comm)
+            )
         self.checkpointer = Checkpointer(
-            config, self.composition, self.optimizer, self.folder, described(self.batches, config)
+            config,
+            self.composition,
+            self.optimizer,
+            self.folder,
+            described(self.batches, config),
+            self.outer,
         )
         found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
         if found is None:
             fill_weights(self.composition, job, device)
-        self.resumed, self.skipped = found is not None, 0
+        if self.outer and not self.outer.started:
+            self.outer.start()
+        self.skipped = 0
         begun, scale = found or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         model, done = self.composition.model, self.progress.step
         self.profiler = Profiler(config.profile, self.folder, model, self.optimizer, device, done)
         self.graphs = GraphCount(config.compile.mode)
-        self.writer: MetricsWriter | None = None
-        if dist.get_rank() == 0:
-            self.writer = self._begin(job)
-
-    def _begin(self, job: Job) -> MetricsWriter:
-        """Say what is run, and open the files that it writes; only on the first rank."""
-        config, train = self.config, self.config.train
-        try:
-            write_whole(self.folder / "config.toml", dump(config))
-        except OSError as error:
-            reason = f"config.toml: {error.strerror}"
-            raise ConfigError(f"run.dir: cannot write to {self.folder}: {reason}") from None
-        keep_tokenizer(config, self.batches, self.folder / TOKENIZER)
-        writer = MetricsWriter(self.folder, config.metrics.tensorboard, self.progress.step)
-        if self.resumed and self.progress.step >= self.last_step:
-            key = "stop_after" if self.last_step == train.stop_after else "steps"
-            print(
-                f"{self.folder}: {self.progress.step} steps are done, and train.{key} ="
-                f" {self.last_step}: nothing is left to train",
-                flush=True,
-            )
-        count = sum(p.numel() for p in job.model.parameters())
-        print(f"{self.folder}: {count:,} parameters", flush=True)
-        if self.composition.float8.recipe != "off":
-            print(self.composition.float8, flush=True)
-        if crossing := crosses_nodes(config.parallel):
-            print(f"{crossing}, whose links are slow; docs/planning.md", flush=True)
-        return writer
+        self.report = Report(config, self.held, self.batches, self.progress)
+        self.report.begin(job, self.composition, found)
 
     def run(self) -> None:
         """Train to the end, or until a signal asks to stop; then finish the step and save.
@@ -138,14 +126,15 @@ class Trainer:
                     if done == first:
                         limit = timedelta(seconds=self.config.comm.timeout)
                         set_timeout(limit, but=self.checkpointer.group)
-                    if self.writer:
-                        self._write(self.writer, metrics)
-                    asked = signals.asked()
+                    self.report.write(metrics)
+                    asked = signals.asked(done)
                     if asked:
                         self._stop(asked)
                         return
                     self._save(done)
                     collect(done)
+                if self.outer:
+                    self.outer.close()
                 # A signal at the end of the run waits for the last save too.
                 self.checkpointer.wait()
                 self.checkpointer.finished()
@@ -156,8 +145,7 @@ class Trainer:
             self.profiler.close()
             if isinstance(self.optimizer, OffloadedAdamW):
                 self.optimizer.close()
-            if self.writer:
-                self.writer.close()
+            self.report.close()
             self.held.release()
 
     def _save(self, done: int) -> None:
@@ -181,8 +169,10 @@ class Trainer:
             report = self.checkpointer.finished()
             if report and not report.problem:
                 saved = f"; saved: the same command with --run.dir={self.folder} goes on"
+        if self.outer:
+            self.outer.close()
         name = "Ctrl-C" if interrupted else asked.name
-        self._say(f"stopped by {name} after step {self.progress.step}{saved}")
+        self.report.say(f"stopped by {name} after step {self.progress.step}{saved}")
         if interrupted:
             raise KeyboardInterrupt
 
@@ -213,6 +203,9 @@ class Trainer:
             if finite:
                 self.optimizer.step()
             self.optimizer.zero_grad()
+        if self.outer:
+            with span("outer"):
+                self.outer.after_step(step + 1, train.steps)
         self.progress = Progress(
             step + 1,
             before.samples + train.global_batch,
@@ -223,7 +216,7 @@ class Trainer:
         if self.device.type == "cuda":  # it may still compute the optimizer's step
             torch.cuda.synchronize(self.device)
         rate = self.step_tokens / (time.perf_counter() - start)
-        report = self.checkpointer.finished()
+        saved = self.checkpointer.finished()
         return StepMetrics(
             step=self.progress.step,
             samples=self.progress.samples,
@@ -239,10 +232,11 @@ class Trainer:
             memory=peak_memory(self.device),
             epochs=self.batches.epochs(self.progress.samples),
             routing=routing_metrics(self.composition.model, self.mesh),
-            checkpoint=report.metrics() if report else {},
-            recompiles=self.graphs.after_step(self._say),
+            checkpoint=saved.metrics() if saved else {},
+            recompiles=self.graphs.after_step(self.report.say),
             offload=self._offloaded(),
             comm=coded.metrics() if (coded := self.composition.compression) else {},
+            outer=self.outer.metrics() if self.outer else {},
         )
 
     def _offloaded(self) -> dict[str, float]:
@@ -261,7 +255,9 @@ class Trainer:
                 return False
             if self.config.train.skip_nonfinite:
                 self.skipped += 1
-                self._say(f"step {step + 1}: the {name} is {value}; skipped, {self.skipped} in all")
+                self.report.say(
+                    f"step {step + 1}: the {name} is {value}; skipped, {self.skipped} in all"
+                )
                 return False
             raise TrainingError(
                 f"step {step + 1}: the {name} is {value}; the weights are still those of step"
@@ -280,13 +276,6 @@ class Trainer:
                     " of before, and these machines want a test"
                 )
 
-    def _write(self, writer: MetricsWriter, metrics: StepMetrics) -> None:
-        writer.write(metrics)
-        every, step = self.config.metrics.console_every, metrics.step
-        if step in (1, self.last_step) or step % every == 0 or metrics.validation_loss is not None:
-            left = (self.last_step - step) * self.step_tokens / metrics.tokens_per_second
-            print(metrics.console(self.config.train.steps, left), flush=True)
-
     def _any(self, flag: bool) -> bool:
         """Tell whether ``flag`` is set on any rank: all must leave after the same step."""
         if not self.config.checkpoint.fail_after:
@@ -294,7 +283,3 @@ class Trainer:
         found = torch.tensor(flag, dtype=torch.int32, device=self.device)
         dist.all_reduce(found)
         return bool(found.item())
-
-    def _say(self, text: str) -> None:
-        if self.writer:
-            print(text, flush=True)

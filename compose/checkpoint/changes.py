@@ -1,0 +1,51 @@
+"""Tells which keys of a config have changed since a checkpoint was saved."""
+
+from pathlib import Path
+
+from compose.base.fields import toml_value
+from compose.base.own_files import open_own
+from compose.config import Config
+from compose.toml import dump, tomllib
+
+# Keys that do not change what is trained, or that the message about the data covers.
+_SAME_TRAINING = {
+    "model.preset",
+    "train.stop_after",
+    "train.seq_len",
+    "train.seed",
+    "train.micro_batch",
+    "train.validate_every",
+    "train.loss_chunk",
+    "optimizer.implementation",
+    "optimizer.offload",
+    "optimizer.offload_dir",
+    "outer.offload",
+}
+
+
+def changes(folder: Path, config: Config) -> list[str]:
+    """List the keys that decide how a run trains on, and that have changed since a checkpoint.
+
+    Data are compared elsewhere. The mesh is left out, since it changes nothing.
+
+    Args:
+        folder: The checkpoint.
+        config: The config now.
+
+    Returns:
+        One text for each key, with its value now and its value then.
+    """
+    try:
+        with open_own(folder / "config.toml") as file:
+            was = tomllib.load(file)
+    except (OSError, ValueError, RecursionError):
+        return []  # a checkpoint may lack this file
+    now, found = tomllib.loads(dump(config)), []
+    for table in ("model", "train", "optimizer", "precision", "outer"):
+        before = was.get(table)
+        for key, value in now[table].items() if isinstance(before, dict) else ():
+            same = key not in before or before[key] == value
+            if not same and f"{table}.{key}" not in _SAME_TRAINING:
+                shown = toml_value(value), toml_value(before[key])
+                found.append(f"{table}.{key} = {shown[0]} (was {shown[1]})")
+    return found

@@ -1,0 +1,329 @@
+"""The outer loop: islands train alone, exchange what they have learned, and take an outer step.
+
+With theta the outer weights, which are the same on all islands, and w the weights of one island, an
+exchange of a fragment begins after a step t and ends after step t + delay:
+
+    change  = theta - w(t), as each island sends it         (the outer gradient)
+    g       = the mean of the changes of all islands that take part
+    m      <- momentum m + g
+    theta  <- theta - lr (g + momentum m)
+    w      <- theta + mix (w(t + delay) - theta)
+
+With momentum this is DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with lr 1 and momentum 0 it is
+the mean of the weights, LocalSGD (Stich 2018, arXiv:1805.09767). Fragments, delay and mix are those of
+Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512). The state of the inner optimizer stays with
+its island.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from compose.base.local_tensor import local_tensor
+from compose.composition.state import Composition
+from compose.outer.codes import Code, code_of
+from compose.outer.exchange import Exchange
+from compose.outer.fragments import Held, Span, fragments_of
+from compose.outer.options import Outer, best_lr
+from compose.runtime.islands import Islands
+from compose.runtime.processes import TrainingError
+
+DECAY = 0.95
+"""The part of what top_k has not sent that is added to what it sends next (arXiv:2508.15706)."""
+_LOOK = 0.5  # seconds between two looks at whether islands are to stop
+_CHECK = 8  # bytes at the front of a message: a checksum of the outer weights
+
+
+@dataclass
+class Pending:
+    """An exchange that has begun."""
+
+    fragment: int
+    due: int
+    """The step after which it ends."""
+    mix: float
+    """How much of the island's own weights stays."""
+    messages: "Future[list[Tensor | None]]"
+
+
+class OuterLoop:
+    """The outer weights of a model on this rank, and the exchanges that change them.
+
+    All ranks of all islands make one, and call its methods after the same steps.
+    """
+
+    def __init__(
+        self,
+        options: Outer,
+        composition: Composition,
+        layers: list[str],
+        islands: Islands,
+        timeout: timedelta,
+    ) -> None:
+        """Prepare; :meth:`start` must follow when the weights are there.
+
+        Args:
+            options: The table [outer].
+            composition: The composed model of this island.
+            layers: Names of the layers of the whole model, in order.
+            islands: This island among all.
+            timeout: How long an island may wait for the others.
+        """
+        self.options, self.composition, self.islands = options, composition, islands
+        self.lr = options.lr or best_lr(islands.count)
+        self.fragments = fragments_of(composition, layers, options.fragments)
+        self.between = options.every // len(self.fragments)
+        self.exchange = Exchange(islands, dist.get_rank(), timeout, options.grace)
+        self.weights: dict[str, Tensor] = {}
+        self.momentum: dict[str, Tensor] = {}
+        self.lost: dict[int, Tensor] = {}
+        """With top_k, what was not sent of each fragment."""
+        self.pending: Pending | None = None
+        self.seen: dict[str, float] = {}
+        self.started = False
+        held = {span.held.name: span.held for spans in self.fragments for span in spans}
+        self.held: list[Held] = list(held.values())
+        persistent = composition.model.state_dict(keep_vars=True)
+        self.buffers = [
+            buffer
+            for name, buffer in composition.model.named_buffers()
+            if name in persistent and buffer.is_floating_point()
+        ]
+        for held in self.held:
+            wide = torch.promote_types(held.local.dtype, torch.float32)
+            device = "cpu" if options.offload else held.local.device
+            self.weights[held.name] = torch.zeros(held.local.shape, dtype=wide, device=device)
+            if options.momentum:
+                self.momentum[held.name] = torch.zeros_like(self.weights[held.name])
+        wide = {weight.dtype for weight in self.weights.values()} or {torch.float32}
+        self.dtype = max(wide, key=lambda dtype: dtype.itemsize)
+        self.code: Code = code_of(options, self.dtype)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Let the outer weights be those of the model, which are the same on all islands."""
+        for held in self.held:
+            self.weights[held.name].copy_(held.local)
+        self.started = True
+
+    @torch.no_grad()
+    def after_step(self, step: int, last: int) -> None:
+        """Begin and end the exchanges that are due; a collective of the island.
+
+        Args:
+            step: Steps taken, with this one. A step that was skipped counts too.
+            last: Steps of the whole run. After the last one each fragment is exchanged once more, so
+                that all islands end with the same weights.
+        """
+        many = len(self.fragments)
+        if self.pending and step >= min(self.pending.due, last):
+            self._end(step)
+        if step == last:
+            for fragment in range(many):
+                self._begin(fragment, step, 0, 0.0)
+        elif step % self.between == 0:
+            fragment = (step // self.between - 1) % many
+            self._begin(fragment, step, self.options.delay, self.options.mix)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is more between two steps than the outer weights and their momentum."""
+        return self.options.delay > 0 or self.options.dtype == "top_k"
+
+    def payload(self, fragment: int) -> int:
+        """Return the bytes of this rank's message of a fragment."""
+        elements = sum(span.own[1] - span.own[0] for span in self.fragments[fragment])
+        return _CHECK + self.code.size(elements) + 4 * self._averaged(fragment).numel()
+
+    def _begin(self, fragment: int, step: int, delay: int, mix: float) -> None:
+        theta, own = self._own(fragment, self.weights), self._own(fragment, None)
+        codes, change = own, theta - own
+        if self.options.dtype != "float32":
+            codes = change
+        if self.options.dtype == "top_k":
+            codes = change + DECAY * self.lost[fragment] if fragment in self.lost else change
+        body = self.code.encode(codes)
+        if self.options.dtype == "top_k":
+            self.lost[fragment] = codes - self.code.decode(body, codes)
+        averaged = self._averaged(fragment).float().view(torch.uint8)
+        message = torch.cat([_checksum(theta).cpu(), body.cpu(), averaged.cpu()])
+        name = f"{step}.{fragment}"
+        self.pending = Pending(fragment, step + delay, mix, self.exchange.begin(name, message))
+        self.seen["change_norm"] = float(change.norm())
+        if delay == 0:
+            self._end(step)
+
+    def _received(self, pending: Pending, step: int) -> list[Tensor | None]:
+        """Wait for the messages; an island that is to stop must not wait for this one meanwhile."""
+        while self.islands.count > 1 and not pending.messages.done():
+            wait([pending.messages], _LOOK)
+            if dist.get_rank() == 0:
+                self.islands.note_stop(step)
+        return pending.messages.result()
+
+    def _end(self, step: int) -> None:
+        assert self.pending is not None
+        pending, messages = self.pending, self._received(self.pending, step)
+        fragment, self.pending = pending.fragment, None
+        there = [message for message in messages if message is not None]
+        took_part = messages[self.islands.index] is not None
+        self.seen["islands"] = len(there)
+        if not there:
+            return
+        if any(not torch.equal(message[:_CHECK], there[0][:_CHECK]) for message in there):
+            raise TrainingError(
+                "the outer weights of islands differ: silent corruption; go on from the last checkpoint"
+            )
+        theta = self._own(fragment, self.weights)
+        averaged = self._averaged(fragment)
+        end = len(there[0]) - 4 * averaged.numel()
+        # In the same order and in float64 everywhere, so that the result is bitwise the same.
+        total, sums = torch.zeros_like(theta, dtype=torch.float64), averaged.double() * 0
+        for message in there:
+            total += self.code.decode(message[_CHECK:end].to(theta.device), theta).double()
+            values = message[end:].clone().view(torch.float32)
+            sums += values.to(sums.device).double()
+        mean = total / len(there)
+        if self.options.dtype != "float32":
+            mean = theta.double() - mean
+        if took_part:
+            self._set_averaged(fragment, sums / len(there))
+        for span, values in self._spread(fragment, mean.to(theta.dtype)):
+            self._step(span, values, pending.mix if took_part else None)
+
+    def _step(self, span: Span, mean: Tensor, mix: float | None) -> None:
+        """Take the outer step of a span to the mean of the islands' weights.
+
+        ``mix`` is None if this island has no part in the exchange, and keeps its own weights.
+        """
+        begin, end = span.whole
+        theta = self.weights[span.held.name].view(-1)[begin:end]
+        wide, mean = theta.double(), mean.to(theta.device).double()
+        # To a rate of 1 lerp returns the mean itself, bit for bit.
+        new = torch.lerp(wide, mean, self.lr)
+        if self.momentum:
+            momentum = self.momentum[span.held.name].view(-1)[begin:end]
+            momentum.copy_(self.options.momentum * momentum.double() + (wide - mean))
+            new -= self.lr * self.options.momentum * momentum.double()
+        theta.copy_(new)
+        if mix is None:
+            return
+        for parameter in span.held.copies:
+            local = local_tensor(parameter).detach()
+            flat = local.view(-1) if local.is_contiguous() else local.flatten()
+            common = theta.to(flat.device)
+            mixed = torch.lerp(common, flat[begin:end].to(common.dtype), mix)
+            flat[begin:end] = mixed.to(flat.dtype)
+            if not local.is_contiguous():
+                local.copy_(flat.view_as(local))
+
+    def _own(self, fragment: int, of: dict[str, Tensor] | None) -> Tensor:
+        """Return what this rank sends of a fragment, as one vector: of ``of``, or of the model."""
+        found = [torch.zeros(0, dtype=self.dtype)]
+        for span in self.fragments[fragment]:
+            begin, end = span.own
+            local = of[span.held.name] if of is not None else span.held.local
+            found.append(local.flatten()[begin:end].to(self.dtype))
+        device = "cpu" if self.options.offload else found[-1].device
+        return torch.cat([part.to(device) for part in found])
+
+    def _spread(self, fragment: int, own: Tensor) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the values of each span whole, from what each of its ranks has; a collective."""
+        together: dict[dist.ProcessGroup | None, list[tuple[Span, Tensor]]] = {}
+        at = 0
+        for span in self.fragments[fragment]:
+            size = span.own[1] - span.own[0]
+            together.setdefault(span.held.group, []).append((span, own[at : at + size]))
+            at += size
+        for group, parts in together.items():
+            if group is None:
+                yield from parts
+                continue
+            # The last ranks of a span have less of it.
+            padded = [nn.functional.pad(part, (0, span.each - len(part))) for span, part in parts]
+            mine = torch.cat(padded).to(self.composition.mesh.device_type)
+            everyone = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(everyone, mine, group=group)
+            at = 0
+            for span, _ in parts:
+                pieces = [one[at : at + span.each] for one in everyone]
+                at += span.each
+                yield span, torch.cat(pieces)[: span.whole[1] - span.whole[0]]
+
+    def _averaged(self, fragment: int) -> Tensor:
+        """Return the model's buffers that training changes, whose mean the last fragment brings."""
+        if fragment != len(self.fragments) - 1 or not self.buffers:
+            return torch.zeros(0)
+        return torch.cat([buffer.detach().flatten() for buffer in self.buffers])
+
+    def _set_averaged(self, fragment: int, values: Tensor) -> None:
+        at = 0
+        for buffer in self.buffers if len(values) else ():
+            part = values[at : at + buffer.numel()]
+            buffer.copy_(part.view_as(buffer))
+            at += buffer.numel()
+
+    def metrics(self) -> dict[str, float]:
+        """Return, for metrics.jsonl, what the last step has sent and found.
+
+        ``bytes`` that this rank has sent since the last call; of the last exchange the number of
+        ``islands`` that took part and ``change_norm``, the norm of this rank's part of the change; and
+        with top_k ``lost_norm``, the norm of what was not sent yet.
+        """
+        sent, self.exchange.sent = self.exchange.sent, 0
+        lost = torch.stack([one.norm() for one in self.lost.values()]) if self.lost else None
+        return {
+            "bytes": sent,
+            **self.seen,
+            **({} if lost is None else {"lost_norm": float(lost.norm())}),
+        }
+
+    def tensors(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """Return the outer state by name: each parameter, and this rank's part of its state."""
+        found: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        for held in self.held:
+            found[f"outer.{held.name}.weight"] = held.copies[0], self.weights[held.name]
+            if self.momentum:
+                found[f"outer.{held.name}.momentum"] = held.copies[0], self.momentum[held.name]
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what else the next step depends on, of this rank alone; waits for messages."""
+        found = {f"lost.{fragment}": value for fragment, value in self.lost.items()}
+        if self.pending:
+            key = f"pending.{self.pending.fragment}.{self.pending.due}"
+            for island, message in enumerate(self.pending.messages.result()):
+                if message is not None:
+                    found[f"{key}.{island}"] = message
+        return found
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned."""
+        messages: list[Tensor | None] = [None] * self.islands.count
+        for name, value in state.items():
+            kind, *numbers = name.split(".")
+            first, *others = map(int, numbers)
+            if kind == "lost":
+                self.lost[first] = value
+                continue
+            due, island = others
+            messages[island] = value
+            known: Future[list[Tensor | None]] = Future()
+            known.set_result(messages)
+            self.pending = Pending(first, due, self.options.mix, known)
+
+    def close(self) -> None:
+        """End the exchanges."""
+        self.exchange.close()
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """Return 8 bytes that depend on each bit of a vector."""
+    words = values.contiguous().view(torch.int32).to(torch.int64)
+    places = torch.arange(len(words), device=words.device) % 8191 + 1
+    return (words * places).sum()[None].view(torch.uint8)

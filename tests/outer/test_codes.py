@@ -1,0 +1,94 @@
+"""The forms in which islands send vectors: each against plain arithmetic, and its bytes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from compose.outer.codes import BLOCK, E3M0, Bfloat16, Code, Int8, Plain, TopK
+from compose.outer.options import ROW
+
+CODES: dict[str, Code] = {
+    "float32": Plain(4),
+    "bfloat16": Bfloat16(),
+    "int8": Int8(),
+    "e3m0": E3M0(),
+    "top_k": TopK(64),
+}
+LENGTHS = (0, 1, 7, 255, 256, 257, 4096, 4097, 140_001)
+
+
+def drawn(length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, generator=generator) * torch.rand(length, generator=generator) ** 4
+
+
+def sent(code: Code, x: Tensor) -> Tensor:
+    codes = code.encode(x)
+    assert codes.dtype == torch.uint8
+    assert len(codes) == code.size(len(x))
+    found = code.decode(codes, x)
+    assert found.dtype == x.dtype
+    assert found.shape == x.shape
+    return found
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", CODES)
+def test_zeros_stay_zeros(name: str, length: int) -> None:
+    assert not sent(CODES[name], torch.zeros(length)).any()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_e3m0_takes_the_nearest_of_its_values(length: int) -> None:
+    x = drawn(length)
+    found = sent(E3M0(), x)
+    for begin in range(0, length, BLOCK):
+        block = x[begin : begin + BLOCK]
+        top = block.abs().max().to(torch.bfloat16).float()
+        grid = torch.tensor([0.0, *(2.0**-e for e in range(7))]) * top
+        right = (block.abs()[:, None] - grid).abs().amin(1)
+        got = (block - found[begin : begin + BLOCK]).abs()
+        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("length", LENGTHS[1:])
+def test_int8_is_within_half_a_step(length: int) -> None:
+    x = drawn(length)
+    apart = (x - sent(Int8(), x)).abs()
+    for begin in range(0, length, BLOCK):
+        step = x[begin : begin + BLOCK].abs().max() / 127
+        # The scale is rounded to bfloat16.
+        assert (apart[begin : begin + BLOCK] <= step * 0.5 + 127 * step * 2.0**-8).all()
+
+
+@pytest.mark.parametrize("length", LENGTHS[1:])
+@pytest.mark.parametrize("kept", [4, 64, 128])
+def test_top_k_sends_the_largest(length: int, kept: int) -> None:
+    x = drawn(length)
+    found = sent(TopK(kept), x)
+    for begin in range(0, length, ROW):
+        row, got = x[begin : begin + ROW], found[begin : begin + ROW]
+        largest = row.abs().topk(min(kept, len(row))).indices.sort().values
+        assert got.nonzero().flatten().tolist() == largest.tolist()
+        assert torch.equal(got.sign()[largest], row.sign()[largest])
+        assert len(got[largest].abs().unique()) <= 2
+
+
+def test_top_k_sends_the_means_of_the_small_and_the_large() -> None:
+    x = torch.zeros(ROW)
+    x[:4] = torch.tensor([1.0, -2.0, 8.0, -8.0])
+    assert sent(TopK(4), x)[:4].tolist() == [1.5, -1.5, 8.0, -8.0]
+
+
+def test_top_k_with_fewer_elements_than_it_may_send() -> None:
+    x = torch.zeros(2 * ROW)
+    x[5], x[ROW + 7] = 3.0, -3.0
+    assert torch.equal(sent(TopK(64), x), x)
+
+
+def test_bytes_are_the_published_ones() -> None:
+    """4 bits with a scale for 256; 64 of 4,096 elements in 14 bits are 146 times less than float32."""
+    many = 2**20
+    assert E3M0().size(many) * 8 / many == 4 + 16 / 256
+    assert TopK(64).size(many) / (4 * many) == pytest.approx(1 / 146, rel=1e-3)
+    assert Int8().size(many) / many == 1 + 2 / 256

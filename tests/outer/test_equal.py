@@ -1,0 +1,89 @@
+"""Where islands must be what they are said to be: data parallel, one run, the mean of weights."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.build import build
+from compose.composition.state import Composition
+from compose.outer.loop import OuterLoop
+from compose.outer.options import Outer
+from compose.parallel.mesh import batch_share
+from compose.proof.verify import whole
+from compose.runtime.islands import current
+from compose.train.step import forward_backward
+from tests.helpers import Keys, make_job, tier
+from tests.outer.cases import INSIDE
+from tests.pool import Pool, make_mesh
+
+SAMPLES, STEPS = 8, 4
+AVERAGE = {"lr": 1.0, "momentum": 0.0}
+
+
+def trained(keys: Keys, outer: dict[str, Any] | None, same_samples: bool = False) -> dict[str, Tensor]:
+    """The weights after some steps of plain SGD, on this rank's island."""
+    islands = current()
+    job = make_job(dist.get_world_size(), **keys)
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    optimizer = torch.optim.SGD(composition.model.parameters(), lr=0.1, foreach=False)
+    loop = _loop(composition, list(job.resolved.checkpoint), outer) if outer else None
+    index, count = batch_share(composition.mesh)
+    if not same_samples:
+        index, count = islands.index * count + index, islands.count * count
+    for step in range(STEPS):
+        tokens = torch.randint(256, (SAMPLES, 33), generator=torch.Generator().manual_seed(step))
+        mine = tokens[index * SAMPLES // count : (index + 1) * SAMPLES // count]
+        share = {"tokens": mine[:, :-1], "targets": mine[:, 1:]}
+        forward_backward(composition, share, micro_batch=1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if loop:
+            loop.after_step(step + 1, STEPS)
+    if loop:
+        loop.close()
+    return {name: whole(parameter) for name, parameter in composition.named_parameters()}
+
+
+def _loop(composition: Composition, layers: list[str], outer: dict[str, Any]) -> OuterLoop:
+    loop = OuterLoop(Outer(**outer), composition, layers, current(), timedelta(minutes=1))
+    loop.start()
+    return loop
+
+
+# Routers count the samples of their island alone.
+DENSE = [name for name, (_, mesh) in INSIDE.items() if "model__name" not in mesh]
+
+
+@pytest.mark.parametrize("inside", [pytest.param(n, marks=tier(slow=n != "zero 3")) for n in DENSE])
+def test_each_step_with_sgd_is_data_parallel(pool: Pool, inside: str) -> None:
+    ranks, mesh = INSIDE[inside]
+    keys: Keys = {"train__global_batch": SAMPLES, "train__micro_batch": 1, **mesh}
+    found = pool.run(trained, 2 * ranks, keys, {"every": 1, **AVERAGE}, islands=2)
+    right = pool.run(trained, ranks, keys, None)
+    for rank, weights in enumerate(found):
+        for name, value in right[rank % ranks].items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fragments", [0, 1])
+def test_one_island_that_takes_the_mean_is_bitwise_no_islands(pool: Pool, fragments: int) -> None:
+    keys: Keys = {"train__global_batch": SAMPLES, "train__micro_batch": 1, "parallel__dp_shard": 2}
+    outer = {"every": 2, "fragments": fragments, **AVERAGE}
+    found, right = pool.run(trained, 2, keys, outer)[0], pool.run(trained, 2, keys, None)[0]
+    for name, value in right.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("islands", [2, 4])
+def test_islands_with_the_same_samples_are_bitwise_one(pool: Pool, islands: int) -> None:
+    keys: Keys = {"train__global_batch": SAMPLES, "train__micro_batch": 1, "parallel__dp_shard": 2}
+    outer = {"every": 2, "lr": 0.7, "momentum": 0.9}
+    found = pool.run(trained, 2 * islands, keys, outer, True, islands=islands)
+    right = pool.run(trained, 2, keys, outer)[0]
+    for weights in found:
+        for name, value in right.items():
+            assert torch.equal(weights[name], value), name

@@ -1,0 +1,40 @@
+"""The outer loop: islands on meshes of every axis are one process that is all of them."""
+
+import pytest
+
+from tests.helpers import Keys, tier
+from tests.outer.cases import STREAMING, outer, prove
+from tests.pool import Pool
+
+CASES: dict[str, tuple[int, str, Keys]] = {
+    "diloco": (2, "tp x zero 3", outer(every=3)),
+    "mean of weights": (4, "one rank", outer(every=2, lr=1.0, momentum=0.0)),
+    "fragments": (2, "pp x tp", outer(every=4, fragments=1)),
+    "streaming": (2, "zero 3", STREAMING),
+    "streaming, late": (2, "pp x tp", outer(every=8, fragments=1, delay=3, mix=0.25, lr=0.4)),
+    "uneven fragments": (2, "tp x zero 3", outer(every=6, fragments=2) | {"model__n_layers": 3}),
+    "in device memory": (2, "zero 3", outer(every=2, offload=False)),
+    "bfloat16": (2, "tp x zero 3", outer(every=2, dtype="bfloat16")),
+    "int8": (2, "pp x tp", STREAMING | outer(dtype="int8")),
+    "e3m0": (2, "tp x zero 3", STREAMING | outer(dtype="e3m0")),
+    "top_k": (2, "zero 3", STREAMING | outer(dtype="top_k")),
+    "top_k, replicas": (2, "tp x zero 3", outer(every=2, dtype="top_k", density=0.0078125)),
+    "zero 0": (2, "replicas", outer(every=2, dtype="int8")),
+    "context": (2, "cp", outer(every=2, dtype="e3m0")),
+    "experts": (2, "experts", outer(every=2, dtype="int8")),
+    "tied": (2, "pp x tp", STREAMING | {"model__tie_embeddings": True}),
+    "four islands": (4, "zero 3", STREAMING),
+}
+QUICK = ("streaming", "fragments", "e3m0", "top_k")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n not in QUICK)) for n in CASES])
+def test_is_one_process(pool: Pool, name: str) -> None:
+    islands, inside, keys = CASES[name]
+    prove(pool, islands, inside, keys)
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming", "top_k", "four islands"])
+def test_an_island_that_misses_exchanges_joins_the_next(pool: Pool, name: str) -> None:
+    islands, inside, keys = CASES[name]
+    prove(pool, islands, inside, keys, missed=True)
