@@ -55,12 +55,12 @@ MAY_IMPORT = {
     "operators": "base errors",
     "optimizer": "base errors loss parallel plan tables weights",
     "parallel": "base comm errors operators",
-    "outer": "base comm composition operators runtime tables weights",
+    "outer": "base comm composition operators parallel runtime tables weights",
     "pipeline": "base errors loss parallel plan",
     "plan": "base errors parallel",
     "planning": (
-        "apply base build composition config errors legality loss memory operators optimizer parallel"
-        " pipeline plan toml train"
+        "apply base build composition config errors legality loss memory operators optimizer outer"
+        " parallel pipeline plan toml train"
     ),
     "precision": "base errors parallel plan tables",
     "profiling": "base runtime tables",

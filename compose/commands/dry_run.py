@@ -24,6 +24,7 @@ from compose.legality.job import Job
 from compose.optimizer.rules import parameter_rules
 from compose.parallel.mesh import AXES, init_mesh
 from compose.parallel.secondary_shards import secondary_experts
+from compose.planning.island_bytes import in_lines, island_bytes
 from compose.planning.sent_bytes import sent_bytes
 from compose.precision.float8 import select_layers
 
@@ -52,6 +53,9 @@ def describe(job: Job) -> None:
     print("", *_summary(placed, job), sep="\n")
     if job.config.comm.compresses:
         print("", *_messages(job), sep="\n")
+    if job.islands > 1:
+        outer = job.config.outer
+        print("", *in_lines(island_bytes(job, outer), job.islands, outer), sep="\n")
 
 
 def _stage(job: Job, rank: int) -> list[Placed]:
@@ -128,6 +132,12 @@ def _mesh_line(job: Job) -> str:
     degrees = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in AXES)
     experts = f" (ep {parallel.ep} over them)" if parallel.ep > 1 else ""
     line = f"mesh: {job.world_size} ranks: {degrees}{experts}; zero {parallel.zero}"
+    if job.islands > 1:
+        every = job.config.outer.every
+        line = (
+            f"islands: {job.islands}, which exchange weights every {every} steps; all below is of one\n"
+            f"{line}"
+        )
     if parallel.pp > 1:
         line += f"\npipeline: {parallel.pp_schedule}, layers of its stages {list(parallel.pp_layers)}"
     return line

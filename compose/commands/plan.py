@@ -5,16 +5,20 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from compose.base.own_files import write_whole
 from compose.commands.cli import Arguments, read_arguments, world_size_of
+from compose.config import Config, Outer
 from compose.errors import ConfigError, did_you_mean
+from compose.legality.job import make_job, of_one_island
 from compose.planning.candidate import Candidate, Space, capacity, fits
 from compose.planning.cluster import load_cluster
 from compose.planning.explain import alternatives
 from compose.planning.feedback import against, as_text, corrected
 from compose.planning.html import write_html
+from compose.planning.island_bytes import in_lines, island_bytes, waits
 from compose.planning.result import as_data, in_words, table, write_toml
 from compose.planning.search import DEGREES, TRIED, fewest, own, search
 from compose.planning.writing import as_toml
@@ -56,6 +60,8 @@ def plan(arguments: Sequence[str]) -> int:
         found = _search(given, space)
     best = found[0]
     print(table(space, found), in_words(space, best), sep="\n\n")
+    if space.islands > 1:
+        print("", *_between_islands(given, space, best), sep="\n")
     if not fits(space, best):
         print(_short(space, best))
     if "--explain" in given.flags:
@@ -111,8 +117,31 @@ def _space(given: Arguments) -> Space:
                 f" (known: {', '.join(known)})"
             )
         fixed.discard(key)
-    config = load(given.file, given.overrides)
-    return Space(config, cluster, world_size, frozenset(fixed), objective)
+    config, islands = load(given.file, given.overrides), 1
+    if config.outer.every:
+        islands, all_ranks = config.parallel.dp_replicate, world_size
+        if islands < 2 or world_size % islands:
+            raise ConfigError(
+                f"{given.file}: outer.every makes islands of the ranks of parallel.dp_replicate; set"
+                f" that to 2 or more that divide {world_size}; it is {islands}"
+            )
+        config, world_size = of_one_island(config), world_size // islands
+        config = replace(config, outer=Outer())
+        fixed.add("parallel.dp_replicate")
+        print(f"islands: {islands} of {world_size} of the {all_ranks} ranks; planned is one of them")
+    return Space(config, cluster, world_size, frozenset(fixed), objective, islands)
+
+
+def _between_islands(given: Arguments, space: Space, best: Candidate) -> list[str]:
+    """Return what islands send each other, and how long training waits for it."""
+    outer = load(given.file, given.overrides).outer
+    messages = island_bytes(make_job(best.config, space.world_size), outer)
+    assert best.found is not None
+    link, seconds = space.cluster.between, best.found.step_seconds
+    return [
+        *in_lines(messages, space.islands, outer),
+        waits(messages, space.islands, outer, link, seconds),
+    ]
 
 
 def _fewest(given: Arguments, space: Space) -> tuple[Space, list[Candidate]]:
@@ -187,7 +216,8 @@ def _write(given: Arguments, space: Space, found: Sequence[Candidate]) -> None:
             elif flag == "--report":
                 write_html(data, path)
             else:
-                set_there = {name: _value(space, name) for name, _ in given.overrides}
+                config = load(given.file, given.overrides)
+                set_there = {name: _value(config, name) for name, _ in given.overrides}
                 text = write_toml(space, found[0], given.file, set_there, path)
                 write_whole(path, text.encode())
         except OSError as error:
@@ -196,10 +226,10 @@ def _write(given: Arguments, space: Space, found: Sequence[Candidate]) -> None:
         print(f"{path}: written", flush=True)
 
 
-def _value(space: Space, name: str) -> object:
+def _value(config: Config, name: str) -> object:
     """Return the value of a key of the config."""
     head, _, key = name.partition(".")
-    held = getattr(space.config, head)
+    held = getattr(config, head)
     if head == "model" and not hasattr(held, key):
         held = held.config
     return getattr(held, key)

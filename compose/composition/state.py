@@ -65,6 +65,13 @@ class Composition:
         ties = self.pipeline.ties if self.pipeline else ()
         return next((len(tied.holders) for tied in ties if tied.name == name), 1)
 
+    def holding_ranks(self, name: str) -> int:
+        """Return how many ranks of pp hold the parameter ``name``; one may have several stages."""
+        if self.pipeline is None or self.holders(name) == 1:
+            return 1
+        stages = next(tied.holders for tied in self.pipeline.ties if tied.name == name)
+        return len({self.pipeline.placement[stage] for stage, _ in stages})
+
 
 def module_of(whole: nn.Module | Composition) -> nn.Module:
     """Return the module of a model that was not cut, or of what ``compose.apply`` returned."""

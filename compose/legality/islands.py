@@ -48,7 +48,7 @@ def _fragments(job: Job) -> None:
     if outer.delay >= outer.every // count:
         raise ConfigError(
             f"outer.delay: {outer.delay} is not less than the {outer.every // count} steps from one"
-            f" exchange to the next (outer.every over {count} fragments); nearest:"
+            f" exchange to the next (outer.every / fragments, of which there are {count}); nearest:"
             f" {outer.every // count - 1}"
         )
 

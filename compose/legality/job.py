@@ -97,18 +97,33 @@ def make_job(config: Config, world_size: int, model: nn.Module | None = None) ->
     folder, shape = find_model(config.model.name), config.model.config
     model, islands = model or folder.on_meta(shape), 1
     if config.outer.every and config.parallel.dp_replicate > 1:
-        islands, train = config.parallel.dp_replicate, config.train
-        if train.global_batch % islands:
-            nearest = max(1, round(train.global_batch / islands)) * islands
-            raise ConfigError(
-                f"train.global_batch: {train.global_batch} cannot be dealt to {islands} islands, the"
-                f" ranks of dp_replicate; nearest: {nearest}"
-            )
-        config = replace(
-            config,
-            parallel=replace(config.parallel, dp_replicate=1),
-            train=replace(train, global_batch=train.global_batch // islands),
-        )
-        world_size //= islands
+        islands = config.parallel.dp_replicate
+        config, world_size = of_one_island(config), world_size // islands
     plan = folder.plan(shape, config.parallel)
     return Job(config, world_size, model, plan, resolve(plan, model), islands)
+
+
+def of_one_island(config: Config) -> Config:
+    """Return the tables of one island of a config with [outer].
+
+    Args:
+        config: The config of all islands, the ranks of dp_replicate.
+
+    Returns:
+        The same with one replica, and an island's part of the global batch.
+
+    Raises:
+        ConfigError: The global batch cannot be dealt to the islands.
+    """
+    islands, train = config.parallel.dp_replicate, config.train
+    if train.global_batch % islands:
+        nearest = max(1, round(train.global_batch / islands)) * islands
+        raise ConfigError(
+            f"train.global_batch: {train.global_batch} cannot be dealt to {islands} islands, the"
+            f" ranks of dp_replicate; nearest: {nearest}"
+        )
+    return replace(
+        config,
+        parallel=replace(config.parallel, dp_replicate=1),
+        train=replace(train, global_batch=train.global_batch // islands),
+    )

@@ -15,6 +15,7 @@ Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512). The state of the inn
 its island.
 """
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from compose.composition.state import Composition
 from compose.outer.codes import Code, code_of
 from compose.outer.exchange import Exchange
 from compose.outer.fragments import Held, Span, fragments_of
+from compose.outer.message import CHECK, averaged_buffers, checksum, outer_dtype
 from compose.outer.options import Outer, best_lr
 from compose.runtime.islands import Islands
 from compose.runtime.processes import TrainingError
@@ -36,7 +38,6 @@ from compose.runtime.processes import TrainingError
 DECAY = 0.95
 """The part of what top_k has not sent that is added to what it sends next (arXiv:2508.15706)."""
 _LOOK = 0.5  # seconds between two looks at whether islands are to stop
-_CHECK = 8  # bytes at the front of a message: a checksum of the outer weights
 
 
 @dataclass
@@ -88,20 +89,14 @@ class OuterLoop:
         self.started = False
         held = {span.held.name: span.held for spans in self.fragments for span in spans}
         self.held: list[Held] = list(held.values())
-        persistent = composition.model.state_dict(keep_vars=True)
-        self.buffers = [
-            buffer
-            for name, buffer in composition.model.named_buffers()
-            if name in persistent and buffer.is_floating_point()
-        ]
+        self.buffers = averaged_buffers(composition.model)
         for held in self.held:
             wide = torch.promote_types(held.local.dtype, torch.float32)
             device = "cpu" if options.offload else held.local.device
             self.weights[held.name] = torch.zeros(held.local.shape, dtype=wide, device=device)
             if options.momentum:
                 self.momentum[held.name] = torch.zeros_like(self.weights[held.name])
-        wide = {weight.dtype for weight in self.weights.values()} or {torch.float32}
-        self.dtype = max(wide, key=lambda dtype: dtype.itemsize)
+        self.dtype = outer_dtype(composition)
         self.code: Code = code_of(options, self.dtype)
 
     @torch.no_grad()
@@ -135,11 +130,6 @@ class OuterLoop:
         """Whether there is more between two steps than the outer weights and their momentum."""
         return self.options.delay > 0 or self.options.dtype == "top_k"
 
-    def payload(self, fragment: int) -> int:
-        """Return the bytes of this rank's message of a fragment."""
-        elements = sum(span.own[1] - span.own[0] for span in self.fragments[fragment])
-        return _CHECK + self.code.size(elements) + 4 * self._averaged(fragment).numel()
-
     def _begin(self, fragment: int, step: int, delay: int, mix: float) -> None:
         theta, own = self._own(fragment, self.weights), self._own(fragment, None)
         codes, change = own, theta - own
@@ -151,7 +141,7 @@ class OuterLoop:
         if self.options.dtype == "top_k":
             self.lost[fragment] = codes - self.code.decode(body, codes)
         averaged = self._averaged(fragment).float().view(torch.uint8)
-        message = torch.cat([_checksum(theta).cpu(), body.cpu(), averaged.cpu()])
+        message = torch.cat([checksum(theta).cpu(), body.cpu(), averaged.cpu()])
         name = f"{step}.{fragment}"
         self.pending = Pending(fragment, step + delay, mix, self.exchange.begin(name, message))
         self.seen["change_norm"] = float(change.norm())
@@ -175,7 +165,9 @@ class OuterLoop:
         self.seen["islands"] = len(there)
         if not there:
             return
-        if any(not torch.equal(message[:_CHECK], there[0][:_CHECK]) for message in there):
+        if any(not torch.equal(message[:CHECK], there[0][:CHECK]) for message in there):
+            with contextlib.suppress(RuntimeError):  # another island may have ended already
+                self.exchange.close()  # all have to read this island's message, to say the same
             raise TrainingError(
                 "the outer weights of islands differ: silent corruption; go on from the last checkpoint"
             )
@@ -185,7 +177,7 @@ class OuterLoop:
         # In the same order and in float64 everywhere, so that the result is bitwise the same.
         total, sums = torch.zeros_like(theta, dtype=torch.float64), averaged.double() * 0
         for message in there:
-            total += self.code.decode(message[_CHECK:end].to(theta.device), theta).double()
+            total += self.code.decode(message[CHECK:end].to(theta.device), theta).double()
             values = message[end:].clone().view(torch.float32)
             sums += values.to(sums.device).double()
         mean = total / len(there)
@@ -320,10 +312,3 @@ class OuterLoop:
     def close(self) -> None:
         """End the exchanges."""
         self.exchange.close()
-
-
-def _checksum(values: Tensor) -> Tensor:
-    """Return 8 bytes that depend on each bit of a vector."""
-    words = values.contiguous().view(torch.int32).to(torch.int64)
-    places = torch.arange(len(words), device=words.device) % 8191 + 1
-    return (words * places).sum()[None].view(torch.uint8)

@@ -22,6 +22,8 @@ class Space:
     """Keys that stay as they are."""
     objective: str = "time"
     """"time", "memory" or "devices"."""
+    islands: int = 1
+    """Islands of the job; all else here is of one of them."""
 
 
 @dataclass(frozen=True)

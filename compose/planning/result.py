@@ -182,10 +182,11 @@ def write_toml(
     base = os.path.relpath(source, target.parent)
     why = reasons(space, best)
     tables: dict[str, list[str]] = {}
-    for name, value in {**overrides, **best.keys}.items():
+    islands = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
+    for name, value in {**overrides, **best.keys, **islands}.items():
         head, _, key = name.partition(".")
         reason = f"  # {why[name]}" if name in why and name in best.keys else ""
         tables.setdefault(head, []).append(f"{key} = {toml_value(value)}{reason}")
     blocks = ["\n".join([f"[{name}]", *lines, ""]) for name, lines in tables.items()]
-    head = f"# Planned for {space.world_size} ranks of {space.cluster.name}.\n"
+    head = f"# Planned for {space.world_size * space.islands} ranks of {space.cluster.name}.\n"
     return "\n".join([f"{head}extends = {toml_value(base)}\n", *blocks])

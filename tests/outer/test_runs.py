@@ -60,8 +60,8 @@ def folders(run_dir: Path, islands: int = 2) -> list[Path]:
     return [run_dir, *(run_dir / "islands" / str(i) for i in range(1, islands))]
 
 
-def state(run_dir: Path, step: int) -> list[dict[str, int]]:
-    return [shards(one / "checkpoints" / f"step-{step:08d}") for one in folders(run_dir)]
+def state(run_dir: Path, step: int, islands: int = 2) -> list[dict[str, int]]:
+    return [shards(one / "checkpoints" / f"step-{step:08d}") for one in folders(run_dir, islands)]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n != "streaming")) for n in OUTER])
@@ -120,3 +120,48 @@ def test_all_islands_stop_after_the_same_step(pool: Pool, tmp_path: Path, at: in
     name = f"step-{stopped[0]:08d}"
     assert all((one / "checkpoints" / name).exists() for one in folders(tmp_path))
     assert len(state(tmp_path, stopped[0])) == 2
+
+
+def test_goes_on_on_another_mesh_inside_islands(pool: Pool, tmp_path: Path) -> None:
+    train(pool, tmp_path / "whole", OUTER["streaming"])
+    train(pool, tmp_path, OUTER["streaming"] | {"train__stop_after": 5})
+    folder = f"{tmp_path}/checkpoints/step-00000005"
+    said = train(pool, tmp_path, OUTER["streaming"], mesh="tp")
+    assert said[:2] == [
+        f"{folder}: resumed after step 5",
+        f"{folder}: what coded messages kept is of another mesh, or of other codes, and is dropped",
+    ]
+    for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path), strict=True):
+        right, found = ([line["loss"] for line in lines(run)] for run in (one, other))
+        assert found[:5] == right[:5]
+        assert found[5] == pytest.approx(right[5], rel=1e-5)  # the exchange on its way is lost
+        assert found[5:] == pytest.approx(right[5:], rel=0.05)
+
+
+def test_goes_on_on_another_mesh_as_one_process(pool: Pool, tmp_path: Path) -> None:
+    """Outer weights and momentum are cut anew: without messages on their way nothing is lost."""
+    train(pool, tmp_path / "whole", OUTER["diloco"])
+    train(pool, tmp_path, OUTER["diloco"] | {"train__stop_after": 5})
+    said = train(pool, tmp_path, OUTER["diloco"], mesh="tp")
+    assert said[0] == f"{tmp_path}/checkpoints/step-00000005: resumed after step 5"
+    assert not any("dropped" in line for line in said)
+    for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path), strict=True):
+        right, found = ([line["loss"] for line in lines(run)] for run in (one, other))
+        assert found == pytest.approx(right, rel=1e-4)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 2), (2, 1)])
+def test_goes_on_with_another_number_of_islands(
+    pool: Pool, tmp_path: Path, before: int, after: int
+) -> None:
+    """All begin with the weights of the first island, and its outer weights, if there are any."""
+    alone: Keys = {"outer__every": 0}
+    begun: Keys = {"train__stop_after": 5} | (alone if before == 1 else {})
+    train(pool, tmp_path, begun, "zero 3", before)
+    saved = state(tmp_path, 5, 1)
+    said = train(pool, tmp_path, alone if after == 1 else {}, "zero 3", after)
+    assert said[0] == f"{tmp_path}/checkpoints/step-00000005: resumed after step 5"
+    found = [lines(one) for one in folders(tmp_path, after)]
+    assert [line["step"] for line in found[0]] == list(range(1, 11))
+    assert [line["step"] for line in found[-1]][-5:] == list(range(6, 11))
+    assert state(tmp_path, 5, 1) == saved
