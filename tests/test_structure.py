@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "plan": "base errors parallel",
     "planning": (
         "apply base build composition config errors legality loss memory operators optimizer outer"
-        " parallel pipeline plan toml train"
+        " parallel pipeline plan tables toml train"
     ),
     "precision": "base errors parallel plan tables",
     "profiling": "base runtime tables",

@@ -119,6 +119,7 @@ class Checkpointer:
         self.group = group
         self.thread: threading.Thread | None = None
         self.report: SaveReport | None = None
+        self.unreported: SaveReport | None = None  # of a save for whose end the next one has waited
         self.failures = 0
         self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
         self.in_files = isinstance(optimizer, OffloadedAdamW) and optimizer.folder is not None
@@ -178,7 +179,7 @@ class Checkpointer:
         """
         begun = time.perf_counter()
         self.wait()
-        self.finished()
+        self.unreported = self.finished()
         state = self._state()
         # State in files would not fit into memory. It changes only in the optimizer's step.
         files = {n: p for n, p in state.items() if self.in_files and n.startswith("optimizer.")}
@@ -208,7 +209,8 @@ class Checkpointer:
     def finished(self) -> SaveReport | None:
         """Return the report of a save on this rank that has ended since the last call, or None."""
         if self.thread is None or self.thread.is_alive():
-            return None
+            report, self.unreported = self.unreported, None
+            return report
         self.thread.join()
         self.thread, report = None, self.report
         if report and report.problem:

@@ -49,12 +49,13 @@ class Exchange:
             self._group: Any = dist.ProcessGroupGloo(store, islands.index, islands.count, timeout)
             self._thread = ThreadPoolExecutor(1, "exchange")
 
-    def begin(self, name: str, message: Tensor) -> "Future[list[Tensor | None]]":
+    def begin(self, name: str, message: Tensor, waits: bool = False) -> "Future[list[Tensor | None]]":
         """Begin to exchange messages of equal length.
 
         Args:
             name: The exchange; no other has its name.
             message: This rank's, (bytes,) in host memory.
+            waits: Wait for all islands, whatever ``grace`` is.
 
         Returns:
             What will be the messages, in the order of islands; None for islands that miss it.
@@ -63,13 +64,14 @@ class Exchange:
             alone: Future[list[Tensor | None]] = Future()
             alone.set_result([message])
             return alone
-        if self.grace and self.rank == 0:
+        grace = 0.0 if waits else self.grace
+        if grace and self.rank == 0:
             self.islands.store.set(f"ready/{name}/{self.islands.index}", "")
-        return self._thread.submit(self._run, name, message)
+        return self._thread.submit(self._run, name, message, grace)
 
-    def _run(self, name: str, message: Tensor) -> list[Tensor | None]:
+    def _run(self, name: str, message: Tensor, grace: float) -> list[Tensor | None]:
         index, count = self.islands.index, self.islands.count
-        there = self._there(name)
+        there = self._there(name, grace)
         others = [island for island in range(count) if island != index]
         found: list[Tensor | None] = [None] * count
         waits = []
@@ -100,15 +102,15 @@ class Exchange:
                 work.wait()
             self._unread.clear()
 
-    def _there(self, name: str) -> set[int]:
+    def _there(self, name: str, grace: float) -> set[int]:
         """Return the islands that take part, on which all ranks of all islands agree."""
-        count, store = self.islands.count, self.islands.store if self.grace else None
+        count, store = self.islands.count, self.islands.store if grace else None
         if store is None:
             return {island for island in range(count) if not self.misses(name, island)}
         begun, key = time.monotonic(), f"there/{name}"
         while not store.check([key]):
             ready = [i for i in range(count) if store.check([f"ready/{name}/{i}"])]
-            late = time.monotonic() - begun > self.grace
+            late = time.monotonic() - begun > grace
             if self.rank == 0 and (len(ready) == count or (late and 2 * len(ready) >= count)):
                 # The first to propose decides for all.
                 store.compare_set(key, "", " ".join(map(str, ready)))

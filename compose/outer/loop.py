@@ -120,7 +120,7 @@ class OuterLoop:
             self._end(step)
         if step == last:
             for fragment in range(many):
-                self._begin(fragment, step, 0, 0.0)
+                self._begin(fragment, step, 0, 0.0, waits=True)
         elif step % self.between == 0:
             fragment = (step // self.between - 1) % many
             self._begin(fragment, step, self.options.delay, self.options.mix)
@@ -130,7 +130,7 @@ class OuterLoop:
         """Whether there is more between two steps than the outer weights and their momentum."""
         return self.options.delay > 0 or self.options.dtype == "top_k"
 
-    def _begin(self, fragment: int, step: int, delay: int, mix: float) -> None:
+    def _begin(self, fragment: int, step: int, delay: int, mix: float, waits: bool = False) -> None:
         theta, own = self._own(fragment, self.weights), self._own(fragment, None)
         codes, change = own, theta - own
         if self.options.dtype != "float32":
@@ -143,7 +143,7 @@ class OuterLoop:
         averaged = self._averaged(fragment).float().view(torch.uint8)
         message = torch.cat([checksum(theta).cpu(), body.cpu(), averaged.cpu()])
         name = f"{step}.{fragment}"
-        self.pending = Pending(fragment, step + delay, mix, self.exchange.begin(name, message))
+        self.pending = Pending(fragment, step + delay, mix, self.exchange.begin(name, message, waits))
         self.seen["change_norm"] = float(change.norm())
         if delay == 0:
             self._end(step)

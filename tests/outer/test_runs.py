@@ -165,3 +165,31 @@ def test_goes_on_with_another_number_of_islands(
     assert [line["step"] for line in found[0]] == list(range(1, 11))
     assert [line["step"] for line in found[-1]][-5:] == list(range(6, 11))
     assert state(tmp_path, 5, 1) == saved
+
+
+def _late(keys: Keys) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train; the second island is late once. How many took part in exchanges, and the weights."""
+    job = make_job(4, **{"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **keys})
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    step, took_part = trainer.step, []
+
+    def stepped() -> StepMetrics:
+        if current().index == 1 and trainer.progress.step == 1:
+            time.sleep(4)
+        metrics = step()
+        if metrics.outer["bytes"] or metrics.step % 2 == 0:
+            took_part.append(metrics.outer["islands"])
+        return metrics
+
+    with mock.patch.object(trainer, "step", stepped):
+        trainer.run()
+    return took_part, {name: whole(p) for name, p in trainer.composition.named_parameters()}
+
+
+def test_an_island_that_is_late_joins_the_next_exchange(pool: Pool, tmp_path: Path) -> None:
+    own: Keys = {"outer__every": 2, "outer__grace": 1, "train__steps": 4}
+    keys = keys_for(tmp_path, **(RUN | own))
+    found = pool.run(_late, 4, keys, islands=2)
+    for took_part, weights in found:
+        assert took_part == [1, 2]  # the exchange after the last step waits for all
+        assert all(torch.equal(weights[name], value) for name, value in found[0][1].items())
