@@ -13,11 +13,23 @@ KEPT = Blocks(8, 4096)
 """The code in which remainders are kept: 1 byte for an element."""
 
 
-class BlockFeedback:
-    """The remainder of blocks, as :func:`encode_with_remainder` has it."""
+class Remainder:
+    """What messages have left out, as codes."""
 
     def __init__(self) -> None:
         self.codes: Tensor | None = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Return it, for a checkpoint."""
+        return {} if self.codes is None else {"feedback": self.codes}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned."""
+        self.codes = state.get("feedback")
+
+
+class BlockFeedback(Remainder):
+    """The remainder of blocks, as :func:`encode_with_remainder` has it."""
 
     def encode(self, code: Blocks, scale: float, x: Tensor) -> Tensor:
         """Return the codes of blocks with the remainder, and keep the new one.
@@ -42,11 +54,8 @@ class BlockFeedback:
         return torch.linalg.vector_norm(decode_blocks(self.codes, 8))
 
 
-class Feedback:
+class Feedback(Remainder):
     """The remainder of one unit's messages, for gradients without a loss scale."""
-
-    def __init__(self) -> None:
-        self.codes: Tensor | None = None
 
     def added(self, x: Tensor, scale: float) -> Tensor:
         """Return ``x`` with the remainder.

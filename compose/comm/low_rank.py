@@ -103,14 +103,13 @@ class LowRank:
 
     def state(self) -> dict[str, Tensor]:
         """Return the remainder and the factors."""
-        kept = self.feedback and self.feedback.codes
         found = {f"factor{i}": q for i, q in self.factors.items()}
-        return found if kept is None else {**found, "feedback": kept}
+        return found | (self.feedback.state() if self.feedback else {})
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take the remainder and the factors."""
         if self.feedback:
-            self.feedback.codes = state.get("feedback")
+            self.feedback.restore(state)
         self.factors = {
             int(name.removeprefix("factor")): q for name, q in state.items() if name != "feedback"
         }

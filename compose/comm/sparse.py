@@ -107,13 +107,12 @@ class Largest:
 
     def state(self) -> dict[str, Tensor]:
         """Return the remainder."""
-        kept = self.feedback and self.feedback.codes
-        return {} if kept is None else {"feedback": kept}
+        return self.feedback.state() if self.feedback else {}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take the remainder."""
         if self.feedback:
-            self.feedback.codes = state.get("feedback")
+            self.feedback.restore(state)
 
     def _pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split([part.numel for part in self.layout.parts], 1)
