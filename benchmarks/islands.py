@@ -1,9 +1,10 @@
 """Islands against data parallel: the loss that a run ends with, and the speed over a slow link.
 
     python benchmarks/islands.py [--steps 300] [--seeds 3] [--only NAME ...] [--runs FOLDER]
+                                 [--ranks 4] [--keys KEY=VALUE ...]
     python benchmarks/islands.py --speed [--mbit 100] [--every 30] [--rounds 3]
 
-The first prints one JSON line for each kind of run of train.toml's model on four ranks, all with the
+The first prints one JSON line for each kind of run of train.toml's model, all with the
 same samples in a step: the validation loss at the end over that of data parallel with the same seed,
 less one. The validation text is a part of the standard library that is not trained on. In "2 islands,
 half missed" the second island misses every other exchange.
@@ -26,15 +27,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RANKS = 4
 EVERY = 30
 LR = "optimizer.lr=1e-3"  # at train.toml's 3e-3, runs with the least difference end up to 1% apart
 VALIDATION = 400_000  # bytes
 
 
 def islands(count: int, *keys: str) -> list[str]:
-    shard = f"parallel.dp_shard={RANKS // count}"
-    return [f"parallel.dp_replicate={count}", shard, f"outer.every={EVERY}", *keys]
+    shared = "parallel.dp_shard=-1"  # by the ranks of an island
+    return [f"parallel.dp_replicate={count}", shared, f"outer.every={EVERY}", *keys]
 
 
 STREAMING = ("outer.fragments=1", "outer.delay=2")
@@ -94,16 +94,17 @@ def texts(folder: Path) -> tuple[Path, Path]:
     return train, validation
 
 
-def losses(runs: Path, names: list[str], steps: int, seeds: int) -> None:
+def losses(runs: Path, given: argparse.Namespace) -> None:
+    steps, names = given.steps, given.only
     train, validation = texts(runs)
     common = [f"train.steps={steps}", f"train.validate_every={steps}", LR]
-    common += [f"data.path={train}", f"data.validation={validation}"]
+    common += [f"data.path={train}", f"data.validation={validation}", *given.keys]
     ends: dict[str, list[float]] = {name: [] for name in dict.fromkeys(["plain", *names])}
-    for seed in range(seeds):
+    for seed in range(given.seeds):
         for name, found in ends.items():
             folder = runs / f"{name.replace(' ', '-').replace(',', '')}-seed{seed}"
             keys = [*common, f"train.seed={seed}", *KINDS[name]]
-            found.append(run(folder, RANKS, keys, CODE.get(name, ""))[-1]["validation_loss"])
+            found.append(run(folder, given.ranks, keys, CODE.get(name, ""))[-1]["validation_loss"])
     for name, found in ends.items():
         apart = [end / other - 1 for end, other in zip(found, ends["plain"], strict=True)]
         result = {
@@ -153,6 +154,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many, from train.seed 0 on")
     parser.add_argument("--only", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--keys", nargs="*", default=[], help="more keys of all runs")
     parser.add_argument("--speed", action="store_true", help="measure the speed, not the loss")
     parser.add_argument("--mbit", type=float, default=100, help="of the slow link, a second")
     parser.add_argument("--every", type=int, default=EVERY, help="steps of a round, with --speed")
@@ -164,7 +167,7 @@ def main() -> None:
         if given.speed:
             speeds(runs, given.mbit, given.every, given.rounds)
         else:
-            losses(runs, given.only, given.steps, given.seeds)
+            losses(runs, given)
 
 
 if __name__ == "__main__":

@@ -197,6 +197,31 @@ def test_compression_of_runs_that_are_there(tmp_path: Path) -> None:
     assert coded["over_plain"] == pytest.approx(0.1 / (2.0 + (3 / 9 + 3 / 10) / 2), abs=1e-5)
 
 
+def test_islands_of_runs_that_are_there(tmp_path: Path) -> None:
+    ends = {"plain": (2.0, 4.0), "2-islands-half-missed": (2.1, 3.8)}
+    for name, found in ends.items():
+        for seed, end in enumerate(found):
+            folder = tmp_path / f"{name}-seed{seed}"
+            folder.mkdir()
+            rows = [json.dumps({"loss": 9.0}), json.dumps({"loss": 8.0, "validation_loss": end})]
+            (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+            (folder / "done").touch()
+    words = ["--seeds=2", f"--runs={tmp_path}", "--only", "2 islands, half missed"]
+    plain, islands = shown("benchmarks/islands.py", *words)
+    assert (plain["run"], plain["seeds"]) == ("plain", [0, 0])
+    assert (islands["run"], islands["seeds"]) == ("2 islands, half missed", [0.05, -0.05])
+    assert (islands["validation_loss"], islands["over_plain"]) == (2.95, 0)
+
+
+@pytest.mark.slow
+def test_speed_of_islands() -> None:
+    """Each way of exchanging is trained for one timed round, on a link that is not slowed down."""
+    results = shown("benchmarks/islands.py", "--speed", "--mbit=0", "--every=4", "--rounds=2")
+    assert [row["run"] for row in results] == ["waits", "streaming", "streaming, int8"]
+    assert results[0]["bytes_of_a_round"] > 3.9 * results[2]["bytes_of_a_round"] > 0
+    assert min(row["speed_over_none"] for row in results) > 0
+
+
 def test_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Of runs that are there already."""
     spec = importlib.util.spec_from_file_location("precision", ROOT / "benchmarks" / "precision.py")
