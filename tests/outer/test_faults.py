@@ -79,8 +79,8 @@ FAULTS: dict[str, tuple[Keys, str, str, str, set[str]]] = {
     "a neighbour's scale": (
         STREAMING | outer(dtype="e3m0"),
         END,
-        "self.code.decode(message[_CHECK:end].to(theta.device), theta)",
-        "self.code.decode(message[_CHECK:end].view(-1, self.code.width)[:, list(range(128)) + [129,"
+        "self.code.decode(message[CHECK:end].to(theta.device), theta)",
+        "self.code.decode(message[CHECK:end].view(-1, self.code.width)[:, list(range(128)) + [129,"
         " 128]].flatten(), theta)",
         WEIGHTS,
     ),
