@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from compose.comm.activations import Activations
 from compose.comm.blocks import compile_kernels
 from compose.comm.compression import Compression
 from compose.compiler.compilation import apply_compile
@@ -27,6 +28,7 @@ from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.secondary_shards import SecondaryGather, secondary_groups
 from compose.parallel.sequence import Balance
+from compose.parallel.stream_messages import with_codes
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
 from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
 from compose.pipeline.schedules import schedule_of
@@ -92,10 +94,15 @@ def apply(
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
     apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
+    comm = options.comm
+    compression = Compression(comm, mesh.device_type) if comm.codes else None
+    if compression and compile.mode != "off":
+        compile_kernels()
+    coded = compression.activations if compression else None
     if tp > 1:
-        _tensor(model, resolved, mesh["tp"], choice)
+        _tensor(model, resolved, mesh["tp"], choice, coded)
     if over is not None:
-        _expert(model, resolved, over["ep"])
+        _expert(model, resolved, over["ep"], coded)
     if cp > 1:
         _context(model, resolved, mesh["cp"])
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
@@ -109,12 +116,7 @@ def apply(
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
     near = secondary_groups(mesh, parallel.zero3_reshard, zero, over)
     gathers: list[SecondaryGather] = []
-    comm, compression = options.comm, None
     levels = levels_of(mesh, comm.near, zero) if comm.compresses else None
-    if comm.compresses:
-        compression = Compression(comm, mesh.device_type)
-        if compile.mode != "off":
-            compile_kernels()
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
         how = Sharding(
@@ -129,7 +131,7 @@ def apply(
             levels=levels,
         )
         for stage in stages:
-            how = replace(how, units=compression.stage() if compression else None)
+            how = replace(how, units=compression.stage() if compression and comm.compresses else None)
             here = resolved.without(stage.absent)
             experts = [name for name, _ in here.expert]
             is_last_stage = runner is None or runner.is_last(stage)
@@ -180,9 +182,12 @@ def _broadcast(model: nn.Module, device_type: str) -> None:
         tensor.detach().copy_(sent)
 
 
-def _tensor(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, choice: Choice) -> None:
+def _tensor(
+    model: nn.Module, resolved: Resolved, mesh: DeviceMesh, choice: Choice, coded: Activations | None
+) -> None:
     replicated = [(name, Replicated()) for name in resolved.replicate]
     styles = float8_styles(resolved.tensor, resolved.float8, choice)
+    styles = with_codes(styles, coded, "tp") if coded else styles
     apply_tensor_parallel(model, styles + replicated, mesh)
     elsewhere = {id(p) for name, _ in resolved.expert for p in model.get_submodule(name).parameters()}
     whole = [
@@ -196,8 +201,8 @@ def _tensor(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, choice: Choi
         )
 
 
-def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
-    for name, style in resolved.expert:
+def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, coded: Activations | None) -> None:
+    for name, style in with_codes(resolved.expert, coded, "ep") if coded else resolved.expert:
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
 
 

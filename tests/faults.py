@@ -109,7 +109,7 @@ def inputs_gradients_stay_parts() -> Iterator[None]:
         if ctx.back != "scatter":
             return real(ctx, gradient)
         rank, size = dist.get_rank(), dist.get_world_size()
-        return gradient.chunk(size, dim=1)[rank].clone(), None, None, None
+        return gradient.chunk(size, dim=1)[rank].clone(), None, None, None, None
 
     with mock.patch.object(stream_messages._Message, "backward", staticmethod(fake)):
         yield

@@ -92,7 +92,7 @@ class Blocks:
         """Undo the rotation of (N, size), in place, and return it in ``dtype``."""
         if self.rotate and self.bits:
             matrices = _matrices(x, x.dtype)
-            for some in _pieces(x):
+            for some in pieces(x):
                 x[some] = _rotated(x[some], matrices)
         return x.to(dtype)
 
@@ -124,7 +124,7 @@ def encode_blocks(x: Tensor, bits: int, rotate: bool) -> Tensor:
     """
     matrices, run = _matrices(x) if rotate else None, kernel(_encoded)
     out = x.new_empty(x.shape[0], x.shape[1] * bits // 8 + SCALE_BYTES, dtype=torch.uint8)
-    for some in _pieces(x):
+    for some in pieces(x):
         out[some] = run(x[some], bits, matrices)
     return out
 
@@ -157,7 +157,7 @@ def encode_with_remainder(
     matrices, run = _matrices(x) if rotate else None, kernel(_encoded_with_remainder)
     out = x.new_empty(x.shape[0], x.shape[1] * bits // 8 + SCALE_BYTES, dtype=torch.uint8)
     left = torch.empty_like(kept)
-    for some in _pieces(x):
+    for some in pieces(x):
         out[some], left[some] = run(x[some], kept[some], scale, bits, matrices)
     return out, left
 
@@ -181,7 +181,7 @@ def decode_blocks(codes: Tensor, bits: int) -> Tensor:
     """
     run, size = kernel(_decoded), (codes.shape[1] - SCALE_BYTES) * 8 // bits
     out = codes.new_empty(len(codes), size, dtype=torch.float32)
-    for some in _pieces(out):
+    for some in pieces(out):
         out[some] = run(codes[some], bits)
     return out
 
@@ -223,14 +223,16 @@ def _rounded(x: Tensor, bits: int) -> Tensor:
         packed = (low & 15) | (high << 4)
     else:
         packed = codes.view(torch.uint8)
-    return torch.cat([packed, steps.view(torch.uint8)[:, -SCALE_BYTES:]], 1)
+    return with_scales(packed, steps)
+
+
+def with_scales(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return codes (N, bytes) with scales (N, 1) of :func:`block_scales` behind them."""
+    return torch.cat([codes, scales.view(torch.uint8)[:, -SCALE_BYTES:]], 1)
 
 
 def _decoded(codes: Tensor, bits: int) -> Tensor:
-    packed, scales = codes[:, :-SCALE_BYTES], codes[:, -SCALE_BYTES:]
-    # Two bytes of bfloat16 are the upper half of a float32's four.
-    low, high = scales.to(torch.int32).unbind(1)
-    steps = (low << 16 | high << 24).view(torch.float32)[:, None]
+    packed, steps = codes[:, :-SCALE_BYTES], read_scales(codes)
     if bits == 8:
         return packed.view(torch.int8).float() * steps
     # Shifted left and back right, the lower four bits get their sign.
@@ -238,7 +240,14 @@ def _decoded(codes: Tensor, bits: int) -> Tensor:
     return torch.cat([low, high], 1).float() * steps
 
 
-def _pieces(x: Tensor) -> Iterator[slice]:
+def read_scales(codes: Tensor) -> Tensor:
+    """Return the scales behind codes (N, width), float32 (N, 1)."""
+    # Two bytes of bfloat16 are the upper half of a float32's four.
+    low, high = codes[:, -SCALE_BYTES:].to(torch.int32).unbind(1)
+    return (low << 16 | high << 24).view(torch.float32)[:, None]
+
+
+def pieces(x: Tensor) -> Iterator[slice]:
     """Yield blocks of (N, size), as many at a time as stay in the caches of a CPU."""
     many = max(1, AT_ONCE // x.shape[1]) if x.device.type == "cpu" else max(1, len(x))
     for start in range(0, len(x), many):
@@ -308,11 +317,22 @@ def _top(bits: int) -> int:
 
 
 def _steps(x: Tensor, bits: int) -> Tensor:
+    return block_scales(x, _top(bits))
+
+
+def block_scales(x: Tensor, largest: float) -> Tensor:
     """Return the scale of each block, (N, 1): float32 whose lower 16 bits are zero, as in bfloat16.
 
     It is rounded by integers. Inductor would leave out a cast to bfloat16 and back, and codes would not
     fit the scale that is sent.
+
+    Args:
+        x: Blocks (N, size), float32.
+        largest: The code of a block's largest magnitude.
+
+    Returns:
+        The scales.
     """
-    exact = x.abs().amax(1, keepdim=True) / _top(bits)
+    exact = x.abs().amax(1, keepdim=True) / largest
     rounded = ((exact.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     return torch.where(exact.isfinite(), rounded, exact)

@@ -8,19 +8,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.base.local_tensor import local_tensor
+from compose.comm.activations import Activations
 from compose.comm.exchange import Traffic
 from compose.comm.gathers import DifferenceGather
 from compose.comm.options import Comm
+from compose.comm.row_codes import RowCode
 from compose.comm.units import Units
 
 
 class Compression:
-    """The coded messages of a composition. Each stage has its own Units."""
+    """The coded messages of a composition. Each stage has its own Units if data parallel codes."""
 
     def __init__(self, comm: Comm, device: str) -> None:
         """Take the table, and the type of this rank's device."""
         self.comm, self.device, self.traffic = comm, device, Traffic()
         self.stages: list[Units] = []
+        self.activations: Activations | None = None
+        if comm.activations != "off":
+            self.activations = Activations(RowCode(comm.activations, comm.block), self.traffic)
         self.alike: float | None = None
 
     def stage(self) -> Units:
@@ -87,9 +92,10 @@ class Compression:
     def metrics(self) -> dict[str, float]:
         """Return what this rank has sent since the last call, for metrics.jsonl.
 
-        Bytes of weights and gradients to near and far ranks; ``ratio``, these over what plain messages
-        would be; ``feedback_norm``, the norm of what was lost and will be sent; and, if it was measured
-        in this step, ``cosine`` of the gradients and those of plain messages.
+        Bytes of weights and gradients to near and far ranks, and of activations over tp and ep;
+        ``ratio``, these over what plain messages would be; ``feedback_norm``, the norm of what was lost
+        and will be sent; and, if it was measured in this step, ``cosine`` of the gradients and those of
+        plain messages.
         """
         sent = self.traffic.take()
         plain = sum(size for (_, level), size in sent.items() if level == "plain")

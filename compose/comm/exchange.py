@@ -54,11 +54,21 @@ class Traffic:
         close = min(ranks, self.near if near is None else near)
         for level, others in (("near", close - 1), ("far", ranks - close)):
             if others:
-                self.sent[purpose, level] = self.sent.get((purpose, level), 0) + each * others
+                self.add(purpose, level, each * others)
+
+    def add(self, purpose: str, level: str, bytes_: int) -> None:
+        """Count bytes of any level.
+
+        Args:
+            purpose: What is sent.
+            level: Where to: "near", "far" or the name of an axis; "plain" for those of plain messages.
+            bytes_: How many.
+        """
+        self.sent[purpose, level] = self.sent.get((purpose, level), 0) + bytes_
 
     def instead(self, purpose: str, bytes_: int) -> None:
         """Count what plain messages would send in place of coded ones."""
-        self.sent[purpose, "plain"] = self.sent.get((purpose, "plain"), 0) + bytes_
+        self.add(purpose, "plain", bytes_)
 
     def take(self) -> dict[tuple[str, str], int]:
         """Return the bytes since the last call; "plain" is what plain messages would send."""

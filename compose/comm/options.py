@@ -27,8 +27,10 @@ class Comm:
     """How data parallel sends weights: int8, or as int4 what has changed since they were last sent."""
     gradients: Literal["off", "bfloat16", "int8", "int4", "powersgd", "top_k"] = "off"
     """How data parallel sends gradients; sums are in float32."""
+    activations: Literal["off", "int8", "float8"] = "off"
+    """How tp sends activations and their gradients, and ep the rows of experts."""
     block: Positive = 256
-    """Elements of int8 and int4 that share a scale; a power of two."""
+    """Elements of int8, int4 and float8 that share a scale; a power of two."""
     near: Positive = 1
     """Neighbours with fast links among the ranks of data parallel: between them gradients are int8, and
     beyond them what is chosen."""
@@ -47,5 +49,10 @@ class Comm:
 
     @property
     def compresses(self) -> bool:
-        """Whether something is sent in a code."""
+        """Whether data parallel sends weights or gradients in a code."""
         return self.weights != "off" or self.gradients != "off"
+
+    @property
+    def codes(self) -> bool:
+        """Whether anything is sent in a code."""
+        return self.compresses or self.activations != "off"

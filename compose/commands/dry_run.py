@@ -28,6 +28,8 @@ from compose.planning.island_bytes import in_lines, island_bytes
 from compose.planning.sent_bytes import sent_bytes
 from compose.precision.float8 import select_layers
 
+_PURPOSES = ("weights", "gradients", "activations")
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -51,7 +53,7 @@ def describe(job: Job) -> None:
     print(_mesh_line(job), "", "plan", str(job.plan), sep="\n")
     print("", *_table([p for stage in placed for p in stage], pp), sep="\n")
     print("", *_summary(placed, job), sep="\n")
-    if job.config.comm.compresses:
+    if job.config.comm.codes:
         print("", *_messages(job), sep="\n")
     if job.islands > 1:
         outer = job.config.outer
@@ -111,13 +113,9 @@ def _messages(job: Job) -> list[str]:
     ranks = [sent_bytes(job, rank * job.world_size // pp) for rank in range(pp)]
     most = max(ranks, key=lambda sent: sum(sent.values()))
     comm = job.config.comm
-    coded = [
-        f"{name} {getattr(comm, name)}"
-        for name in ("weights", "gradients")
-        if getattr(comm, name) != "off"
-    ]
+    coded = [f"{name} {getattr(comm, name)}" for name in _PURPOSES if getattr(comm, name) != "off"]
     lines = [f"bytes that a rank sends in a step ({', '.join(coded)}):"]
-    for purpose in ("weights", "gradients"):
+    for purpose in _PURPOSES:
         levels = {level: size for (what, level), size in most.items() if what == purpose}
         if plain := levels.pop("plain", 0):
             shown = ", ".join(f"{size:,} to {level} ranks" for level, size in sorted(levels.items()))

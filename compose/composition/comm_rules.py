@@ -1,10 +1,13 @@
 """Rules of compressed messages: what [comm] may ask for on a mesh."""
 
+from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
+
 from compose.base.fields import toml_value
 from compose.comm.options import Comm
 from compose.composition.setup import Rule, Setup
 from compose.errors import ConfigError
 from compose.parallel.coded_units import check_near
+from compose.parallel.stream_messages import SendsActivations
 
 _READ_BY = {"rank": ("powersgd",), "density": ("top_k",), "near": ("bfloat16", "int8", "int4")}
 
@@ -33,6 +36,36 @@ def _receivers(setup: Setup) -> None:
         )
     if problems:
         raise ConfigError(*problems)
+
+
+def _activations(setup: Setup) -> None:
+    kind, degrees = setup.options.comm.activations, setup.degrees
+    if kind == "off":
+        return
+    cure = 'use comm.activations = "off"'
+    if degrees.tp == 1 and degrees.ep == 1:
+        raise ConfigError(
+            f'comm.activations: "{kind}", and parallel.tp and parallel.ep are 1, so that no activations'
+            f" are sent; {cure}"
+        )
+    if degrees.tp == 1:
+        return
+    if setup.options.precision.float8 != "off":
+        raise ConfigError(
+            f'comm.activations: "{kind}", and with parallel.tp = {degrees.tp} precision.float8 ='
+            f' "{setup.options.precision.float8}" has messages of its own; {cure}'
+        )
+    plain = [
+        name
+        for name, style in setup.resolved.tensor
+        if isinstance(style, PrepareModuleInput | RowwiseParallel)
+        and not isinstance(style, SendsActivations)
+    ]
+    if plain:
+        raise ConfigError(
+            f'comm.activations: "{kind}", and plan.tensor gives {plain[0]} a style of PyTorch, whose'
+            f" messages have no code; use LocalInput or LocalRowwise, or {cure}"
+        )
 
 
 def _block(setup: Setup) -> None:
@@ -102,6 +135,12 @@ COMM: list[Rule[Setup]] = [
         "with comm.weights or comm.gradients, there are ranks that such messages go to",
         "a key that changes nothing would look like one that works",
         _receivers,
+    ),
+    Rule(
+        "comm.activations goes with tp or ep, with the styles of compose.parallel.local_parallel, and"
+        " without float8 over tp",
+        "PyTorch's styles and torchao's send by themselves",
+        _activations,
     ),
     Rule("comm.block is a power of two, 16 or more", "a Hadamard matrix has such a size", _block),
     Rule(

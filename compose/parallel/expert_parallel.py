@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from compose.comm.activations import Place
 from compose.errors import ConfigError
 from compose.parallel.mesh import axis_size
+from compose.parallel.stream_messages import SendsActivations
 
 
 class Experts(Protocol):
@@ -46,7 +48,7 @@ class Experts(Protocol):
         ...
 
 
-class ExpertParallel(ParallelStyle):
+class ExpertParallel(SendsActivations, ParallelStyle):
     """A style for a module of stacked experts (:class:`Experts`): dim 0 of its parameters is sharded.
 
     It replaces the module's own forward. The new one sends each row to the rank that holds its expert,
@@ -58,7 +60,8 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_experts(len(next(module.parameters())), device_mesh.size())
         distribute_module(module, device_mesh, partial(_shard_experts, self.src_data_rank))
-        module.forward = partial(_run_where_they_are, module, device_mesh.get_group())
+        group = device_mesh.get_group()
+        module.forward = partial(_run_where_they_are, module, group, self.place)
         return module
 
     def __repr__(self) -> str:
@@ -151,7 +154,7 @@ def _shard_experts(
 
 
 def _run_where_they_are(
-    module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts: Tensor
+    module: nn.Module, group: dist.ProcessGroup, place: Place | None, rows: Tensor, counts: Tensor
 ) -> Tensor:
     """Run ``module``'s forward. Each rank of ``group`` holds equally many experts, in order."""
     weights = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
@@ -163,7 +166,7 @@ def _run_where_they_are(
     counts_from = torch.empty_like(counts_to)
     dist.all_to_all_single(counts_from, counts_to.contiguous(), group=group)
     sent, received = _sizes(counts_to, counts_from, len(rows))
-    arrived = all_to_all_single_autograd(rows, received, sent, group)
+    arrived = _exchanged(rows, received, sent, group, place)
     # The rows arrive sorted by rank. The experts need them sorted by expert.
     experts = torch.arange(counts_to.shape[1], device=rows.device).repeat(group.size())
     # The size is known here; without it the device would be asked once more.
@@ -171,7 +174,56 @@ def _run_where_they_are(
     order = order.argsort(stable=True)
     found = run(_Permute.apply(arrived, order), counts_from.sum(0), *weights)
     back = _Permute.apply(found, order.argsort())
-    return all_to_all_single_autograd(back, sent, received, group)
+    return _exchanged(back, sent, received, group, place)
+
+
+def _exchanged(
+    rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup, place: Place | None
+) -> Tensor:
+    """Send so many rows (N, D) to each rank, and return those that have come."""
+    if place is None:
+        return all_to_all_single_autograd(rows, received, sent, group)
+    return _CodedRows.apply(rows, received, sent, group, place)  # type: ignore[no-any-return]
+
+
+class _CodedRows(torch.autograd.Function):
+    """The exchange of rows in a code; their gradients take the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        received: list[int],
+        sent: list[int],
+        group: dist.ProcessGroup,
+        place: Place,
+    ) -> Tensor:
+        ctx.way = sent, received, group, place
+        return _coded_rows(rows, received, sent, group, place, gradient=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _coded_rows(grads[0], *ctx.way, gradient=True), None, None, None, None
+
+
+def _coded_rows(
+    rows: Tensor,
+    received: list[int],
+    sent: list[int],
+    group: dist.ProcessGroup,
+    place: Place,
+    gradient: bool,
+) -> Tensor:
+    def send(x: Tensor) -> Tensor:
+        out = x.new_empty(sum(received), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    codes, code = place.code.encode(rows), place.code
+    others = len(rows) - sent[group.rank()]
+    place.count(others * codes.shape[1], others * rows.shape[1] * rows.itemsize)
+    found = code.decode(send(codes), rows.shape[1]).to(rows.dtype)
+    return place.settled(found, gradient, lambda: send(rows), lambda: code.expected(rows))
 
 
 def _sizes(counts_to: Tensor, counts_from: Tensor, rows: int) -> tuple[list[int], list[int]]:

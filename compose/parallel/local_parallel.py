@@ -40,11 +40,11 @@ from torch.distributed.tensor.parallel import (
 
 from compose.errors import ConfigError
 from compose.operators.rms_norm import RMSNorm, rms_norm
-from compose.parallel.stream_messages import send_stream
+from compose.parallel.stream_messages import SendsActivations, send_stream
 from compose.parallel.tensor_parallel import HeadParallel
 
 
-class LocalInput(PrepareModuleInput):
+class LocalInput(SendsActivations, PrepareModuleInput):
     """A style that gathers a module's first input, for the LocalColwise and LocalHeads inside it.
 
     ``stream`` is the layout of that input (B, L, D): Shard(1) or Replicate(). The module gets the whole
@@ -60,7 +60,8 @@ class LocalInput(PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         there, back = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")
         if device_mesh.size() > 1:
-            send = partial(send_stream, there, back, device_mesh.get_group().group_name)
+            group = device_mesh.get_group().group_name
+            send = partial(send_stream, there, back, group, place=self.place)
             name = next(iter(inspect.signature(module.forward).parameters), "")
 
             def sent(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -101,7 +102,7 @@ class LocalColwise(ColwiseParallel):
         return ColwiseParallel(output_layouts=Shard(2), use_local_output=self.use_local_output)
 
 
-class LocalRowwise(RowwiseParallel):
+class LocalRowwise(SendsActivations, RowwiseParallel):
     """A style for an nn.Linear (N, D) without bias: each rank has a part of the N inputs.
 
     ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate().
@@ -115,7 +116,8 @@ class LocalRowwise(RowwiseParallel):
         _become(module, (nn.Linear,), _RowLinear, self)
         there, back = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
         if device_mesh.size() > 1:
-            send = partial(send_stream, there, back, device_mesh.get_group().group_name)
+            group = device_mesh.get_group().group_name
+            send = partial(send_stream, there, back, group, place=self.place)
 
             def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
                 return send(output)

@@ -2,22 +2,61 @@
 
 They are those of Shoeybi et al. 2019 (arXiv:1909.08053), and with a sequence-parallel stream those of
 Korthikanti et al. 2022 (arXiv:2205.05198).
+
+They may travel in a code of 8 bits. Ranks then exchange codes, and each sums its own part in float32.
 """
 
+from collections.abc import Iterable
+from copy import copy
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.base.torch_versions import functional_all_gather, functional_reduce_scatter
+from compose.comm.activations import Activations, Place, place_of
+from compose.operators.registered import operator
 
 Kind = Literal["keep", "sum", "gather", "scatter"]
 
 
-def send_stream(there: Kind, back: Kind, group: Any, tensor: Tensor) -> Tensor:
+class SendsActivations:
+    """A part of a style whose messages can travel in a code."""
+
+    place: Place | None = None
+    """The place of its messages; None sends them as they are."""
+
+
+def with_codes(
+    styles: Iterable[tuple[str, ParallelStyle]], activations: Activations, axis: str
+) -> list[tuple[str, ParallelStyle]]:
+    """Return ``styles`` with copies of those that can send in a code, which do so.
+
+    Args:
+        styles: Styles by the names of modules.
+        activations: The coded activations of the composition.
+        axis: The axis of the styles.
+
+    Returns:
+        The new styles.
+    """
+    found = []
+    for name, style in styles:
+        if isinstance(style, SendsActivations):
+            style = copy(style)
+            style.place = activations.at(name, axis)
+        found.append((name, style))
+    return found
+
+
+def send_stream(
+    there: Kind, back: Kind, group: Any, tensor: Tensor, place: Place | None = None
+) -> Tensor:
     """Send a tensor (B, L, D), cut or gathered along L.
 
     Args:
@@ -26,27 +65,37 @@ def send_stream(there: Kind, back: Kind, group: Any, tensor: Tensor) -> Tensor:
         back: The message of the gradient.
         group: The name of the process group.
         tensor: The tensor.
+        place: The place whose code the messages travel in; None: as they are.
 
     Returns:
         The result.
     """
-    return _Message.apply(tensor, there, back, group)  # type: ignore[no-any-return]
+    key = place.key if place else ""
+    return _Message.apply(tensor, there, back, group, key)  # type: ignore[no-any-return]
 
 
 class _Message(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, there: Kind, back: Kind, group: Any) -> Tensor:
-        ctx.back, ctx.group = back, group
-        return _moved(tensor, there, group)
+    def forward(ctx: Any, tensor: Tensor, there: Kind, back: Kind, group: Any, key: str) -> Tensor:
+        ctx.back, ctx.group, ctx.key = back, group, key
+        return _moved(tensor, there, group, key, gradient=False)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _moved(gradient, ctx.back, ctx.group), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _moved(grads[0], ctx.back, ctx.group, ctx.key, gradient=True), None, None, None, None
 
 
-def _moved(tensor: Tensor, kind: Kind, group: Any) -> Tensor:
+def _moved(tensor: Tensor, kind: Kind, group: Any, key: str, gradient: bool) -> Tensor:
     if kind == "keep":
         return tensor.view_as(tensor)
+    if not key:
+        return _plain(tensor, kind, group)
+    # A compiled graph has one operator for it, which encodes, sends and decodes.
+    send = _send_coded if torch.compiler.is_compiling() else _coded
+    return send(tensor, kind, group, key, gradient)
+
+
+def _plain(tensor: Tensor, kind: str, group: Any) -> Tensor:
     if not torch.compiler.is_compiling():
         ranks: dist.ProcessGroup = _resolve_process_group(group)
         if dist.get_backend(ranks) == "gloo":
@@ -103,3 +152,70 @@ def _exchange(sent: list[Tensor], got: list[Tensor], group: dist.ProcessGroup) -
     for work in works:
         assert work is not None
         work.wait()
+
+
+# In a code. What is said above of gloo holds for codes too.
+
+
+def _coded(tensor: Tensor, kind: str, group: Any, key: str, gradient: bool) -> Tensor:
+    """Return what a message brings whose rows (..., D) travel in a code."""
+    place, ranks = place_of(key), _resolve_process_group(group).size()
+    code, tensor = place.code, tensor.contiguous()
+    parts: list[Tensor] = [tensor]
+    if kind == "gather":
+        found = _gather_coded(place, tensor, group)
+    elif kind == "scatter":
+        found = _sum_coded(place, tensor, group)
+    else:
+        rows = tensor.flatten(0, -2)
+        own = _sum_coded(place, F.pad(rows, (0, 0, 0, -len(rows) % ranks))[None], group)
+        parts.append(own)
+        found = _gather_coded(place, own, group)[0, : len(rows)].view(tensor.shape)
+
+    def expected() -> Tensor:
+        # What one rank's codes lose reaches the others with each part that is gathered.
+        times = 1 if kind == "scatter" else ranks
+        return times * torch.stack([code.expected(part) for part in parts]).sum()
+
+    return place.settled(
+        found.to(tensor.dtype), gradient, lambda: _plain(tensor, kind, group), expected
+    )
+
+
+@operator("compose::send_coded")
+def _send_coded(tensor: Tensor, kind: str, group: str, key: str, gradient: bool) -> Tensor:
+    return _coded(tensor, kind, group, key, gradient)
+
+
+@_send_coded.register_fake
+def _(tensor: Tensor, kind: str, group: str, key: str, gradient: bool) -> Tensor:
+    batch, length, *rest = tensor.shape
+    over: Any = group
+    ranks = _resolve_process_group(over).size()
+    after = {"gather": length * ranks, "scatter": length // ranks, "sum": length}[kind]
+    return tensor.new_empty(batch, after, *rest)
+
+
+def _gather_coded(place: Place, tensor: Tensor, group: Any) -> Tensor:
+    """Return every rank's (B, L, D) one after another, (B, ranks * L, D), float32."""
+    codes, others = place.code.encode(tensor), _resolve_process_group(group).size() - 1
+    place.count(codes.nbytes * others, tensor.nbytes * others)
+    return place.code.decode(_plain(codes, "gather", group), tensor.shape[-1])
+
+
+def _sum_coded(place: Place, tensor: Tensor, group: Any) -> Tensor:
+    """Return the sum of all ranks' (B, ranks * L, D), this rank's part (B, L, D), float32."""
+    ranks: dist.ProcessGroup = _resolve_process_group(group)
+    count = ranks.size()
+    codes = place.code.encode(tensor).unflatten(1, (count, -1)).movedim(1, 0).contiguous()
+    place.count(codes.nbytes // count * (count - 1), tensor.nbytes // count * (count - 1))
+    if dist.get_backend(ranks) == "gloo":
+        got = [torch.empty_like(codes[0]) for _ in range(count)]
+        got[ranks.rank()] = codes[ranks.rank()]
+        _exchange(list(codes), got, ranks)
+    else:
+        got = list(funcol.wait_tensor(funcol.all_to_all_single(codes, None, None, group)))
+    total = place.code.decode(got[0], tensor.shape[-1])
+    for part in got[1:]:
+        total += place.code.decode(part, tensor.shape[-1])
+    return total

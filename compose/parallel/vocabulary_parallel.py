@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose.base.local_tensor import local_tensor
+from compose.comm.activations import Place
 from compose.errors import ConfigError
-from compose.parallel.stream_messages import send_stream
+from compose.parallel.stream_messages import SendsActivations, send_stream
 
 
-class LocalEmbedding(RowwiseParallel):
+class LocalEmbedding(SendsActivations, RowwiseParallel):
     """A style for an nn.Embedding (V, D): each rank has a part of the V rows.
 
     ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate(). The input is whole on
@@ -37,12 +38,12 @@ class LocalEmbedding(RowwiseParallel):
             raise ConfigError(f"LocalEmbedding: {module} has options; use RowwiseParallel")
         module.__class__ = _RowEmbedding
         assert isinstance(module, _RowEmbedding)
-        module.over = device_mesh
+        module.over, module.place = device_mesh, self.place
         module.there, module.back = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
         return distribute_module(module, device_mesh, self._partition_embedding_fn)
 
 
-class LocalOutput(ColwiseParallel):
+class LocalOutput(SendsActivations, ColwiseParallel):
     """A style for the projection (nn.Linear without bias) onto a vocabulary V: each rank has some rows.
 
     ``stream`` is the layout of the input (B, L, D): Shard(1) or Replicate(). The output is a DTensor
@@ -61,6 +62,7 @@ class LocalOutput(ColwiseParallel):
         module.__class__ = _ColumnOutput
         assert isinstance(module, _ColumnOutput)
         module.over, module.stream, module.sharded = device_mesh, self.stream, self.sharded
+        module.place = self.place
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
 
@@ -83,6 +85,7 @@ class _RowEmbedding(nn.Embedding):
     over: DeviceMesh
     there: Any
     back: Any
+    place: Place | None
 
     def forward(self, input: Tensor) -> Tensor:
         weight = local_tensor(self.weight)
@@ -93,18 +96,21 @@ class _RowEmbedding(nn.Embedding):
         found = found.masked_fill(elsewhere[..., None], 0.0)
         if self.over.size() == 1:
             return found
-        return send_stream(self.there, self.back, self.over.get_group().group_name, found)
+        group = self.over.get_group().group_name
+        return send_stream(self.there, self.back, group, found, self.place)
 
 
 class _ColumnOutput(nn.Linear):
     over: DeviceMesh
     stream: Placement
     sharded: bool
+    place: Place | None
 
     def forward(self, input: Tensor) -> Tensor:
         if self.over.size() > 1:
             there, back = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")
-            input = send_stream(there, back, self.over.get_group().group_name, input)
+            group = self.over.get_group().group_name
+            input = send_stream(there, back, group, input, self.place)
         local = F.linear(input, local_tensor(self.weight))
         shape = (*local.shape[:-1], self.out_features)
         stride = (shape[1] * shape[2], shape[2], 1)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.base.local_tensor import local_tensor
 from compose.comm.account import Account
+from compose.comm.activations import Lost
 from compose.comm.compression import Compression
 from compose.comm.units import Unit
 from compose.composition.state import Composition
@@ -42,6 +43,8 @@ class CodedMessages:
         """Open the accounts of a step, which is the first if ``step`` is 0."""
         self.label = f" {step + 1}" if step else ""
         self._compression.open_accounts()
+        if self._compression.activations:
+            self._compression.activations.open_account()
 
     def received(self) -> dict[str, Tensor]:
         """Return this rank's whole weights as all ranks received them, by name in the whole model."""
@@ -97,6 +100,24 @@ class CodedMessages:
                 total[name] = total.get(name, 0.0) + square / times
         return {name: square**0.5 for name, square in total.items()}
 
+    def activations(self) -> dict[tuple[str, bool], Lost]:
+        """Return what all ranks' activations lost in a step, by module and whether it is a gradient."""
+        own = self._compression.activations
+        if own is None:
+            return {}
+        everyone: list[dict[tuple[str, bool], Lost]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, own.account or {})
+        total: dict[tuple[str, bool], Lost] = {}
+        for one in everyone:
+            for place, lost in one.items():
+                total[place] = total[place].plus(lost) if place in total else lost
+        return total
+
+    @property
+    def codes_parameters(self) -> bool:
+        """Whether weights or gradients are coded."""
+        return bool(self._compression.stages)
+
     @property
     def _compression(self) -> Compression:
         assert self.composition.compression is not None
@@ -149,7 +170,7 @@ def compare_coded(
     gradients: Mapping[str, Tensor],
     missing: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
-) -> Coded:
+) -> Coded | None:
     """Compare what messages lost with what is expected; return what was received and sent.
 
     Args:
@@ -161,8 +182,17 @@ def compare_coded(
         weights: This rank's whole master weights.
 
     Returns:
-        The values for one process, whole, the same on every rank.
+        The values for one process, whole, the same on every rank; None if weights and gradients are not
+        coded.
     """
+    for (name, gradient), total in sorted(messages.activations().items()):
+        what = "lost of activations' gradients" if gradient else "lost of activations"
+        size, expected = total.whole**0.5, total.expected**0.5
+        if size:
+            limit = allowed(expected, total.elements)
+            comparison.value(f"{what}{messages.label}", name, total.lost**0.5 / size, limit / size)
+    if not messages.codes_parameters:
+        return None
     received = messages.received()
     for quantity, lost, whole, expected in (
         (
