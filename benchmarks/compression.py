@@ -1,7 +1,7 @@
 """The loss of train.toml's model with each kind of coded messages, over that with plain ones.
 
     python benchmarks/compression.py [--steps 250] [--seeds 3] [--ranks 4] [--only NAME ...]
-                                     [--runs FOLDER]
+                                     [--runs FOLDER] [--keys KEY=VALUE ...]
 
 prints one JSON line for each: the loss at the end (mean of the last fifth of the steps) over that of
 plain messages with the same seed, less one; the mean of the seeds, and each. No sample comes twice in
@@ -9,7 +9,7 @@ so few steps, so each is as unseen as in a validation. Two controls show what me
 are plain messages with AdamW's eps larger by 1e-5 of itself, and "bfloat16 weights" sends weights as
 mixed precision does, which harms nobody. A third of train.toml's learning rate is used: at the whole
 one, runs with the least difference end up to 1% apart. "int4, bare" is int4 without rotation and
-without feedback. A run that is complete in FOLDER is read, not run again.
+without feedback. Activations are coded in runs with tp 2; "tp" is such a run with plain ones. A run that is complete in FOLDER is read, not run again.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-WARM_UP = "comm.start_step=25"
+WARM_UP, TP = "comm.start_step=25", "parallel.tp=2"
 KINDS: dict[str, list[str]] = {
     "plain": [],
     "rounding": ["optimizer.eps=1.00001e-8"],
@@ -34,6 +34,9 @@ KINDS: dict[str, list[str]] = {
     "int4 and int4_diff": ["comm.gradients=int4", "comm.weights=int4_diff"],
     "powersgd, rank 4": ["comm.gradients=powersgd", WARM_UP],
     "top_k, 1%": ["comm.gradients=top_k", WARM_UP],
+    "tp": [TP],
+    "tp, int8 activations": [TP, "comm.activations=int8"],
+    "tp, float8 activations": [TP, "comm.activations=float8"],
 }
 # What no key does: without the rotation, and weights in bfloat16 where int8 is asked for.
 CODE = {
@@ -67,6 +70,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs")
+    parser.add_argument("--keys", nargs="*", default=[], help="more keys of all runs")
     arguments = parser.parse_args()
     last = max(1, arguments.steps // 5)
     with tempfile.TemporaryDirectory() as scratch:
@@ -76,7 +80,7 @@ def main() -> None:
             ends = []
             for seed in range(arguments.seeds):
                 folder = (runs / f"{name.replace(' ', '-').replace(',', '')}-seed{seed}").resolve()
-                keys = [f"train.steps={arguments.steps}", f"train.seed={seed}"]
+                keys = [f"train.steps={arguments.steps}", f"train.seed={seed}", *arguments.keys]
                 curve = losses(folder, name, arguments.ranks, keys)
                 ends.append(sum(curve[-last:]) / last)
             plain = plain or ends

@@ -2,7 +2,7 @@
 
     python benchmarks/islands.py [--steps 300] [--seeds 3] [--only NAME ...] [--runs FOLDER]
                                  [--ranks 4] [--keys KEY=VALUE ...]
-    python benchmarks/islands.py --speed [--mbit 100] [--every 30] [--rounds 3]
+    python benchmarks/islands.py --speed [--mbit 100] [--every 30] [--rounds 3] [--turns 2]
 
 The first prints one JSON line for each kind of run of train.toml's model, all with the
 same samples in a step: the validation loss at the end over that of data parallel with the same seed,
@@ -118,9 +118,9 @@ def losses(runs: Path, given: argparse.Namespace) -> None:
         print(json.dumps(result), flush=True)
 
 
-def speeds(runs: Path, mbit: float, every: int, rounds: int) -> None:
-    steps = every * rounds
-    code = PACED.format(rate=mbit * 1e6 or 1e30)
+def speeds(runs: Path, given: argparse.Namespace) -> None:
+    every, steps = given.every, given.every * given.rounds
+    code = PACED.format(rate=given.mbit * 1e6 or 1e30)
     base = [f"train.steps={steps + 1}", "train.global_batch=4"]
     base += ["parallel.dp_replicate=2", "parallel.dp_shard=1"]
     kinds = {
@@ -130,7 +130,7 @@ def speeds(runs: Path, mbit: float, every: int, rounds: int) -> None:
     }
     for name, keys in kinds.items():
         seconds, sent = [], 0.0
-        for turn in range(2):
+        for turn in range(given.turns):
             for which, extra in (("with", keys), ("without", [f"outer.every={10 * steps}"])):
                 lines = run(runs / f"{name}-{which}-{turn}", 2, [*base, *extra], code)
                 # The first round is the warm-up, and the last step is the end of all exchanges.
@@ -140,10 +140,10 @@ def speeds(runs: Path, mbit: float, every: int, rounds: int) -> None:
         result = {
             "benchmark": "islands, speed",
             "run": name,
-            "mbit": mbit,
+            "mbit": given.mbit,
             "every": every,
             "bytes_of_a_round": sent,
-            "speed_over_none": round((seconds[1] + seconds[3]) / (seconds[0] + seconds[2]), 3),
+            "speed_over_none": round(sum(seconds[1::2]) / sum(seconds[::2]), 3),
         }
         print(json.dumps(result), flush=True)
 
@@ -160,12 +160,13 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=100, help="of the slow link, a second")
     parser.add_argument("--every", type=int, default=EVERY, help="steps of a round, with --speed")
     parser.add_argument("--rounds", type=int, default=3, help="with --speed")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each kind, with --speed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         runs = (given.runs or Path(scratch)).resolve()
         runs.mkdir(parents=True, exist_ok=True)
         if given.speed:
-            speeds(runs, given.mbit, given.every, given.rounds)
+            speeds(runs, given)
         else:
             losses(runs, given)
 

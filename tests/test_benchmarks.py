@@ -216,7 +216,9 @@ def test_islands_of_runs_that_are_there(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_speed_of_islands() -> None:
     """Each way of exchanging is trained for one timed round, on a link that is not slowed down."""
-    results = shown("benchmarks/islands.py", "--speed", "--mbit=0", "--every=15", "--rounds=2")
+    results = shown(
+        "benchmarks/islands.py", "--speed", "--mbit=0", "--every=15", "--rounds=2", "--turns=1"
+    )
     assert [row["run"] for row in results] == ["waits", "streaming", "streaming, int8"]
     assert results[0]["bytes_of_a_round"] > 3.9 * results[2]["bytes_of_a_round"] > 0
     assert min(row["speed_over_none"] for row in results) > 0
