@@ -9,7 +9,8 @@ so few steps, so each is as unseen as in a validation. Two controls show what me
 are plain messages with AdamW's eps larger by 1e-5 of itself, and "bfloat16 weights" sends weights as
 mixed precision does, which harms nobody. A third of train.toml's learning rate is used: at the whole
 one, runs with the least difference end up to 1% apart. "int4, bare" is int4 without rotation and
-without feedback. Activations are coded in runs with tp 2; "tp" is such a run with plain ones. A run that is complete in FOLDER is read, not run again.
+without feedback. Activations are coded in runs with tp 2; "tp" is such a run with plain ones. A run
+that is complete in FOLDER is read, not run again.
 """
 
 import argparse
