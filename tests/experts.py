@@ -27,6 +27,16 @@ DEEPSEEK: dict[str, object] = {
     "model__balance_loss": "sequence",
     "model__balance_weight": 0.05,
 }
+MIXTRAL: dict[str, object] = {
+    "model__name": "mixtral",
+    "model__preset": "debug",
+    "model__dim": 32,
+    "model__n_heads": 4,
+    "model__expert_dim": 24,
+    "model__n_experts": 6,
+    "model__z_weight": 1e-3,
+    "model__window": 5,
+}
 AXES = {"dr": "dp_replicate", "ds": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
 
 

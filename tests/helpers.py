@@ -1,5 +1,6 @@
 """Configs for tests: train.toml with a model and a batch small enough for a matrix of runs."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from compose.config import Config
 from compose.legality.job import Job
 from compose.proof.prove import prove
 from compose.proof.report import Report
+from compose.registry import find_model
 from compose.toml import load
 from tests.pool import make_mesh
 
@@ -53,8 +55,14 @@ def make_config(world_size: int, **keys: object) -> Config:
 
 
 def make_job(world_size: int, **keys: object) -> Job:
-    """The job of train.toml with SMALL and ``keys`` (``parallel__tp=2``) on top."""
-    values = SMALL | {name.replace("__", "."): value for name, value in keys.items()}
+    """The job of train.toml with SMALL, as far as the model has such sizes, and ``keys`` (``parallel__tp=2``) on top."""
+    given = {name.replace("__", "."): value for name, value in keys.items()}
+    kind = find_model(str(given.get("model.name", "llama"))).Config
+    fields = {f"model.{field.name}" for field in dataclasses.fields(kind)}
+    small = {
+        key: value for key, value in SMALL.items() if key in fields or not key.startswith("model.")
+    }
+    values = small | given
     overrides = [
         (name, str(value).lower() if isinstance(value, bool) else str(value))
         for name, value in values.items()

@@ -22,10 +22,17 @@ KINDS = {
     "llama": "llama",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
+    "mixtral": "mixtral",
     "deepseek_v3": "deepseek_v3",
     "deepseek_v2": "deepseek_v3",
 }
-PRESETS = {"llama": "1b", "qwen3_moe": "30b_a3b", "deepseek_v3": "671b", "deepseek_v2": "16b"}
+PRESETS = {
+    "llama": "1b",
+    "qwen3_moe": "30b_a3b",
+    "mixtral": "8x7b",
+    "deepseek_v3": "671b",
+    "deepseek_v2": "16b",
+}
 
 
 def known(kind: str) -> Keys:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models import deepseek_v3, qwen3
+from models import deepseek_v3, mixtral, qwen3
 from models.layers.attention import Documents
 
 QWEN3_MOE = qwen3.Config(
@@ -49,6 +49,17 @@ YARN = dataclasses.replace(
     rope_original_len=64,
     rope_beta_fast=4.0,
     rope_mscale=0.7,
+)
+MIXTRAL = mixtral.Config(
+    vocab_size=91,
+    dim=60,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=2,
+    n_experts=5,
+    top_k=2,
+    expert_dim=19,
+    window=7,
 )
 QWEN3 = qwen3.Config(
     vocab_size=91, dim=45, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=14, hidden_dim=71

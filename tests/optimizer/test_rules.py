@@ -24,7 +24,7 @@ def rules(name: str, options: Optimizer, **fields: object) -> dict[str, Paramete
     return parameter_rules(model, folder.plan(config, Parallel()), options)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "deepseek_v3"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_muon_has_the_matrices_of_layers(name: str, tied: bool) -> None:
     if tied and name == "deepseek_v3":

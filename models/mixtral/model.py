@@ -1,0 +1,237 @@
+"""Mixtral (Mistral AI team 2024, arXiv:2401.04088) as a plain nn.Module.
+
+Every layer is a mixture of experts, and attention may slide over a window, as in Mistral 7B (Jiang et
+al. 2023, arXiv:2310.06825).
+
+Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
+V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compose.operators.attention_options import AttentionOptions
+from compose.operators.rms_norm import RMSNorm
+from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from models.layers.moe import MoE
+from models.layers.norms import check_eps
+from models.layers.rope import inverse_frequencies, rotate, rotation
+from models.layers.router import MoEConfig
+
+
+@dataclass(frozen=True)
+class MixtralConfig(MoEConfig):
+    """The config of a Mixtral."""
+
+    vocab_size: int = 257
+    """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
+    dim: int = 128
+    """Width of the residual stream."""
+    n_layers: int = 5
+    """Transformer blocks."""
+    n_heads: int = 8
+    """Query heads; head width is dim / n_heads."""
+    n_kv_heads: int = 2
+    """Key/value heads; divides n_heads."""
+    n_experts: int = 8
+    """Experts of each layer."""
+    balance_weight: float = 1e-2
+    """Weight of the balancing loss; 0 is none."""
+    norm_eps: float = 1e-5
+    """Epsilon of RMSNorm."""
+    rope_theta: float = 1_000_000.0
+    """Base of the rotary frequencies."""
+    tie_embeddings: bool = False
+    """Use the embedding's weight for the output projection too."""
+    window: int = 0
+    """Keys that a query attends to, the last of them its own; 0 is all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for size in ("vocab_size", "dim", "n_heads", "n_kv_heads", "n_experts"):
+            if not 1 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        if not 1 <= self.n_layers < 2**12:
+            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
+        if not self.rope_theta > 0:
+            raise ValueError(f"rope_theta: {self.rope_theta} should be above 0")
+        if self.window < 0:
+            raise ValueError(f"window: {self.window} should be at least 1, or 0 for all keys")
+        check_eps("norm_eps", self.norm_eps)
+        if self.dim % (2 * self.n_heads):
+            raise ValueError(f"dim: {self.dim} is not a multiple of 2 * n_heads = {2 * self.n_heads}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of each head."""
+        return self.dim // self.n_heads
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        # Only the experts that a token activates count.
+        experts = self.dim * (3 * self.top_k * self.expert_dim + self.n_experts)
+        weights = self.n_layers * (attention + experts) + self.vocab_size * self.dim
+        scores = self.n_layers * 2 * self.dim * attention_pairs(seq_len, self.window)
+        return 3 * 2 * (weights + scores)
+
+
+# As their config.json say, with the weights of the balancing loss there.
+PRESETS = {
+    "debug": MixtralConfig(),
+    "8x7b": MixtralConfig(
+        vocab_size=32_000,
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        expert_dim=14_336,
+        balance_weight=0.02,
+    ),
+    "8x22b": MixtralConfig(
+        vocab_size=32_000,
+        dim=6144,
+        n_layers=56,
+        n_heads=48,
+        n_kv_heads=8,
+        expert_dim=16_384,
+        balance_weight=0.001,
+    ),
+}
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; it counts heads from its input, so a rank may hold a part of them."""
+
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.core = AttentionCore(AttentionOptions(window=config.window or None))
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return attention's output.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
+        q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
+
+
+class Block(nn.Module):
+    """One layer: attention and experts, each after a norm and added to the stream."""
+
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.moe = MoE(config.dim, config)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        real_BL: Tensor,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Return the stream after the layer.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            real_BL: False for padding, which routers do not count.
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
+        return x_BLD + self.moe(self.ffn_norm(x_BLD), real_BL)
+
+
+class Mixtral(nn.Module):
+    """The model."""
+
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # The keys are indices, so that a layer keeps its name when others are removed.
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Return the logits of tokens.
+
+        Args:
+            tokens: (B, L), int64.
+            positions: (B, L), -1 for padding; None counts from 0.
+            document_ids: (B, L); attention stays within a document. None makes each row one.
+            documents: The same, made once for a batch; ``document_ids`` is then not read.
+
+        Returns:
+            (B, L, V).
+        """
+        c = self.config
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        # It is computed, and no buffer, which would have no values if the model is built on meta.
+        frequency = inverse_frequencies(c.head_dim, c.rope_theta, device=tokens.device)
+        x_BLD = self.tok_embeddings(tokens)
+        cosine, sine = rotation(positions, frequency, x_BLD.dtype)
+        documents = documents_of(document_ids, documents)
+        real_BL = (positions >= 0).expand(len(tokens), -1)
+        for layer in self.layers.values():
+            x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
+        return self.output(self.norm(x_BLD))
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a whole parameter: ones (norms), else normal.
+
+        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
+        GPT-2), so that the stream's variance does not grow with depth.
+
+        Args:
+            name: The parameter's name.
+            tensor: The parameter.
+            generator: The random numbers.
+        """
+        if tensor.ndim == 1:
+            tensor.fill_(1.0)
+            return
+        ends_branch = name.endswith(("wo.weight", "experts.w2"))
+        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
+        tensor.normal_(0.0, 0.02 * scale, generator=generator)
