@@ -1,13 +1,12 @@
 """Islands against data parallel: the loss that a run ends with, and the speed over a slow link.
 
-    python benchmarks/islands.py [--steps 300] [--seeds 3] [--only NAME ...] [--runs FOLDER]
+    python benchmarks/islands.py [--steps 600] [--seeds 3] [--only NAME ...] [--runs FOLDER]
                                  [--ranks 4] [--keys KEY=VALUE ...]
     python benchmarks/islands.py --speed [--mbit 100] [--every 30] [--rounds 3] [--turns 2]
 
-The first prints one JSON line for each kind of run of train.toml's model, all with the
-same samples in a step: the validation loss at the end over that of data parallel with the same seed,
-less one. The validation text is a part of the standard library that is not trained on. In "2 islands,
-half missed" the second island misses every other exchange.
+The first prints one JSON line for each kind of run of a small model, all with the same samples in a
+step: the validation loss at the end over that of data parallel with the same seed, less one. In "2
+islands, half missed" the second island misses every other exchange.
 
 The second trains two islands of one rank, whose link lets so many bits pass in a second, and the same
 without exchanges in turn. It prints the speed with exchanges over the speed without, for exchanges that
@@ -18,18 +17,12 @@ Mbit/s is not slowed down.
 
 import argparse
 import json
-import statistics
-import subprocess
-import sys
-import sysconfig
-import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from training_runs import Study, in_folder, losses, parser, run
+
 EVERY = 30
-LR = "optimizer.lr=1e-3"  # at train.toml's 3e-3, runs with the least difference end up to 1% apart
-VALIDATION = 400_000  # bytes
 
 
 def islands(count: int, *keys: str) -> list[str]:
@@ -38,26 +31,30 @@ def islands(count: int, *keys: str) -> list[str]:
 
 
 STREAMING = ("outer.fragments=1", "outer.delay=2")
-KINDS: dict[str, list[str]] = {
-    "plain": [],
-    "rounding": ["optimizer.eps=1.00001e-8"],
-    "2 islands": islands(2),
-    "4 islands": islands(4),
-    "2 islands, int8": islands(2, "outer.dtype=int8"),
-    "2 islands, e3m0": islands(2, "outer.dtype=e3m0"),
-    "2 islands, top_k": islands(
-        2, "outer.dtype=top_k", "outer.density=0.0625", "outer.lr=1", "outer.momentum=0"
-    ),
-    "2 islands, streaming": islands(2, *STREAMING),
-    "2 islands, half missed": islands(2),
-    "2 islands, mean": islands(2, "outer.lr=1", "outer.momentum=0"),
-}
-CODE = {
-    "2 islands, half missed": (
-        "import compose.outer.exchange as e;"
-        f" e.nobody = lambda name, island: island == 1 and int(name.split('.')[0]) % {2 * EVERY} == 0; "
-    )
-}
+STUDY = Study(
+    "islands",
+    {
+        "plain": [],
+        "rounding": ["optimizer.eps=1.00001e-8"],
+        "2 islands": islands(2),
+        "4 islands": islands(4),
+        "2 islands, int8": islands(2, "outer.dtype=int8"),
+        "2 islands, e3m0": islands(2, "outer.dtype=e3m0"),
+        "2 islands, top_k": islands(
+            2, "outer.dtype=top_k", "outer.density=0.0625", "outer.lr=1", "outer.momentum=0"
+        ),
+        "2 islands, streaming": islands(2, *STREAMING),
+        "2 islands, half missed": islands(2),
+        "2 islands, mean": islands(2, "outer.lr=1", "outer.momentum=0"),
+        "4 islands, mean": islands(4, "outer.lr=1", "outer.momentum=0"),
+    },
+    code={
+        "2 islands, half missed": (
+            "import compose.outer.exchange as e; e.nobody = lambda name, island: island == 1 and"
+            f" int(name.split('.')[0]) % {2 * EVERY} == 0"
+        )
+    },
+)
 PACED = """
 import time, compose.outer.exchange as e
 real = e.Exchange._run
@@ -68,54 +65,6 @@ def run(self, name, message, grace):
     return found
 e.Exchange._run = run
 """
-
-
-def run(folder: Path, ranks: int, keys: list[str], code: str = "") -> list[dict[str, Any]]:
-    """The metrics of a run in ``folder``, which is run first if it is not there."""
-    done, metrics = folder / "done", folder / "metrics.jsonl"
-    if not done.exists():
-        flags = [f"--{key}" for key in (*keys, f"run.dir={folder}", "metrics.tensorboard=false")]
-        code += "\nimport runpy; runpy.run_path('train.py', run_name='__main__')"
-        command = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--no-python"]
-        whole = [sys.executable, *command, sys.executable, "-c", code, "train.toml", *flags]
-        subprocess.run(whole, cwd=ROOT, check=True, stdout=sys.stderr)
-        done.touch()
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
-
-
-def texts(folder: Path) -> tuple[Path, Path]:
-    """Two files of the standard library's text: one to train on, one for the validation."""
-    train, validation = folder / "train.txt", folder / "validation.txt"
-    if not validation.exists():
-        library = Path(sysconfig.get_paths()["stdlib"])
-        text = b"\n".join(file.read_bytes() for file in sorted(library.glob("*.py")))
-        train.write_bytes(text[VALIDATION:])
-        validation.write_bytes(text[:VALIDATION])
-    return train, validation
-
-
-def losses(runs: Path, given: argparse.Namespace) -> None:
-    steps, names = given.steps, given.only
-    train, validation = texts(runs)
-    common = [f"train.steps={steps}", f"train.validate_every={steps}", LR]
-    common += [f"data.path={train}", f"data.validation={validation}", *given.keys]
-    ends: dict[str, list[float]] = {name: [] for name in dict.fromkeys(["plain", *names])}
-    for seed in range(given.seeds):
-        for name, found in ends.items():
-            folder = runs / f"{name.replace(' ', '-').replace(',', '')}-seed{seed}"
-            keys = [*common, f"train.seed={seed}", *KINDS[name]]
-            found.append(run(folder, given.ranks, keys, CODE.get(name, ""))[-1]["validation_loss"])
-    for name, found in ends.items():
-        apart = [end / other - 1 for end, other in zip(found, ends["plain"], strict=True)]
-        result = {
-            "benchmark": "islands",
-            "run": name,
-            "steps": steps,
-            "validation_loss": round(statistics.mean(found), 5),
-            "over_plain": round(statistics.mean(apart), 5),
-            "seeds": [round(each, 5) for each in apart],
-        }
-        print(json.dumps(result), flush=True)
 
 
 def speeds(runs: Path, given: argparse.Namespace) -> None:
@@ -149,26 +98,14 @@ def speeds(runs: Path, given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from train.seed 0 on")
-    parser.add_argument("--only", nargs="*", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--runs", type=Path, help="folder that keeps the runs")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--keys", nargs="*", default=[], help="more keys of all runs")
-    parser.add_argument("--speed", action="store_true", help="measure the speed, not the loss")
-    parser.add_argument("--mbit", type=float, default=100, help="of the slow link, a second")
-    parser.add_argument("--every", type=int, default=EVERY, help="steps of a round, with --speed")
-    parser.add_argument("--rounds", type=int, default=3, help="with --speed")
-    parser.add_argument("--turns", type=int, default=2, help="runs of each kind, with --speed")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        runs = (given.runs or Path(scratch)).resolve()
-        runs.mkdir(parents=True, exist_ok=True)
-        if given.speed:
-            speeds(runs, given)
-        else:
-            losses(runs, given)
+    words = parser(STUDY)
+    words.add_argument("--speed", action="store_true", help="measure the speed, not the loss")
+    words.add_argument("--mbit", type=float, default=100, help="of the slow link, a second")
+    words.add_argument("--every", type=int, default=EVERY, help="steps of a round, with --speed")
+    words.add_argument("--rounds", type=int, default=3, help="with --speed")
+    words.add_argument("--turns", type=int, default=2, help="runs of each kind, with --speed")
+    given = words.parse_args()
+    in_folder(given, partial(speeds if given.speed else partial(losses, STUDY), given=given))
 
 
 if __name__ == "__main__":

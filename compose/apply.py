@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from compose.comm.activations import Activations
-from compose.comm.blocks import compile_kernels
+from compose.comm.codecs import compile_kernels
 from compose.comm.compression import Compression
 from compose.compiler.compilation import apply_compile
 from compose.composition.options import Options

@@ -49,7 +49,7 @@ class Account:
 
     def expect(self, packing: Packing, rows: Tensor) -> None:
         """Note what rounding to the nearest code loses of rows (R, S): step^2 / 12 for each element."""
-        blocks, _ = packing.cut(rows)
+        blocks = packing.blocks_of(rows)
         steps = packing.code.step(blocks.flatten(0, 1)).view(blocks.shape[:2]).double()
         size, begin, found = packing.code.size, 0, []
         for part in packing.layout.parts:

@@ -7,7 +7,8 @@ It is that of Seide et al. 2014 ("1-bit stochastic gradient descent") and Karimi
 import torch
 from torch import Tensor
 
-from compose.comm.blocks import SCALE_BYTES, Blocks, decode_blocks, encode_with_remainder
+from compose.comm.blocks import Blocks
+from compose.comm.codecs import SCALE_BYTES, decode_blocks, encode_with_remainder
 
 KEPT = Blocks(8, 4096)
 """The code in which remainders are kept: 1 byte for an element."""
@@ -29,23 +30,25 @@ class Remainder:
 
 
 class BlockFeedback(Remainder):
-    """The remainder of blocks, as :func:`encode_with_remainder` has it."""
+    """The remainder of rows of blocks, as :func:`encode_with_remainder` has it."""
 
-    def encode(self, code: Blocks, scale: float, x: Tensor) -> Tensor:
+    def encode(self, code: Blocks, count: int, scale: float, x: Tensor, first: int = 0) -> Tensor:
         """Return the codes of blocks with the remainder, and keep the new one.
 
         Args:
             code: The form of the codes, of 8 or 4 bits.
+            count: Blocks of a row.
             scale: The loss scale of ``x``.
-            x: (N, size).
+            x: (R, N, size), N blocks of each row.
+            first: The first of these blocks.
 
         Returns:
-            (N, width).
+            (R, N, width).
         """
         if self.codes is None:
-            self.codes = x.new_zeros(len(x), code.size + SCALE_BYTES, dtype=torch.uint8)
-        found, self.codes = encode_with_remainder(x, self.codes, scale, code.bits, code.rotate)
-        return found
+            self.codes = x.new_zeros(len(x) * count, code.size + SCALE_BYTES, dtype=torch.uint8)
+        kept = self.codes.view(len(x), count, -1)[:, first : first + x.shape[1]]
+        return encode_with_remainder(x, kept, scale, code.bits, code.rotate)
 
     def norm(self) -> Tensor:
         """Return the 2-norm of the remainder, a scalar."""

@@ -123,12 +123,13 @@ class DifferenceGather(CodedGather):
             return gathered(own, group)
         wide = torch.promote_types(own.dtype, torch.float32)
         # What is not coded travels as it is: its base is zero.
-        base = self.packing.coded_only(self.base).to(wide)
-        message = self.packing.pack((own.to(wide) - base[group.rank()])[None])[0]
+        sent = self.packing.coded_only(self.base[group.rank()][None]).to(wide)
+        message = self.packing.pack(own.to(wide) - sent)[0]
         self.traffic.count("weights", message.numel(), group.size(), near)
-        change = torch.empty(self.base.shape, dtype=wide, device=own.device)
-        self.packing.unpack(gathered(message, group), change)
-        return (base + change).to(own.dtype)
+        # Within a step nobody else reads the base.
+        base = self.base.to(wide) if self.in_step else self.base.to(wide, copy=True)
+        self.packing.unpack(gathered(message, group), base, base=True)
+        return base.to(own.dtype)
 
     def state(self) -> dict[str, Tensor]:
         """Return what was received last."""

@@ -73,6 +73,40 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Coded elements of a row that follow one another, and their blocks."""
+
+    begin: int
+    """The first element."""
+    numel: int
+    """How many elements."""
+    first: int
+    """The first block, of all blocks of a row."""
+    blocks: int
+    """How many blocks."""
+    padding: int
+    """Elements that the last block lacks."""
+
+    @property
+    def end(self) -> int:
+        """The element behind the last."""
+        return self.begin + self.numel
+
+    @property
+    def elements(self) -> slice:
+        """The place of the elements in a row."""
+        return slice(self.begin, self.end)
+
+    def with_next(self, other: "Run") -> "Run":
+        """Return this run and the one that follows, as one."""
+        numel, blocks = self.numel + other.numel, self.blocks + other.blocks
+        return Run(self.begin, numel, self.first, blocks, other.padding)
+
+
+Encode = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
 class Packing:
     """Rows (R, S) of a layout as messages (R, bytes), and back."""
 
@@ -82,32 +116,45 @@ class Packing:
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one row's message, for elements of this type."""
         plain = sum(part.numel for part in self.layout.parts if not part.coded)
-        return self._blocks * self.code.width(dtype) + plain * dtype.itemsize
+        return self.blocks * self.code.width(dtype) + plain * dtype.itemsize
 
-    def pack(self, rows: Tensor, encode: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def pack(self, rows: Tensor, encode: Encode | None = None) -> Tensor:
         """Return messages.
 
         Args:
             rows: (R, S).
-            encode: Makes the codes (N, width) of blocks (N, size); None: ``code.encode``.
+            encode: Makes the codes (R, N, width) of blocks (R, N, size), of which the first is a row's
+                so-manieth; None: ``code.encode``.
 
         Returns:
             (R, bytes), uint8.
         """
-        blocks, plain = self.cut(rows)
-        codes = (encode or self.code.encode)(blocks.flatten(0, 1)).view(len(rows), -1)
-        return torch.cat([codes, plain.contiguous().view(torch.uint8).view(len(rows), -1)], 1)
+        out = rows.new_empty(len(rows), self.bytes(rows.dtype), dtype=torch.uint8)
+        width, size = self.code.width(rows.dtype), self.code.size
+        for run in self.runs:
+            elements = rows[:, run.elements]
+            if run.padding:
+                elements = F.pad(elements, (0, run.padding))
+            blocks = elements.unflatten(1, (run.blocks, size))
+            codes = encode(blocks, run.first) if encode else self.code.encode(blocks)
+            out[:, run.first * width : (run.first + run.blocks) * width] = codes.flatten(1)
+        done = self.blocks * width
+        for part, piece in zip(self.layout.parts, self._pieces(rows), strict=True):
+            if not part.coded:
+                found = piece.contiguous().view(torch.uint8)
+                out[:, done : done + found.shape[1]] = found
+                done += found.shape[1]
+        return out
 
-    def unpack(self, messages: Tensor, out: Tensor) -> None:
+    def unpack(self, messages: Tensor, out: Tensor, base: bool = False) -> None:
         """Write what messages hold.
 
         Args:
             messages: (R, bytes), uint8.
-            out: (R, S), in the type that was packed; it is filled.
+            out: (R, S), in the type that was packed, or a wider one for ``base``.
+            base: Whether codes are differences to what ``out`` holds.
         """
-        codes, plain = self._split(messages, out.dtype)
-        blocks = self.code.decode(codes.flatten(0, 1), out.dtype)
-        self.join(blocks.unflatten(0, (len(messages), -1)), plain, out)
+        self._write(messages[None], out, out.dtype, base)
 
     def sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum of what messages hold, (1, S), in float32 or wider.
@@ -116,63 +163,67 @@ class Packing:
             messages: (R, bytes), uint8.
             dtype: The type that was packed.
         """
-        codes, plain = self._split(messages, dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        total = self.code.decode_rotated(codes[0], dtype)
-        for row in codes[1:]:
-            total += self.code.decode_rotated(row, dtype)
         out = messages.new_empty(1, self.layout.numel, dtype=wide)
-        self.join(self.code.unrotate(total, wide)[None], plain.sum(0, keepdim=True, dtype=wide), out)
+        self._write(messages[:, None], out, dtype, False)
         return out
 
-    def cut(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut rows (R, S) into padded blocks (R, N, size) and what is not coded (R, plain)."""
-        size, coded, plain = self.code.size, [], [rows[:, :0]]
-        for part, piece in zip(self.layout.parts, self._pieces(rows), strict=True):
-            if part.coded:
-                coded.append(F.pad(piece, (0, -part.numel % size)))
-            else:
-                plain.append(piece)
-        blocks = torch.cat([rows[:, :0], *coded], 1)
-        return blocks.unflatten(1, (-1, size)) if coded else blocks[:, None, :0].expand(
-            -1, 0, size
-        ), torch.cat(plain, 1)
-
-    def join(self, blocks: Tensor, plain: Tensor, out: Tensor) -> None:
-        """Undo :meth:`cut`.
+    def _write(self, messages: Tensor, out: Tensor, dtype: torch.dtype, base: bool) -> None:
+        """Write the sum of T messages for each row.
 
         Args:
-            blocks: (R, N, size).
-            plain: (R, plain).
-            out: (R, S); it is filled.
+            messages: (T, R, bytes), uint8.
+            out: (R, S).
+            dtype: The type that was packed.
+            base: Whether codes are differences to what ``out`` holds.
         """
-        flat, at, done = blocks.flatten(1), 0, 0
+        width, size = self.code.width(dtype), self.code.size
+        for run in self.runs:
+            codes = messages[..., run.first * width : (run.first + run.blocks) * width]
+            codes, place = codes.unflatten(-1, (run.blocks, width)), out[:, run.elements]
+            if not run.padding:
+                self.code.sum_into(place.unflatten(1, (run.blocks, size)), codes, dtype, base)
+                continue
+            padded = F.pad(place, (0, run.padding)).unflatten(1, (run.blocks, size))
+            self.code.sum_into(padded, codes, dtype, base)
+            place.copy_(padded.flatten(1)[:, : place.shape[1]])
+        done = self.blocks * width
         for part, piece in zip(self.layout.parts, self._pieces(out), strict=True):
-            if part.coded:
-                piece.copy_(flat[:, at : at + part.numel])
-                at += part.numel + -part.numel % self.code.size
-            else:
-                piece.copy_(plain[:, done : done + part.numel])
-                done += part.numel
-
-    def coded_only(self, rows: Tensor) -> Tensor:
-        """Return a copy of rows (R, S) with zeros in place of what is not coded."""
-        rows = rows.clone()
-        for part, piece in zip(self.layout.parts, self._pieces(rows), strict=True):
             if not part.coded:
-                piece.zero_()
-        return rows
+                end = done + part.numel * dtype.itemsize
+                terms = numbers(messages[..., done:end], dtype)
+                piece.copy_(terms[0] if len(terms) == 1 else terms.sum(0, dtype=out.dtype))
+                done = end
 
     @property
-    def _blocks(self) -> int:
+    def runs(self) -> list["Run"]:
+        """The coded parts, in order. Those that follow one another without padding are one run."""
+        found: list[Run] = []
+        begin, first = 0, 0
+        for part in self.layout.parts:
+            if part.coded:
+                blocks = -(-part.numel // self.code.size)
+                padding = blocks * self.code.size - part.numel
+                run = Run(begin, part.numel, first, blocks, padding)
+                if found and not found[-1].padding and found[-1].end == begin:
+                    run = found.pop().with_next(run)
+                found.append(run)
+                first += blocks
+            begin += part.numel
+        return found
+
+    def blocks_of(self, rows: Tensor) -> Tensor:
+        """Return all blocks (R, N, size) of rows (R, S), padded with zeros."""
+        blocks = [rows[:, :0].unflatten(1, (0, self.code.size))]
+        for run in self.runs:
+            padded = F.pad(rows[:, run.elements], (0, run.padding))
+            blocks.append(padded.unflatten(1, (run.blocks, self.code.size)))
+        return torch.cat(blocks, 1)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
         return sum(-(-part.numel // self.code.size) for part in self.layout.parts if part.coded)
 
     def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
         return rows.split([part.numel for part in self.layout.parts], 1)
-
-    def _split(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return codes (R, N, width) and what is not coded (R, plain)."""
-        width = self.code.width(dtype)
-        end = self._blocks * width
-        blocks = messages[:, :end].unflatten(1, (self._blocks, width))
-        return blocks, numbers(messages[:, end:], dtype)

@@ -122,9 +122,10 @@ class InBlocks:
         return self._sum(torch.cat(sums), far, scale, 1)
 
     def _sum(self, rows: Tensor, group: dist.ProcessGroup, scale: float, near: int) -> Tensor:
-        encode = self.packing.code.encode
+        encode = None
         if self.feedback:
-            encode = partial(self.feedback.encode, self.packing.code, scale)
+            code, count = self.packing.code, self.packing.blocks
+            encode = partial(self.feedback.encode, code, count, scale)
         messages = self.packing.pack(rows, encode)
         if self.account.open:
             sent = torch.empty_like(rows)

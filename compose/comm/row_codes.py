@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compose.comm.blocks import (
+from compose.comm.codecs import (
     SCALE_BYTES,
     block_scales,
     decode_blocks,
     encode_blocks,
     kernel,
     pieces,
-    read_scales,
-    with_scales,
+    read_codes,
+    write_codes,
 )
 from compose.operators.registered import operator
 
@@ -108,10 +108,9 @@ def encode_float8(x: Tensor) -> Tensor:
     Returns:
         (N, size + 2), uint8.
     """
-    run = kernel(_encoded)
     out = x.new_empty(x.shape[0], x.shape[1] + SCALE_BYTES, dtype=torch.uint8)
-    for some in pieces(x):
-        out[some] = run(x[some])
+    for at in pieces(x):
+        write_codes(out[at], *kernel(_encoded)(x[at]))
     return out
 
 
@@ -130,10 +129,10 @@ def decode_float8(codes: Tensor) -> Tensor:
     Returns:
         (N, size), float32.
     """
-    run = kernel(_decoded)
     out = codes.new_empty(len(codes), codes.shape[1] - SCALE_BYTES, dtype=torch.float32)
-    for some in pieces(out):
-        out[some] = run(codes[some])
+    for at in pieces(out):
+        packed, scales = read_codes(codes[at])
+        out[at] = kernel(_decoded)(packed.contiguous().view(FLOAT8), scales)
     return out
 
 
@@ -142,15 +141,14 @@ def _(codes: Tensor) -> Tensor:
     return codes.new_empty(codes.shape[0], codes.shape[1] - SCALE_BYTES, dtype=torch.float32)
 
 
-def _encoded(x: Tensor) -> Tensor:
+def _encoded(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     scales = block_scales(x, _LARGEST)
     # A block of zeros has the scale 0; its codes are 0 too.
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     # The scale is rounded, so the largest element may be a little above the largest code.
-    codes = (x * inverse).clamp(-_LARGEST, _LARGEST).to(FLOAT8)
-    return with_scales(codes.view(torch.uint8), scales)
+    return (x * inverse).clamp(-_LARGEST, _LARGEST).to(FLOAT8), scales
 
 
-def _decoded(codes: Tensor) -> Tensor:
-    return codes[:, :-SCALE_BYTES].contiguous().view(FLOAT8).float() * read_scales(codes)
+def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * scales

@@ -9,18 +9,19 @@ BODIES: dict[Any, Callable[..., Any]] = {}
 """The function of each registered operator. Whoever records what an operator does runs it."""
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that registers a function as an operator; a compiler does not look into it.
 
     Args:
         name: The namespace and the name, as "compose::attention_forward".
+        mutates: The arguments that the function writes to.
 
     Returns:
         The decorator. What it makes is called like the function.
     """
 
     def register(function: Callable[..., Any]) -> Any:
-        registered = torch.library.custom_op(name, function, mutates_args=())
+        registered = torch.library.custom_op(name, function, mutates_args=mutates)
         namespace, _, short = name.partition("::")
         BODIES[getattr(getattr(torch.ops, namespace), short).default] = function
         return registered

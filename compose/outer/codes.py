@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compose.comm.blocks import SCALE_BYTES, Blocks, numbers
+from compose.comm.blocks import Blocks, numbers
+from compose.comm.codecs import SCALE_BYTES
 from compose.outer.options import ROW, Outer
 
 BLOCK = 256

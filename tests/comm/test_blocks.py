@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.comm import blocks
-from compose.comm.blocks import (
-    Blocks,
+from compose.comm import codecs
+from compose.comm.blocks import Blocks
+from compose.comm.codecs import (
     decode_blocks,
+    decode_into,
     encode_blocks,
     encode_with_remainder,
     rotated_blocks,
@@ -96,6 +97,32 @@ def test_operators_are_well_formed(bits: int) -> None:
     torch.library.opcheck(decode_blocks, (encode_blocks(x, bits, False), bits))
     kept = encode_blocks(x, 8, False)
     torch.library.opcheck(encode_with_remainder, (x, kept, 2.0, bits, bits == 4))
+    codes = encode_blocks(x, bits, bits == 4).expand(3, -1, -1)
+    for add in (False, True):
+        torch.library.opcheck(decode_into, (x, codes, bits, bits == 4, add))
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (3, 7, 64), (2, 40, 64)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_pieces_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, bits: int, shape: tuple[int, ...]
+) -> None:
+    """Rows of blocks that are views, in pieces of any size, are as if they were one piece."""
+    wide = drawn("t", 2 * math.prod(shape)).view(*shape[:-1], -1)
+    x, rotate, places = wide[..., : shape[-1]], bits == 4, [2**18, 64, 640]
+    made: list[list[Tensor]] = []
+    for many in places:
+        monkeypatch.setattr(codecs, "AT_ONCE", many)
+        kept = encode_blocks(0.1 * x, 8, False)
+        codes = encode_with_remainder(x, kept, 2.0, bits, rotate)
+        out = wide.clone()
+        decode_into(out[..., : shape[-1]], torch.stack([codes, codes]), bits, rotate, True)
+        made.append([encode_blocks(x, bits, rotate), codes, kept, out])
+    for others in made[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(made[0], others, strict=True))
+    whole = encode_blocks(x.contiguous().flatten(0, -2), bits, rotate)
+    assert torch.equal(made[0][0].flatten(0, -2), whole)
+    assert torch.equal(made[0][3][..., shape[-1] :], wide[..., shape[-1] :])
 
 
 SHAPES = [(70, 67), (5,), (3, 4), (129, 40), (1,)]
@@ -144,7 +171,7 @@ def test_feedback_of_blocks_gives_all_of_it_in_the_end(bits: int) -> None:
     asked, sent = torch.zeros(8, 256), torch.zeros(8, 256)
     for step in range(20):
         x, scale = drawn("t", 2048, step).view(8, 256), 2.0 ** (step % 5)
-        got = code.decode(feedback.encode(code, scale, x * scale), torch.float32)
+        got = code.decode(feedback.encode(code, 8, scale, (x * scale)[None]), torch.float32)[0]
         asked, sent = asked + x, sent + got / scale
     assert float((asked - sent).norm()) == pytest.approx(float(feedback.norm()), rel=0.1)
     assert float((asked - sent).norm()) < 0.05 * float(asked.norm())
@@ -153,7 +180,8 @@ def test_feedback_of_blocks_gives_all_of_it_in_the_end(bits: int) -> None:
     before = feedback.codes.clone()
     broken = drawn("t", 2048, 30).view(8, 256)
     broken[3, 7] = torch.inf
-    assert not code.decode(feedback.encode(code, 1.0, broken), torch.float32)[3].isfinite().all()
+    found = code.decode(feedback.encode(code, 8, 1.0, broken[None]), torch.float32)[0]
+    assert not found[3].isfinite().all()
     assert torch.equal(feedback.codes[3], before[3])
     assert not torch.equal(feedback.codes[2], before[2])
 
@@ -161,15 +189,15 @@ def test_feedback_of_blocks_gives_all_of_it_in_the_end(bits: int) -> None:
 @pytest.mark.slow
 def test_compiled_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x = drawn("t", 2**16).view(-1, 256)
-    kept = encode_blocks(0.1 * drawn("t", 2**16, 1).view(-1, 256), 8, False)
 
     def found() -> list[Tensor]:
-        codes, left = encode_with_remainder(x, kept, 2.0, 4, True)
+        left = encode_blocks(0.1 * drawn("t", 2**16, 1).view(-1, 256), 8, False)
+        codes = encode_with_remainder(x, left, 2.0, 4, True)
         made = [encode_blocks(x, 4, True), encode_blocks(x, 8, False), codes, left]
         return [*made, decode_blocks(codes, 4), decode_blocks(left, 8)]
 
     plain = found()
-    monkeypatch.setattr(blocks, "_COMPILES", True)
+    monkeypatch.setattr(codecs, "_COMPILES", True)
     for one, other in zip(plain, found(), strict=True):
         assert torch.equal(one, other)
 
