@@ -220,6 +220,14 @@ class Packing:
             blocks.append(padded.unflatten(1, (run.blocks, self.code.size)))
         return torch.cat(blocks, 1)
 
+    def coded_only(self, rows: Tensor) -> Tensor:
+        """Return a copy of rows (R, S) with zeros in place of what is not coded."""
+        rows = rows.clone()
+        for part, piece in zip(self.layout.parts, self._pieces(rows), strict=True):
+            if not part.coded:
+                piece.zero_()
+        return rows
+
     @property
     def blocks(self) -> int:
         """Blocks of a row."""

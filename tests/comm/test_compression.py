@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[str, str, str, str, str]] = {
         "zero 3 uneven, int4",
         "compose.comm.gathers:DifferenceGather.fill",
         "self.base, self.sent = base, True",
-        "self.base, self.sent = base if self.base is None else self.base, True",
+        "self.base, self.sent = self.__dict__.setdefault('first', base.clone()).clone(), True",
         "lost of weights",
     ),
     "replicas left out": (
