@@ -1,12 +1,13 @@
 """The time of a step over slow links, with coded messages and with plain ones, in turn.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/slow_links.py [--gbit 1] [--steps 5]
-                                                                        [--small]
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/slow_links.py [--gbit 1] [--tokens 16]
+                                                                        [--steps 5] [--eager] [--small]
 
 prints one JSON line for each kind of messages: the median over steps of its time over that of plain
 messages, ZeRO-3; the share of a plain step that messages take; and the same on links that are not
 slowed down, where a step computes as much as it does in train.toml ("fast"). A link is slowed down
 by waiting: a collective ends when its bytes would have left this rank at that rate. gloo is faster.
+The steps of the codes are compiled, as with compile.mode, unless ``--eager`` is given.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from compose import (
     init_weights,
 )
 from compose.base.torch_versions import ALL_GATHER, REDUCE_SCATTER
+from compose.comm.codecs import compile_kernels
 from compose.data import random_batch
 from compose.registry import find_model
 
@@ -132,12 +134,16 @@ def turns(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--gbit", type=float, default=1.0, help="of the slow link, a second")
+    parser.add_argument("--tokens", type=int, default=16, help="of a rank's step on the slow link")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--eager", action="store_true", help="do not compile the codes")
     parser.add_argument("--small", action="store_true", help="a model for a test of this program")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     pace = Pace()
-    tokens = {"slow": 64, "fast": 2048}
+    if not arguments.eager:
+        compile_kernels()
+    tokens = {"slow": arguments.tokens, "fast": 2048}
     shapes = {"slow": SLOW, "fast": FAST}
     if arguments.small:
         tokens, shapes = dict.fromkeys(tokens, 32), dict.fromkeys(shapes, SMALL)
@@ -153,6 +159,8 @@ def main() -> None:
                 "benchmark": "slow_links",
                 "messages": name,
                 "gbit": arguments.gbit,
+                "tokens": tokens["slow"],
+                "compiled": not arguments.eager,
                 "over_plain": round(found["slow"][0], 3),
                 "share_of_messages": round(found["slow"][1], 3),
                 "fast_over_plain": round(found["fast"][0], 3),

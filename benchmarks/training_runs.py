@@ -38,6 +38,8 @@ class Study:
     """Keys of each kind."""
     code: Mapping[str, str] = field(default_factory=dict)
     """What no key does, for some kinds: a line of Python that is run first."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """The ranks of some kinds; the others have ``--ranks``."""
     lr: float = 1e-3
 
 

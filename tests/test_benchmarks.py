@@ -173,7 +173,7 @@ def test_memory(techniques: list[str]) -> None:
 
 @pytest.mark.slow
 def test_slow_links() -> None:
-    done = execute("benchmarks/slow_links.py", "--small", "--steps", "1", ranks=2)
+    done = execute("benchmarks/slow_links.py", "--small", "--eager", "--steps", "1", ranks=2)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     kinds = ["int8, int8", "int4_diff, int4", "int8, powersgd"]
