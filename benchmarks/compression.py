@@ -33,6 +33,8 @@ STUDY = Study(
         "tp, int8 activations": [TP, "comm.activations=int8"],
         "tp, float8 activations": [TP, "comm.activations=float8"],
     },
+    # At 1e-3 runs with the least difference end up to 1% apart.
+    lr=3e-4,
     # Without the rotation, and weights in bfloat16 where int8 is asked for.
     code={
         "int4, bare": "import compose.comm.units as u; u.ROTATED = False",
