@@ -55,7 +55,10 @@ def make_config(world_size: int, **keys: object) -> Config:
 
 
 def make_job(world_size: int, **keys: object) -> Job:
-    """The job of train.toml with SMALL, as far as the model has such sizes, and ``keys`` (``parallel__tp=2``) on top."""
+    """The job of train.toml with SMALL, as far as the model has such sizes, and ``keys`` on top.
+
+    A key is written as ``parallel__tp=2``.
+    """
     given = {name.replace("__", "."): value for name, value in keys.items()}
     kind = find_model(str(given.get("model.name", "llama"))).Config
     fields = {f"model.{field.name}" for field in dataclasses.fields(kind)}

@@ -115,7 +115,7 @@ def _sampling(flags: Mapping[str, str]) -> Sampling:
 
 
 def _check_length(prompt: int, more: int, most: int | None) -> None:
-    """Raise ConfigError if a model with ``most`` positions cannot take the prompt and ``more`` tokens."""
+    """Raise ConfigError if a model of ``most`` positions cannot take the prompt and ``more`` tokens."""
     if most is None or prompt + more <= most:
         return
     if prompt >= most:

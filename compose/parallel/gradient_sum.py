@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.profiler import record_function
 
 from compose.base.local_tensor import local_tensor
@@ -206,7 +206,9 @@ def _complete(parameters: Sequence[nn.Parameter]) -> None:
         dist.all_reduce(flat, group=mesh.get_group())
         sizes = [p.numel() for p in alike]
         for parameter, part in zip(alike, flat.split(sizes), strict=True):
-            parameter.grad = _like(parameter, part.view(parameter.shape), parameter.placements)
+            # A message gives each rank the whole.
+            local = part.view(parameter.shape)
+            parameter.grad = _like(parameter, local, [Replicate()] * mesh.ndim)
 
 
 def _like(parameter: nn.Parameter, local: Tensor, placements: Sequence[object]) -> DTensor:

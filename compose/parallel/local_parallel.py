@@ -125,7 +125,8 @@ class LocalRowwise(SendsActivations, RowwiseParallel):
 
         def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             output = output if send is None else send(output)
-            return output if module.bias is None else output + _whole(module.bias, summed=sharded)
+            bias = cast(Tensor | None, module.bias)
+            return output if bias is None else output + _whole(bias, summed=sharded)
 
         module.register_forward_hook(sent)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
@@ -312,7 +313,7 @@ class _LocalPositions(nn.Embedding):
 
 
 def _whole(parameter: Tensor, summed: bool) -> Tensor:
-    """Return a parameter that every rank has whole; ``summed``: each rank has a part of its gradient."""
+    """Return a parameter that is whole on every rank; ``summed``: each has a part of its gradient."""
     return _local(parameter, Partial() if summed else None)
 
 

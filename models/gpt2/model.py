@@ -1,7 +1,7 @@
-"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners") as a plain nn.Module.
+"""GPT-2 as a plain nn.Module.
 
-The published models were trained with a dropout of 0.1. This one has none, as models have that see each
-token once.
+It is that of Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". The published
+models were trained with a dropout of 0.1. This one has none, as models have that see each token once.
 
 Shapes: B batch, L sequence length, D model width, H heads, K head width, V vocabulary.
 """
