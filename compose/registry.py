@@ -102,3 +102,11 @@ def find_model(name: str) -> ModelFolder:
 def training_fields(config: object) -> tuple[str, ...]:
     """Return the fields of a model's config that change its training, but not what its weights mean."""
     return getattr(config, "training_fields", ())
+
+
+def max_seq_len(config: object) -> int | None:
+    """Return the most tokens of a sample that a model can take; None if there is no limit.
+
+    It is the field ``max_seq_len`` of the model's config, which a model with a table of positions has.
+    """
+    return getattr(config, "max_seq_len", None)

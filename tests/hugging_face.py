@@ -12,11 +12,13 @@ from torch import Tensor
 from compose.base.safetensors_files import Planned, write_files
 from compose.build import fill_weights
 from compose.huggingface.folder import find_hf, name_of, published
-from models import deepseek_v3, llama, mixtral, qwen3
+from models import deepseek_v3, gpt2, llama, mixtral, qwen3
 from tests.experts import DEEPSEEK, MIXTRAL, QWEN
 from tests.helpers import make_job
+from tests.transformers_models import as_files
 
 FOLDERS: dict[str, ModuleType] = {
+    "gpt2": gpt2,
     "llama": llama,
     "mixtral": mixtral,
     "qwen3": qwen3,
@@ -25,6 +27,8 @@ FOLDERS: dict[str, ModuleType] = {
 
 
 MODELS: dict[str, dict[str, object]] = {
+    "gpt2": {"model__name": "gpt2"},
+    "gpt2, not tied": {"model__name": "gpt2", "model__tie_embeddings": False},
     "llama": {},
     "tied": {"model__tie_embeddings": True, "model__n_layers": 3},
     "qwen3": QWEN | {"model__n_layers": 2},
@@ -50,15 +54,13 @@ def save_model(folder: Path, keys: dict[str, object], dtype: torch.dtype = torch
     job = make_job(1, **keys)
     config, model = job.config, copy.deepcopy(job.model)
     fill_weights(model, job, torch.device("cpu"))
-    planned: list[Planned] = []
-    tensors: list[Tensor] = []
     generator = torch.Generator().manual_seed(1)
-    for _, theirs, tensor in published(model, name_of(config.model.name, config.model.config)):
-        values = torch.randn(tensor.shape, generator=generator)
-        for i, part in enumerate(values if "{}" in theirs else [values]):
-            planned.append(Planned(theirs.format(i), tuple(part.shape), dtype))
-            tensors.append(part.to(dtype))
+    tensors = as_files(
+        (ours, place, torch.randn(tensor.shape, generator=generator).to(dtype))
+        for ours, place, tensor in published(model, name_of(config.model.name, config.model.config))
+    )
+    planned = [Planned(name, tuple(tensor.shape), dtype) for name, tensor in tensors.items()]
     folder.mkdir()
-    write_files(folder, planned, tensors, 300_000)
+    write_files(folder, planned, tensors.values(), 300_000)
     values = find_hf(config.model.name).hf_config(config.model.config)
     (folder / "config.json").write_text(json.dumps(values))

@@ -22,7 +22,7 @@ from tests.helpers import ROOT, make_job
 from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool
 from tests.training import keys_for, lines, train
-from tests.transformers_models import MIXTRAL, QWEN3, QWEN3_MOE, YARN, randomize
+from tests.transformers_models import GPT2, MIXTRAL, QWEN3, QWEN3_MOE, YARN, as_files, randomize
 
 LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=71)
 DEEPSEEK_V2 = dataclasses.replace(
@@ -38,6 +38,8 @@ DEEPSEEK_V2 = dataclasses.replace(
     bias_rate=0.0,
 )
 FAMILIES: dict[str, tuple[str, Any]] = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2, not tied": ("gpt2", dataclasses.replace(GPT2, tie_embeddings=False)),
     "llama": ("llama", LLAMA),
     "llama, tied, scaled": (
         "llama",
@@ -108,12 +110,15 @@ def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mes
     assert main(["convert", str(run), str(back), "--dtype", "bfloat16"]) == 0
     job, files = make_job(1, **MODELS[name]), read_tensors(back)
     chosen = job.config.model
-    for ours, theirs, tensor in published(job.model, name_of(chosen.name, chosen.config)):
-        kind = torch.bfloat16 if isinstance(tensor, torch.nn.Parameter) else torch.float32
-        value = state[f"model.{ours}"].to(kind)
-        for i, part in enumerate(value if "{}" in theirs else [value]):
-            assert torch.equal(files.pop(theirs.format(i)), part), ours
-    assert not files
+    expected = as_files(
+        (
+            ours,
+            place,
+            state[f"model.{ours}"].to(torch.bfloat16 if tensor.requires_grad else torch.float32),
+        )
+        for ours, place, tensor in published(job.model, name_of(chosen.name, chosen.config))
+    )
+    assert_same(files, expected)
     assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -160,7 +165,7 @@ def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
         main(["convert", str(hf), "x"])
     assert str(caught.value) == (
         f"{hf}/config.json: model_type: 'mamba' is no model here"
-        " (known: deepseek_v2, deepseek_v3, llama, mixtral, qwen3, qwen3_moe)"
+        " (known: deepseek_v2, deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe)"
     )
     shard = next(step.glob("__*"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -189,7 +194,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     config = dataclasses.replace(LLAMA, dim=768, n_layers=6, hidden_dim=3072)
     with torch.device("meta"):
         model = llama.Model(config)
-    sizes = {theirs: tuple(p.shape) for _, theirs, p in published(model, name_of("llama", config))}
+    sizes = {place.name: tuple(p.shape) for _, place, p in published(model, name_of("llama", config))}
     planned = [Planned(name, shape, torch.float32) for name, shape in sizes.items()]
     folder = tmp_path / "hf"
     folder.mkdir()

@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from compose import Parallel
+from compose.parallel import gradient_sum
 from compose.parallel.data_parallel import Sharding, apply_data_parallel, finish_backward, gather
 from compose.parallel.data_parallel import prepare_micro_batch as prepare
 from tests.pool import Pool, make_mesh
@@ -117,3 +120,22 @@ def _inputs() -> None:
 
 def test_floats_of_the_input_are_cast(pool: Pool) -> None:
     pool.run(_inputs, 2)
+
+
+def _on_two_meshes() -> list[list[float]]:
+    """The sums of two gradients on equal meshes, whose addresses have another order on each rank."""
+    meshes = sorted((init_device_mesh("cpu", (2,)) for _ in range(2)), key=id)
+    parameters = []
+    for mesh, size in zip(meshes[:: -1 if dist.get_rank() else 1], (3, 5), strict=True):
+        parameter = nn.Parameter(
+            DTensor.from_local(torch.zeros(size), mesh, [Replicate()], run_check=False)
+        )
+        part = torch.full((size,), dist.get_rank() + 1.0)
+        parameter.grad = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+        parameters.append(parameter)
+    gradient_sum._complete(parameters)
+    return [p.grad.to_local().tolist() for p in parameters]
+
+
+def test_ranks_sum_in_one_order(pool: Pool) -> None:
+    assert pool.run(_on_two_meshes, 2) == [[[3.0] * 3, [3.0] * 5]] * 2

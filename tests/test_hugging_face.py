@@ -27,6 +27,7 @@ from models import deepseek_v3, llama
 from tests.helpers import ROOT, make_config, make_job
 from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool, make_mesh
+from tests.transformers_models import as_files
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -64,6 +65,30 @@ PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
         "rope_theta": 500000.0,
         "tie_word_embeddings": True,
         "vocab_size": 128256,
+    },
+    ("gpt2", "124m"): {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
     },
     ("mixtral", "8x7b"): {  # Mixtral-8x7B-v0.1
         "architectures": ["MixtralForCausalLM"],
@@ -170,8 +195,8 @@ def test_published_config_json_is_the_preset(name: str, preset: str) -> None:
     hf, values = find_hf(name), PUBLISHED[name, preset]
     assert hf.config_from_hf(values) == FOLDERS[name].PRESETS[preset]
     there = hf.hf_config(FOLDERS[name].PRESETS[preset])
-    # Of a network that no layer has.
-    unused = {"intermediate_size"} if name == "qwen3" else set()
+    # Of a network that no layer has, and dropout, which is only of training.
+    unused = {"intermediate_size"} if name == "qwen3" else {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
     assert not {k for k in values.keys() & there.keys() - unused if values[k] != there[k]}
 
 
@@ -262,6 +287,8 @@ def _loaded(keys: dict[str, object]) -> tuple[dict[str, Tensor], int, int]:
 
 
 CUT: list[tuple[str, dict[str, object]]] = [
+    ("gpt2", {"parallel__dp_shard": 2, "parallel__tp": 2}),
+    ("gpt2, not tied", {"parallel__pp": 2, "parallel__dp_shard": 1, "train__micro_batch": 1}),
     ("llama", {"parallel__dp_shard": 2, "parallel__tp": 2}),
     ("tied", {"parallel__dp_shard": 4, "parallel__tp": 2}),
     ("tied", {"parallel__pp": 2, "parallel__dp_shard": 1, "train__micro_batch": 1}),
@@ -282,10 +309,8 @@ def test_a_cut_model_is_filled_alike(
     job = make_job(1, **keys)
     config, one = job.config, copy.deepcopy(job.model)
     fill_weights(one, job, torch.device("cpu"))
-    theirs = read_tensors(folder)
-    for _, there, tensor in published(one, name_of(config.model.name, config.model.config)):
-        parts = [theirs[there.format(i)] for i in range(len(tensor))] if "{}" in there else None
-        assert torch.equal(tensor, torch.stack(parts) if parts else theirs[there]), there
+    names = name_of(config.model.name, config.model.config)
+    assert_same(as_files(published(one, names)), read_tensors(folder))
     expected = {key: copies[0].detach() for key, copies in named_tensors(one, None).items()}
     ranks = 1
     for axis in ("pp", "dp_shard", "tp"):

@@ -17,8 +17,10 @@ from compose.parallel.local_parallel import (
     LocalHeads,
     LocalInput,
     LocalNorm,
+    LocalPositions,
     LocalRowwise,
 )
+from compose.parallel.tensor_parallel import Replicated
 from compose.plan import resolve
 from models.llama import Config, Model, plan
 from tests.pool import Pool
@@ -32,7 +34,7 @@ class Branch(nn.Module):
         self.heads = nn.Linear(6, heads * 4, bias=bias)
         self.norm = nn.RMSNorm(4, eps=1e-6)
         self.up = nn.Linear(6, hidden, bias=bias)
-        self.down = nn.Linear(hidden, 6, bias=False)
+        self.down = nn.Linear(hidden, 6, bias=bias)
 
     def forward(self, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         heads = self.norm(self.heads(x).unflatten(-1, (-1, 4)))
@@ -40,12 +42,16 @@ class Branch(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, heads: int, hidden: int, bias: bool) -> None:
+    """A branch after a norm, with biases of a LayerNorm and a table of positions."""
+
+    def __init__(self, heads: int, hidden: int, bias: bool, length: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(6, eps=1e-6)
+        self.positions = nn.Embedding(length, 6)
+        self.norm = nn.LayerNorm(6, eps=1e-6) if bias else nn.RMSNorm(6, eps=1e-6)
         self.branch = Branch(heads, hidden, bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.positions(places)
         change, heads = self.branch(self.norm(x), 2.0)
         return x + change, heads
 
@@ -55,19 +61,20 @@ def _equals_the_whole(heads: int, hidden: int, bias: bool, sequence: bool, batch
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     stream = Shard(1) if sequence else Replicate()
-    layer = Layer(heads, hidden, bias)
+    layer, places = Layer(heads, hidden, bias, 3 * size), torch.arange(3 * size).flip(0)[None]
     with torch.no_grad():
         for parameter in layer.parameters():  # a norm's ones would hide much
             parameter.add_(torch.randn_like(parameter) / 4)
     x = torch.randn(batch, 3 * size, 6, requires_grad=True)
     weights = torch.randn(batch, 3 * size, 6), torch.randn(batch, 3 * size, heads, 4)
-    out, normed = layer(x)
+    out, normed = layer(x, places)
     ((out * weights[0]).sum() + (normed * weights[1]).sum()).backward()
     assert x.grad is not None
     wanted = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     layer.zero_grad()
     styles: dict[str, Any] = {
-        **({"norm": LocalNorm()} if sequence else {}),
+        "positions": LocalPositions() if sequence else Replicated(),
+        "norm": LocalNorm() if sequence else Replicated(),
         "branch": LocalInput(stream, inputs=2),
         "branch.heads": LocalHeads(heads),
         "branch.norm": LocalNorm(sequence_dim=2),
@@ -77,7 +84,7 @@ def _equals_the_whole(heads: int, hidden: int, bias: bool, sequence: bool, batch
     parallelize_module(layer, mesh, styles)
     mine = slice(3 * rank, 3 * rank + 3) if sequence else slice(None)
     here = x.detach()[:, mine].clone().requires_grad_()
-    found, own = layer(here)
+    found, own = layer(here, places)
     kept, sharing = max(1, heads // size), max(1, size // heads)
     first = rank * heads // size
     assert type(found) is type(own) is Tensor
@@ -115,9 +122,10 @@ def _refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     said = []
     for module, style in [
-        (nn.Linear(4, 4), LocalRowwise(Replicate())),
+        (nn.Embedding(4, 4), LocalRowwise(Replicate())),
         (nn.Embedding(4, 4), LocalColwise()),
-        (nn.LayerNorm(4), LocalNorm()),
+        (nn.GroupNorm(2, 4), LocalNorm()),
+        (nn.Linear(4, 4), LocalPositions()),
         (nn.Linear(4, 12), LocalHeads(3)),
     ]:
         with pytest.raises(ConfigError) as raised:
@@ -128,9 +136,10 @@ def _refusals() -> list[str]:
 
 def test_what_does_not_fit_is_refused(pool: Pool) -> None:
     expected = [
-        f"LocalRowwise: {nn.Linear(4, 4)} has a bias, which would be summed",
+        "LocalRowwise: Embedding(4, 4) is no nn.Linear",
         "LocalColwise: Embedding(4, 4) is no nn.Linear",
-        f"LocalNorm: {nn.LayerNorm(4)} is no nn.RMSNorm",
+        f"LocalNorm: {nn.GroupNorm(2, 4)} is no nn.RMSNorm or nn.LayerNorm",
+        f"LocalPositions: {nn.Linear(4, 4)} is no nn.Embedding",
         "LocalHeads: 3 heads cannot be split over 2 ranks",
     ]
     assert pool.run(_refusals, 2) == [expected] * 2

@@ -19,6 +19,7 @@ from tests.hugging_face import FOLDERS
 from tests.transformers_models import YARN, compare, deepseek_json, published, randomize
 
 KINDS = {
+    "gpt2": "gpt2",
     "llama": "llama",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
@@ -26,7 +27,9 @@ KINDS = {
     "deepseek_v3": "deepseek_v3",
     "deepseek_v2": "deepseek_v3",
 }
+WITHOUT_ROPE = ("gpt2",)
 PRESETS = {
+    "gpt2": "124m",
     "llama": "1b",
     "qwen3_moe": "30b_a3b",
     "mixtral": "8x7b",
@@ -104,17 +107,17 @@ def test_an_unknown_key_is_refused_by_name(kind: str) -> None:
         with pytest.raises(ValueError, match=rf"^{key}: \S+ is of a key that is not known here"):
             imported(kind, **{key: value})
     assert imported(kind, attention_gate=None) == imported(kind)
-    for key in ("rope_scaling", "rope_parameters"):
+    for key in ("rope_scaling", "rope_parameters") if kind not in WITHOUT_ROPE else ():
         rule = {"rope_type": "default", "spin": 2}
         with pytest.raises(ValueError, match=rf"^{key}.spin: 2 is of a key that is not known here"):
             imported(kind, **{"rope_scaling": None, key: rule})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITHOUT_ROPE])
 def test_two_words_on_one_thing_are_refused(kind: str) -> None:
     values = values_of(kind)
     theta = values["rope_theta"]
-    rule = values["rope_scaling"] or {"rope_type": "default"}
+    rule = values.get("rope_scaling") or {"rope_type": "default"}
     same: dict[str, Any] = {"rope_scaling": rule, "rope_parameters": rule}
     assert imported(kind, **same) == imported(kind)
     with pytest.raises(ValueError, match=r"^rope_scaling: says something else than rope_parameters"):
@@ -291,7 +294,7 @@ ODD: list[Any] = [
 def test_a_wrong_type_or_size_is_one_line(kind: str) -> None:
     """Of every key that is read, and within a rule."""
     keys, values = known(kind), values_of(kind)
-    rule = values["rope_scaling"] or {"rope_type": "default"}
+    rule = values.get("rope_scaling") or {"rope_type": "default"}
     refused = 0
     for value in ODD:
         for key in ("model_type", *keys.fields.values(), *keys.read, *keys.only):

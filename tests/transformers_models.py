@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models import deepseek_v3, mixtral, qwen3
+from compose.huggingface.folder import HfName
+from compose.huggingface.stored import Named, stored, together
+from models import deepseek_v3, gpt2, mixtral, qwen3
 from models.layers.attention import Documents
 
 QWEN3_MOE = qwen3.Config(
@@ -49,6 +51,9 @@ YARN = dataclasses.replace(
     rope_original_len=64,
     rope_beta_fast=4.0,
     rope_mscale=0.7,
+)
+GPT2 = gpt2.Config(
+    vocab_size=91, max_seq_len=70, dim=42, n_layers=3, n_heads=6, hidden_dim=71, norm_eps=1e-3
 )
 MIXTRAL = mixtral.Config(
     vocab_size=91,
@@ -130,13 +135,18 @@ def deepseek_json(config: deepseek_v3.Config) -> dict[str, Any]:
     }
 
 
-def published(tensors: dict[str, Tensor], hf_name: Callable[[str], str]) -> dict[str, Tensor]:
-    """``tensors`` by Hugging Face's names, each expert by itself."""
+def published(tensors: dict[str, Tensor], hf_name: HfName) -> dict[str, Tensor]:
+    """``tensors`` as Hugging Face names and lays them, each expert by itself."""
+    return as_files((name, stored(hf_name(name)), tensor) for name, tensor in tensors.items())
+
+
+def as_files(tensors: Iterable[Named]) -> dict[str, Tensor]:
+    """Our tensors as those of Hugging Face's files, by name."""
     files: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        theirs = hf_name(name)
-        stacked = enumerate(tensor) if "{}" in theirs else [(0, tensor)]
-        files |= {theirs.format(index): part.detach().contiguous() for index, part in stacked}
+    for group in together(tensors):
+        place, values = group[0][1], [tensor.detach() for _, _, tensor in group]
+        names = place.names(values[0].shape)
+        files |= {name: one.contiguous() for name, one in zip(names, place.theirs(values), strict=True)}
     return files
 
 

@@ -28,6 +28,7 @@ from compose.errors import ConfigError
 from compose.huggingface.sources import checkpoints, is_hugging_face, kept_tokenizer, model_in
 from compose.legality.job import Job
 from compose.parallel.mesh import axis_size, init_mesh
+from compose.registry import max_seq_len
 from compose.runtime.processes import process_group
 from compose.toml import COMMAND_LINE, override
 from compose.toml import load as load_toml
@@ -82,10 +83,11 @@ def generate(arguments: Sequence[str]) -> int:
     folders = [] if is_hugging_face(source) else checkpoints(source)
     job = _job(source, folders, words.overrides)
     tokenizer = _tokenizer(words.flags.get("--tokenizer", ""), source, folders, job.config)
+    ids = tokenizer.encode(prompt)
+    _check_length(len(ids), sampling.max_tokens, max_seq_len(job.config.model.config))
     with process_group(job.config) as device:
         mesh = init_mesh(job.degrees, device.type)
         composition = open_model(job, folders, mesh, device)
-        ids = tokenizer.encode(prompt)
         found = sample(composition, ids, sampling, tokenizer.end)
         for piece in text_of(tokenizer, ids, found):
             if dist.get_rank() == 0:
@@ -112,6 +114,21 @@ def _sampling(flags: Mapping[str, str]) -> Sampling:
     return Sampling(**given)
 
 
+def _check_length(prompt: int, more: int, most: int | None) -> None:
+    """Raise ConfigError if a model of ``most`` positions cannot take the prompt and ``more`` tokens."""
+    if most is None or prompt + more <= most:
+        return
+    if prompt >= most:
+        raise ConfigError(
+            f"{COMMAND_LINE}: --prompt: has {prompt} tokens, and the model has {most} positions; give"
+            f" at most {most - 1}"
+        )
+    raise ConfigError(
+        f"{COMMAND_LINE}: --max-tokens: {more} after a prompt of {prompt} are more than the {most}"
+        f" positions that the model has; nearest: {most - prompt}"
+    )
+
+
 def _job(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> Job:
     """Return the job of the model in ``source``, for this launch's ranks."""
     if folders:
@@ -128,7 +145,8 @@ def _job(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, s
     config = override(config, overrides)
     ranks = launched_ranks()
     # There are no batches here, so choose sizes that are legal on every mesh.
-    length = -(-config.train.seq_len // ranks) * ranks
+    length = min(config.train.seq_len, max_seq_len(config.model.config) or config.train.seq_len)
+    length = max(length // ranks, 1) * ranks
     train = replace(config.train, seq_len=length, global_batch=2 * ranks, micro_batch=1)
     config, problems, job = replace(config, train=train), device_problems(config), None
     try:

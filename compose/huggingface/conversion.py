@@ -44,6 +44,7 @@ from compose.huggingface.folder import (
     read_config,
 )
 from compose.huggingface.sources import kept_tokenizer
+from compose.huggingface.stored import together
 from compose.registry import find_model, model_names
 from compose.toml import dump
 
@@ -92,14 +93,14 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     problems = differences(files, whole, hf_name)
     if problems:
         raise ConfigError(*problems)
-    theirs = {f"model.{ours}": there for ours, there, _ in published(whole, hf_name)}
+    places = {f"model.{ours}": place for ours, place, _ in published(whole, hf_name)}
     tensors = {ours: copies[0] for ours, copies in named_tensors(whole, None).items()}
 
     def read(key: str) -> Tensor:
-        if key not in theirs:  # a buffer that is not published keeps its value in a new model
+        if key not in places:  # a buffer that is not published keeps its value in a new model
             return tensors[key].clone()
         part = _whole(tensors[key], "cpu")
-        fill_shard(files, theirs[key], part)
+        fill_shard(files, places[key], part)
         return part.local
 
     _absent(target)
@@ -177,27 +178,23 @@ def export(
     except ValueError as error:
         raise ConfigError(f"{source}: model.{error}") from None
     whole, reader = _on_meta(model), _Reader(source)
-    wanted = list(published(whole, name_of(model.name, model.config)))
-    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, _, tensor in wanted}
+    groups = together(published(whole, name_of(model.name, model.config)))
+    parts = {f"model.{ours}": _whole(tensor, "meta") for group in groups for ours, _, tensor in group}
     problems = mismatches(parts, reader.read_metadata())
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
 
     plan: list[list[Planned]] = []
-    for _, theirs, tensor in wanted:
-        shape, stored = (
-            tuple(tensor.shape),
-            dtype if isinstance(tensor, nn.Parameter) else torch.float32,
-        )
-        if "{}" in theirs:
-            plan.append([Planned(theirs.format(i), shape[1:], stored) for i in range(shape[0])])
-        else:
-            plan.append([Planned(theirs, shape, stored)])
+    for group in groups:
+        _, place, tensor = group[0]
+        kind = dtype if isinstance(tensor, nn.Parameter) else torch.float32
+        shape = place.shape(tensor.shape)
+        plan.append([Planned(name, shape, kind) for name in place.names(tensor.shape)])
 
     def tensors() -> Iterator[Tensor]:
-        for (ours, theirs, tensor), planned in zip(wanted, plan, strict=True):
-            value = _read(reader, f"model.{ours}", tensor)
-            for part in value if "{}" in theirs else [value]:
+        for group, planned in zip(groups, plan, strict=True):
+            values = [_read(reader, f"model.{ours}", tensor) for ours, _, tensor in group]
+            for part in group[0][1].theirs(values):
                 yield part.to(planned[0].dtype)
 
     kept = kept_tokenizer(source)

@@ -23,15 +23,17 @@ from compose.base.tied import tied_names
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition.state import Composition, module_of
 from compose.errors import ConfigError
+from compose.huggingface.stored import Named, Stored, stored
 from compose.legality.job import Job
 from compose.registry import training_fields
 
-# Older files hold these frequencies besides the weights. They are computed here.
-_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+# Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Both are
+# computed here.
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(masked_)?bias$")
 # A layer of DeepSeek's multi-token prediction. No model here has one.
 _PREDICTION = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 
-HfName = Callable[[str], str]
+HfName = Callable[[str], str | Stored]
 
 
 class HuggingFace(Protocol):
@@ -40,15 +42,15 @@ class HuggingFace(Protocol):
     MODEL_TYPES: Sequence[str]
     """The values of model_type in config.json that the model can express."""
 
-    def hf_name(self, name: str, config: Any = None) -> str:
-        """Return Hugging Face's name of a parameter or buffer.
+    def hf_name(self, name: str, config: Any = None) -> str | Stored:
+        """Return Hugging Face's name of a parameter or buffer, or a Stored where theirs is not as ours.
 
         Args:
             name: Its name in our model.
             config: The model's config, if the name depends on it.
 
         Returns:
-            The name; '{}' in it stands for the index in a stack.
+            The name, in which '{}' stands for the index in a stack; or the place.
 
         Raises:
             KeyError: The buffer is not published.
@@ -159,8 +161,8 @@ def name_of(name: str, config: Any) -> HfName:
     return functools.partial(find_hf(name).hf_name, config=config)
 
 
-def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (our name, Hugging Face's name, tensor) for each published tensor of a model.
+def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named]:
+    """Yield (our name, its place in a folder, tensor) for each published tensor of a model.
 
     These are all parameters, and the persistent buffers that have a name in Hugging Face's model.
 
@@ -173,15 +175,15 @@ def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple
     """
     model = module_of(whole)
     for name, parameter in whole.named_parameters():
-        yield name, hf_name(name), parameter
+        yield name, stored(hf_name(name)), parameter
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         try:
-            theirs = hf_name(name)
+            place = stored(hf_name(name))
         except KeyError:
             continue
         if name in persistent:
-            yield name, theirs, buffer
+            yield name, place, buffer
 
 
 def load_hf(
@@ -197,7 +199,7 @@ def load_hf(
     Args:
         model: A whole model, or what ``compose.apply`` returned. It must have memory.
         folder: The folder that holds the safetensors.
-        hf_name: Hugging Face's name of our parameter; '{}' in it stands for the index in a stack.
+        hf_name: Hugging Face's name of our parameter, as ``hf_name`` of a model's hf.py returns it.
         whole: The model before it was cut, on meta, if ``model`` is a pipeline's part of it.
 
     Raises:
@@ -208,27 +210,32 @@ def load_hf(
     problems = differences(files, whole or model, hf_name)
     if problems:
         raise ConfigError(*problems)
-    for _, theirs, tensor in published(model, hf_name):
-        fill_shard(files, theirs, local_shard_of(tensor))
+    for _, place, tensor in published(model, hf_name):
+        fill_shard(files, place, local_shard_of(tensor))
 
 
 @torch.no_grad()
-def fill_shard(files: TensorFiles, theirs: str, part: LocalShard) -> None:
+def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
     """Read this rank's part of a tensor in the files.
 
     Args:
         files: The tensors of a folder.
-        theirs: The tensor's name in the files; with '{}' in it, the names of the slices of a stack.
+        place: The tensor's place in the files.
         part: The part to fill.
     """
     if part.local.numel() == 0:
         return
     region = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
-    if "{}" not in theirs:
-        part.local.copy_(files.read(theirs, region))
+
+    def read(name: str, own: list[slice], shape: Sequence[int]) -> Tensor:
+        return place.ours(files.read(place.found(name, files.entries), place.region(own, shape)))
+
+    names = place.names(part.shape)
+    if not place.stacked:
+        part.local.copy_(read(names[0], region, part.shape))
         return
-    for place, index in enumerate(range(region[0].start, region[0].stop)):
-        part.local[place].copy_(files.read(theirs.format(index), region[1:]))
+    for own, name in zip(part.local, names[region[0]], strict=True):
+        own.copy_(read(name, region[1:], part.shape[1:]))
 
 
 def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfName) -> list[str]:
@@ -236,7 +243,7 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
 
     A tensor may be missing, of another shape or dtype, or unknown. Equal lines for several layers
     become one line. The files may also hold the second name of a tied weight, frequencies of the rotary
-    embedding, and layers of multi-token prediction.
+    embedding, causal masks, and layers of multi-token prediction.
 
     Args:
         files: The tensors of a folder.
@@ -248,11 +255,9 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
     """
     model = module_of(whole)
     expected: dict[str, tuple[int, ...]] = {}
-    for _, theirs, tensor in published(whole, hf_name):
-        if "{}" in theirs:
-            expected |= {theirs.format(i): tuple(tensor.shape[1:]) for i in range(len(tensor))}
-        else:
-            expected[theirs] = tuple(tensor.shape)
+    for _, place, tensor in published(whole, hf_name):
+        names = [place.found(name, files.entries) for name in place.names(tensor.shape)]
+        expected |= dict.fromkeys(names, place.shape(tensor.shape))
     found: list[tuple[str, str]] = []
     for name, shape in expected.items():
         entry = files.entries.get(name)
@@ -262,7 +267,7 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
             found.append((name, f"is {entry.shape}, the model's is {shape}"))
         elif entry.dtype not in DTYPES:
             found.append((name, f"is {entry.dtype}, not one of {', '.join(DTYPES)}"))
-    tied = {hf_name(name) for names in tied_names(model) for name in names[1:]}
+    tied = {stored(hf_name(name)).name for names in tied_names(model) for name in names[1:]}
     prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
     prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
     for name in files.entries:

@@ -9,6 +9,7 @@ from compose.optimizer.rules import parameter_rules
 from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import build_table
 from compose.precision import float8
+from compose.registry import max_seq_len
 
 _TRIED = 1_000_000  # most sizes to try for a size that divides
 
@@ -50,6 +51,15 @@ def _sequence(job: Job) -> None:
         f" {'a mixture of experts' if job.plan.expert else 'parallel.sequence'} needs;"
         f" nearest: {nearest}{cure}"
     )
+
+
+def _positions(job: Job) -> None:
+    seq_len, most = job.config.train.seq_len, max_seq_len(job.config.model.config)
+    if most is not None and seq_len > most:
+        raise ConfigError(
+            f"train.seq_len: {seq_len} is more than the {most} positions that the model has;"
+            f" nearest: {most}, or model.max_seq_len = {seq_len}"
+        )
 
 
 def _micro_batches(job: Job) -> None:
@@ -138,6 +148,11 @@ RUN: list[Rule[Job]] = [
         "with sequence, or with experts, and without cp, seq_len is a multiple of tp",
         "a local tensor carries no global shape, so every rank must hold an equal part",
         _sequence,
+    ),
+    Rule(
+        "seq_len is at most model.max_seq_len, if the model has this key",
+        "a table of positions has no row for a later token",
+        _positions,
     ),
     Rule(
         "the schedule can run as many micro-batches as global_batch and micro_batch make",

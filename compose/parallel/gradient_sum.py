@@ -9,14 +9,14 @@ of a unit travels while the units before it run backward.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.profiler import record_function
 
 from compose.base.local_tensor import local_tensor
@@ -190,27 +190,25 @@ def _put(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
 
 def _complete(parameters: Sequence[nn.Parameter]) -> None:
     """Give gradients the placements of their parameters; those of whole ones make one message."""
-
-    def where(parameter: nn.Parameter) -> int:
-        assert isinstance(parameter, DTensor)
-        return id(parameter.device_mesh)
-
-    whole = []
+    # By mesh, in the order of parameters, which is the same on every rank.
+    whole: dict[int, tuple[DeviceMesh, list[nn.Parameter]]] = {}
     for parameter in parameters:
         assert isinstance(parameter, DTensor)
         assert isinstance(parameter.grad, DTensor)
         there, here = parameter.grad.placements, parameter.placements
         if there == (Partial(),) and here[0].is_replicate():
-            whole.append(parameter)
+            mesh = parameter.device_mesh
+            whole.setdefault(id(mesh), (mesh, []))[1].append(parameter)
         elif there != here:
             parameter.grad = parameter.grad.redistribute(placements=here)
-    for _, some in groupby(sorted(whole, key=where), where):
-        alike = list(some)
-        flat, mesh = _flat(alike), alike[0].device_mesh
+    for mesh, alike in whole.values():
+        flat = _flat(alike)
         dist.all_reduce(flat, group=mesh.get_group())
         sizes = [p.numel() for p in alike]
         for parameter, part in zip(alike, flat.split(sizes), strict=True):
-            parameter.grad = _like(parameter, part.view(parameter.shape), parameter.placements)
+            # A message gives each rank the whole.
+            local = part.view(parameter.shape)
+            parameter.grad = _like(parameter, local, [Replicate()] * mesh.ndim)
 
 
 def _like(parameter: nn.Parameter, local: Tensor, placements: Sequence[object]) -> DTensor:

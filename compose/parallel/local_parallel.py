@@ -103,9 +103,11 @@ class LocalColwise(ColwiseParallel):
 
 
 class LocalRowwise(SendsActivations, RowwiseParallel):
-    """A style for an nn.Linear (N, D) without bias: each rank has a part of the N inputs.
+    """A style for an nn.Linear (N, D): each rank has a part of the N inputs.
 
-    ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate().
+    ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate(). A bias (D,) is whole on
+    every rank. It is added after the ranks' outputs are summed: each rank adds it to its own part of
+    the stream. With Shard(1) these are different tokens, so the bias' gradient is summed over the axis.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -114,15 +116,19 @@ class LocalRowwise(SendsActivations, RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _become(module, (nn.Linear,), _RowLinear, self)
-        there, back = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
+        sharded = self.stream.is_shard()
+        there, back = ("scatter", "gather") if sharded else ("sum", "keep")
+        send = None
         if device_mesh.size() > 1:
             group = device_mesh.get_group().group_name
             send = partial(send_stream, there, back, group, place=self.place)
 
-            def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-                return send(output)
+        def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            output = output if send is None else send(output)
+            bias = cast(Tensor | None, module.bias)
+            return output if bias is None else output + _whole(bias, summed=sharded)
 
-            module.register_forward_hook(sent)
+        module.register_forward_hook(sent)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
     def by_dtensors(self) -> ParallelStyle:
@@ -155,21 +161,44 @@ class LocalHeads(HeadParallel):
 
 
 class LocalNorm(SequenceParallel):
-    """A style for an nn.RMSNorm that is whole on every rank and takes local tensors.
+    """A style for an nn.RMSNorm or nn.LayerNorm that is whole on every rank and takes local tensors.
 
-    The local tensors are a part of the tokens or heads, so the weight's gradient is summed over the
-    axis.
+    The local tensors are a part of the tokens or heads, so the gradients of weight and bias are summed
+    over the axis.
     """
 
     def __init__(self, sequence_dim: int = 1) -> None:
         super().__init__(sequence_dim=sequence_dim, use_local_output=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _become(module, (nn.RMSNorm, RMSNorm), _LocalRMSNorm, self)
+        kind = _LocalLayerNorm if type(module) is nn.LayerNorm else _LocalRMSNorm
+        _become(module, (nn.RMSNorm, RMSNorm, nn.LayerNorm), kind, self)
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
     def by_dtensors(self) -> ParallelStyle:
         """Return this style: PyTorch's own styles too hand on plain activations."""
+        return self
+
+
+class LocalPositions(SequenceParallel):
+    """A style for a table of positions, an nn.Embedding (P, D), before a stream of layout Shard(1).
+
+    The table is whole on every rank. Its input (B, L) is too, and each rank looks up its own part of
+    the L: (B, L / ranks, D). Each rank finds a part of the table's gradient, so it is summed over the
+    axis. Before a stream that is whole on every rank, the table belongs into ``replicate``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sequence_dim=1, use_local_output=True)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _become(module, (nn.Embedding,), _LocalPositions, self)
+        assert isinstance(module, _LocalPositions)
+        module.ranks, module.rank = device_mesh.size(), device_mesh.get_local_rank()
+        return distribute_module(module, device_mesh, self._replicate_module_fn)
+
+    def by_dtensors(self) -> ParallelStyle:
+        """Return this style: its output is a plain part of the stream in any case."""
         return self
 
 
@@ -193,7 +222,15 @@ class LocalVector(ParallelStyle):
         return self
 
 
-LOCAL = (LocalInput, LocalColwise, LocalRowwise, LocalHeads, LocalNorm, LocalVector)
+LOCAL = (
+    LocalInput,
+    LocalColwise,
+    LocalRowwise,
+    LocalHeads,
+    LocalNorm,
+    LocalPositions,
+    LocalVector,
+)
 
 
 def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list[str]:
@@ -238,6 +275,7 @@ class _ColumnLinear(nn.Linear):
 
 class _RowLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
+        # The bias is added after the sum over ranks.
         return F.linear(input, _local(self.weight))
 
 
@@ -253,8 +291,30 @@ class _HeadLinear(nn.Linear):
 
 class _LocalRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else _local(self.weight, Partial())
+        weight = None if self.weight is None else _whole(self.weight, summed=True)
         return rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class _LocalLayerNorm(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        weight = None if self.weight is None else _whole(self.weight, summed=True)
+        bias = None if self.bias is None else _whole(self.bias, summed=True)
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+class _LocalPositions(nn.Embedding):
+    ranks: int
+    rank: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        length = input.shape[1] // self.ranks
+        mine = input.narrow(1, self.rank * length, length)
+        return F.embedding(mine, _whole(self.weight, summed=True))
+
+
+def _whole(parameter: Tensor, summed: bool) -> Tensor:
+    """Return a parameter that is whole on every rank; ``summed``: each has a part of its gradient."""
+    return _local(parameter, Partial() if summed else None)
 
 
 def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
@@ -283,7 +343,6 @@ def _become(
 ) -> None:
     """Give ``module``, which must be exactly of one of the classes, the forward of ``local``."""
     if type(module) not in kinds:
-        raise ConfigError(f"{type(style).__name__}: {module} is no nn.{kinds[0].__name__}")
-    if local is _RowLinear and module.bias is not None:
-        raise ConfigError(f"{type(style).__name__}: {module} has a bias, which would be summed")
+        names = " or ".join(dict.fromkeys(f"nn.{kind.__name__}" for kind in kinds))
+        raise ConfigError(f"{type(style).__name__}: {module} is no {names}")
     module.__class__ = local

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -43,8 +44,9 @@ class Replicated(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         place = partial(_replicate_parameters, self.src_data_rank)
-        if type(module) in (nn.RMSNorm, RMSNorm):
-            module.__class__ = _WholeRMSNorm  # without a DTensor's work for each operator
+        norm = _WHOLE_NORMS.get(type(module))
+        if norm:
+            module.__class__ = norm  # without a DTensor's work for each operator
             return distribute_module(module, device_mesh, place)
         return distribute_module(
             module,
@@ -235,10 +237,25 @@ def _replicate_parameters(
 
 class _WholeRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, DTensor):
-            x = x.redistribute(placements=[Replicate()])
         weight = None if self.weight is None else local_tensor(self.weight)
-        return rms_norm(local_tensor(x), self.normalized_shape, weight, self.eps)
+        return rms_norm(_whole_input(x), self.normalized_shape, weight, self.eps)
+
+
+class _WholeLayerNorm(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = (None if p is None else local_tensor(p) for p in (self.weight, self.bias))
+        return F.layer_norm(_whole_input(input), self.normalized_shape, weight, bias, self.eps)
+
+
+_WHOLE_NORMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.RMSNorm: _WholeRMSNorm,
+    RMSNorm: _WholeRMSNorm,
+    nn.LayerNorm: _WholeLayerNorm,
+}
+
+
+def _whole_input(x: Tensor) -> Tensor:
+    return local_tensor(x.redistribute(placements=[Replicate()]) if isinstance(x, DTensor) else x)
 
 
 def _summed_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from compose.base.tied import tied_names
@@ -195,8 +195,9 @@ def split(
 ) -> tuple[list[Stage], list[Tied]]:
     """Remove from ``model``, in place, all that is not part of this rank's stages.
 
-    The identity replaces what a stage lacks between its ends. So the model's own forward is the
-    stage's, if it gets the stream in place of its first argument.
+    The identity replaces what a stage lacks between its ends. Where a module takes several inputs, it
+    is that of the first one. So the model's own forward is the stage's, if it gets the stream in place
+    of its first argument.
 
     Args:
         model: The whole model.
@@ -254,7 +255,14 @@ def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: Pipeli
         if path == pipeline.layers:
             parent._modules.pop(leaf, None)
         else:
-            parent._modules[leaf] = nn.Identity()
+            parent._modules[leaf] = _Absent()
+
+
+class _Absent(nn.Identity):
+    """The identity on the first input; other stages' modules may take more."""
+
+    def forward(self, input: Tensor, *others: Any, **named: Any) -> Tensor:
+        return input
 
 
 def _parent(name: str) -> str:

@@ -42,6 +42,7 @@ suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_deco
 top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
 unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # The rules that scale rotary frequencies, each with its required and its optional parameters.
 _RULES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -108,6 +109,7 @@ def keys(
     read: Iterable[str] = (),
     only: Mapping[str, tuple[Any, ...]] | None = None,
     besides: Iterable[str] = (),
+    rope: bool = True,
 ) -> Keys:
     """Return the known keys of one model, with those that all models have.
 
@@ -116,16 +118,18 @@ def keys(
         read: Keys that are read besides.
         only: Keys with the values that they may have.
         besides: Keys that say nothing about what the weights compute.
+        rope: Whether the model has rotary embeddings.
 
     Returns:
         The keys.
     """
-    common = {"model_type", "rope_theta", "rope_scaling", "rope_parameters"}
+    read = {"model_type", *(_ROPE if rope else ()), *read}
     return Keys(
         fields,
-        frozenset({*common, *read}),
+        frozenset(read),
         {**_NONE_HERE, **(only or {})},
-        frozenset((*_BESIDES.split(), *besides)),
+        # A model may give one of these a meaning.
+        frozenset({*_BESIDES.split(), *besides} - {*fields.values(), *read}),
     )
 
 
@@ -243,7 +247,9 @@ def _plain(key: str) -> str:
     return key if key.isprintable() and len(key) <= _SHOWN else shown(key)
 
 
-def rope(values: Mapping[str, Any], kind: str = "default") -> tuple[float, dict[str, Any]]:
+def rope(
+    values: Mapping[str, Any], kind: str = "default", base: float = 10_000.0
+) -> tuple[float, dict[str, Any]]:
     """Return the base of the rotary frequencies, and the parameters of their scaling rule.
 
     transformers has written them in two ways. Parameters that are absent or null are left out.
@@ -251,6 +257,7 @@ def rope(values: Mapping[str, Any], kind: str = "default") -> tuple[float, dict[
     Args:
         values: The parsed config.json.
         kind: The scaling rule that the model can have.
+        base: The base if no key gives one.
 
     Returns:
         (base, parameters of the rule ``kind``); no parameters if frequencies are not scaled.
@@ -279,7 +286,7 @@ def rope(values: Mapping[str, Any], kind: str = "default") -> tuple[float, dict[
     for name, value in rule.items():
         if name not in names and value is not None:
             raise ValueError(f"{key}.{_plain(name)}: {shown(value)} is of a key that is not known here")
-    theta = number(values, "rope_theta", 10_000.0)
+    theta = number(values, "rope_theta", base)
     inner = number(flat, f"{key}.rope_theta", theta)
     if values.get("rope_theta") is not None and inner != theta:
         raise ValueError(f"rope_theta: {theta} is another than {key}.rope_theta, {inner}")

@@ -1,0 +1,226 @@
+"""GPT-2 as a plain nn.Module.
+
+It is that of Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". The published
+models were trained with a dropout of 0.1. This one has none, as models have that see each token once.
+
+Shapes: B batch, L sequence length, D model width, H heads, K head width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from models.layers.norms import check_eps
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The config of a GPT-2."""
+
+    vocab_size: int = 257
+    """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
+    max_seq_len: int = 1024
+    """Rows of the table of positions: the most tokens of a sample."""
+    dim: int = 128
+    """Width of the residual stream."""
+    n_layers: int = 5
+    """Transformer blocks."""
+    n_heads: int = 8
+    """Heads; head width is dim / n_heads."""
+    hidden_dim: int = 512
+    """Inner width of the feed-forward network."""
+    norm_eps: float = 1e-5
+    """Epsilon of LayerNorm."""
+    tie_embeddings: bool = True
+    """Use the embedding's weight for the output projection too."""
+
+    def __post_init__(self) -> None:
+        for size in ("vocab_size", "max_seq_len", "dim", "n_heads", "hidden_dim"):
+            if not 1 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        if not 1 <= self.n_layers < 2**12:
+            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
+        check_eps("norm_eps", self.norm_eps)
+        if self.dim % self.n_heads:
+            raise ValueError(f"dim: {self.dim} is not a multiple of n_heads = {self.n_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of each head."""
+        return self.dim // self.n_heads
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        weights = self.n_layers * self.dim * (4 * self.dim + 2 * self.hidden_dim)
+        weights += self.vocab_size * self.dim
+        scores = self.n_layers * 2 * self.dim * attention_pairs(seq_len)
+        return 3 * 2 * (weights + scores)
+
+
+def _published(dim: int, n_layers: int, n_heads: int) -> GPT2Config:
+    return GPT2Config(
+        vocab_size=50_257, dim=dim, n_layers=n_layers, n_heads=n_heads, hidden_dim=4 * dim
+    )
+
+
+# The published shapes: gpt2, gpt2-medium, gpt2-large and gpt2-xl.
+PRESETS = {
+    "debug": GPT2Config(),
+    "124m": _published(768, 12, 12),
+    "355m": _published(1024, 24, 16),
+    "774m": _published(1280, 36, 20),
+    "1558m": _published(1600, 48, 25),
+}
+
+
+class Embeddings(nn.Module):
+    """The embeddings of tokens and of their positions, added up."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.positions = nn.Embedding(config.max_seq_len, config.dim)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the stream before the first layer.
+
+        Args:
+            tokens: (B, L), int64.
+            positions: (B, L) or (1, L), -1 for padding.
+
+        Returns:
+            (B, L, D).
+        """
+        # No target and no other token reads a padding's row.
+        return self.tokens(tokens) + self.positions(positions.clamp(min=0))
+
+
+class Attention(nn.Module):
+    """Multi-head attention; it counts heads from its input, so a rank may hold a part of them."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim)
+        self.wk = nn.Linear(config.dim, config.dim)
+        self.wv = nn.Linear(config.dim, config.dim)
+        self.wo = nn.Linear(config.dim, config.dim)
+        self.core = AttentionCore()
+
+    def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return attention's output.
+
+        Args:
+            x_BLD: The stream.
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
+        q_BLHK, k_BLHK, v_BLHK = (
+            project(x_BLD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
+        )
+        return self.wo(self.core(q_BLHK, k_BLHK, v_BLHK, documents).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with a GELU between (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+
+    The GELU is the approximation by a tanh.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim)
+        self.w2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return the layer's output, (B, L, D) for (B, L, D)."""
+        return self.w2(F.gelu(self.w1(x_BLD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One layer: attention and the feed-forward network, each after a norm and added to the stream."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config.dim, config.hidden_dim)
+
+    def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return the stream after the layer; arguments as for :class:`Attention`.
+
+        Args:
+            x_BLD: The stream.
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), documents)
+        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+
+
+class GPT2(nn.Module):
+    """The model."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config)
+        # The keys are indices, so that a layer keeps its name when others are removed.
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.embeddings.tokens.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Return the logits of tokens.
+
+        Args:
+            tokens: (B, L), int64.
+            positions: (B, L), -1 for padding; None counts from 0. All are below max_seq_len.
+            document_ids: (B, L); attention stays within a document. None makes each row one.
+            documents: The same, made once for a batch; ``document_ids`` is then not read.
+
+        Returns:
+            (B, L, V).
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        documents = documents_of(document_ids, documents)
+        x_BLD = self.embeddings(tokens, positions)
+        for layer in self.layers.values():
+            x_BLD = layer(x_BLD, documents)
+        return self.output(self.norm(x_BLD))
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a whole parameter: zeros (biases), ones (norms), else normal.
+
+        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
+        GPT-2), so that the stream's variance does not grow with depth.
+
+        Args:
+            name: The parameter's name.
+            tensor: The parameter.
+            generator: The random numbers.
+        """
+        if tensor.ndim == 1:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            return
+        ends_branch = name.endswith(("wo.weight", "w2.weight"))
+        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
+        tensor.normal_(0.0, 0.02 * scale, generator=generator)

@@ -1,0 +1,65 @@
+"""The plan that cuts GPT-2: one value, for any mesh."""
+
+from torch.distributed.tensor import Replicate, Shard
+
+from compose import Parallel, Pipeline, Plan
+from compose.parallel.context_parallel import ContextParallel
+from compose.parallel.local_parallel import (
+    LocalColwise,
+    LocalInput,
+    LocalNorm,
+    LocalPositions,
+    LocalRowwise,
+)
+from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
+from models.layers.plans import outermost
+
+from .model import GPT2Config
+
+
+def plan(model: GPT2Config, parallel: Parallel) -> Plan:
+    """Return the plan of a GPT-2 for these degrees.
+
+    Args:
+        model: The model's config.
+        parallel: The table [parallel].
+
+    Returns:
+        The plan.
+    """
+    # The layout of the residual stream between layers, (B, L, D) over tp.
+    stream = Shard(1) if parallel.sequence else Replicate()
+    # Their parameters are whole on every rank. With a stream that is cut, each rank has its own tokens.
+    norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
+    positions = "embeddings.positions"
+    own_tokens = {norm: LocalNorm() for norm in norms} | {positions: LocalPositions()}
+    ends = ["embeddings", "norm", "output"]
+    return Plan(
+        tensor={
+            "embeddings.tokens": LocalEmbedding(stream),
+            **(own_tokens if parallel.sequence else {}),
+            "layers.*.attention": LocalInput(stream, inputs=2),
+            "layers.*.attention.w[qkv]": LocalColwise(),
+            "layers.*.attention.wo": LocalRowwise(stream),
+            "layers.*.feed_forward": LocalInput(stream),
+            "layers.*.feed_forward.w1": LocalColwise(even=model.hidden_dim % parallel.tp == 0),
+            "layers.*.feed_forward.w2": LocalRowwise(stream),
+            "output": LocalOutput(stream, sharded=parallel.loss),
+        },
+        context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)},
+        replicate=[] if parallel.sequence else [*norms, positions],
+        # A tied weight must be in one unit.
+        shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
+        checkpoint=["layers.*"],
+        compile=["layers.*"],
+        float8=[
+            "layers.*.attention",
+            "layers.*.attention.w[qkvo]",
+            "layers.*.feed_forward",
+            "layers.*.feed_forward.w[12]",
+        ],
+        float8_except=outermost(model.n_layers),
+        pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
+        heads=(model.n_heads, model.n_heads),
+        output=ends[2],
+    )
