@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models import deepseek_v3, mixtral, qwen3
+from compose.huggingface.folder import HfName, forms_of
+from models import deepseek_v3, gpt_oss, mixtral, qwen3
 from models.layers.attention import Documents
 
 QWEN3_MOE = qwen3.Config(
@@ -49,6 +49,24 @@ YARN = dataclasses.replace(
     rope_original_len=64,
     rope_beta_fast=4.0,
     rope_mscale=0.7,
+)
+# Of five pairs two are kept, one is between and two are slowed down.
+GPT_OSS = gpt_oss.Config(
+    vocab_size=91,
+    dim=45,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=10,
+    n_experts=5,
+    top_k=2,
+    expert_dim=19,
+    window=7,
+    swiglu_limit=0.5,
+    rope_theta=100.0,
+    rope_factor=8.0,
+    rope_original_len=64,
+    rope_beta_fast=4.0,
 )
 MIXTRAL = mixtral.Config(
     vocab_size=91,
@@ -130,13 +148,13 @@ def deepseek_json(config: deepseek_v3.Config) -> dict[str, Any]:
     }
 
 
-def published(tensors: dict[str, Tensor], hf_name: Callable[[str], str]) -> dict[str, Tensor]:
-    """``tensors`` by Hugging Face's names, each expert by itself."""
+def published(tensors: dict[str, Tensor], hf_name: HfName) -> dict[str, Tensor]:
+    """``tensors`` by Hugging Face's names, as they are stored: each expert by itself, for example."""
     files: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        theirs = hf_name(name)
-        stacked = enumerate(tensor) if "{}" in theirs else [(0, tensor)]
-        files |= {theirs.format(index): part.detach().contiguous() for index, part in stacked}
+        form = forms_of(hf_name, name)[0]
+        names, parts = form.parts(hf_name(name), tensor.shape), form.stored(tensor.detach())
+        files |= {there: part.contiguous() for there, part in zip(names, parts, strict=True)}
     return files
 
 

@@ -39,6 +39,7 @@ from compose.huggingface.folder import (
     differences,
     fill_shard,
     find_hf,
+    forms_of,
     name_of,
     published,
     read_config,
@@ -92,14 +93,14 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     problems = differences(files, whole, hf_name)
     if problems:
         raise ConfigError(*problems)
-    theirs = {f"model.{ours}": there for ours, there, _ in published(whole, hf_name)}
+    held = {f"model.{ours}": ours for ours, _, _ in published(whole, hf_name)}
     tensors = {ours: copies[0] for ours, copies in named_tensors(whole, None).items()}
 
     def read(key: str) -> Tensor:
-        if key not in theirs:  # a buffer that is not published keeps its value in a new model
+        if key not in held:  # a buffer that is not published keeps its value in a new model
             return tensors[key].clone()
         part = _whole(tensors[key], "cpu")
-        fill_shard(files, theirs[key], part)
+        fill_shard(files, hf_name, held[key], part)
         return part.local
 
     _absent(target)
@@ -177,27 +178,23 @@ def export(
     except ValueError as error:
         raise ConfigError(f"{source}: model.{error}") from None
     whole, reader = _on_meta(model), _Reader(source)
-    wanted = list(published(whole, name_of(model.name, model.config)))
+    hf_name = name_of(model.name, model.config)
+    wanted = list(published(whole, hf_name))
     parts = {f"model.{ours}": _whole(tensor, "meta") for ours, _, tensor in wanted}
     problems = mismatches(parts, reader.read_metadata())
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
 
     plan: list[list[Planned]] = []
-    for _, theirs, tensor in wanted:
-        shape, stored = (
-            tuple(tensor.shape),
-            dtype if isinstance(tensor, nn.Parameter) else torch.float32,
-        )
-        if "{}" in theirs:
-            plan.append([Planned(theirs.format(i), shape[1:], stored) for i in range(shape[0])])
-        else:
-            plan.append([Planned(theirs, shape, stored)])
+    for ours, theirs, tensor in wanted:
+        kind = dtype if isinstance(tensor, nn.Parameter) else torch.float32
+        stored = forms_of(hf_name, ours)[0].parts(theirs, tensor.shape)
+        plan.append([Planned(name, part.shape, kind) for name, part in stored.items()])
 
     def tensors() -> Iterator[Tensor]:
-        for (ours, theirs, tensor), planned in zip(wanted, plan, strict=True):
+        for (ours, _, tensor), planned in zip(wanted, plan, strict=True):
             value = _read(reader, f"model.{ours}", tensor)
-            for part in value if "{}" in theirs else [value]:
+            for part in forms_of(hf_name, ours)[0].stored(value):
                 yield part.to(planned[0].dtype)
 
     kept = kept_tokenizer(source)

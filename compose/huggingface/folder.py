@@ -5,7 +5,6 @@ The names of a model's weights in such a folder come from its ``models/<name>/hf
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import re
@@ -23,6 +22,7 @@ from compose.base.tied import tied_names
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition.state import Composition, module_of
 from compose.errors import ConfigError
+from compose.huggingface.forms import Form, Part, Stack, Whole
 from compose.legality.job import Job
 from compose.registry import training_fields
 
@@ -35,7 +35,11 @@ HfName = Callable[[str], str]
 
 
 class HuggingFace(Protocol):
-    """The interface of ``models/<name>/hf.py``."""
+    """The interface of ``models/<name>/hf.py``.
+
+    A module may also have ``hf_forms(name, config)``. It returns the forms in which a parameter of our
+    name may be stored, the one to write first; nothing if it is stored as it is, or in slices.
+    """
 
     MODEL_TYPES: Sequence[str]
     """The values of model_type in config.json that the model can express."""
@@ -143,7 +147,24 @@ def source_problems(job: Job) -> list[str]:
         return error.problems
 
 
-def name_of(name: str, config: Any) -> HfName:
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The ``hf_name`` function of a model with a config, and the forms of its tensors."""
+
+    hf: HuggingFace
+    config: Any
+
+    def __call__(self, name: str) -> str:
+        """Return Hugging Face's name of our parameter."""
+        return self.hf.hf_name(name, self.config)
+
+    def forms(self, name: str) -> Sequence[Form]:
+        """Return the forms in which our parameter may be stored, if they are special."""
+        found = getattr(self.hf, "hf_forms", None)
+        return found(name, self.config) if found else ()
+
+
+def name_of(name: str, config: Any) -> Names:
     """Return the ``hf_name`` function of a model with this config.
 
     Args:
@@ -156,7 +177,37 @@ def name_of(name: str, config: Any) -> HfName:
     Raises:
         ConfigError: The model has no hf.py.
     """
-    return functools.partial(find_hf(name).hf_name, config=config)
+    return Names(find_hf(name), config)
+
+
+def forms_of(hf_name: HfName, name: str) -> Sequence[Form]:
+    """Return the forms in which files may hold a tensor, the one to write first.
+
+    Args:
+        hf_name: Hugging Face's name of our parameter.
+        name: Our name of the tensor.
+
+    Returns:
+        At least one form.
+    """
+    special = hf_name.forms(name) if isinstance(hf_name, Names) else ()
+    return special or (Stack() if "{}" in hf_name(name) else Whole(),)
+
+
+def form_in(files: TensorFiles, hf_name: HfName, name: str, shape: Sequence[int]) -> Form:
+    """Return the form in which a folder's files hold a tensor; the first if they hold nothing of it.
+
+    Args:
+        files: The tensors of a folder.
+        hf_name: Hugging Face's name of our parameter.
+        name: Our name of the tensor.
+        shape: Its whole shape.
+
+    Returns:
+        The form.
+    """
+    forms, theirs = forms_of(hf_name, name), hf_name(name)
+    return next((f for f in forms if f.parts(theirs, shape).keys() & files.entries.keys()), forms[0])
 
 
 def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, str, Tensor]]:
@@ -208,27 +259,25 @@ def load_hf(
     problems = differences(files, whole or model, hf_name)
     if problems:
         raise ConfigError(*problems)
-    for _, theirs, tensor in published(model, hf_name):
-        fill_shard(files, theirs, local_shard_of(tensor))
+    for ours, _, tensor in published(model, hf_name):
+        fill_shard(files, hf_name, ours, local_shard_of(tensor))
 
 
 @torch.no_grad()
-def fill_shard(files: TensorFiles, theirs: str, part: LocalShard) -> None:
+def fill_shard(files: TensorFiles, hf_name: HfName, name: str, part: LocalShard) -> None:
     """Read this rank's part of a tensor in the files.
 
     Args:
         files: The tensors of a folder.
-        theirs: The tensor's name in the files; with '{}' in it, the names of the slices of a stack.
+        hf_name: Hugging Face's name of our parameter.
+        name: Our name of the tensor.
         part: The part to fill.
     """
     if part.local.numel() == 0:
         return
     region = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
-    if "{}" not in theirs:
-        part.local.copy_(files.read(theirs, region))
-        return
-    for place, index in enumerate(range(region[0].start, region[0].stop)):
-        part.local[place].copy_(files.read(theirs.format(index), region[1:]))
+    form = form_in(files, hf_name, name, part.shape)
+    form.fill(part.local, hf_name(name), region, files.read)
 
 
 def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfName) -> list[str]:
@@ -247,21 +296,22 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         The lines; empty if there is no difference.
     """
     model = module_of(whole)
-    expected: dict[str, tuple[int, ...]] = {}
-    for _, theirs, tensor in published(whole, hf_name):
-        if "{}" in theirs:
-            expected |= {theirs.format(i): tuple(tensor.shape[1:]) for i in range(len(tensor))}
-        else:
-            expected[theirs] = tuple(tensor.shape)
+    expected: dict[str, Part] = {}
+    for ours, theirs, tensor in published(whole, hf_name):
+        form = form_in(files, hf_name, ours, tensor.shape)
+        expected |= form.parts(theirs, tensor.shape)
     found: list[tuple[str, str]] = []
-    for name, shape in expected.items():
-        entry = files.entries.get(name)
+    for name, part in expected.items():
+        entry, other = files.entries.get(name), files.entries.get(part.beside)
+        types = [part.dtype] if part.dtype else list(DTYPES)
         if entry is None:
-            found.append((name, "is missing"))
-        elif entry.shape != shape:
-            found.append((name, f"is {entry.shape}, the model's is {shape}"))
-        elif entry.dtype not in DTYPES:
-            found.append((name, f"is {entry.dtype}, not one of {', '.join(DTYPES)}"))
+            beside = f", and {other.path.name} holds {_last(part.beside)}" if other else ""
+            found.append((name, f"is missing{beside}"))
+        elif entry.shape != part.shape:
+            found.append((name, f"is {entry.shape}, the model's is {part.shape}"))
+        elif entry.dtype not in types:
+            choice = "not one of " if len(types) > 1 else "not "
+            found.append((name, f"is {entry.dtype}, {choice}{', '.join(types)}"))
     tied = {hf_name(name) for names in tied_names(model) for name in names[1:]}
     prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
     prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
@@ -270,6 +320,10 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         if name not in expected and not besides:
             found.append((name, "is not of this model"))
     return [f"{files.folder}: {line}" for line in _collapsed(found)]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _collapsed(found: Sequence[tuple[str, str]]) -> list[str]:

@@ -12,7 +12,7 @@ of these styles takes part in that sum.
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
 from typing import Any, cast
@@ -103,9 +103,10 @@ class LocalColwise(ColwiseParallel):
 
 
 class LocalRowwise(SendsActivations, RowwiseParallel):
-    """A style for an nn.Linear (N, D) without bias: each rank has a part of the N inputs.
+    """A style for an nn.Linear (N, D): each rank has a part of the N inputs.
 
-    ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate().
+    ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate(). A bias is whole on every
+    rank, and is added once, to the sum.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -114,15 +115,21 @@ class LocalRowwise(SendsActivations, RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _become(module, (nn.Linear,), _RowLinear, self)
-        there, back = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
+        cut = self.stream.is_shard()
+        there, back = ("scatter", "gather") if cut else ("sum", "keep")
+        send: Callable[[Tensor], Tensor] | None = None
         if device_mesh.size() > 1:
             group = device_mesh.get_group().group_name
             send = partial(send_stream, there, back, group, place=self.place)
+        # Each rank adds the bias to its part of a cut stream, so its gradients are parts of a sum.
+        gradient = Partial() if cut else None
 
-            def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-                return send(output)
+        def finished(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            total = output if send is None else send(output)
+            return total if module.bias is None else total + _local(module.bias, gradient)
 
-            module.register_forward_hook(sent)
+        if send is not None or module.bias is not None:
+            module.register_forward_hook(finished)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
     def by_dtensors(self) -> ParallelStyle:
@@ -284,6 +291,4 @@ def _become(
     """Give ``module``, which must be exactly of one of the classes, the forward of ``local``."""
     if type(module) not in kinds:
         raise ConfigError(f"{type(style).__name__}: {module} is no nn.{kinds[0].__name__}")
-    if local is _RowLinear and module.bias is not None:
-        raise ConfigError(f"{type(style).__name__}: {module} has a bias, which would be summed")
     module.__class__ = local

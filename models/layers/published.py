@@ -7,7 +7,7 @@ say nothing about what the weights compute. Any other key may change it, and is 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -105,7 +105,7 @@ class Keys:
 
 def keys(
     fields: Mapping[str, str],
-    read: Iterable[str] = (),
+    read: Sequence[str] = (),
     only: Mapping[str, tuple[Any, ...]] | None = None,
     besides: Iterable[str] = (),
 ) -> Keys:
@@ -124,7 +124,7 @@ def keys(
     return Keys(
         fields,
         frozenset({*common, *read}),
-        {**_NONE_HERE, **(only or {})},
+        {**{key: one for key, one in _NONE_HERE.items() if key not in read}, **(only or {})},
         frozenset((*_BESIDES.split(), *besides)),
     )
 
@@ -243,7 +243,9 @@ def _plain(key: str) -> str:
     return key if key.isprintable() and len(key) <= _SHOWN else shown(key)
 
 
-def rope(values: Mapping[str, Any], kind: str = "default") -> tuple[float, dict[str, Any]]:
+def rope(
+    values: Mapping[str, Any], kind: str = "default", base: float = 10_000.0
+) -> tuple[float, dict[str, Any]]:
     """Return the base of the rotary frequencies, and the parameters of their scaling rule.
 
     transformers has written them in two ways. Parameters that are absent or null are left out.
@@ -251,6 +253,7 @@ def rope(values: Mapping[str, Any], kind: str = "default") -> tuple[float, dict[
     Args:
         values: The parsed config.json.
         kind: The scaling rule that the model can have.
+        base: The base if the file has none.
 
     Returns:
         (base, parameters of the rule ``kind``); no parameters if frequencies are not scaled.
@@ -279,7 +282,7 @@ def rope(values: Mapping[str, Any], kind: str = "default") -> tuple[float, dict[
     for name, value in rule.items():
         if name not in names and value is not None:
             raise ValueError(f"{key}.{_plain(name)}: {shown(value)} is of a key that is not known here")
-    theta = number(values, "rope_theta", 10_000.0)
+    theta = number(values, "rope_theta", base)
     inner = number(flat, f"{key}.rope_theta", theta)
     if values.get("rope_theta") is not None and inner != theta:
         raise ValueError(f"rope_theta: {theta} is another than {key}.rope_theta, {inner}")
