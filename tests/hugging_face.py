@@ -11,12 +11,13 @@ from torch import Tensor
 
 from compose.base.safetensors_files import Planned, write_files
 from compose.build import fill_weights
-from compose.huggingface.folder import find_hf, name_of, published
-from models import deepseek_v3, llama, mixtral, qwen3
-from tests.experts import DEEPSEEK, MIXTRAL, QWEN
+from compose.huggingface.folder import HfName, find_hf, forms_of, name_of, published
+from models import deepseek_v3, gpt_oss, llama, mixtral, qwen3
+from tests.experts import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
 from tests.helpers import make_job
 
 FOLDERS: dict[str, ModuleType] = {
+    "gpt_oss": gpt_oss,
     "llama": llama,
     "mixtral": mixtral,
     "qwen3": qwen3,
@@ -28,9 +29,16 @@ MODELS: dict[str, dict[str, object]] = {
     "llama": {},
     "tied": {"model__tie_embeddings": True, "model__n_layers": 3},
     "qwen3": QWEN | {"model__n_layers": 2},
+    "gpt_oss": GPT_OSS | {"model__n_layers": 2},
     "mixtral": MIXTRAL | {"model__n_layers": 2},
     "deepseek_v3": DEEPSEEK | {"model__n_layers": 3},
 }
+
+
+def stored(hf_name: HfName, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What files hold of our tensor, by name."""
+    form = forms_of(hf_name, name)[0]
+    return dict(zip(form.parts(hf_name(name), tensor.shape), form.stored(tensor), strict=True))
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -53,10 +61,11 @@ def save_model(folder: Path, keys: dict[str, object], dtype: torch.dtype = torch
     planned: list[Planned] = []
     tensors: list[Tensor] = []
     generator = torch.Generator().manual_seed(1)
-    for _, theirs, tensor in published(model, name_of(config.model.name, config.model.config)):
+    hf_name = name_of(config.model.name, config.model.config)
+    for ours, _, tensor in published(model, hf_name):
         values = torch.randn(tensor.shape, generator=generator)
-        for i, part in enumerate(values if "{}" in theirs else [values]):
-            planned.append(Planned(theirs.format(i), tuple(part.shape), dtype))
+        for theirs, part in stored(hf_name, ours, values).items():
+            planned.append(Planned(theirs, tuple(part.shape), dtype))
             tensors.append(part.to(dtype))
     folder.mkdir()
     write_files(folder, planned, tensors, 300_000)

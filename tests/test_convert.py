@@ -19,10 +19,10 @@ from compose.huggingface.folder import find_hf, load_hf, name_of, published
 from models import llama
 from tests.checkpoints import MESHES, train_on
 from tests.helpers import ROOT, make_job
-from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
+from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model, stored
 from tests.pool import Pool
 from tests.training import keys_for, lines, train
-from tests.transformers_models import MIXTRAL, QWEN3, QWEN3_MOE, YARN, randomize
+from tests.transformers_models import GPT_OSS, MIXTRAL, QWEN3, QWEN3_MOE, YARN, randomize
 
 LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=71)
 DEEPSEEK_V2 = dataclasses.replace(
@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, Any]] = {
     "qwen3": ("qwen3", QWEN3),
     "qwen3, tied": ("qwen3", dataclasses.replace(QWEN3, tie_embeddings=True)),
     "qwen3, experts": ("qwen3", QWEN3_MOE),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
     "mixtral": ("mixtral", MIXTRAL),
     "deepseek_v3": ("deepseek_v3", YARN),
     "deepseek_v2": ("deepseek_v3", DEEPSEEK_V2),
@@ -99,6 +100,7 @@ def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[s
     [
         pytest.param("tied", "tensor, uneven", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "experts and pipeline", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "experts and pipeline", marks=pytest.mark.slow),
     ],
 )
 def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mesh: str) -> None:
@@ -108,11 +110,11 @@ def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mes
     assert main(["convert", str(run), str(back), "--dtype", "bfloat16"]) == 0
     job, files = make_job(1, **MODELS[name]), read_tensors(back)
     chosen = job.config.model
-    for ours, theirs, tensor in published(job.model, name_of(chosen.name, chosen.config)):
+    hf_name = name_of(chosen.name, chosen.config)
+    for ours, _, tensor in published(job.model, hf_name):
         kind = torch.bfloat16 if isinstance(tensor, torch.nn.Parameter) else torch.float32
-        value = state[f"model.{ours}"].to(kind)
-        for i, part in enumerate(value if "{}" in theirs else [value]):
-            assert torch.equal(files.pop(theirs.format(i)), part), ours
+        for theirs, part in stored(hf_name, ours, state[f"model.{ours}"].to(kind)).items():
+            assert torch.equal(files.pop(theirs), part), ours
     assert not files
     assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -160,7 +162,7 @@ def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
         main(["convert", str(hf), "x"])
     assert str(caught.value) == (
         f"{hf}/config.json: model_type: 'mamba' is no model here"
-        " (known: deepseek_v2, deepseek_v3, llama, mixtral, qwen3, qwen3_moe)"
+        " (known: deepseek_v2, deepseek_v3, gpt_oss, llama, mixtral, qwen3, qwen3_moe)"
     )
     shard = next(step.glob("__*"))
     shard.write_bytes(shard.read_bytes()[:-1])

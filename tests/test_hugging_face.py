@@ -25,7 +25,7 @@ from compose.proof.verify import whole
 from compose.registry import model_names
 from models import deepseek_v3, llama
 from tests.helpers import ROOT, make_config, make_job
-from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
+from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model, stored
 from tests.pool import Pool, make_mesh
 
 
@@ -64,6 +64,54 @@ PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
         "rope_theta": 500000.0,
         "tie_word_embeddings": True,
         "vocab_size": 128256,
+    },
+    ("gpt_oss", "20b"): {  # gpt-oss-20b
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 201088,
     },
     ("mixtral", "8x7b"): {  # Mixtral-8x7B-v0.1
         "architectures": ["MixtralForCausalLM"],
@@ -266,6 +314,7 @@ CUT: list[tuple[str, dict[str, object]]] = [
     ("tied", {"parallel__dp_shard": 4, "parallel__tp": 2}),
     ("tied", {"parallel__pp": 2, "parallel__dp_shard": 1, "train__micro_batch": 1}),
     ("qwen3", {"parallel__dp_shard": 2, "parallel__ep": 2}),
+    ("gpt_oss", {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2}),
     ("mixtral", {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2}),
     ("deepseek_v3", {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2}),
     ("deepseek_v3", {"parallel__pp": 2, "parallel__tp": 2, "parallel__ep": 2}),
@@ -283,9 +332,10 @@ def test_a_cut_model_is_filled_alike(
     config, one = job.config, copy.deepcopy(job.model)
     fill_weights(one, job, torch.device("cpu"))
     theirs = read_tensors(folder)
-    for _, there, tensor in published(one, name_of(config.model.name, config.model.config)):
-        parts = [theirs[there.format(i)] for i in range(len(tensor))] if "{}" in there else None
-        assert torch.equal(tensor, torch.stack(parts) if parts else theirs[there]), there
+    hf_name = name_of(config.model.name, config.model.config)
+    for ours, _, tensor in published(one, hf_name):
+        for there, part in stored(hf_name, ours, tensor).items():
+            assert torch.equal(part, theirs[there]), there
     expected = {key: copies[0].detach() for key, copies in named_tensors(one, None).items()}
     ranks = 1
     for axis in ("pp", "dp_shard", "tp"):

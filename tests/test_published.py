@@ -22,6 +22,7 @@ KINDS = {
     "llama": "llama",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
+    "gpt_oss": "gpt_oss",
     "mixtral": "mixtral",
     "deepseek_v3": "deepseek_v3",
     "deepseek_v2": "deepseek_v3",
@@ -29,6 +30,7 @@ KINDS = {
 PRESETS = {
     "llama": "1b",
     "qwen3_moe": "30b_a3b",
+    "gpt_oss": "20b",
     "mixtral": "8x7b",
     "deepseek_v3": "671b",
     "deepseek_v2": "16b",

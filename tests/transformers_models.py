@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compose.huggingface.folder import HfName, forms_of
+from compose.huggingface.folder import HfName
 from models import deepseek_v3, gpt_oss, mixtral, qwen3
 from models.layers.attention import Documents
+from tests.hugging_face import stored
 
 QWEN3_MOE = qwen3.Config(
     vocab_size=91,
@@ -152,9 +153,8 @@ def published(tensors: dict[str, Tensor], hf_name: HfName) -> dict[str, Tensor]:
     """``tensors`` by Hugging Face's names, as they are stored: each expert by itself, for example."""
     files: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        form = forms_of(hf_name, name)[0]
-        names, parts = form.parts(hf_name(name), tensor.shape), form.stored(tensor.detach())
-        files |= {there: part.contiguous() for there, part in zip(names, parts, strict=True)}
+        parts = stored(hf_name, name, tensor.detach())
+        files |= {theirs: part.contiguous() for theirs, part in parts.items()}
     return files
 
 

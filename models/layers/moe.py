@@ -92,8 +92,9 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
         numbers = torch.arange(len(bias), device=rows.device)
-        ctx.save_for_backward(numbers, numbers.repeat_interleave(counts, output_size=len(rows)))
-        return rows + bias.index_select(0, ctx.saved_tensors[1])
+        experts = numbers.repeat_interleave(counts, output_size=len(rows))
+        ctx.save_for_backward(numbers, experts)
+        return rows + bias.index_select(0, experts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
