@@ -11,10 +11,11 @@ from torch import Tensor
 
 from compose.base.safetensors_files import Planned, write_files
 from compose.build import fill_weights
-from compose.huggingface.folder import HfName, find_hf, forms_of, name_of, published
+from compose.huggingface.folder import find_hf, name_of, published
 from models import deepseek_v3, gpt_oss, llama, mixtral, qwen3
 from tests.experts import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
 from tests.helpers import make_job
+from tests.transformers_models import as_files
 
 FOLDERS: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
@@ -35,12 +36,6 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
-def stored(hf_name: HfName, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What files hold of our tensor, by name."""
-    form = forms_of(hf_name, name)[0]
-    return dict(zip(form.parts(hf_name(name), tensor.shape), form.stored(tensor), strict=True))
-
-
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's files, by name."""
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
@@ -58,16 +53,13 @@ def save_model(folder: Path, keys: dict[str, object], dtype: torch.dtype = torch
     job = make_job(1, **keys)
     config, model = job.config, copy.deepcopy(job.model)
     fill_weights(model, job, torch.device("cpu"))
-    planned: list[Planned] = []
-    tensors: list[Tensor] = []
     generator = torch.Generator().manual_seed(1)
-    hf_name = name_of(config.model.name, config.model.config)
-    for ours, _, tensor in published(model, hf_name):
-        values = torch.randn(tensor.shape, generator=generator)
-        for theirs, part in stored(hf_name, ours, values).items():
-            planned.append(Planned(theirs, tuple(part.shape), dtype))
-            tensors.append(part.to(dtype))
+    tensors = as_files(
+        (ours, place, torch.randn(tensor.shape, generator=generator).to(dtype))
+        for ours, place, tensor in published(model, name_of(config.model.name, config.model.config))
+    )
+    planned = [Planned(name, tuple(tensor.shape), dtype) for name, tensor in tensors.items()]
     folder.mkdir()
-    write_files(folder, planned, tensors, 300_000)
+    write_files(folder, planned, tensors.values(), 300_000)
     values = find_hf(config.model.name).hf_config(config.model.config)
     (folder / "config.json").write_text(json.dumps(values))

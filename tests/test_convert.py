@@ -19,10 +19,10 @@ from compose.huggingface.folder import find_hf, load_hf, name_of, published
 from models import llama
 from tests.checkpoints import MESHES, train_on
 from tests.helpers import ROOT, make_job
-from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model, stored
+from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool
 from tests.training import keys_for, lines, train
-from tests.transformers_models import GPT_OSS, MIXTRAL, QWEN3, QWEN3_MOE, YARN, randomize
+from tests.transformers_models import GPT_OSS, MIXTRAL, QWEN3, QWEN3_MOE, YARN, as_files, randomize
 
 LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=71)
 DEEPSEEK_V2 = dataclasses.replace(
@@ -110,12 +110,15 @@ def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mes
     assert main(["convert", str(run), str(back), "--dtype", "bfloat16"]) == 0
     job, files = make_job(1, **MODELS[name]), read_tensors(back)
     chosen = job.config.model
-    hf_name = name_of(chosen.name, chosen.config)
-    for ours, _, tensor in published(job.model, hf_name):
-        kind = torch.bfloat16 if isinstance(tensor, torch.nn.Parameter) else torch.float32
-        for theirs, part in stored(hf_name, ours, state[f"model.{ours}"].to(kind)).items():
-            assert torch.equal(files.pop(theirs), part), ours
-    assert not files
+    expected = as_files(
+        (
+            ours,
+            place,
+            state[f"model.{ours}"].to(torch.bfloat16 if tensor.requires_grad else torch.float32),
+        )
+        for ours, place, tensor in published(job.model, name_of(chosen.name, chosen.config))
+    )
+    assert_same(files, expected)
     assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -191,7 +194,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     config = dataclasses.replace(LLAMA, dim=768, n_layers=6, hidden_dim=3072)
     with torch.device("meta"):
         model = llama.Model(config)
-    sizes = {theirs: tuple(p.shape) for _, theirs, p in published(model, name_of("llama", config))}
+    sizes = {place.name: tuple(p.shape) for _, place, p in published(model, name_of("llama", config))}
     planned = [Planned(name, shape, torch.float32) for name, shape in sizes.items()]
     folder = tmp_path / "hf"
     folder.mkdir()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compose.huggingface.folder import HfName
+from compose.huggingface.stored import Named, stored, together
 from models import deepseek_v3, gpt_oss, mixtral, qwen3
 from models.layers.attention import Documents
-from tests.hugging_face import stored
 
 QWEN3_MOE = qwen3.Config(
     vocab_size=91,
@@ -150,11 +151,19 @@ def deepseek_json(config: deepseek_v3.Config) -> dict[str, Any]:
 
 
 def published(tensors: dict[str, Tensor], hf_name: HfName) -> dict[str, Tensor]:
-    """``tensors`` by Hugging Face's names, as they are stored: each expert by itself, for example."""
+    """``tensors`` as Hugging Face names and lays them, each expert by itself."""
+    return as_files((name, stored(hf_name(name)), tensor) for name, tensor in tensors.items())
+
+
+def as_files(tensors: Iterable[Named]) -> dict[str, Tensor]:
+    """Our tensors as those of Hugging Face's files, by name."""
     files: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        parts = stored(hf_name, name, tensor.detach())
-        files |= {theirs: part.contiguous() for theirs, part in parts.items()}
+    for group in together(tensors):
+        place, values = group[0][1], [tensor.detach() for _, _, tensor in group]
+        names = place.names(values[0].shape)
+        files |= {
+            name: one.contiguous() for name, one in zip(names, place.theirs(values), strict=True)
+        }
     return files
 
 

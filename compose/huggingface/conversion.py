@@ -39,12 +39,12 @@ from compose.huggingface.folder import (
     differences,
     fill_shard,
     find_hf,
-    forms_of,
     name_of,
     published,
     read_config,
 )
 from compose.huggingface.sources import kept_tokenizer
+from compose.huggingface.stored import together
 from compose.registry import find_model, model_names
 from compose.toml import dump
 
@@ -93,14 +93,14 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     problems = differences(files, whole, hf_name)
     if problems:
         raise ConfigError(*problems)
-    held = {f"model.{ours}": ours for ours, _, _ in published(whole, hf_name)}
+    places = {f"model.{ours}": place for ours, place, _ in published(whole, hf_name)}
     tensors = {ours: copies[0] for ours, copies in named_tensors(whole, None).items()}
 
     def read(key: str) -> Tensor:
-        if key not in held:  # a buffer that is not published keeps its value in a new model
+        if key not in places:  # a buffer that is not published keeps its value in a new model
             return tensors[key].clone()
         part = _whole(tensors[key], "cpu")
-        fill_shard(files, hf_name, held[key], part)
+        fill_shard(files, places[key], part)
         return part.local
 
     _absent(target)
@@ -178,23 +178,23 @@ def export(
     except ValueError as error:
         raise ConfigError(f"{source}: model.{error}") from None
     whole, reader = _on_meta(model), _Reader(source)
-    hf_name = name_of(model.name, model.config)
-    wanted = list(published(whole, hf_name))
-    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, _, tensor in wanted}
+    groups = together(published(whole, name_of(model.name, model.config)))
+    parts = {f"model.{ours}": _whole(tensor, "meta") for group in groups for ours, _, tensor in group}
     problems = mismatches(parts, reader.read_metadata())
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
 
     plan: list[list[Planned]] = []
-    for ours, theirs, tensor in wanted:
+    for group in groups:
+        _, place, tensor = group[0]
         kind = dtype if isinstance(tensor, nn.Parameter) else torch.float32
-        stored = forms_of(hf_name, ours)[0].parts(theirs, tensor.shape)
-        plan.append([Planned(name, part.shape, kind) for name, part in stored.items()])
+        shape = place.shape(tensor.shape)
+        plan.append([Planned(name, shape, kind) for name in place.names(tensor.shape)])
 
     def tensors() -> Iterator[Tensor]:
-        for (ours, _, tensor), planned in zip(wanted, plan, strict=True):
-            value = _read(reader, f"model.{ours}", tensor)
-            for part in forms_of(hf_name, ours)[0].stored(value):
+        for group, planned in zip(groups, plan, strict=True):
+            values = [_read(reader, f"model.{ours}", tensor) for ours, _, tensor in group]
+            for part in group[0][1].theirs(values):
                 yield part.to(planned[0].dtype)
 
     kept = kept_tokenizer(source)

@@ -5,6 +5,7 @@ The names of a model's weights in such a folder come from its ``models/<name>/hf
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import re
@@ -22,37 +23,34 @@ from compose.base.tied import tied_names
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition.state import Composition, module_of
 from compose.errors import ConfigError
-from compose.huggingface.forms import Form, Part, Stack, Whole
+from compose.huggingface.stored import Named, Stored, stored
 from compose.legality.job import Job
 from compose.registry import training_fields
 
-# Older files hold these frequencies besides the weights. They are computed here.
-_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+# Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Here both are
+# computed.
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(masked_)?bias$")
 # A layer of DeepSeek's multi-token prediction. No model here has one.
 _PREDICTION = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 
-HfName = Callable[[str], str]
+HfName = Callable[[str], str | Stored]
 
 
 class HuggingFace(Protocol):
-    """The interface of ``models/<name>/hf.py``.
-
-    A module may also have ``hf_forms(name, config)``. It returns the forms in which a parameter of our
-    name may be stored, the one to write first; nothing if it is stored as it is, or in slices.
-    """
+    """The interface of ``models/<name>/hf.py``."""
 
     MODEL_TYPES: Sequence[str]
     """The values of model_type in config.json that the model can express."""
 
-    def hf_name(self, name: str, config: Any = None) -> str:
-        """Return Hugging Face's name of a parameter or buffer.
+    def hf_name(self, name: str, config: Any = None) -> str | Stored:
+        """Return Hugging Face's name of a parameter or buffer, or a Stored where theirs is not as ours.
 
         Args:
             name: Its name in our model.
             config: The model's config, if the name depends on it.
 
         Returns:
-            The name; '{}' in it stands for the index in a stack.
+            The name, in which '{}' stands for the index in a stack; or the place.
 
         Raises:
             KeyError: The buffer is not published.
@@ -147,24 +145,7 @@ def source_problems(job: Job) -> list[str]:
         return error.problems
 
 
-@dataclasses.dataclass(frozen=True)
-class Names:
-    """The ``hf_name`` function of a model with a config, and the forms of its tensors."""
-
-    hf: HuggingFace
-    config: Any
-
-    def __call__(self, name: str) -> str:
-        """Return Hugging Face's name of our parameter."""
-        return self.hf.hf_name(name, self.config)
-
-    def forms(self, name: str) -> Sequence[Form]:
-        """Return the forms in which our parameter may be stored, if they are special."""
-        found = getattr(self.hf, "hf_forms", None)
-        return found(name, self.config) if found else ()
-
-
-def name_of(name: str, config: Any) -> Names:
+def name_of(name: str, config: Any) -> HfName:
     """Return the ``hf_name`` function of a model with this config.
 
     Args:
@@ -177,41 +158,11 @@ def name_of(name: str, config: Any) -> Names:
     Raises:
         ConfigError: The model has no hf.py.
     """
-    return Names(find_hf(name), config)
+    return functools.partial(find_hf(name).hf_name, config=config)
 
 
-def forms_of(hf_name: HfName, name: str) -> Sequence[Form]:
-    """Return the forms in which files may hold a tensor, the one to write first.
-
-    Args:
-        hf_name: Hugging Face's name of our parameter.
-        name: Our name of the tensor.
-
-    Returns:
-        At least one form.
-    """
-    special = hf_name.forms(name) if isinstance(hf_name, Names) else ()
-    return special or (Stack() if "{}" in hf_name(name) else Whole(),)
-
-
-def form_in(files: TensorFiles, hf_name: HfName, name: str, shape: Sequence[int]) -> Form:
-    """Return the form in which a folder's files hold a tensor; the first if they hold nothing of it.
-
-    Args:
-        files: The tensors of a folder.
-        hf_name: Hugging Face's name of our parameter.
-        name: Our name of the tensor.
-        shape: Its whole shape.
-
-    Returns:
-        The form.
-    """
-    forms, theirs = forms_of(hf_name, name), hf_name(name)
-    return next((f for f in forms if f.parts(theirs, shape).keys() & files.entries.keys()), forms[0])
-
-
-def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (our name, Hugging Face's name, tensor) for each published tensor of a model.
+def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named]:
+    """Yield (our name, its place in a folder, tensor) for each published tensor of a model.
 
     These are all parameters, and the persistent buffers that have a name in Hugging Face's model.
 
@@ -224,15 +175,15 @@ def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple
     """
     model = module_of(whole)
     for name, parameter in whole.named_parameters():
-        yield name, hf_name(name), parameter
+        yield name, stored(hf_name(name)), parameter
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         try:
-            theirs = hf_name(name)
+            place = stored(hf_name(name))
         except KeyError:
             continue
         if name in persistent:
-            yield name, theirs, buffer
+            yield name, place, buffer
 
 
 def load_hf(
@@ -248,7 +199,7 @@ def load_hf(
     Args:
         model: A whole model, or what ``compose.apply`` returned. It must have memory.
         folder: The folder that holds the safetensors.
-        hf_name: Hugging Face's name of our parameter; '{}' in it stands for the index in a stack.
+        hf_name: Hugging Face's name of our parameter, as ``hf_name`` of a model's hf.py returns it.
         whole: The model before it was cut, on meta, if ``model`` is a pipeline's part of it.
 
     Raises:
@@ -259,25 +210,36 @@ def load_hf(
     problems = differences(files, whole or model, hf_name)
     if problems:
         raise ConfigError(*problems)
-    for ours, _, tensor in published(model, hf_name):
-        fill_shard(files, hf_name, ours, local_shard_of(tensor))
+    for _, place, tensor in published(model, hf_name):
+        fill_shard(files, place, local_shard_of(tensor))
 
 
 @torch.no_grad()
-def fill_shard(files: TensorFiles, hf_name: HfName, name: str, part: LocalShard) -> None:
+def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
     """Read this rank's part of a tensor in the files.
 
     Args:
         files: The tensors of a folder.
-        hf_name: Hugging Face's name of our parameter.
-        name: Our name of the tensor.
+        place: The tensor's place in the files.
         part: The part to fill.
     """
     if part.local.numel() == 0:
         return
     region = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
-    form = form_in(files, hf_name, name, part.shape)
-    form.fill(part.local, hf_name(name), region, files.read)
+    code = place.code_in(files.entries)
+    if code:
+        code.fill(part.local, place.name, region, files.read)
+        return
+
+    def read(name: str, own: list[slice], shape: Sequence[int]) -> Tensor:
+        return place.ours(files.read(place.found(name, files.entries), place.region(own, shape)))
+
+    names = place.names(part.shape)
+    if not place.stacked:
+        part.local.copy_(read(names[0], region, part.shape))
+        return
+    for own, name in zip(part.local, names[region[0]], strict=True):
+        own.copy_(read(name, region[1:], part.shape[1:]))
 
 
 def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfName) -> list[str]:
@@ -285,7 +247,7 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
 
     A tensor may be missing, of another shape or dtype, or unknown. Equal lines for several layers
     become one line. The files may also hold the second name of a tied weight, frequencies of the rotary
-    embedding, and layers of multi-token prediction.
+    embedding, causal masks, and layers of multi-token prediction.
 
     Args:
         files: The tensors of a folder.
@@ -296,34 +258,33 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         The lines; empty if there is no difference.
     """
     model = module_of(whole)
-    expected: dict[str, Part] = {}
-    for ours, theirs, tensor in published(whole, hf_name):
-        form = form_in(files, hf_name, ours, tensor.shape)
-        expected |= form.parts(theirs, tensor.shape)
+    expected: dict[str, tuple[int, ...]] = {}
     found: list[tuple[str, str]] = []
-    for name, part in expected.items():
-        entry, other = files.entries.get(name), files.entries.get(part.beside)
-        types = [part.dtype] if part.dtype else list(DTYPES)
+    coded: set[str] = set()
+    for _, place, tensor in published(whole, hf_name):
+        code = place.code_in(files.entries)
+        if code:
+            coded.update(code.names(place.name))
+            found += code.problems(place.name, tensor.shape, files.entries)
+            continue
+        names = [place.found(name, files.entries) for name in place.names(tensor.shape)]
+        expected |= dict.fromkeys(names, place.shape(tensor.shape))
+    for name, shape in expected.items():
+        entry = files.entries.get(name)
         if entry is None:
-            beside = f", and {other.path.name} holds {_last(part.beside)}" if other else ""
-            found.append((name, f"is missing{beside}"))
-        elif entry.shape != part.shape:
-            found.append((name, f"is {entry.shape}, the model's is {part.shape}"))
-        elif entry.dtype not in types:
-            choice = "not one of " if len(types) > 1 else "not "
-            found.append((name, f"is {entry.dtype}, {choice}{', '.join(types)}"))
-    tied = {hf_name(name) for names in tied_names(model) for name in names[1:]}
+            found.append((name, "is missing"))
+        elif entry.shape != shape:
+            found.append((name, f"is {entry.shape}, the model's is {shape}"))
+        elif entry.dtype not in DTYPES:
+            found.append((name, f"is {entry.dtype}, not one of {', '.join(DTYPES)}"))
+    tied = {stored(hf_name(name)).name for names in tied_names(model) for name in names[1:]}
     prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
     prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
     for name in files.entries:
         besides = name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
-        if name not in expected and not besides:
+        if name not in expected and name not in coded and not besides:
             found.append((name, "is not of this model"))
     return [f"{files.folder}: {line}" for line in _collapsed(found)]
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _collapsed(found: Sequence[tuple[str, str]]) -> list[str]:

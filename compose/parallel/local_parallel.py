@@ -12,7 +12,7 @@ of these styles takes part in that sum.
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
 from functools import partial
 from typing import Any, cast
@@ -105,8 +105,9 @@ class LocalColwise(ColwiseParallel):
 class LocalRowwise(SendsActivations, RowwiseParallel):
     """A style for an nn.Linear (N, D): each rank has a part of the N inputs.
 
-    ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate(). A bias is whole on every
-    rank, and is added once, to the sum.
+    ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate(). A bias (D,) is whole on
+    every rank. It is added after the ranks' outputs are summed: each rank adds it to its own part of
+    the stream. With Shard(1) these are different tokens, so the bias' gradient is summed over the axis.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -115,21 +116,18 @@ class LocalRowwise(SendsActivations, RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _become(module, (nn.Linear,), _RowLinear, self)
-        cut = self.stream.is_shard()
-        there, back = ("scatter", "gather") if cut else ("sum", "keep")
-        send: Callable[[Tensor], Tensor] | None = None
+        sharded = self.stream.is_shard()
+        there, back = ("scatter", "gather") if sharded else ("sum", "keep")
+        send = None
         if device_mesh.size() > 1:
             group = device_mesh.get_group().group_name
             send = partial(send_stream, there, back, group, place=self.place)
-        # Each rank adds the bias to its part of a cut stream, so its gradients are parts of a sum.
-        gradient = Partial() if cut else None
 
-        def finished(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            total = output if send is None else send(output)
-            return total if module.bias is None else total + _local(module.bias, gradient)
+        def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            output = output if send is None else send(output)
+            return output if module.bias is None else output + _whole(module.bias, summed=sharded)
 
-        if send is not None or module.bias is not None:
-            module.register_forward_hook(finished)
+        module.register_forward_hook(sent)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
     def by_dtensors(self) -> ParallelStyle:
@@ -245,6 +243,7 @@ class _ColumnLinear(nn.Linear):
 
 class _RowLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
+        # The bias is added after the sum over ranks.
         return F.linear(input, _local(self.weight))
 
 
@@ -260,8 +259,13 @@ class _HeadLinear(nn.Linear):
 
 class _LocalRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else _local(self.weight, Partial())
+        weight = None if self.weight is None else _whole(self.weight, summed=True)
         return rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+def _whole(parameter: Tensor, summed: bool) -> Tensor:
+    """Return a parameter that every rank has whole; ``summed``: each rank has a part of its gradient."""
+    return _local(parameter, Partial() if summed else None)
 
 
 def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:

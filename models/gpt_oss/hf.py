@@ -1,14 +1,15 @@
 """Hugging Face's weights and config.json (``GptOssForCausalLM``).
 
-The experts' weights are stored transposed, or in MXFP4 as OpenAI publishes them. They are written
-transposed only.
+The experts' weights are transposed there, or in MXFP4 as OpenAI publishes them. They are written in the
+first way only: rounding trained weights to 4 bits would change the model.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from compose.huggingface.forms import Form, Mxfp4, Transposed
+from compose.huggingface.mxfp4 import Mxfp4
+from compose.huggingface.stored import Stored
 from models.layers.published import keys, number, only, rope, shown, size, truth, unpublished
 from models.layers.rope import yarn_magnitude
 
@@ -36,6 +37,7 @@ _PARAMETERS = {
     "moe.experts.down": "mlp.experts.down_proj",
     "moe.experts.down_bias": "mlp.experts.down_proj_bias",
 }
+_WEIGHTS = ("moe.experts.gate_up", "moe.experts.down")
 _SIZES = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -79,7 +81,7 @@ _RULE = {
 }
 
 
-def hf_name(name: str, config: GptOssConfig | None = None) -> str:
+def hf_name(name: str, config: GptOssConfig | None = None) -> str | Stored:
     """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
 
     Args:
@@ -87,7 +89,7 @@ def hf_name(name: str, config: GptOssConfig | None = None) -> str:
         config: Not used, since no name depends on it.
 
     Returns:
-        Their name.
+        Their name; for the experts' weights, their place.
 
     Raises:
         KeyError: They have no such parameter, as for a router's buffers.
@@ -95,23 +97,10 @@ def hf_name(name: str, config: GptOssConfig | None = None) -> str:
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", name)
     if part in _PARAMETERS:
-        return prefix + _PARAMETERS[part]
+        theirs = prefix + _PARAMETERS[part]
+        return Stored(theirs, transposed=True, code=Mxfp4()) if part in _WEIGHTS else theirs
     module, _, own = part.rpartition(".")
     return f"{prefix}{_MODULES[module]}.{own}"
-
-
-def hf_forms(name: str, config: GptOssConfig | None = None) -> Sequence[Form]:
-    """Return the forms in which our parameter may be stored; none if it is stored as it is.
-
-    Args:
-        name: Our name.
-        config: Not used, since no form depends on it.
-
-    Returns:
-        The forms, the one to write first.
-    """
-    experts = name.endswith((".experts.gate_up", ".experts.down"))
-    return (Transposed(), Mxfp4()) if experts else ()
 
 
 def hf_config(config: GptOssConfig) -> dict[str, Any]:
