@@ -142,7 +142,8 @@ YARN = hf_config(PRESETS["20b"])["rope_scaling"]
     [
         (
             {"rope_scaling": YARN | {"rope_type": "linear"}},
-            f"rope_scaling: {json.dumps(YARN | {'rope_type': 'linear'})[:60]}... cannot be expressed here",
+            f"rope_scaling: {json.dumps(YARN | {'rope_type': 'linear'})[:60]}... cannot be expressed"
+            " here",
         ),
         (
             {"rope_scaling": YARN | {"mscale": 0.7}},

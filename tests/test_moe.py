@@ -49,6 +49,7 @@ def by_hand(moe: MoE, x_BLD: Tensor) -> Tensor:
         picked = sorted(allowed, key=lambda e: -choice[e])[: c.top_k]
         total = sum(scores[e] for e in picked) if c.normalize_weights else 1.0
         y = torch.zeros(DIM)
+        assert isinstance(moe.experts, Experts)
         for e in picked:
             w1, w2, w3 = (w[e] for w in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
             y = y + c.route_scale * scores[e] / total * (w2 @ (F.silu(w1 @ x) * (w3 @ x)))
@@ -144,9 +145,7 @@ def test_biases_are_those_of_each_expert(dim: int, inner: int, counts: list[int]
     torch.testing.assert_close(found, torch.stack(rows))
     parameters = [x, *experts.parameters()]
     expected = torch.autograd.grad((torch.stack(rows) ** 2).sum(), parameters)
-    for value, want in zip(
-        torch.autograd.grad((found**2).sum(), parameters), expected, strict=True
-    ):
+    for value, want in zip(torch.autograd.grad((found**2).sum(), parameters), expected, strict=True):
         torch.testing.assert_close(value, want, rtol=1e-4, atol=1e-5)
     half, x16 = copy.deepcopy(experts).bfloat16(), x.detach().bfloat16().requires_grad_()
     found16 = half(x16, given)

@@ -161,9 +161,7 @@ def as_files(tensors: Iterable[Named]) -> dict[str, Tensor]:
     for group in together(tensors):
         place, values = group[0][1], [tensor.detach() for _, _, tensor in group]
         names = place.names(values[0].shape)
-        files |= {
-            name: one.contiguous() for name, one in zip(names, place.theirs(values), strict=True)
-        }
+        files |= {name: one.contiguous() for name, one in zip(names, place.theirs(values), strict=True)}
     return files
 
 

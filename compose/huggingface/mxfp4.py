@@ -1,8 +1,8 @@
 """MXFP4, the 4 bits in which weights may be published.
 
-The format is that of the OCP Microscaling Formats specification, version 1.0 (2023), sections 5 and 6.
-Each 32 neighbours along the last dim of a tensor (..., K) share a scale 2^(s - 127). Files hold one byte
-s for them in ``NAME_scales`` (..., K / 32), and two values in each byte of ``NAME_blocks``
+The format is that of the OCP Microscaling Formats specification, version 1.0 (2023), sections 5 and
+6. Each 32 neighbours along the last dim of a tensor (..., K) share a scale 2^(s - 127). Files hold one
+byte s for them in ``NAME_scales`` (..., K / 32), and two values in each byte of ``NAME_blocks``
 (..., K / 32, 16), the first in the lower four bits.
 """
 

@@ -29,9 +29,9 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
     Matrices are 2-dim weights, and 3-dim weights are stacks of them. In the modules of ``plan.expert``,
     which hold stacks alone, 2-dim weights are stacks of vectors. Muon trains the matrices in the plan's
     layers (``plan.pipeline.layers``) except those of embeddings. AdamW trains everything else. Weights
-    with two or more dims decay by ``optimizer.weight_decay``, but no stacks of vectors. Patterns are those of a Plan.
-    They name parameters, or modules, which stands for all parameters inside. If several match, the last
-    one counts.
+    with two or more dims decay by ``optimizer.weight_decay``, but no stacks of vectors. Patterns are
+    those of a Plan. They name parameters, or modules, which stands for all parameters inside. If
+    several match, the last one counts.
 
     Args:
         model: The whole model.
@@ -67,9 +67,7 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
     decay = _scales("weight_decay_scale", options.weight_decay_scale, find, problems)
     excepted = {name for pattern in options.muon_except for name in find("muon_except", pattern)}
     stacks = {name for pattern in plan.expert for name in matching(pattern, known)[0]}
-    vectors = {
-        name for name in names if model.get_parameter(name).ndim < 2 + inside(name, stacks)
-    }
+    vectors = {name for name in names if model.get_parameter(name).ndim < 2 + inside(name, stacks)}
     muon = options.name == "muon"
     matrices = _layers_matrices(model, plan, names) - excepted - vectors if muon else set()
     if muon and not problems and not matrices:

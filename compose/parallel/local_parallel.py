@@ -123,7 +123,7 @@ class LocalRowwise(SendsActivations, RowwiseParallel):
             group = device_mesh.get_group().group_name
             send = partial(send_stream, there, back, group, place=self.place)
 
-        def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        def sent(module: nn.Linear, inputs: Any, output: Tensor) -> Tensor:
             output = output if send is None else send(output)
             return output if module.bias is None else output + _whole(module.bias, summed=sharded)
 
@@ -264,7 +264,7 @@ class _LocalRMSNorm(nn.RMSNorm):
 
 
 def _whole(parameter: Tensor, summed: bool) -> Tensor:
-    """Return a parameter that every rank has whole; ``summed``: each rank has a part of its gradient."""
+    """Return a parameter that is whole on every rank; ``summed``: its gradient is in parts there."""
     return _local(parameter, Partial() if summed else None)
 
 

@@ -214,7 +214,9 @@ def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
     for name in ("mscale", "mscale_all_dim"):
         only({f"{key}.{name}": rule.get(name)}, f"{key}.{name}")
     magnitude = yarn_magnitude(factor, 1.0)
-    only({f"{key}.attention_factor": rule.get("attention_factor")}, f"{key}.attention_factor", magnitude)
+    only(
+        {f"{key}.attention_factor": rule.get("attention_factor")}, f"{key}.attention_factor", magnitude
+    )
     if factor == 1:
         return {}
     return {

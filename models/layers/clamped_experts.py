@@ -12,8 +12,8 @@ from models.layers.moe import grouped_mm
 class ClampedExperts(nn.Module):
     """Experts of (up + 1) gate sigmoid(alpha gate), where ``limit`` bounds gate and up.
 
-    Their weights and biases are stacked: ``gate_up`` (E, 2 F, D) has the rows of gate and up in turn,
-    and ``down`` is (E, D, F). The names of biases are ``gate_up_bias`` (E, 2 F) and ``down_bias`` (E, D).
+    Their weights are stacked: ``gate_up`` (E, 2 F, D), which has the rows of gate and up in turn, and
+    ``down`` (E, D, F). So are their biases, ``gate_up_bias`` (E, 2 F) and ``down_bias`` (E, D).
     """
 
     def __init__(self, n_experts: int, dim: int, expert_dim: int, alpha: float, limit: float) -> None:

@@ -115,10 +115,10 @@ class Router(nn.Module):
     whole batch.
 
     ``gate_bias`` gives the projection a bias, which is trained. (``bias`` is the one of the selection,
-    which follows the load.) ``tokens_per_step`` are the tokens of the whole batch; None: those of one forward. ``loss_scale`` is
-    the factor of its losses' gradients, the same as for the model's own loss. ``gather_sequence`` takes
-    (B, L, n) of this rank's tokens and returns (B, S, n) of whole sequences, in any order, if other
-    ranks hold the rest.
+    which follows the load.) ``tokens_per_step`` are the tokens of the whole batch; None: those of one
+    forward. ``loss_scale`` is the factor of its losses' gradients, the same as for the model's own
+    loss. ``gather_sequence`` takes (B, L, n) of this rank's tokens and returns (B, S, n) of whole
+    sequences, in any order, if other ranks hold the rest.
     """
 
     bias: Tensor
