@@ -64,7 +64,7 @@ class Stored:
     transposed: bool = False
     """Theirs is a matrix whose two dims are swapped, or a stack of such matrices."""
     part: int = 0
-    """Which part of theirs ours is, of ``parts`` equal ones along our first dim (of a stack's slice)."""
+    """Which of the ``parts`` equal parts of theirs ours is, along our first dim (of a slice)."""
     parts: int = 1
     """How many of our tensors make theirs."""
     base: str = ""
