@@ -225,6 +225,7 @@ CASES = {
     "ds 3 ep 3 model__capacity_factor 1.0": "full",
     "ds 2 tp 2 ep 2 precision__param bfloat16": "full",
     "ds 2 ep 2 compile__mode block": "full",
+    "tp 2 precision__float8 tensorwise model__head_dim 16 model__n_layers 4": "full",
 }
 
 

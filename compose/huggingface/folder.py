@@ -27,8 +27,8 @@ from compose.huggingface.stored import Named, Stored, stored
 from compose.legality.job import Job
 from compose.registry import training_fields
 
-# Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Here both
-# are computed.
+# Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Both are
+# computed here.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(masked_)?bias$")
 # A layer of DeepSeek's multi-token prediction. No model here has one.
 _PREDICTION = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")

@@ -64,9 +64,9 @@ class Stored:
     transposed: bool = False
     """Theirs is a matrix whose two dims are swapped, or a stack of such matrices."""
     part: int = 0
-    """Which of the ``parts`` equal parts of theirs ours is, along our first dim (of a slice)."""
+    """Which part of theirs ours is, along our first dim (that of a slice, in a stack)."""
     parts: int = 1
-    """How many of our tensors make theirs."""
+    """How many of our tensors make theirs; they have one shape."""
     base: str = ""
     """What a file begins its names without, if it was written by the model without its head."""
     code: Coded | None = None

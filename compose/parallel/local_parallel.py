@@ -123,9 +123,10 @@ class LocalRowwise(SendsActivations, RowwiseParallel):
             group = device_mesh.get_group().group_name
             send = partial(send_stream, there, back, group, place=self.place)
 
-        def sent(module: nn.Linear, inputs: Any, output: Tensor) -> Tensor:
+        def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             output = output if send is None else send(output)
-            return output if module.bias is None else output + _whole(module.bias, summed=sharded)
+            bias = cast(Tensor | None, module.bias)
+            return output if bias is None else output + _whole(bias, summed=sharded)
 
         module.register_forward_hook(sent)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
@@ -264,7 +265,7 @@ class _LocalRMSNorm(nn.RMSNorm):
 
 
 def _whole(parameter: Tensor, summed: bool) -> Tensor:
-    """Return a parameter that is whole on every rank; ``summed``: its gradient is in parts there."""
+    """Return a parameter that is whole on every rank; ``summed``: each has a part of its gradient."""
     return _local(parameter, Partial() if summed else None)
 
 

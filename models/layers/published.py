@@ -7,7 +7,7 @@ say nothing about what the weights compute. Any other key may change it, and is 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,6 +42,7 @@ suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_deco
 top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
 unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # The rules that scale rotary frequencies, each with its required and its optional parameters.
 _RULES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -105,9 +106,10 @@ class Keys:
 
 def keys(
     fields: Mapping[str, str],
-    read: Sequence[str] = (),
+    read: Iterable[str] = (),
     only: Mapping[str, tuple[Any, ...]] | None = None,
     besides: Iterable[str] = (),
+    rope: bool = True,
 ) -> Keys:
     """Return the known keys of one model, with those that all models have.
 
@@ -116,16 +118,18 @@ def keys(
         read: Keys that are read besides.
         only: Keys with the values that they may have.
         besides: Keys that say nothing about what the weights compute.
+        rope: Whether the model has rotary embeddings.
 
     Returns:
         The keys.
     """
-    common = {"model_type", "rope_theta", "rope_scaling", "rope_parameters"}
+    read = {"model_type", *(_ROPE if rope else ()), *read}
     return Keys(
         fields,
-        frozenset({*common, *read}),
+        frozenset(read),
         {**{key: one for key, one in _NONE_HERE.items() if key not in read}, **(only or {})},
-        frozenset((*_BESIDES.split(), *besides)),
+        # A model may give one of these a meaning.
+        frozenset({*_BESIDES.split(), *besides} - {*fields.values(), *read}),
     )
 
 
@@ -253,7 +257,7 @@ def rope(
     Args:
         values: The parsed config.json.
         kind: The scaling rule that the model can have.
-        base: The base if the file has none.
+        base: The base if no key gives one.
 
     Returns:
         (base, parameters of the rule ``kind``); no parameters if frequencies are not scaled.
