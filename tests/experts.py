@@ -37,6 +37,18 @@ MIXTRAL: dict[str, object] = {
     "model__z_weight": 1e-3,
     "model__window": 5,
 }
+GPT_OSS: dict[str, object] = {
+    "model__name": "gpt_oss",
+    "model__preset": "debug",
+    "model__dim": 32,
+    "model__n_heads": 4,
+    "model__head_dim": 12,
+    "model__expert_dim": 24,
+    "model__n_experts": 6,
+    "model__z_weight": 1e-3,
+    "model__window": 5,
+    "model__swiglu_limit": 0.1,
+}
 AXES = {"dr": "dp_replicate", "ds": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
 
 

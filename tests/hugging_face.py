@@ -12,13 +12,14 @@ from torch import Tensor
 from compose.base.safetensors_files import Planned, write_files
 from compose.build import fill_weights
 from compose.huggingface.folder import find_hf, name_of, published
-from models import deepseek_v3, gpt2, llama, mixtral, qwen3
-from tests.experts import DEEPSEEK, MIXTRAL, QWEN
+from models import deepseek_v3, gpt2, gpt_oss, llama, mixtral, qwen3
+from tests.experts import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
 from tests.helpers import make_job
 from tests.transformers_models import as_files
 
 FOLDERS: dict[str, ModuleType] = {
     "gpt2": gpt2,
+    "gpt_oss": gpt_oss,
     "llama": llama,
     "mixtral": mixtral,
     "qwen3": qwen3,
@@ -32,6 +33,7 @@ MODELS: dict[str, dict[str, object]] = {
     "llama": {},
     "tied": {"model__tie_embeddings": True, "model__n_layers": 3},
     "qwen3": QWEN | {"model__n_layers": 2},
+    "gpt_oss": GPT_OSS | {"model__n_layers": 2},
     "mixtral": MIXTRAL | {"model__n_layers": 2},
     "deepseek_v3": DEEPSEEK | {"model__n_layers": 3},
 }

@@ -22,7 +22,16 @@ from tests.helpers import ROOT, make_job
 from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool
 from tests.training import keys_for, lines, train
-from tests.transformers_models import GPT2, MIXTRAL, QWEN3, QWEN3_MOE, YARN, as_files, randomize
+from tests.transformers_models import (
+    GPT2,
+    GPT_OSS,
+    MIXTRAL,
+    QWEN3,
+    QWEN3_MOE,
+    YARN,
+    as_files,
+    randomize,
+)
 
 LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=71)
 DEEPSEEK_V2 = dataclasses.replace(
@@ -50,6 +59,7 @@ FAMILIES: dict[str, tuple[str, Any]] = {
     "qwen3": ("qwen3", QWEN3),
     "qwen3, tied": ("qwen3", dataclasses.replace(QWEN3, tie_embeddings=True)),
     "qwen3, experts": ("qwen3", QWEN3_MOE),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
     "mixtral": ("mixtral", MIXTRAL),
     "deepseek_v3": ("deepseek_v3", YARN),
     "deepseek_v2": ("deepseek_v3", DEEPSEEK_V2),
@@ -101,6 +111,7 @@ def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[s
     [
         pytest.param("tied", "tensor, uneven", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "experts and pipeline", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "experts and pipeline", marks=pytest.mark.slow),
     ],
 )
 def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mesh: str) -> None:
@@ -165,7 +176,7 @@ def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
         main(["convert", str(hf), "x"])
     assert str(caught.value) == (
         f"{hf}/config.json: model_type: 'mamba' is no model here"
-        " (known: deepseek_v2, deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe)"
+        " (known: deepseek_v2, deepseek_v3, gpt2, gpt_oss, llama, mixtral, qwen3, qwen3_moe)"
     )
     shard = next(step.glob("__*"))
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models.layers.clamped_experts import ClampedExperts
 from models.layers.moe import Experts, MoE, grouped_mm
 from models.layers.router import MoEConfig, Router
 
@@ -48,6 +49,7 @@ def by_hand(moe: MoE, x_BLD: Tensor) -> Tensor:
         picked = sorted(allowed, key=lambda e: -choice[e])[: c.top_k]
         total = sum(scores[e] for e in picked) if c.normalize_weights else 1.0
         y = torch.zeros(DIM)
+        assert isinstance(moe.experts, Experts)
         for e in picked:
             w1, w2, w3 = (w[e] for w in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
             y = y + c.route_scale * scores[e] / total * (w2 @ (F.silu(w1 @ x) * (w3 @ x)))
@@ -124,6 +126,34 @@ def test_kernel_equals_the_loop(counts: list[int]) -> None:
             assert value is not None
             assert want is not None
             assert relative(value, want) < 5e-2
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0]])
+@pytest.mark.parametrize(("dim", "inner"), [(16, 24), (15, 23)], ids=["kernel", "loop"])
+def test_biases_are_those_of_each_expert(dim: int, inner: int, counts: list[int]) -> None:
+    """In float32 row by row; in bfloat16, as one kernel or a loop, as in float32."""
+    torch.manual_seed(0)
+    experts = ClampedExperts(4, dim, inner, 1.7, 0.8)
+    x, given = torch.randn(9, dim, requires_grad=True), torch.tensor(counts)
+    found = experts(x, given)
+    rows = []
+    for row, e in zip(x, torch.arange(4).repeat_interleave(given).tolist(), strict=True):
+        both = experts.gate_up[e] @ row + experts.gate_up_bias[e]
+        gate, up = both[::2].clamp(max=0.8), both[1::2].clamp(-0.8, 0.8)
+        hidden = (up + 1) * gate * (1.7 * gate).sigmoid()
+        rows.append(experts.down[e] @ hidden + experts.down_bias[e])
+    torch.testing.assert_close(found, torch.stack(rows))
+    parameters = [x, *experts.parameters()]
+    expected = torch.autograd.grad((torch.stack(rows) ** 2).sum(), parameters)
+    for value, want in zip(torch.autograd.grad((found**2).sum(), parameters), expected, strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-4, atol=1e-5)
+    half, x16 = copy.deepcopy(experts).bfloat16(), x.detach().bfloat16().requires_grad_()
+    found16 = half(x16, given)
+    assert relative(found16, found) < 2e-2
+    (found16.float() ** 2).sum().backward()
+    for value, want in zip((x16, *half.parameters()), expected, strict=True):
+        assert value.grad is not None
+        assert relative(value.grad, want) < 5e-2
 
 
 def test_kernel_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:

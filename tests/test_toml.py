@@ -64,7 +64,7 @@ def problems(*arguments: object) -> list[str]:
         ),
         (
             '[model]\nname = "lama"',
-            "model.name: unknown model 'lama'; did you mean llama? (known: deepseek_v3, gpt2, llama,"
+            "model.name: unknown model 'lama'; did you mean llama? (known: deepseek_v3, gpt2, gpt_oss, llama,"
             " mixtral, qwen3)",
         ),
         (

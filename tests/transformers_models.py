@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compose.huggingface.folder import HfName
 from compose.huggingface.stored import Named, stored, together
-from models import deepseek_v3, gpt2, mixtral, qwen3
+from models import deepseek_v3, gpt2, gpt_oss, mixtral, qwen3
 from models.layers.attention import Documents
 
 QWEN3_MOE = qwen3.Config(
@@ -54,6 +54,24 @@ YARN = dataclasses.replace(
 )
 GPT2 = gpt2.Config(
     vocab_size=91, max_seq_len=70, dim=42, n_layers=3, n_heads=6, hidden_dim=71, norm_eps=1e-3
+)
+# Of five pairs two are kept, one is between and two are slowed down.
+GPT_OSS = gpt_oss.Config(
+    vocab_size=91,
+    dim=45,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=10,
+    n_experts=5,
+    top_k=2,
+    expert_dim=19,
+    window=7,
+    swiglu_limit=0.5,
+    rope_theta=100.0,
+    rope_factor=8.0,
+    rope_original_len=64,
+    rope_beta_fast=4.0,
 )
 MIXTRAL = mixtral.Config(
     vocab_size=91,

@@ -226,6 +226,10 @@ def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
     if part.local.numel() == 0:
         return
     region = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
+    code = place.code_in(files.entries)
+    if code:
+        code.fill(part.local, place.name, region, files.read)
+        return
 
     def read(name: str, own: list[slice], shape: Sequence[int]) -> Tensor:
         return place.ours(files.read(place.found(name, files.entries), place.region(own, shape)))
@@ -255,10 +259,16 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
     """
     model = module_of(whole)
     expected: dict[str, tuple[int, ...]] = {}
+    found: list[tuple[str, str]] = []
+    coded: set[str] = set()
     for _, place, tensor in published(whole, hf_name):
+        code = place.code_in(files.entries)
+        if code:
+            coded.update(code.names(place.name))
+            found += code.problems(place.name, tensor.shape, files.entries)
+            continue
         names = [place.found(name, files.entries) for name in place.names(tensor.shape)]
         expected |= dict.fromkeys(names, place.shape(tensor.shape))
-    found: list[tuple[str, str]] = []
     for name, shape in expected.items():
         entry = files.entries.get(name)
         if entry is None:
@@ -272,7 +282,7 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
     prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
     for name in files.entries:
         besides = name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
-        if name not in expected and not besides:
+        if name not in expected and name not in coded and not besides:
             found.append((name, "is not of this model"))
     return [f"{files.folder}: {line}" for line in _collapsed(found)]
 

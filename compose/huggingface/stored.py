@@ -1,14 +1,58 @@
 """Where a tensor of ours lies in a Hugging Face folder, and how it lies there.
 
 Most tensors lie there as they are here. A stack may lie there slice by slice, several tensors may lie
-there as one, and a matrix may be transposed. Nothing is computed, so both ways are bitwise.
+there as one, and a matrix may be transposed. Nothing is computed, so both ways are bitwise. Besides,
+files may hold a tensor in a code of fewer bits, which is read and not written.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from compose.base.safetensors_files import Entry
+
+
+class Coded(Protocol):
+    """A code in which files may hold a tensor; compose/huggingface/mxfp4.py is one."""
+
+    def names(self, name: str) -> Sequence[str]:
+        """Return the names of the tensors that hold the one of ``name``."""
+        ...
+
+    def problems(
+        self, name: str, shape: Sequence[int], entries: Mapping[str, Entry]
+    ) -> list[tuple[str, str]]:
+        """Return what is wrong with them: their names, each with the words about it.
+
+        Args:
+            name: Hugging Face's name of the tensor.
+            shape: The shape of ours.
+            entries: The tensors in the files, of which at least one is among :meth:`names`.
+
+        Returns:
+            The problems.
+        """
+        ...
+
+    def fill(
+        self,
+        target: Tensor,
+        name: str,
+        region: Sequence[slice],
+        read: Callable[[str, Sequence[slice]], Tensor],
+    ) -> None:
+        """Fill a part of ours.
+
+        Args:
+            target: The part.
+            name: Hugging Face's name of the tensor.
+            region: The place of the part in ours, one slice for each dim.
+            read: Reads a region of a tensor in the files.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -18,13 +62,15 @@ class Stored:
     name: str
     """Hugging Face's name; '{}' in it stands for the index in a stack."""
     transposed: bool = False
-    """Theirs is a matrix whose two dims are swapped."""
+    """Theirs is a matrix whose two dims are swapped, or a stack of such matrices."""
     part: int = 0
     """Which part of theirs ours is, along our first dim (that of a slice, in a stack)."""
     parts: int = 1
     """How many of our tensors make theirs; they have one shape."""
     base: str = ""
     """What a file begins its names without, if it was written by the model without its head."""
+    code: Coded | None = None
+    """A code in which files may hold ours instead; if so, nothing else here applies but the name."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.part < self.parts, "the part is one of the parts"
@@ -49,7 +95,19 @@ class Stored:
         """Return the shape of theirs (of one slice, if they are several) for that of ours."""
         own = tuple(shape[1:] if self.stacked else shape)
         whole = (own[0] * self.parts, *own[1:]) if self.parts > 1 else own
-        return whole[::-1] if self.transposed else whole
+        return (*whole[:-2], whole[-1], whole[-2]) if self.transposed else whole
+
+    def code_in(self, files: Container[str]) -> Coded | None:
+        """Return the code, if ``files`` hold any of its tensors.
+
+        Args:
+            files: The names in the files.
+
+        Returns:
+            The code or None.
+        """
+        code = self.code
+        return code if code and any(name in files for name in code.names(self.name)) else None
 
     def found(self, name: str, files: Container[str]) -> str:
         """Return the name under which ``files`` hold the tensor ``name``, or ``name`` if they lack it.
@@ -78,11 +136,11 @@ class Stored:
         if self.part:
             before = self.part * shape[0]
             there[0] = slice(region[0].start + before, region[0].stop + before)
-        return there[::-1] if self.transposed else there
+        return [*there[:-2], there[-1], there[-2]] if self.transposed else there
 
     def ours(self, theirs: Tensor) -> Tensor:
         """Return what was read from such a region, in our layout."""
-        return theirs.T if self.transposed else theirs
+        return theirs.mT if self.transposed else theirs
 
     def theirs(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the tensors of theirs that ``parts`` make, in the order of :meth:`names`.
@@ -95,7 +153,7 @@ class Stored:
         """
         for own in zip(*parts, strict=True) if self.stacked else [tuple(parts)]:
             whole = own[0] if len(own) == 1 else torch.cat(own)
-            yield whole.T.contiguous() if self.transposed else whole
+            yield whole.mT.contiguous() if self.transposed else whole
 
 
 def stored(found: str | Stored) -> Stored:

@@ -26,11 +26,12 @@ class ParameterRule:
 def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, ParameterRule]:
     """Return the rule of every parameter of the whole model, under each of its names if it is tied.
 
-    Matrices are 2-dim weights, and 3-dim weights are stacks of them. Muon trains the matrices in the
-    plan's layers (``plan.pipeline.layers``) except those of embeddings. AdamW trains everything else.
-    Weights with two or more dims decay by ``optimizer.weight_decay``. Patterns are those of a Plan.
-    They name parameters, or modules, which stands for all parameters inside. If several match, the last
-    one counts.
+    Matrices are 2-dim weights, and 3-dim weights are stacks of them. In the modules of ``plan.expert``,
+    which hold stacks alone, 2-dim weights are stacks of vectors. Muon trains the matrices in the plan's
+    layers (``plan.pipeline.layers``) except those of embeddings. AdamW trains everything else. Weights
+    with two or more dims decay by ``optimizer.weight_decay``, but no stacks of vectors. Patterns are
+    those of a Plan. They name parameters, or modules, which stands for all parameters inside. If
+    several match, the last one counts.
 
     Args:
         model: The whole model.
@@ -65,8 +66,11 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
     lr_scale = _scales("lr_scale", options.lr_scale, find, problems)
     decay = _scales("weight_decay_scale", options.weight_decay_scale, find, problems)
     excepted = {name for pattern in options.muon_except for name in find("muon_except", pattern)}
-    matrices = _layers_matrices(model, plan, names) - excepted if options.name == "muon" else set()
-    if options.name == "muon" and not problems and not matrices:
+    stacks = {name for pattern in plan.expert for name in matching(pattern, known)[0]}
+    vectors = {name for name in names if model.get_parameter(name).ndim < 2 + inside(name, stacks)}
+    muon = options.name == "muon"
+    matrices = _layers_matrices(model, plan, names) - excepted - vectors if muon else set()
+    if muon and not problems and not matrices:
         problems.append(
             "optimizer.name: muon trains matrices in layers, and finds none (Plan.pipeline names the"
             ' layers); use "adamw"'
@@ -77,9 +81,9 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
         name: ParameterRule(
             name in matrices,
             lr_scale.get(name, 1.0),
-            options.weight_decay * decay.get(name, float(parameter.ndim > 1)),
+            options.weight_decay * decay.get(name, float(name not in vectors)),
         )
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, _ in model.named_parameters(remove_duplicate=False)
     }
 
 

@@ -85,7 +85,7 @@ def facts_of(job: Job) -> Facts:
         weights = list(layer.parameters())
         held.update(id(p) for p in weights)
         products = tuple(tuple(p.shape) for p in weights if p.ndim == 2 and id(p) not in routed)
-        experts = tuple(tuple(p.shape) for p in weights if id(p) in routed)
+        experts = tuple(tuple(p.shape) for p in weights if p.ndim == 3 and id(p) in routed)
         found[products, experts] = found.get((products, experts), 0) + 1
     kinds = tuple(Layers(count, *key) for key, count in found.items())  # type: ignore[arg-type]
     top_k = getattr(config, "top_k", 1)

@@ -58,23 +58,48 @@ class Experts(nn.Module):
         return grouped_mm(hidden, w2, counts_E)
 
 
-def grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_mm(
+    x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor, bias_EM: Tensor | None = None
+) -> Tensor:
     """Multiply each expert's rows by its transposed weight, in one kernel where there is one.
 
     Args:
         x_NK: Rows, sorted by expert.
         weight_EMK: The weight of each expert.
         counts_E: How many rows each expert has.
+        bias_EM: What each expert adds to its rows; None is nothing.
 
     Returns:
         (N, M).
     """
     if _has_kernel(x_NK, weight_EMK):
         ends = counts_E.cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x_NK, weight_EMK.transpose(-2, -1), offs=ends)
+        out_NM = F.grouped_mm(x_NK, weight_EMK.transpose(-2, -1), offs=ends)
+        return out_NM if bias_EM is None else _AddBias.apply(out_NM, bias_EM, counts_E)
     parts = x_NK.split(_even(x_NK, len(weight_EMK)) if x_NK.is_meta else counts_E.tolist())
     # The backward of unbind is one stack. Indexing would make a whole gradient for each expert.
-    return torch.cat([part @ weight.T for part, weight in zip(parts, weight_EMK.unbind(), strict=True)])
+    weights, biases = weight_EMK.unbind(), [None] * len(parts) if bias_EM is None else bias_EM.unbind()
+    return torch.cat([F.linear(*each) for each in zip(parts, weights, biases, strict=True)])
+
+
+class _AddBias(torch.autograd.Function):
+    """Rows (N, M), each with the bias of its expert; bias (E, M).
+
+    A bias' gradient is the sum over its expert's rows. It is a product with ones and zeros (E, N):
+    indexing would add the rows by atomic operations, in any order and in their own type.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+        numbers = torch.arange(len(bias), device=rows.device)
+        experts = numbers.repeat_interleave(counts, output_size=len(rows))
+        ctx.save_for_backward(numbers, experts)
+        return rows + bias.index_select(0, experts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        numbers, experts = ctx.saved_tensors
+        return grads[0], (numbers[:, None] == experts).to(grads[0].dtype) @ grads[0], None
 
 
 def _even(x: Tensor, experts: int) -> list[int]:
@@ -96,13 +121,20 @@ class MoE(nn.Module):
     """The layer, (B, L, D) to (B, L, D); every token also goes to the expert ``shared``, if any.
 
     The router's weights are applied after the experts. If all rows of a token are dropped, it gets the
-    output of ``shared`` alone.
+    output of ``shared`` alone. ``experts`` are others than :class:`Experts`, with the same forward.
     """
 
-    def __init__(self, dim: int, config: MoEConfig, shared: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        config: MoEConfig,
+        shared: nn.Module | None = None,
+        experts: nn.Module | None = None,
+        gate_bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.router = Router(dim, config)
-        self.experts = Experts(config.n_experts, dim, config.expert_dim)
+        self.router = Router(dim, config, gate_bias)
+        self.experts = experts or Experts(config.n_experts, dim, config.expert_dim)
         self.shared = shared
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:

@@ -127,7 +127,7 @@ def keys(
     return Keys(
         fields,
         frozenset(read),
-        {**_NONE_HERE, **(only or {})},
+        {**{key: one for key, one in _NONE_HERE.items() if key not in read}, **(only or {})},
         # A model may give one of these a meaning.
         frozenset({*_BESIDES.split(), *besides} - {*fields.values(), *read}),
     )

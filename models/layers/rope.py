@@ -51,14 +51,15 @@ def yarn_frequencies(
     original_max_seq_len: int,
     beta_fast: float,
     beta_slow: float,
+    truncate: bool = True,
     device: torch.device | None = None,
 ) -> Tensor:
     """Return frequencies as :func:`inverse_frequencies`, scaled by YaRN.
 
     YaRN is that of Peng et al. 2023, arXiv:2309.00071. Pairs that turn more than ``beta_fast`` times
     within ``original_max_seq_len`` are kept. Pairs that turn less than ``beta_slow`` times are slowed
-    down by ``factor``. Between them the blend is linear in the pair's index, from whole index to whole
-    index. DeepSeek's models were trained so; in the paper the blend is linear in the turns.
+    down by ``factor``. Between them the blend is linear in the pair's index. DeepSeek's models and
+    gpt-oss were trained so; in the paper the blend is linear in the turns.
 
     Args:
         head_dim: Width of a head's rotated part.
@@ -67,6 +68,7 @@ def yarn_frequencies(
         original_max_seq_len: Length the model was trained at before.
         beta_fast: Turns above which a pair is kept.
         beta_slow: Turns below which a pair is slowed down in full.
+        truncate: Whether the blend goes from whole index to whole index, as in DeepSeek's models.
         device: Where the result is.
 
     Returns:
@@ -81,9 +83,11 @@ def yarn_frequencies(
         ratio = original_max_seq_len / (2 * math.pi * turns)
         return head_dim / 2 * math.log(ratio) / math.log(theta)
 
-    first = max(math.floor(index(beta_fast)), 0)
+    first, last = index(beta_fast), index(beta_slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
     # The bound is the width, though there are half as many pairs: so it was for the published weights.
-    last = min(math.ceil(index(beta_slow)), head_dim - 1)
+    first, last = max(first, 0), min(last, head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
     slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
     return frequency * (1 - slowed + slowed / factor)

@@ -95,13 +95,14 @@ class Routing(NamedTuple):
 class Gate(nn.Linear):
     """The router's projection, (T, D) to logits (T, E): in float32, or in its input's type if wider."""
 
-    def __init__(self, dim: int, n_experts: int) -> None:
-        super().__init__(dim, n_experts, bias=False)
+    def __init__(self, dim: int, n_experts: int, bias: bool = False) -> None:
+        super().__init__(dim, n_experts, bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits (T, E) of ``input`` (T, D)."""
         wide = torch.promote_types(input.dtype, torch.float32)
-        return F.linear(input.to(wide), self.weight.to(wide))
+        bias = None if self.bias is None else self.bias.to(wide)
+        return F.linear(input.to(wide), self.weight.to(wide), bias)
 
 
 class Router(nn.Module):
@@ -113,20 +114,21 @@ class Router(nn.Module):
     or without, and nothing in evaluation. After a step, :meth:`finish_step` takes the tally of the
     whole batch.
 
-    ``tokens_per_step`` are the tokens of the whole batch; None: those of one forward. ``loss_scale`` is
-    the factor of its losses' gradients, the same as for the model's own loss. ``gather_sequence`` takes
-    (B, L, n) of this rank's tokens and returns (B, S, n) of whole sequences, in any order, if other
-    ranks hold the rest.
+    ``gate_bias`` gives the projection a bias, which is trained. (``bias`` is the one of the selection,
+    which follows the load.) ``tokens_per_step`` are the tokens of the whole batch; None: those of one
+    forward. ``loss_scale`` is the factor of its losses' gradients, the same as for the model's own
+    loss. ``gather_sequence`` takes (B, L, n) of this rank's tokens and returns (B, S, n) of whole
+    sequences, in any order, if other ranks hold the rest.
     """
 
     bias: Tensor
     load: Tensor
     tally: Tensor
 
-    def __init__(self, dim: int, config: MoEConfig) -> None:
+    def __init__(self, dim: int, config: MoEConfig, gate_bias: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.gate = Gate(dim, config.n_experts)
+        self.gate = Gate(dim, config.n_experts, gate_bias)
         self.tokens_per_step: int | None = None
         self.loss_scale = 1.0
         self.gather_sequence: Callable[[Tensor], Tensor] = _alone

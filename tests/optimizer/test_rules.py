@@ -43,6 +43,16 @@ def test_muon_has_the_matrices_of_layers(name: str, tied: bool) -> None:
     assert not any(rule.muon for rule in rules(name, Optimizer()).values())
 
 
+def test_biases_of_stacked_experts_are_no_matrices() -> None:
+    found = rules("gpt_oss", MUON, n_layers=2)
+    vectors = ("norm.weight", "bias", "sinks.weight")
+    for key, rule in found.items():
+        matrix = key.startswith("layers.") and not key.endswith(vectors)
+        assert rule.muon == matrix, key
+        assert rule.weight_decay == (0.0 if key.endswith(vectors) else 0.5), key
+    assert {f"layers.1.moe.experts.{name}" for name in ("gate_up_bias", "down_bias")} < found.keys()
+
+
 class Odd(nn.Module):
     """A layer with an embedding, a kernel of a convolution, a bias, and what another module shares."""
 

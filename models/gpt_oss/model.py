@@ -1,0 +1,277 @@
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925) as a plain nn.Module.
+
+Layers attend to a window or to all keys, and each head has a sink. All projections of attention, the
+router and the experts have biases.
+
+Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
+V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compose.operators.attention_options import AttentionOptions
+from compose.operators.rms_norm import RMSNorm
+from models.layers.attention import AttentionCore, Documents, Sinks, attention_pairs, documents_of
+from models.layers.clamped_experts import ClampedExperts
+from models.layers.moe import MoE
+from models.layers.norms import check_eps
+from models.layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
+from models.layers.router import MoEConfig
+
+
+@dataclass(frozen=True)
+class GptOssConfig(MoEConfig):
+    """The config of a gpt-oss."""
+
+    vocab_size: int = 257
+    """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
+    dim: int = 128
+    """Width of the residual stream."""
+    n_layers: int = 4
+    """Transformer blocks."""
+    n_heads: int = 8
+    """Query heads."""
+    n_kv_heads: int = 2
+    """Key/value heads; divides n_heads."""
+    head_dim: int = 24
+    """Width of each head; n_heads * head_dim need not be dim."""
+    window: int = 128
+    """Keys that a query of a layer with a window attends to, the last of them its own."""
+    layer_pattern: str = "wf"
+    """Attention of the layers, repeated over them: w has the window, f attends to all keys."""
+    n_experts: int = 8
+    """Experts of each layer."""
+    swiglu_alpha: float = 1.702
+    """Factor within the sigmoid of the experts' activation."""
+    swiglu_limit: float = 7.0
+    """Bound of what enters that activation."""
+    balance_weight: float = 1e-2
+    """Weight of the balancing loss; 0 is none."""
+    norm_eps: float = 1e-5
+    """Epsilon of RMSNorm."""
+    rope_theta: float = 150_000.0
+    """Base of the rotary frequencies."""
+    rope_factor: float = 1.0
+    """Factor of YaRN on the context's length; 1 is none."""
+    rope_original_len: int = 4096
+    """Length the model was trained at before rope_factor."""
+    rope_beta_fast: float = 32.0
+    """Frequencies that turn more often within rope_original_len are kept."""
+    rope_beta_slow: float = 1.0
+    """Frequencies that turn less often within rope_original_len are divided by rope_factor."""
+    rope_truncate: bool = False
+    """Round the bounds between these frequencies to whole pairs."""
+    tie_embeddings: bool = False
+    """Use the embedding's weight for the output projection too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = ("vocab_size", "dim", "n_heads", "n_kv_heads", "head_dim", "n_experts", "window")
+        for size in (*sizes, "rope_original_len"):
+            if not 1 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        if not 1 <= self.n_layers < 2**12:
+            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
+        for factor in ("swiglu_alpha", "swiglu_limit", "rope_beta_slow"):
+            if not getattr(self, factor) > 0:
+                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        check_eps("norm_eps", self.norm_eps)
+        if not self.rope_theta > 1:
+            raise ValueError(f"rope_theta: {self.rope_theta} should be above 1")
+        if not self.rope_factor >= 1:
+            raise ValueError(f"rope_factor: {self.rope_factor} should be at least 1")
+        fast, slow = self.rope_beta_fast, self.rope_beta_slow
+        if not fast >= slow:
+            raise ValueError(f"rope_beta_fast: {fast} is less than rope_beta_slow {slow}")
+        if not self.layer_pattern or set(self.layer_pattern) - set("wf"):
+            raise ValueError(f'layer_pattern: "{self.layer_pattern}" should be letters w and f')
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} is not even, and RoPE rotates pairs")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+
+    def has_window(self, layer: int) -> bool:
+        """Tell whether the layer of this index attends to a window."""
+        return self.layer_pattern[layer % len(self.layer_pattern)] == "w"
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        # Only the experts that a token activates count.
+        experts = self.dim * (3 * self.top_k * self.expert_dim + self.n_experts)
+        weights = self.n_layers * (attention + experts) + self.vocab_size * self.dim
+        windows = [self.window if self.has_window(layer) else 0 for layer in range(self.n_layers)]
+        pairs = sum(attention_pairs(seq_len, window) for window in windows)
+        return 3 * 2 * (weights + 2 * self.n_heads * self.head_dim * pairs)
+
+
+def _published(n_layers: int, n_experts: int) -> GptOssConfig:
+    return GptOssConfig(
+        vocab_size=201_088,
+        dim=2880,
+        n_layers=n_layers,
+        n_heads=64,
+        n_kv_heads=8,
+        head_dim=64,
+        n_experts=n_experts,
+        top_k=4,
+        expert_dim=2880,
+        balance_weight=0.9,
+        rope_factor=32.0,
+    )
+
+
+# Published shapes. Where they keep a default, the published models have the same value.
+PRESETS = {"debug": GptOssConfig(), "20b": _published(24, 32), "120b": _published(36, 128)}
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; it counts heads from its input, so a rank may hold a part of them."""
+
+    def __init__(self, config: GptOssConfig, window: int | None) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, q_dim)
+        self.wk = nn.Linear(config.dim, kv_dim)
+        self.wv = nn.Linear(config.dim, kv_dim)
+        self.wo = nn.Linear(q_dim, config.dim)
+        self.core = AttentionCore(AttentionOptions(window=window))
+        self.sinks = Sinks(config.n_heads)
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return attention's output.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
+        q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents, self.sinks()).flatten(2))
+
+
+class Block(nn.Module):
+    """One layer: attention and experts, each after a norm and added to the stream."""
+
+    def __init__(self, config: GptOssConfig, layer: int) -> None:
+        super().__init__()
+        c = config
+        self.attention_norm = RMSNorm(c.dim, eps=c.norm_eps)
+        self.attention = Attention(c, c.window if c.has_window(layer) else None)
+        self.ffn_norm = RMSNorm(c.dim, eps=c.norm_eps)
+        experts = ClampedExperts(c.n_experts, c.dim, c.expert_dim, c.swiglu_alpha, c.swiglu_limit)
+        self.moe = MoE(c.dim, c, experts=experts, gate_bias=True)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        real_BL: Tensor,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Return the stream after the layer.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            real_BL: False for padding, which routers do not count.
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
+        return x_BLD + self.moe(self.ffn_norm(x_BLD), real_BL)
+
+
+class GptOss(nn.Module):
+    """The model."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # The keys are indices, so that a layer keeps its name when others are removed.
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Return the logits of tokens.
+
+        Args:
+            tokens: (B, L), int64.
+            positions: (B, L), -1 for padding; None counts from 0.
+            document_ids: (B, L); attention stays within a document. None makes each row one.
+            documents: The same, made once for a batch; ``document_ids`` is then not read.
+
+        Returns:
+            (B, L, V).
+        """
+        c = self.config
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        # It is computed, and no buffer, which would have no values if the model is built on meta.
+        frequency = yarn_frequencies(
+            c.head_dim,
+            c.rope_theta,
+            c.rope_factor,
+            c.rope_original_len,
+            c.rope_beta_fast,
+            c.rope_beta_slow,
+            c.rope_truncate,
+            device=tokens.device,
+        )
+        x_BLD = self.tok_embeddings(tokens)
+        cosine, sine = rotation(positions, frequency, x_BLD.dtype)
+        growth = yarn_magnitude(c.rope_factor, 1.0)
+        cosine, sine = cosine * growth, sine * growth
+        documents = documents_of(document_ids, documents)
+        real_BL = (positions >= 0).expand(len(tokens), -1)
+        for layer in self.layers.values():
+            x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
+        return self.output(self.norm(x_BLD))
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a whole parameter: zeros (biases, sinks), ones (norms), else normal.
+
+        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
+        GPT-2), so that the stream's variance does not grow with depth.
+
+        Args:
+            name: The parameter's name.
+            tensor: The parameter.
+            generator: The random numbers.
+        """
+        if name.endswith(("bias", "sinks.weight")):
+            tensor.zero_()
+        elif tensor.ndim == 1:
+            tensor.fill_(1.0)
+        else:
+            ends_branch = name.endswith(("wo.weight", "experts.down"))
+            scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
+            tensor.normal_(0.0, 0.02 * scale, generator=generator)
