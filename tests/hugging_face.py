@@ -12,11 +12,12 @@ from torch import Tensor
 from compose.base.safetensors_files import Planned, write_files
 from compose.build import fill_weights
 from compose.huggingface.folder import find_hf, name_of, published
-from models import deepseek_v3, llama, mixtral, qwen3
+from models import deepseek_v3, gemma3, llama, mixtral, qwen3
 from tests.experts import DEEPSEEK, MIXTRAL, QWEN
 from tests.helpers import make_job
 
 FOLDERS: dict[str, ModuleType] = {
+    "gemma3": gemma3,
     "llama": llama,
     "mixtral": mixtral,
     "qwen3": qwen3,
@@ -27,6 +28,7 @@ FOLDERS: dict[str, ModuleType] = {
 MODELS: dict[str, dict[str, object]] = {
     "llama": {},
     "tied": {"model__tie_embeddings": True, "model__n_layers": 3},
+    "gemma3": {"model__name": "gemma3", "model__n_layers": 2, "model__global_every": 2},
     "qwen3": QWEN | {"model__n_layers": 2},
     "mixtral": MIXTRAL | {"model__n_layers": 2},
     "deepseek_v3": DEEPSEEK | {"model__n_layers": 3},

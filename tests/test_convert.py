@@ -22,7 +22,7 @@ from tests.helpers import ROOT, make_job
 from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool
 from tests.training import keys_for, lines, train
-from tests.transformers_models import MIXTRAL, QWEN3, QWEN3_MOE, YARN, randomize
+from tests.transformers_models import GEMMA3, MIXTRAL, QWEN3, QWEN3_MOE, YARN, randomize
 
 LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=71)
 DEEPSEEK_V2 = dataclasses.replace(
@@ -38,6 +38,8 @@ DEEPSEEK_V2 = dataclasses.replace(
     bias_rate=0.0,
 )
 FAMILIES: dict[str, tuple[str, Any]] = {
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3, untied": ("gemma3", dataclasses.replace(GEMMA3, tie_embeddings=False)),
     "llama": ("llama", LLAMA),
     "llama, tied, scaled": (
         "llama",
@@ -160,7 +162,7 @@ def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
         main(["convert", str(hf), "x"])
     assert str(caught.value) == (
         f"{hf}/config.json: model_type: 'mamba' is no model here"
-        " (known: deepseek_v2, deepseek_v3, llama, mixtral, qwen3, qwen3_moe)"
+        " (known: deepseek_v2, deepseek_v3, gemma3, gemma3_text, llama, mixtral, qwen3, qwen3_moe)"
     )
     shard = next(step.glob("__*"))
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from compose.base.local_tensor import local_tensor
 from compose.base.tied import tie, tied_names
 from compose.errors import ConfigError
-from compose.operators.rms_norm import RMSNorm, rms_norm
+from compose.operators.rms_norm import RMSNorm
 
 
 class Replicated(ParallelStyle):
@@ -233,12 +233,12 @@ def _replicate_parameters(
         module.register_parameter(leaf, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
-class _WholeRMSNorm(nn.RMSNorm):
+class _WholeRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Replicate()])
         weight = None if self.weight is None else local_tensor(self.weight)
-        return rms_norm(local_tensor(x), self.normalized_shape, weight, self.eps)
+        return self.normalized(local_tensor(x), weight)
 
 
 def _summed_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
