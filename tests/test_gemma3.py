@@ -107,7 +107,8 @@ def test_bfloat16_is_as_near_to_float64_as_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         stream = model.embedding_scale(model.tok_embeddings(tokens))
         assert torch.equal(stream, other.model.embed_tokens(tokens))
-        norm, its = model.layers["0"].attention_norm, other.model.layers[0].input_layernorm
+        norm = model.get_submodule("layers.0.attention_norm")
+        its = other.model.layers[0].input_layernorm
         assert torch.equal(norm(stream), its(stream))
         found, expected = model(tokens).double(), other(tokens).logits.double()
         exact = model.double()(tokens)

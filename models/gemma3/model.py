@@ -8,7 +8,7 @@ Shapes: B batch, L sequence length, D model width, H query heads, G key/value he
 V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -101,35 +101,28 @@ class Gemma3Config:
         return 3 * 2 * (weights + 2 * self.n_heads * self.head_dim * pairs)
 
 
-def _published(dim: int, n_layers: int, heads: tuple[int, int], **other: float) -> Gemma3Config:
-    """Return a published size; this function holds what those with images share."""
-    shape: dict[str, float] = {
-        "vocab_size": 262_208,
-        "head_dim": 256,
-        "hidden_dim": 4 * dim,
-        "global_every": 6,
-        "window": 1024,
-        "rope_scaling": 8.0,
-    }
-    n_heads, n_kv_heads = heads
-    return Gemma3Config(
-        dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, **{**shape, **other}
-    )  # type: ignore[arg-type]
-
-
 # As their config.json say; what these leave out is the default of transformers' Gemma3TextConfig. The
-# two small sizes read text alone. Of the others these are the text models (text_config).
+# two small sizes read text alone. Of the others, which read images too, these are the text models.
+_TEXT = Gemma3Config(
+    vocab_size=262_144, n_heads=4, n_kv_heads=1, head_dim=256, global_every=6, window=512
+)
+_OF_IMAGES = replace(_TEXT, vocab_size=262_208, window=1024, rope_scaling=8.0)
 PRESETS = {
     "debug": Gemma3Config(),
-    "270m": _published(
-        640, 18, (4, 1), vocab_size=262_144, hidden_dim=2048, window=512, rope_scaling=1.0
+    "270m": replace(_TEXT, dim=640, n_layers=18, hidden_dim=2048),
+    "1b": replace(_TEXT, dim=1152, n_layers=26, hidden_dim=6912),
+    "4b": replace(_OF_IMAGES, dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, hidden_dim=10_240),
+    "12b": replace(_OF_IMAGES, dim=3840, n_layers=48, n_heads=16, n_kv_heads=8, hidden_dim=15_360),
+    "27b": replace(
+        _OF_IMAGES,
+        dim=5376,
+        n_layers=62,
+        n_heads=32,
+        n_kv_heads=16,
+        head_dim=128,
+        hidden_dim=21_504,
+        query_pre_attn_scalar=168,
     ),
-    "1b": _published(
-        1152, 26, (4, 1), vocab_size=262_144, hidden_dim=6912, window=512, rope_scaling=1.0
-    ),
-    "4b": _published(2560, 34, (8, 4)),
-    "12b": _published(3840, 48, (16, 8)),
-    "27b": _published(5376, 62, (32, 16), head_dim=128, query_pre_attn_scalar=168),
 }
 
 
