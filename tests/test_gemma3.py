@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError
+from compose.huggingface.folder import load_hf
 from compose.legality import meshes
 from compose.operators.rms_norm import RMSNorm
 from compose.parallel.local_parallel import _LocalRMSNorm
@@ -26,8 +28,10 @@ from models.gemma3 import PRESETS, Config, Model
 from models.gemma3.hf import KEYS, config_from_hf, hf_config, hf_name
 from models.gemma3.model import Block, Scale, Softcap
 from models.layers.attention import AttentionCore
+from tests.command_lines import execute
 from tests.experts import AXES, keys_of
 from tests.helpers import agreed, make_config, make_job, parallel, prove_case, prove_step, tier
+from tests.hugging_face import save_model
 from tests.pool import Pool
 from tests.transformers_models import GEMMA3 as ODD
 from tests.transformers_models import RowByRow, compare, published, randomize
@@ -435,3 +439,22 @@ def test_every_field_has_a_key() -> None:
     """But rope_theta and rope_scaling, which are read by their rules."""
     fields = {field.name for field in dataclasses.fields(Config)}
     assert fields - KEYS["gemma3_text"].fields.keys() == {"rope_theta", "rope_scaling"}
+
+
+@pytest.mark.slow
+def test_generate_says_what_a_plain_loop_says(tmp_path: Path) -> None:
+    """From a Hugging Face folder, on two ranks that share vocabulary and heads."""
+    keys = SMALL | {"model__n_layers": 4, "model__final_softcap": 30.0}
+    save_model(tmp_path / "hf", keys)
+    job = make_job(1, **keys)
+    model = Model(job.config.model.config)
+    load_hf(model, tmp_path / "hf", hf_name)
+    known = Bytes().encode("def __init__(self):\n")
+    for _ in range(8):
+        with torch.no_grad():
+            known.append(int(model(torch.tensor([known]))[0, -1].argmax()))
+    words = ["--prompt", "def __init__(self):\n", "--max-tokens=8", "--temperature=0"]
+    words += ["--parallel.tp=2", "--parallel.dp_shard=1"]
+    done = execute("-m", "compose", "generate", str(tmp_path / "hf"), *words, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == Bytes().decode(known) + "\n"
