@@ -12,12 +12,13 @@ from torch import Tensor
 from compose.base.safetensors_files import Planned, write_files
 from compose.build import fill_weights
 from compose.huggingface.folder import find_hf, name_of, published
-from models import deepseek_v3, gpt2, gpt_oss, llama, mixtral, qwen3
+from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
 from tests.experts import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
 from tests.helpers import make_job
 from tests.transformers_models import as_files
 
 FOLDERS: dict[str, ModuleType] = {
+    "gemma3": gemma3,
     "gpt2": gpt2,
     "gpt_oss": gpt_oss,
     "llama": llama,
@@ -32,6 +33,7 @@ MODELS: dict[str, dict[str, object]] = {
     "gpt2, not tied": {"model__name": "gpt2", "model__tie_embeddings": False},
     "llama": {},
     "tied": {"model__tie_embeddings": True, "model__n_layers": 3},
+    "gemma3": {"model__name": "gemma3", "model__n_layers": 2, "model__global_every": 2},
     "qwen3": QWEN | {"model__n_layers": 2},
     "gpt_oss": GPT_OSS | {"model__n_layers": 2},
     "mixtral": MIXTRAL | {"model__n_layers": 2},

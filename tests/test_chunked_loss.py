@@ -397,7 +397,8 @@ def test_plan_without_output(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError) as caught:
         make_config(1, train__loss_chunk=8)
     assert caught.value.problems == [
-        "plan.output: the model's plan has nothing under it; add it, or use train.loss_chunk = 0"
+        "train.loss_chunk: 8 needs a projection whose output are the logits, and the model's plan names"
+        " none (plan.output); use train.loss_chunk = 0"
     ]
 
 

@@ -23,6 +23,7 @@ from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_
 from tests.pool import Pool
 from tests.training import keys_for, lines, train
 from tests.transformers_models import (
+    GEMMA3,
     GPT2,
     GPT_OSS,
     MIXTRAL,
@@ -49,6 +50,8 @@ DEEPSEEK_V2 = dataclasses.replace(
 FAMILIES: dict[str, tuple[str, Any]] = {
     "gpt2": ("gpt2", GPT2),
     "gpt2, not tied": ("gpt2", dataclasses.replace(GPT2, tie_embeddings=False)),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3, untied": ("gemma3", dataclasses.replace(GEMMA3, tie_embeddings=False)),
     "llama": ("llama", LLAMA),
     "llama, tied, scaled": (
         "llama",
@@ -176,7 +179,8 @@ def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
         main(["convert", str(hf), "x"])
     assert str(caught.value) == (
         f"{hf}/config.json: model_type: 'mamba' is no model here"
-        " (known: deepseek_v2, deepseek_v3, gpt2, gpt_oss, llama, mixtral, qwen3, qwen3_moe)"
+        " (known: deepseek_v2, deepseek_v3, gemma3, gemma3_text,"
+        " gpt2, gpt_oss, llama, mixtral, qwen3, qwen3_moe)"
     )
     shard = next(step.glob("__*"))
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -39,6 +39,37 @@ def test_config_json_round_trips(name: str) -> None:
 
 # config.json as published; keys that say nothing of the weights are left out.
 PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
+    ("gemma3", "1b"): {  # gemma-3-1b-pt
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "initializer_range": 0.02,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 262144,
+    },
     ("llama", "1b"): {  # Llama-3.2-1B
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -251,6 +282,11 @@ def test_published_config_json_is_the_preset(name: str, preset: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        (
+            "gemma3",
+            {"hidden_activation": "relu"},
+            'hidden_activation: "relu" cannot be expressed here, only "gelu_pytorch_tanh"',
+        ),
         (
             "llama",
             {"attention_bias": True},

@@ -178,6 +178,16 @@ def _peaks(job: Job) -> list[tuple[int, Any]]:
     "keys",
     [
         pytest.param({"model__n_layers": 6}, id="dense"),
+        pytest.param(
+            {
+                "model__name": "gemma3",
+                "model__n_layers": 10,
+                "model__global_every": 5,
+                "model__window": 4,
+            },
+            id="local and global",
+            marks=tier(slow=True),
+        ),
         pytest.param({"model__n_layers": 6, **MOE}, id="moe", marks=tier(slow=True)),
         pytest.param(
             {"model__n_layers": 9, "model__n_dense_layers": 4, **MIXED},

@@ -20,6 +20,7 @@ from tests.transformers_models import YARN, compare, deepseek_json, published, r
 
 KINDS = {
     "gpt2": "gpt2",
+    "gemma3_text": "gemma3",
     "llama": "llama",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
@@ -31,6 +32,7 @@ KINDS = {
 WITHOUT_ROPE = ("gpt2",)
 PRESETS = {
     "gpt2": "124m",
+    "gemma3_text": "4b",
     "llama": "1b",
     "qwen3_moe": "30b_a3b",
     "gpt_oss": "20b",
@@ -55,6 +57,11 @@ def values_of(kind: str) -> dict[str, Any]:
 
 def imported(kind: str, **change: Any) -> Any:
     return find_hf(KINDS[kind]).config_from_hf(values_of(kind) | change)
+
+
+def in_parameters(kind: str, rule: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` with a rule; Gemma 3's have one for each kind of layer."""
+    return {"full_attention": rule} if kind == "gemma3_text" else rule
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,19 +118,20 @@ def test_an_unknown_key_is_refused_by_name(kind: str) -> None:
     assert imported(kind, attention_gate=None) == imported(kind)
     for key in ("rope_scaling", "rope_parameters") if kind not in WITHOUT_ROPE else ():
         rule = {"rope_type": "default", "spin": 2}
-        with pytest.raises(ValueError, match=rf"^{key}.spin: 2 is of a key that is not known here"):
-            imported(kind, **{"rope_scaling": None, key: rule})
+        given = in_parameters(kind, rule) if key == "rope_parameters" else rule
+        with pytest.raises(ValueError, match=rf"^{key}\S*.spin: 2 is of a key that is not known here"):
+            imported(kind, **{"rope_scaling": None, key: given})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITHOUT_ROPE])
 def test_two_words_on_one_thing_are_refused(kind: str) -> None:
     values = values_of(kind)
     theta = values["rope_theta"]
-    rule = values.get("rope_scaling") or {"rope_type": "default"}
-    same: dict[str, Any] = {"rope_scaling": rule, "rope_parameters": rule}
+    rule = values["rope_scaling"] or {"rope_type": "default"}
+    same: dict[str, Any] = {"rope_scaling": rule, "rope_parameters": in_parameters(kind, rule)}
     assert imported(kind, **same) == imported(kind)
     with pytest.raises(ValueError, match=r"^rope_scaling: says something else than rope_parameters"):
-        imported(kind, **same | {"rope_parameters": rule | {"factor": 3}})
+        imported(kind, **same | {"rope_parameters": in_parameters(kind, rule | {"factor": 3})})
     within = {"rope_scaling": rule | {"rope_theta": 2 * theta}}
     with pytest.raises(ValueError, match=r"^rope_theta: .* is another than rope_scaling.rope_theta"):
         imported(kind, **within)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compose.huggingface.folder import HfName
 from compose.huggingface.stored import Named, stored, together
-from models import deepseek_v3, gpt2, gpt_oss, mixtral, qwen3
+from models import deepseek_v3, gemma3, gpt2, gpt_oss, mixtral, qwen3
 from models.layers.attention import Documents
 
 QWEN3_MOE = qwen3.Config(
@@ -73,6 +73,21 @@ GPT_OSS = gpt_oss.Config(
     rope_original_len=64,
     rope_beta_fast=4.0,
 )
+# Local and global layers in turn; the factor of scores is not that of their width.
+GEMMA3 = gemma3.Config(
+    vocab_size=91,
+    dim=54,
+    n_layers=5,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=14,
+    hidden_dim=71,
+    global_every=2,
+    window=7,
+    rope_scaling=3.0,
+    query_pre_attn_scalar=9,
+    final_softcap=4.0,
+)
 MIXTRAL = mixtral.Config(
     vocab_size=91,
     dim=60,
@@ -90,7 +105,11 @@ QWEN3 = qwen3.Config(
 
 
 class RowByRow(nn.Module):
-    """Causal attention that computes a query's own keys and no more."""
+    """Causal attention that computes a query's own keys, or the last ``window``, and no more."""
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
 
     def forward(
         self,
@@ -102,9 +121,10 @@ class RowByRow(nn.Module):
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        first = [max(0, i + 1 - (self.window or i + 1)) for i in range(q.shape[2])]
         rows = [
-            (q[:, :, i : i + 1] @ k[:, :, : i + 1].mT * q.shape[-1] ** -0.5).softmax(-1)
-            @ v[:, :, : i + 1]
+            (q[:, :, i : i + 1] @ k[:, :, first[i] : i + 1].mT * q.shape[-1] ** -0.5).softmax(-1)
+            @ v[:, :, first[i] : i + 1]
             for i in range(q.shape[2])
         ]
         return torch.cat(rows, 2).transpose(1, 2)

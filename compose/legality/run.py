@@ -91,7 +91,8 @@ def _optimizer(job: Job) -> None:
 def _output(job: Job) -> None:
     if job.config.train.loss_chunk and not job.plan.output:
         raise ConfigError(
-            "plan.output: the model's plan has nothing under it; add it, or use train.loss_chunk = 0"
+            f"train.loss_chunk: {job.config.train.loss_chunk} needs a projection whose output are the"
+            " logits, and the model's plan names none (plan.output); use train.loss_chunk = 0"
         )
 
 

@@ -15,11 +15,39 @@ from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm, computed by :func:`rms_norm`."""
+    """nn.RMSNorm, computed by :func:`rms_norm`; the factor may be an offset plus the weight.
+
+    Gemma's norms have the offset 1, so that a weight of 0 changes nothing (Gemma team 2024,
+    arXiv:2403.08295). With an offset all is computed in float32 or wider: close to 1 a narrow type
+    would round a small weight away.
+    """
+
+    offset = 0.0
+
+    def __init__(self, dim: int, eps: float | None = None, offset: float = 0.0) -> None:
+        """Take the width, the epsilon of :func:`rms_norm`, and the offset."""
+        super().__init__(dim, eps=eps)
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized input, of the same shape and type."""
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return self.normalized(x, self.weight)
+
+    def normalized(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Return the normalized input.
+
+        Args:
+            x: (..., D).
+            weight: The weight, (D,), as this rank has it: a style may hold it as a DTensor.
+
+        Returns:
+            The result, of the shape and type of ``x``.
+        """
+        if not self.offset or weight is None:
+            return rms_norm(x, self.normalized_shape, weight, self.eps)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        factor = self.offset + weight.to(wide)
+        return rms_norm(x.to(wide), self.normalized_shape, factor, self.eps).to(x.dtype)
 
 
 def rms_norm(

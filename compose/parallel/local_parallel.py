@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError
-from compose.operators.rms_norm import RMSNorm, rms_norm
+from compose.operators.rms_norm import RMSNorm
 from compose.parallel.stream_messages import SendsActivations, send_stream
 from compose.parallel.tensor_parallel import HeadParallel
 
@@ -289,10 +289,10 @@ class _HeadLinear(nn.Linear):
         return heads.unflatten(-1, (self.n_heads, -1))[..., self.head, :]
 
 
-class _LocalRMSNorm(nn.RMSNorm):
+class _LocalRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else _whole(self.weight, summed=True)
-        return rms_norm(x, self.normalized_shape, weight, self.eps)
+        weight = None if self.weight is None else _local(self.weight, Partial())
+        return self.normalized(x, weight)
 
 
 class _LocalLayerNorm(nn.LayerNorm):

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from compose.base.local_tensor import local_tensor
 from compose.base.tied import tie, tied_names
 from compose.errors import ConfigError
-from compose.operators.rms_norm import RMSNorm, rms_norm
+from compose.operators.rms_norm import RMSNorm
 
 
 class Replicated(ParallelStyle):
@@ -235,10 +235,10 @@ def _replicate_parameters(
         module.register_parameter(leaf, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
-class _WholeRMSNorm(nn.RMSNorm):
+class _WholeRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else local_tensor(self.weight)
-        return rms_norm(_whole_input(x), self.normalized_shape, weight, self.eps)
+        return self.normalized(_whole_input(x), weight)
 
 
 class _WholeLayerNorm(nn.LayerNorm):

@@ -110,7 +110,11 @@ def _of_table(schedule: str, pp: int, virtual_stages: int, count: int) -> tuple[
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     """Return what two layers have in common if they cost equally much."""
-    modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+    modules = tuple(
+        # Attention has options, and a window costs less than all keys.
+        (name, type(module).__name__, getattr(module, "options", None))
+        for name, module in layer.named_modules()
+    )
     weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     return modules, weights
 

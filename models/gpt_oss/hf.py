@@ -160,7 +160,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GptOssConfig:
     _check_quantization(values)
     if not (values.get("rope_scaling") or values.get("rope_parameters")):
         values = {**values, "rope_scaling": _RULE}
-    theta, rule = rope(values, "yarn", GptOssConfig.rope_theta)
+    theta, rule = rope(values, "yarn", default=GptOssConfig.rope_theta)
     sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
     experts = {"num_local_experts": values.get("num_local_experts", values.get("num_experts"))}
     only(values, "num_experts", experts["num_local_experts"])

@@ -7,7 +7,7 @@ say nothing about what the weights compute. Any other key may change it, and is 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # The rules that scale rotary frequencies, each with its required and its optional parameters.
 _RULES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
+    "linear": (("factor",), ()),
     "llama3": (
         ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         (),
@@ -248,7 +249,11 @@ def _plain(key: str) -> str:
 
 
 def rope(
-    values: Mapping[str, Any], kind: str = "default", base: float = 10_000.0
+    values: Mapping[str, Any],
+    kind: str = "default",
+    places: Sequence[str] = ("rope_scaling", "rope_parameters"),
+    base: str = "rope_theta",
+    default: float = 10_000.0,
 ) -> tuple[float, dict[str, Any]]:
     """Return the base of the rotary frequencies, and the parameters of their scaling rule.
 
@@ -257,7 +262,9 @@ def rope(
     Args:
         values: The parsed config.json.
         kind: The scaling rule that the model can have.
-        base: The base if no key gives one.
+        places: The keys under which the rule may be.
+        base: The key of the base.
+        default: The base if nothing says another.
 
     Returns:
         (base, parameters of the rule ``kind``); no parameters if frequencies are not scaled.
@@ -266,11 +273,10 @@ def rope(
         ValueError: The rule is another one, has an unknown parameter, or two keys contradict each
             other.
     """
-    both = {key: _object(values, key) for key in ("rope_scaling", "rope_parameters")}
-    given = {key: rule for key, rule in both.items() if rule}
-    if len(given) > 1 and both["rope_scaling"] != both["rope_parameters"]:
-        raise ValueError("rope_scaling: says something else than rope_parameters")
-    key, rule = next(iter(given.items()), ("rope_scaling", {}))
+    given = {key: rule for key in places if (rule := _object(values, key))}
+    if any(rule != other for rule in given.values() for other in given.values()):
+        raise ValueError(f"{places[0]}: says something else than {places[1]}")
+    key, rule = next(iter(given.items()), (places[0], {}))
     for one in ("rope_type", "type"):
         if not isinstance(rule.get(one) or "", str):
             raise ValueError(f"{key}.{one}: expected a name in quotes, got {shown(rule[one])}")
@@ -286,10 +292,10 @@ def rope(
     for name, value in rule.items():
         if name not in names and value is not None:
             raise ValueError(f"{key}.{_plain(name)}: {shown(value)} is of a key that is not known here")
-    theta = number(values, "rope_theta", base)
+    theta = number(values, base, default)
     inner = number(flat, f"{key}.rope_theta", theta)
-    if values.get("rope_theta") is not None and inner != theta:
-        raise ValueError(f"rope_theta: {theta} is another than {key}.rope_theta, {inner}")
+    if values.get(base) is not None and inner != theta:
+        raise ValueError(f"{base}: {theta} is another than {key}.rope_theta, {inner}")
     parameters: dict[str, Any] = {}
     for name in (*needed, *besides):
         place = f"{key}.{name}"

@@ -117,7 +117,7 @@ def config_from_hf(values: Mapping[str, Any]) -> MixtralConfig:
     known = KEYS["mixtral"]
     known.check(values)
     only(values, "balance_loss", "batch", "sequence")
-    theta, _ = rope(values, base=MixtralConfig.rope_theta)
+    theta, _ = rope(values, default=MixtralConfig.rope_theta)
     sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
     experts = {"num_local_experts": values.get("num_local_experts", values.get("num_experts"))}
     only(values, "num_experts", experts["num_local_experts"])

@@ -1,0 +1,308 @@
+"""The text model of Gemma 3 (Gemma team 2025, arXiv:2503.19786) as a plain nn.Module.
+
+Most layers are local: their attention slides over a window. Every sixth layer is global. The two kinds
+have rotary frequencies of their own. A norm stands before and after attention and the feed-forward
+network.
+
+Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
+V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compose.operators.attention_options import AttentionOptions
+from compose.operators.rms_norm import RMSNorm
+from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from models.layers.feed_forward import FeedForward
+from models.layers.norms import check_eps
+from models.layers.rope import inverse_frequencies, rotate, rotation
+
+
+@dataclass(frozen=True)
+class Gemma3Config:
+    """The config of a Gemma 3."""
+
+    vocab_size: int = 257
+    """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
+    dim: int = 128
+    """Width of the residual stream."""
+    n_layers: int = 6
+    """Transformer blocks."""
+    n_heads: int = 8
+    """Query heads."""
+    n_kv_heads: int = 2
+    """Key/value heads; divides n_heads."""
+    head_dim: int = 32
+    """Width of each head; n_heads * head_dim need not be dim."""
+    hidden_dim: int = 384
+    """Inner width of the feed-forward network."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    global_every: int = 3
+    """Every so many layers, one attends to all keys; the other layers are local."""
+    window: int = 64
+    """Keys that a query of a local layer attends to, the last of them its own."""
+    rope_theta: float = 1_000_000.0
+    """Base of the rotary frequencies of global layers."""
+    rope_scaling: float = 1.0
+    """Factor that slows down all rotary frequencies of global layers; 1 is off."""
+    rope_local_theta: float = 10_000.0
+    """Base of the rotary frequencies of local layers."""
+    query_pre_attn_scalar: int = 0
+    """Scores are products divided by the root of this; 0 is head_dim."""
+    attention_softcap: float = 0.0
+    """Unless it is 0, a score s becomes attention_softcap tanh(s / attention_softcap)."""
+    final_softcap: float = 0.0
+    """The same for the logits. With it the loss cannot be computed in chunks (train.loss_chunk)."""
+    tie_embeddings: bool = True
+    """Use the embedding's weight for the output projection too."""
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
+        for size in (*sizes, "global_every", "window"):
+            if not 1 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        if not 1 <= self.n_layers < 2**12:
+            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
+        for factor in ("rope_theta", "rope_scaling", "rope_local_theta"):
+            if not getattr(self, factor) > 0:
+                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        if not 0 <= self.query_pre_attn_scalar < 2**31:
+            scalar = self.query_pre_attn_scalar
+            raise ValueError(
+                f"query_pre_attn_scalar: {scalar} should be at least 1, below 2^31, or 0 for head_dim"
+            )
+        for cap in ("attention_softcap", "final_softcap"):
+            if not getattr(self, cap) >= 0:
+                raise ValueError(f"{cap}: {getattr(self, cap)} should be above 0, or 0 for none")
+        check_eps("norm_eps", self.norm_eps)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} is not even, and RoPE rotates pairs")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+
+    def is_global(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, attends to all keys."""
+        return (layer + 1) % self.global_every == 0
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        weights = self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
+        weights += self.vocab_size * self.dim
+        whole = self.n_layers // self.global_every
+        pairs = whole * attention_pairs(seq_len)
+        pairs += (self.n_layers - whole) * attention_pairs(seq_len, self.window)
+        return 3 * 2 * (weights + 2 * self.n_heads * self.head_dim * pairs)
+
+
+# As their config.json say; what these leave out is the default of transformers' Gemma3TextConfig. The
+# two small sizes read text alone. Of the others, which read images too, these are the text models.
+_TEXT = Gemma3Config(
+    vocab_size=262_144, n_heads=4, n_kv_heads=1, head_dim=256, global_every=6, window=512
+)
+_OF_IMAGES = replace(_TEXT, vocab_size=262_208, window=1024, rope_scaling=8.0)
+PRESETS = {
+    "debug": Gemma3Config(),
+    "270m": replace(_TEXT, dim=640, n_layers=18, hidden_dim=2048),
+    "1b": replace(_TEXT, dim=1152, n_layers=26, hidden_dim=6912),
+    "4b": replace(_OF_IMAGES, dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, hidden_dim=10_240),
+    "12b": replace(_OF_IMAGES, dim=3840, n_layers=48, n_heads=16, n_kv_heads=8, hidden_dim=15_360),
+    "27b": replace(
+        _OF_IMAGES,
+        dim=5376,
+        n_layers=62,
+        n_heads=32,
+        n_kv_heads=16,
+        head_dim=128,
+        hidden_dim=21_504,
+        query_pre_attn_scalar=168,
+    ),
+}
+
+
+class Scale(nn.Module):
+    """A constant factor, rounded to the type of what it multiplies, as for the published weights.
+
+    It is a module, so that a stage of a pipeline without the embedding has no factor either.
+    """
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        # A number would be multiplied in float32, unrounded.
+        return x * torch.full((), self.factor, dtype=x.dtype, device=x.device)
+
+
+class Softcap(nn.Module):
+    """Keeps logits between -cap and cap: cap tanh(logits / cap) (Gemma team 2024, arXiv:2408.00118).
+
+    It is a module, so that only the last stage of a pipeline has it.
+    """
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Return the capped logits."""
+        return torch.tanh(logits / self.cap) * self.cap
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with an RMSNorm of each query and key head (QK-Norm).
+
+    It counts heads from its input, so a rank may hold a part of them.
+    """
+
+    def __init__(self, config: Gemma3Config, window: int | None) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, q_dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, offset=1.0)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, offset=1.0)
+        scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        self.core = AttentionCore(
+            AttentionOptions(window=window, scale=scale, softcap=config.attention_softcap)
+        )
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return attention's output.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
+        q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
+        q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
+
+
+class Block(nn.Module):
+    """One layer: attention and the feed-forward network, each between two norms, added to the stream.
+
+    ``window`` makes it local; None makes it global.
+    """
+
+    def __init__(self, config: Gemma3Config, window: int | None) -> None:
+        super().__init__()
+        norm = partial(RMSNorm, config.dim, eps=config.norm_eps, offset=1.0)
+        self.attention_norm = norm()
+        self.attention = Attention(config, window)
+        self.attention_post_norm = norm()
+        self.ffn_norm = norm()
+        self.feed_forward = FeedForward(
+            config.dim, config.hidden_dim, partial(F.gelu, approximate="tanh")
+        )
+        self.ffn_post_norm = norm()
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return the stream after the layer; arguments as for :class:`Attention`.
+
+        Args:
+            x_BLD: The stream.
+            cosine: Of the positions' angles, (B, L, 1, K / 2).
+            sine: Of the positions' angles, (B, L, 1, K / 2).
+            documents: The documents; None makes each row one.
+
+        Returns:
+            (B, L, D).
+        """
+        found_BLD = self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
+        x_BLD = x_BLD + self.attention_post_norm(found_BLD)
+        return x_BLD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
+
+
+class Gemma3(nn.Module):
+    """The model."""
+
+    def __init__(self, config: Gemma3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding_scale = Scale(config.dim**0.5)
+        # The keys are indices, so that a layer keeps its name when others are removed.
+        self.layers = nn.ModuleDict(
+            {
+                str(i): Block(config, None if config.is_global(i) else config.window)
+                for i in range(config.n_layers)
+            }
+        )
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps, offset=1.0)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.softcap = Softcap(config.final_softcap) if config.final_softcap else nn.Identity()
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Return the logits of tokens.
+
+        Args:
+            tokens: (B, L), int64.
+            positions: (B, L); None counts from 0.
+            document_ids: (B, L); attention stays within a document. None makes each row one.
+            documents: The same, made once for a batch; ``document_ids`` is then not read.
+
+        Returns:
+            (B, L, V).
+        """
+        c = self.config
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        # They are computed, and no buffers, which would have no values if the model is built on meta.
+        whole = inverse_frequencies(c.head_dim, c.rope_theta, device=tokens.device) / c.rope_scaling
+        local = inverse_frequencies(c.head_dim, c.rope_local_theta, device=tokens.device)
+        x_BLD = self.embedding_scale(self.tok_embeddings(tokens))
+        rotations = [rotation(positions, frequency, x_BLD.dtype) for frequency in (local, whole)]
+        documents = documents_of(document_ids, documents)
+        for name, layer in self.layers.items():
+            cosine, sine = rotations[c.is_global(int(name))]
+            x_BLD = layer(x_BLD, cosine, sine, documents)
+        return self.softcap(self.output(self.norm(x_BLD)))
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a whole parameter: zeros (norms, whose factor is 1 + weight), else normal.
+
+        The projections that end a residual branch need no smaller values: the norm after them gives the
+        branch its size.
+
+        Args:
+            name: The parameter's name.
+            tensor: The parameter.
+            generator: The random numbers.
+        """
+        if tensor.ndim == 1:
+            tensor.zero_()
+        else:
+            tensor.normal_(0.0, 0.02, generator=generator)
