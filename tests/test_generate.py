@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from compose.__main__ import main
 from compose.build import build, build_optimizer
 from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.commands.cache import next_logits
 from compose.commands.generate import (
     Sampling,
     _job,
-    _next_logits,
     _tokenizer,
     nucleus,
     open_model,
@@ -145,7 +145,7 @@ def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
     with mock.patch("compose.commands.generate.launched_ranks", return_value=2):
         job = _job(run, newest(run), [("parallel.tp", "2")])
     composition = open_model(job, newest(run), make_mesh(job.degrees), CPU)
-    found = [_next_logits(composition, PROMPT[:length]) for length in lengths]
+    found = [next_logits(composition, PROMPT[:length]) for length in lengths]
     return [logits for logits in found if logits is not None]
 
 
