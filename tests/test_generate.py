@@ -298,6 +298,7 @@ def test_generate_says_what_is_wrong(runs: dict[str, tuple[Path, nn.Module]], tm
         "command line: --seed: -1 should be greater than or equal to 0": [
             *(run, *say, "--max-tokens=ten", "--seed=-1")
         ],
+        "command line: --cache: yes should be 'auto', 'on' or 'off'": [run, *say, "--cache=yes"],
         "command line: gone: no such folder": ["gone", *say],
         f"command line: {tmp_path}: is neither a checkpoint (manifest.json) nor Hugging Face's folder"
         " (config.json, and model.safetensors or model.safetensors.index.json)": [tmp_path, *say],
