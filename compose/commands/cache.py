@@ -67,11 +67,14 @@ class KeyValues:
         return [kept[:, :, :held].transpose(1, 2) for kept in self._kept]
 
     def query(self, q_B1HK: Tensor, sinks: Tensor | None) -> Tensor:
-        """Return attention's output (B, 1, H, V) for the last token's query.
+        """Compute attention of the last token's query to the keys that are kept.
 
         Args:
             q_B1HK: The query.
             sinks: As the core takes them.
+
+        Returns:
+            (B, 1, H, V).
         """
         keys, values = self.kept
         return attention(q_B1HK, keys, values, None, sinks, self.options)[0]
