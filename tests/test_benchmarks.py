@@ -144,6 +144,16 @@ def test_checkpoint() -> None:
     assert all(value > 0 for value in ratios)
 
 
+@pytest.mark.slow
+def test_generate() -> None:
+    keys = ("--model.dim=64", "--model.hidden_dim=96", "--model.n_layers=1")
+    (result,) = shown("benchmarks/generate.py", "--turns=2", *keys)
+    assert result["benchmark"] == "generate"
+    for prefix in ("", "window_"):
+        for name in ("cache", "whole_text", "cache_over_whole_text"):
+            assert result[prefix + name] > 0
+
+
 def test_loss() -> None:
     done = execute("benchmarks/loss.py", "--tokens", "64", "--vocab", "2000", "--dim", "16")
     assert done.returncode == 0, done.stderr

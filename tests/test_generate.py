@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from compose.__main__ import main
 from compose.build import build, build_optimizer
 from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.commands.cache import next_logits
 from compose.commands.generate import (
     Sampling,
     _job,
-    _next_logits,
     _tokenizer,
     nucleus,
     open_model,
@@ -145,7 +145,7 @@ def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
     with mock.patch("compose.commands.generate.launched_ranks", return_value=2):
         job = _job(run, newest(run), [("parallel.tp", "2")])
     composition = open_model(job, newest(run), make_mesh(job.degrees), CPU)
-    found = [_next_logits(composition, PROMPT[:length]) for length in lengths]
+    found = [next_logits(composition, PROMPT[:length]) for length in lengths]
     return [logits for logits in found if logits is not None]
 
 
@@ -298,6 +298,7 @@ def test_generate_says_what_is_wrong(runs: dict[str, tuple[Path, nn.Module]], tm
         "command line: --seed: -1 should be greater than or equal to 0": [
             *(run, *say, "--max-tokens=ten", "--seed=-1")
         ],
+        "command line: --cache: yes should be 'auto', 'on' or 'off'": [run, *say, "--cache=yes"],
         "command line: gone: no such folder": ["gone", *say],
         f"command line: {tmp_path}: is neither a checkpoint (manifest.json) nor Hugging Face's folder"
         " (config.json, and model.safetensors or model.safetensors.index.json)": [tmp_path, *say],

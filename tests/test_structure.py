@@ -38,7 +38,7 @@ MAY_IMPORT = {
     ),
     "commands": (
         "apply base build checkpoint composition config data errors huggingface legality"
-        " optimizer parallel planning precision registry runtime toml train weights"
+        " operators optimizer parallel planning precision registry runtime toml train weights"
     ),
     "compiler": "base errors",
     "compose": "base",

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from compose import legality
 from compose.base.fields import NonNegative, Positive
 from compose.build import fill_weights, parallelize
 from compose.checkpoint.loading import damage, load
+from compose.commands.cache import Wanted, next_logits, open_cache
 from compose.commands.cli import device_problems, launched_ranks, read_words
 from compose.composition.state import Composition
 from compose.config import Checkpoint, Comm, Compile, Config, Outer, Parallel
@@ -27,12 +27,11 @@ from compose.data.tokenizer import FILE, Bytes, Tokenizer, open_tokenizer
 from compose.errors import ConfigError
 from compose.huggingface.sources import checkpoints, is_hugging_face, kept_tokenizer, model_in
 from compose.legality.job import Job
-from compose.parallel.mesh import axis_size, init_mesh
+from compose.parallel.mesh import init_mesh
 from compose.registry import max_seq_len
 from compose.runtime.processes import process_group
 from compose.toml import COMMAND_LINE, override
 from compose.toml import load as load_toml
-from compose.train.evaluate import forward
 from compose.weights import named_generator
 
 
@@ -48,6 +47,8 @@ class Sampling:
     """Sample from the fewest tokens that together have this probability."""
     seed: NonNegative = 0
     """The same seed gives the same text, on every mesh."""
+    cache: Wanted = "auto"
+    """Keep keys and values, so that a token runs once; "auto": where the model can have it."""
 
 
 _FLAGS = {
@@ -56,15 +57,17 @@ _FLAGS = {
     "--temperature": f"divides the logits; default {Sampling.temperature}; 0: the likeliest token",
     "--top-p": f"sample from the likeliest tokens, this much together; default {Sampling.top_p}",
     "--seed": f"the same gives the same text, on every mesh; default {Sampling.seed}",
+    "--cache": "on, or off: every token runs the whole text again; default auto: on, where it can be",
     "--tokenizer": "tokenizer.json or bytes; default: the run's, or Hugging Face's folder's, or bytes",
 }
 USAGE = """\
 python -m compose generate CHECKPOINT --prompt TEXT [--max-tokens N] [--temperature T] [--top-p P]
-    [--seed S] [--tokenizer FILE] [--table.key=value ...]
+    [--seed S] [--cache auto|on|off] [--tokenizer FILE] [--table.key=value ...]
 
 CHECKPOINT is a checkpoint, the folder of a run, whose newest whole one is taken, or Hugging Face's
 folder. Under torchrun all ranks hold the model together: parallel.dp_shard = -1 and zero = 3, if keys
-say nothing else. Every token runs the whole text again.
+say nothing else. Keys and values are kept, so that each token runs once. Where that cannot be, as with
+pp or cp above 1 and experts with a capacity, every token runs the whole text again.
 """
 
 
@@ -107,7 +110,7 @@ def _sampling(flags: Mapping[str, str]) -> Sampling:
         try:
             given[name] = checked.validate_python(flags[flag])
         except ValidationError as error:
-            reason = error.errors()[0]["msg"].removeprefix("Input should be ").partition(",")[0]
+            reason = error.errors()[0]["msg"].removeprefix("Input should be ").partition(", unable")[0]
             problems.append(f"{COMMAND_LINE}: {flag}: {flags[flag]} should be {reason}")
     if problems:
         raise ConfigError(*problems)
@@ -227,8 +230,9 @@ def sample(
 ) -> Iterator[int]:
     """Yield the tokens with which the model continues ``tokens``, up to the token ``end``.
 
-    This is a collective: every rank must take all tokens, and gets the same ones.
-    Every token runs the whole sequence again: the models have no cache of keys and values.
+    This is a collective: every rank must take all tokens, and gets the same ones. With a cache of keys
+    and values (``Sampling.cache``) the prompt runs once, and then each token once. Without one, every
+    token runs the whole sequence again.
 
     Args:
         composition: The model.
@@ -240,11 +244,11 @@ def sample(
         An iterator over ids.
 
     Raises:
-        ConfigError: The logits are not finite.
+        ConfigError: The logits are not finite, or the model cannot have the cache that was asked for.
     """
-    known = list(tokens)
+    known, cache = list(tokens), open_cache(composition, sampling.cache)
     for _ in range(sampling.max_tokens):
-        logits = _next_logits(composition, known)
+        logits = next_logits(composition, known, cache)
         found = -1 if logits is None else sample_token(logits, len(known), sampling)
         # Ranks with logits have the same ones, except for rounding. The other ranks send -1.
         chosen = torch.tensor(found, device=composition.mesh.device_type)
@@ -254,26 +258,6 @@ def sample(
             return
         known.append(token)
         yield token
-
-
-def _next_logits(composition: Composition, tokens: Sequence[int]) -> Tensor | None:
-    """Return logits (V,) of the next token on the CPU, or None on ranks without the last token."""
-    mesh = composition.mesh
-    length, missing = len(tokens), -len(tokens) % axis_size(mesh, "tp")
-    # The padding changes nothing: attention is causal, and experts do not count it.
-    batch = {
-        "tokens": torch.tensor([[*tokens, *[tokens[-1]] * missing]], device=mesh.device_type),
-        "positions": torch.tensor([[*range(length), *[-1] * missing]], device=mesh.device_type),
-    }
-    found: list[Tensor] = []
-
-    def keep(output: Tensor, part: Mapping[str, Tensor]) -> None:
-        for place in (part["positions"][0] == length - 1).nonzero().flatten().tolist():
-            row = output[0, place]
-            found.append(row.full_tensor() if isinstance(row, DTensor) else row)
-
-    forward(composition, batch, each=keep)
-    return found[0].cpu() if found else None
 
 
 def sample_token(logits: Tensor, position: int, sampling: Sampling) -> int:
