@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compose.base.batch import IGNORE
+from compose.base.batch import IGNORE, ignored
 from compose.errors import ConfigError
 from compose.loss.vocabulary import token_losses
 
@@ -48,5 +48,12 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return how many targets are trained on; a scalar, int64."""
-    return torch.count_nonzero(targets != IGNORE)
+    """Return how many targets are trained on; a scalar, int64.
+
+    Args:
+        targets: (B, ...). Integers other than IGNORE and floats other than NaN count.
+
+    Returns:
+        The number.
+    """
+    return torch.count_nonzero(~ignored(targets))
