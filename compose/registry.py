@@ -30,9 +30,7 @@ class Sampler(Protocol):
     flags: Mapping[str, str]
     """The command's flags, each of which takes a value, with a line on each."""
 
-    def prepare(
-        self, config: "Config", flags: Mapping[str, str]
-    ) -> "Callable[[Composition], None]":
+    def prepare(self, config: "Config", flags: Mapping[str, str]) -> "Callable[[Composition], None]":
         """Check the flags, before any rank starts.
 
         Args:

@@ -48,8 +48,7 @@ MAY_IMPORT = {
     "data": "base config errors loss registry tables",
     "huggingface": "base checkpoint composition config data errors legality registry toml",
     "legality": (
-        "base composition config data errors optimizer parallel pipeline plan precision registry"
-        " tables"
+        "base composition config data errors optimizer parallel pipeline plan precision registry tables"
     ),
     "comm": "base errors operators tables",
     "loss": "base errors parallel",

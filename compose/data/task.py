@@ -7,7 +7,7 @@ from compose.config import Config
 from compose.data.packing import random_batch
 from compose.data.sources import Samples, open_samples
 from compose.loss.output import CrossEntropy
-from compose.registry import Task, find_model
+from compose.registry import Sampler, Task, find_model
 
 _OF_DOCUMENTS = ("positions", "document_ids")
 
@@ -15,7 +15,7 @@ _OF_DOCUMENTS = ("positions", "document_ids")
 class LanguageModelling:
     """To predict the next token; the task of a model whose folder names no other."""
 
-    sampler = None
+    sampler: Sampler | None = None
 
     def check(self, config: Config) -> list[str]:
         """Return nothing: the keys of train.toml are those of a language model."""

@@ -10,6 +10,8 @@ from compose.base.batch import IGNORE, ignored
 from compose.errors import ConfigError
 from compose.loss.vocabulary import token_losses
 
+__all__ = ["IGNORE", "LossFunction", "at_least_float32", "count_targets", "cross_entropy", "logits_of"]
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Takes a model's output and its targets, and returns a sum over targets, a scalar."""
 

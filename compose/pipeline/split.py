@@ -109,9 +109,7 @@ def _made_to_fit(layers: Sequence[int], n_layers: int) -> list[int]:
     return fitted
 
 
-def balanced(
-    model: nn.Module, pipeline: Pipeline, stages: int, sample: Sample
-) -> tuple[int, ...]:
+def balanced(model: nn.Module, pipeline: Pipeline, stages: int, sample: Sample) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage does the fewest FLOPs.
 
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
@@ -250,7 +248,7 @@ def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
 
 
 class _Elsewhere(nn.Identity):
-    """The identity in place of a module that another stage holds; of several inputs it takes the first."""
+    """The identity in place of a module that another stage holds: it returns its first input."""
 
     def forward(self, input: Any, *others: Any, **named: Any) -> Any:
         return input

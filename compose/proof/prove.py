@@ -59,9 +59,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = 
     batches = [
         {
             name: value.to(device)
-            for name, value in task.random_batch(
-                config, train.global_batch, train.seed + step
-            ).items()
+            for name, value in task.random_batch(config, train.global_batch, train.seed + step).items()
         }
         for step in range(steps)
     ]

@@ -213,8 +213,9 @@ class Trainer:
             before.tokens + self.step_tokens,
             before.scale and before.scale.after(finite),
         )
-        regular = train.z_loss and isinstance(self.loss, CrossEntropy)
-        z_loss = self.loss.mean_square(self.mesh) if regular else None
+        z_loss = None
+        if train.z_loss and isinstance(self.loss, CrossEntropy):
+            z_loss = self.loss.mean_square(self.mesh)
         if self.device.type == "cuda":  # it may still compute the optimizer's step
             torch.cuda.synchronize(self.device)
         rate = self.step_tokens / (time.perf_counter() - start)

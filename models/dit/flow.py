@@ -12,8 +12,10 @@ from compose.base.batch import ignored
 from compose.config import Config
 from compose.data.options import Data
 from compose.data.sources import Samples
+from compose.data.token_set import TokenSet
 from compose.errors import ConfigError
 from compose.loss.cross_entropy import LossFunction, at_least_float32
+from compose.registry import Sampler
 from compose.weights import named_generator
 
 from .images import ImageSet, folder_of_images, to_patches
@@ -28,7 +30,7 @@ SHAPES = "shapes"
 class FlowMatching:
     """The task of a model that turns noise into images of a class."""
 
-    sampler = GridSampler()
+    sampler: Sampler | None = GridSampler()
 
     def check(self, config: Config) -> list[str]:
         """Return the keys that do not suit images; see ``compose.registry.Task.check``."""
@@ -55,8 +57,8 @@ class FlowMatching:
         model: DiTConfig = config.model.config
         if model.channels not in (1, 3):
             raise ConfigError(
-                f"{path} cannot be read with model.channels {model.channels}: an image has 3, or 1 if it"
-                " is grey; the presets with 4 are of latents, for which there is no data here"
+                f"{path} cannot be read with model.channels {model.channels}: an image has 3, or 1 if"
+                " it is grey; the presets with 4 are of latents, for which there is no data here"
             )
         if path in (SHAPES, Data.path):
             images: ImageSet = Shapes(model.image_size, model.channels, model.n_classes)
@@ -104,7 +106,8 @@ class NoisyImages:
     epoch alone, and so not on the mesh.
     """
 
-    token_set, tokenizer = None, None
+    token_set: TokenSet | None = None
+    tokenizer: str | None = None
 
     def __init__(self, name: str, images: ImageSet, model: DiTConfig, seed: int) -> None:
         self.name, self.images, self.model, self.seed = name, images, model, seed

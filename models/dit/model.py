@@ -52,9 +52,8 @@ class DiTConfig:
     """Share of the samples that are learnt without their class, for classifier-free guidance."""
 
     def __post_init__(self) -> None:
-        for size in (
-            "image_size channels patch_size n_classes dim n_heads hidden_dim".split()
-        ):
+        shape = ("image_size", "channels", "patch_size", "n_classes", "dim", "n_heads", "hidden_dim")
+        for size in shape:
             if not 1 <= getattr(self, size) < 2**31:
                 raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
         if not 1 <= self.n_layers < 2**12:

@@ -73,6 +73,7 @@ def plan(model: DiTConfig, parallel: Parallel) -> Plan:
             "layers.*.feed_forward.w[12]",
         ],
         float8_except=outermost(model.n_layers),
-        pipeline=Pipeline(first=["embedding"], layers="layers", last=["final"]),
+        # A layer's modulation enters the stream at six places.
+        pipeline=Pipeline(["embedding"], "layers", ["final"], two_parts=False),
         heads=(model.n_heads, model.n_heads),
     )

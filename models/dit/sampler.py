@@ -106,9 +106,7 @@ def _grid(model: DiTConfig, flags: Mapping[str, str]) -> Grid:
         problems.append(f"command line: --out: cannot write {out}: there is no such folder")
     if problems:
         raise ConfigError(*problems)
-    return Grid(
-        Path(out), tuple(map(int, words)), int(per_class), int(steps), guidance, int(seed)
-    )
+    return Grid(Path(out), tuple(map(int, words)), int(per_class), int(steps), guidance, int(seed))
 
 
 def sample(composition: Composition, model: DiTConfig, grid: Grid) -> Tensor:
@@ -169,9 +167,7 @@ def velocity(composition: Composition, batch: Mapping[str, Tensor]) -> Tensor:
     mesh = composition.mesh
     names, place = mesh.mesh_dim_names or (), mesh.get_coordinate() or []
     # Ranks of these axes compute the same, so one of them speaks.
-    speaks = not any(
-        at for name, at in zip(names, place, strict=True) if name in (*BATCH_AXES, "tp")
-    )
+    speaks = not any(at for name, at in zip(names, place, strict=True) if name in (*BATCH_AXES, "tp"))
     whole = torch.zeros(batch["patches"].shape, device=mesh.device_type)
 
     def keep(output: Tensor, part: Mapping[str, Tensor]) -> None:
