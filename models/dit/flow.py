@@ -43,7 +43,7 @@ class FlowMatching:
             )
         problems += [
             f"train.{key}: {getattr(train, key):g} is of a loss over a vocabulary, which"
-            f" {config.model.name} has not; use 0"
+            f" {config.model.name} does not have; use 0"
             for key in ("loss_chunk", "z_loss")
             if getattr(train, key)
         ]
