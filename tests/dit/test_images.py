@@ -30,7 +30,7 @@ def folder_of(folder: Path, names: list[str], size: tuple[int, int] = (9, 7)) ->
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.full((*size, 3), 40 * number, np.uint8)
-        Image.fromarray(pixels).save(path, **({"quality": 100} if path.suffix != ".png" else {}))
+        Image.fromarray(pixels).save(path)
     return folder
 
 
