@@ -171,7 +171,8 @@ def velocity(composition: Composition, batch: Mapping[str, Tensor]) -> Tensor:
     whole = torch.zeros(batch["patches"].shape, device=mesh.device_type)
 
     def keep(output: Tensor, part: Mapping[str, Tensor]) -> None:
-        positions = part["positions"][0] if "positions" in part else torch.arange(output.shape[1])
+        counted = torch.arange(output.shape[1], device=output.device)
+        positions = part["positions"][0] if "positions" in part else counted
         here = positions >= 0  # the others only fill up a rank's part
         whole[:, positions[here]] = output[:, here].float()
 
