@@ -64,8 +64,8 @@ def problems(*arguments: object) -> list[str]:
         ),
         (
             '[model]\nname = "lama"',
-            "model.name: unknown model 'lama'; did you mean llama? (known: deepseek_v3, llama, mixtral,"
-            " qwen3)",
+            "model.name: unknown model 'lama'; did you mean llama? (known: deepseek_v3, dit, llama,"
+            " mixtral, qwen3)",
         ),
         (
             '[model]\npreset = "9b"',
