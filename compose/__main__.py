@@ -12,9 +12,9 @@ import torch.distributed as dist
 from compose import legality
 from compose.commands.cli import parse, read_arguments, run, world_size_of
 from compose.commands.convert import convert
-from compose.commands.generate import generate
 from compose.commands.measure import measure
 from compose.commands.plan import plan
+from compose.commands.samples import generate
 from compose.commands.tokenize import tokenize
 from compose.errors import ConfigError, did_you_mean
 from compose.parallel.mesh import AXES, init_mesh

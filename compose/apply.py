@@ -74,7 +74,7 @@ def apply(
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(precision.master_dtype)
     # Choose from the whole model, so that every rank chooses alike.
-    recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.seq_len)
+    recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.sample)
     # Read the whole plan: a stage without attention or norms cuts sequences like the others.
     balances: list[Balance] = [
         style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
@@ -89,7 +89,7 @@ def apply(
     if pp > 1:
         assert resolved.pipeline is not None, "checked with the setup"
         runner = apply_pipeline_parallel(
-            model, resolved.pipeline, mesh["pp"], schedule_of(parallel), zero, options.seq_len
+            model, resolved.pipeline, mesh["pp"], schedule_of(parallel), zero, options.sample
         )
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))

@@ -15,10 +15,11 @@ from compose.apply import apply
 from compose.composition.options import Options
 from compose.composition.state import Composition
 from compose.config import Config
+from compose.data.task import task_of
 from compose.errors import ConfigError
 from compose.huggingface.folder import config_problems, load_hf, name_of
 from compose.legality.job import Job
-from compose.loss.output import CrossEntropy
+from compose.loss.cross_entropy import LossFunction
 from compose.optimizer.adamw import AdamW
 from compose.optimizer.groups import Together, grouped, stage_group
 from compose.optimizer.lr_schedule import set_learning_rate
@@ -33,9 +34,9 @@ from compose.weights import init_weights, materialize
 _NOWHERE = "compose-offload-"  # prefix of temporary folders for files, without a run
 
 
-def loss_function(config: Config) -> CrossEntropy:
-    """Return the loss that ``config`` asks for."""
-    return CrossEntropy(config.train.loss_chunk, config.train.z_loss)
+def loss_function(config: Config) -> LossFunction:
+    """Return the loss that ``config`` asks for: that of its model's task."""
+    return task_of(config).loss(config)
 
 
 def parallelize(
@@ -53,7 +54,7 @@ def parallelize(
         The composition.
     """
     model = copy.deepcopy(job.model)
-    composition = apply(model, job.resolved, mesh, options or job.config.options)
+    composition = apply(model, job.resolved, mesh, options or job.options)
     materialize(composition, device)
     return composition
 

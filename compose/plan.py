@@ -50,6 +50,9 @@ class Pipeline:
     """
     last: Sequence[str]
     """Modules that only the stage after the layers runs."""
+    two_parts: bool = True
+    """Whether backward can run in two parts, of inputs and of weights: no, where what is computed from
+    a weight alone enters the stream at several places, one behind another."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
-"""Finds models by the name of their folder: ``models/<name>/`` exports Config, Model, PRESETS, plan."""
+"""Finds models by the name of their folder: ``models/<name>/`` exports Config, Model, PRESETS, plan.
+
+It may also export ``task``: what the model learns, if that is not the next token.
+"""
 
 import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
@@ -14,14 +17,100 @@ from compose.errors import ConfigError, did_you_mean
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan
 
+if TYPE_CHECKING:
+    from compose.composition.state import Composition
+    from compose.config import Config
+    from compose.data.sources import Samples
+    from compose.loss.cross_entropy import LossFunction
+
+
+class Sampler(Protocol):
+    """How ``python -m compose generate`` makes samples with a model."""
+
+    flags: Mapping[str, str]
+    """The command's flags, each of which takes a value, with a line on each."""
+
+    def prepare(self, config: "Config", flags: Mapping[str, str]) -> "Callable[[Composition], None]":
+        """Check the flags, before any rank starts.
+
+        Args:
+            config: The tables of the run.
+            flags: The flags that were given, with their values.
+
+        Returns:
+            What every rank calls with the composition: it makes the samples, and the first rank writes
+            them.
+
+        Raises:
+            ConfigError: A flag is wrong.
+        """
+        ...
+
+
+class Task(Protocol):
+    """What a model learns: from which data, by which loss. compose takes all of that from here.
+
+    A batch is tensors by name: ``targets``, which only the loss sees, and the inputs of the model. A
+    tensor (B, L, ...) is of sequences, of which a rank of cp has a part; a tensor (B,) is of samples.
+    """
+
+    sampler: Sampler | None
+    """How samples are made; None: the model continues a text."""
+
+    def check(self, config: "Config") -> list[str]:
+        """Return what does not fit among the keys of a config, one line each.
+
+        Args:
+            config: The tables of the run.
+        """
+        ...
+
+    def open(self, path: str, config: "Config") -> "Samples":
+        """Open a set of samples.
+
+        Args:
+            path: A name in ``data.path``, or ``data.validation``.
+            config: The tables of the run.
+
+        Returns:
+            The samples. What they draw may depend on the seed, the number of a sample and the epoch
+            alone, so that it does not depend on the mesh.
+
+        Raises:
+            ConfigError: They cannot be opened. The message does not name the key.
+        """
+        ...
+
+    def random_batch(self, config: "Config", samples: int, seed: int) -> dict[str, Tensor]:
+        """Return a batch that needs no data and makes a proof hard.
+
+        Args:
+            config: The tables of the run.
+            samples: Samples of the batch.
+            seed: Seed of the random numbers.
+
+        Returns:
+            The tensors of a batch, with shapes and types as the data's.
+        """
+        ...
+
+    def loss(self, config: "Config") -> "LossFunction":
+        """Return the loss: of the model's output and targets, the sum over targets.
+
+        All elements of ``targets`` count, but integers of IGNORE and floats of NaN. Their number in the
+        global batch divides the sum.
+
+        Args:
+            config: The tables of the run.
+        """
+        ...
+
 
 class ModelConfig(Protocol):
-    """The part of any model's config that compose reads. The model may have more fields."""
+    """The part of any model's config that compose reads. The model may have more fields.
 
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary."""
-        ...
+    That of a language model also has ``vocab_size``.
+    """
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs of forward and backward for a token of a sample of ``seq_len`` tokens."""
@@ -51,6 +140,8 @@ class ModelFolder:
     Model: Callable[[Any], nn.Module]
     presets: Mapping[str, ModelConfig]
     plan: Callable[[Any, Parallel], Plan]
+    task: Task | None = None
+    """What the model learns; None: the next token (``compose.data.task.LanguageModelling``)."""
 
     def on_meta(self, config: Any) -> nn.Module:
         """Return the model of ``config`` on meta, without memory.
@@ -96,7 +187,8 @@ def find_model(name: str) -> ModelFolder:
         problems.append(f"models/{name}: Model has no init_parameter(name, tensor, generator)")
     if problems:
         raise ConfigError(*problems)
-    return ModelFolder(name, folder.Config, folder.Model, folder.PRESETS, folder.plan)
+    task = getattr(folder, "task", None)
+    return ModelFolder(name, folder.Config, folder.Model, folder.PRESETS, folder.plan, task)
 
 
 def training_fields(config: object) -> tuple[str, ...]:

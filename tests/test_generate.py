@@ -19,8 +19,8 @@ from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.commands.cache import next_logits
 from compose.commands.generate import (
     Sampling,
-    _job,
     _tokenizer,
+    job_of,
     nucleus,
     open_model,
     sample,
@@ -99,7 +99,7 @@ def _continued(
     with mock.patch("compose.commands.generate.launched_ranks", return_value=dist.get_world_size()):
         for name, keys in meshes.items():
             overrides = [(f"parallel.{key}", str(value)) for key, value in keys.items()]
-            job = _job(source, folders, overrides)
+            job = job_of(source, folders, overrides)
             composition = open_model(job, folders, make_mesh(job.degrees), CPU)
             found[name] = [list(sample(composition, PROMPT, how, end)) for how in (GREEDY, DRAWN)]
     return found
@@ -143,7 +143,7 @@ def test_the_end_token_ends_it(pool: Pool, runs: dict[str, tuple[Path, nn.Module
 def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
     """Behind so many tokens of the prompt, with experts, on tp 2."""
     with mock.patch("compose.commands.generate.launched_ranks", return_value=2):
-        job = _job(run, newest(run), [("parallel.tp", "2")])
+        job = job_of(run, newest(run), [("parallel.tp", "2")])
     composition = open_model(job, newest(run), make_mesh(job.degrees), CPU)
     found = [next_logits(composition, PROMPT[:length]) for length in lengths]
     return [logits for logits in found if logits is not None]
@@ -177,7 +177,7 @@ def test_hugging_faces_folder(pool: Pool, tmp_path: Path) -> None:
 
 def _opened(run: Path, folders: list[Path]) -> tuple[list[str], list[str], float]:
     """What is refused; what is said; a weight of what was opened."""
-    job = _job(run, folders, [])
+    job = job_of(run, folders, [])
     with mock.patch("builtins.print") as said:
         try:
             composition = open_model(job, folders, make_mesh(job.degrees), CPU)
@@ -259,7 +259,7 @@ def test_which_tokenizer(runs: dict[str, tuple[Path, nn.Module]], tmp_path: Path
     run = tmp_path / "run"
     shutil.copytree(runs["llama"][0], run)
     folders = newest(run)
-    config = _job(run, folders, []).config
+    config = job_of(run, folders, []).config
     larger = replace(config, model=replace(config.model, config=llama.Config(vocab_size=400)))
     assert isinstance(_tokenizer("", run, folders, config), Bytes)
     with pytest.raises(ConfigError) as caught:
@@ -321,7 +321,7 @@ def test_another_model_is_refused(pool: Pool, runs: dict[str, tuple[Path, nn.Mod
 
 
 def _other(folder: Path) -> list[str]:
-    job = _job(folder, [folder], [("model.dim", "32")])
+    job = job_of(folder, [folder], [("model.dim", "32")])
     try:
         open_model(job, [folder], make_mesh(job.degrees), CPU)
     except ConfigError as error:
@@ -333,8 +333,8 @@ def test_what_was_compiled_is_not(tmp_path: Path) -> None:
     """After eight lengths torch.compile would give up."""
     trained = make_config(1, compile__mode="block")
     (tmp_path / "config.toml").write_text(dump(trained))
-    assert _job(tmp_path, [tmp_path], []).config.compile.mode == "off"
-    assert _job(tmp_path, [tmp_path], [("compile.mode", "block")]).config.compile.mode == "block"
+    assert job_of(tmp_path, [tmp_path], []).config.compile.mode == "off"
+    assert job_of(tmp_path, [tmp_path], [("compile.mode", "block")]).config.compile.mode == "block"
 
 
 def test_the_command(runs: dict[str, tuple[Path, nn.Module]]) -> None:

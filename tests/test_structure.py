@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "apply": "comm compiler composition errors loss memory parallel pipeline plan precision tables",
     "base": "errors",
     "build": (
-        "apply composition config errors huggingface legality loss optimizer registry runtime weights"
+        "apply composition config data errors huggingface legality loss optimizer registry runtime"
+        " weights"
     ),
     "checkpoint": (
         "base composition config errors optimizer outer precision registry runtime toml weights"
@@ -44,10 +45,10 @@ MAY_IMPORT = {
     "compose": "base",
     "composition": "base comm compiler errors loss memory parallel pipeline plan precision tables",
     "config": "compiler composition memory parallel tables",
-    "data": "base config errors tables",
+    "data": "base config errors loss registry tables",
     "huggingface": "base checkpoint composition config data errors legality registry toml",
     "legality": (
-        "base composition config errors optimizer parallel pipeline plan precision registry tables"
+        "base composition config data errors optimizer parallel pipeline plan precision registry tables"
     ),
     "comm": "base errors operators tables",
     "loss": "base errors parallel",
@@ -59,7 +60,7 @@ MAY_IMPORT = {
     "pipeline": "base errors loss parallel plan",
     "plan": "base errors parallel",
     "planning": (
-        "apply base build composition config errors legality loss memory operators optimizer outer"
+        "apply base build composition config data errors legality loss memory operators optimizer outer"
         " parallel pipeline plan tables toml train"
     ),
     "precision": "base errors parallel plan tables",
@@ -237,7 +238,7 @@ def test_no_registry_on_a_model(pool: Pool) -> None:
 def _start(words: list[str]) -> Counter[str]:
     """How often a start builds the model, resolves the plan and opens a set of data."""
 
-    from compose.data import datasets
+    from compose.data import task
 
     counts: Counter[str] = Counter()
 
@@ -255,12 +256,12 @@ def _start(words: list[str]) -> Counter[str]:
         return dataclasses.replace(folder, Model=counted("builds", folder.Model))
 
     resolve = counted("resolutions", plan.resolve)
-    samples = counted("sets", datasets.open_samples)
+    samples = counted("sets", task.open_samples)
     with (
         mock.patch("compose.legality.job.find_model", find),
         mock.patch("compose.legality.job.resolve", resolve),
         mock.patch.dict(vars(sys.modules["compose.apply"]), {"resolve": resolve}),
-        mock.patch.object(datasets, "open_samples", samples),
+        mock.patch.object(task, "open_samples", samples),
     ):
         train.main(words)
     return counts
@@ -279,7 +280,7 @@ def test_every_option_is_a_field_of_the_config() -> None:
     from compose.config import TABLES
 
     for field in dataclasses.fields(Options):
-        if field.name != "seq_len":
+        if field.name not in ("seq_len", "inputs"):
             assert TABLES[field.name] is field.default_factory
     assert legality.RULES
 

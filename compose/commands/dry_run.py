@@ -66,7 +66,7 @@ def _stage(job: Job, rank: int) -> list[Placed]:
     try:
         mesh = init_mesh(job.degrees)
         model = copy.deepcopy(job.model)
-        apply(model, job.resolved, mesh, job.config.options)
+        apply(model, job.resolved, mesh, job.options)
         return placements(model, mesh, job.config)
     finally:
         dist.destroy_process_group()

@@ -84,7 +84,7 @@ def generate(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{COMMAND_LINE}: --prompt: needs a text to continue")
     sampling = _sampling(words.flags)
     folders = [] if is_hugging_face(source) else checkpoints(source)
-    job = _job(source, folders, words.overrides)
+    job = job_of(source, folders, words.overrides)
     tokenizer = _tokenizer(words.flags.get("--tokenizer", ""), source, folders, job.config)
     ids = tokenizer.encode(prompt)
     _check_length(len(ids), sampling.max_tokens, max_seq_len(job.config.model.config))
@@ -132,8 +132,26 @@ def _check_length(prompt: int, more: int, most: int | None) -> None:
     )
 
 
-def _job(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> Job:
-    """Return the job of the model in ``source``, for this launch's ranks."""
+def job_of(
+    source: Path,
+    folders: Sequence[Path],
+    overrides: Sequence[tuple[str, str]],
+    grows: bool = True,
+) -> Job:
+    """Return the job of the model in ``source``, for this launch's ranks.
+
+    Args:
+        source: A checkpoint, the folder of a run, or Hugging Face's folder.
+        folders: The checkpoints, newest first; none for Hugging Face's folder.
+        overrides: Keys with the text of their values.
+        grows: Whether sequences are of any length; else they are of train.seq_len.
+
+    Returns:
+        The checked job.
+
+    Raises:
+        ConfigError: The model cannot run on these ranks.
+    """
     if folders:
         files = [folder / "config.toml" for folder in folders]
         config = load_toml(str(next(filter(os.path.lexists, files), files[0])), alone=True)
@@ -149,7 +167,7 @@ def _job(source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, s
     ranks = launched_ranks()
     # There are no batches here, so choose sizes that are legal on every mesh.
     length = min(config.train.seq_len, max_seq_len(config.model.config) or config.train.seq_len)
-    length = max(length // ranks, 1) * ranks
+    length = max(length // ranks, 1) * ranks if grows else config.train.seq_len
     train = replace(config.train, seq_len=length, global_batch=2 * ranks, micro_batch=1)
     config, problems, job = replace(config, train=train), device_problems(config), None
     try:

@@ -1,7 +1,11 @@
 """The options for carrying out a plan: the tables of train.toml that ``compose.apply`` takes."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from compose.base.batch import Sample
 from compose.comm.options import Comm
 from compose.compiler.compilation import Compile
 from compose.memory.activation_checkpointing import ActivationCheckpoint
@@ -26,3 +30,10 @@ class Options:
     trainer's."""
     seq_len: int = 2048
     """Tokens of a sample. FLOPs and bytes, by which layers are shared out, depend on it."""
+    inputs: Callable[[], Mapping[str, Tensor]] | None = None
+    """Makes a model's inputs of one sample, on meta; None is token ids of seq_len tokens."""
+
+    @property
+    def sample(self) -> Sample:
+        """The sample for which FLOPs and bytes are counted."""
+        return self.inputs or self.seq_len

@@ -66,6 +66,16 @@ def _recompute_split(setup: Setup) -> None:
         )
 
 
+def _split(setup: Setup) -> None:
+    pipeline = setup.resolved.pipeline
+    if pipeline and not pipeline.two_parts and _backward_in_two_parts(setup):
+        raise ConfigError(
+            f"parallel.pp_schedule: {setup.degrees.pp_schedule} runs backward in two parts, which"
+            " PyTorch cannot do where a weight enters the stream at several places, as plan.pipeline"
+            ' says; use "Interleaved1F1B"'
+        )
+
+
 def _recompute_compiled(setup: Setup) -> None:
     mode = setup.options.activation_checkpoint.mode
     if setup.options.compile.mode == "off" or mode not in ("selective", "budget"):
@@ -162,6 +172,13 @@ STEP: list[Rule[Setup]] = [
         _recompute_split,
         upstream="torch/utils/checkpoint.py, _CachedTorchDispatchMode, which hands each kept result out"
         " once",
+    ),
+    Rule(
+        "where the plan's pipeline says two_parts=False, the schedule runs backward in one piece (not"
+        " the zero-bubble schedules and DualPipeV)",
+        "the part of weights would run through what an earlier part has freed",
+        _split,
+        upstream="torch/distributed/pipelining/_backward.py, stage_backward_weight",
     ),
     Rule(
         "with selective or budget and torch.compile, every layer is one graph: no experts",

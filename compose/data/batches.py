@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from compose.base.batch import IGNORE
+from compose.base.batch import ignore_all
 from compose.data.order import Interleaving, shuffled
 from compose.data.sources import Samples
 
@@ -56,7 +56,7 @@ class Batches:
         chosen = self.sets[index]
         epoch, place = divmod(number, len(chosen))
         key = self.seed * 1_000_003 + epoch + index * 0x9E3779B97F4A7C15
-        return chosen.read(shuffled(place, len(chosen), key))
+        return chosen.read(shuffled(place, len(chosen), key), epoch)
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Return how often each set has been used after ``samples`` samples of the run, by name."""
@@ -69,7 +69,8 @@ def in_order(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield this rank's parts of the global batches that hold each sample once, in order.
 
-    The last batch is filled up with empty rows: their targets are IGNORE and their positions are -1.
+    The last batch is filled up with empty rows: nothing is learnt from their targets, and their
+    positions are -1.
 
     Args:
         samples: The set to read.
@@ -91,11 +92,11 @@ def in_order(
 
 
 def stacked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack samples with tensors (L,) into a batch with tensors (samples, L)."""
+    """Stack samples with tensors (L, ...) into a batch with tensors (samples, L, ...)."""
     return {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
 
 
 def empty(like: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a sample of the same length that holds no tokens and no targets to learn."""
-    filling = {"targets": IGNORE, "positions": -1}
-    return {name: torch.full_like(v, filling.get(name, 0)) for name, v in like.items()}
+    blank = {n: torch.full_like(v, -1 if n == "positions" else 0) for n, v in like.items()}
+    return blank | {"targets": ignore_all(torch.empty_like(like["targets"]))}

@@ -66,7 +66,7 @@ class Conversations:
         start = int(self.starts[number])
         return self.trained.read(start + 1, start + 1 + length) > 0
 
-    def read(self, index: int) -> dict[str, Tensor]:
+    def read(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
         """Return one sample, as ``Samples.read``; unused places form a document at position -1."""
         length = self.seq_len
         tokens, targets = np.zeros(length, np.int64), np.full(length, IGNORE, np.int64)

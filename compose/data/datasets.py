@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from compose.config import Config
 from compose.data.batches import Batches
-from compose.data.sources import Samples, open_samples
+from compose.data.sources import Samples
+from compose.data.task import task_of
 from compose.data.tokenizer import FILE, MODEL, carry, keep, open_tokenizer
 from compose.errors import ConfigError
 
@@ -90,7 +91,7 @@ def _validation_set(config: Config) -> Samples | None:
 
 
 def _open(path: str, config: Config) -> Samples:
-    return open_samples(path, config.data, config.train.seq_len, config.model.config.vocab_size)
+    return task_of(config).open(path, config)
 
 
 def _shown(sha256: str) -> str:

@@ -21,3 +21,5 @@ class Data:
     """Integer type of a .bin token file."""
     separator: int = -1
     """Token id that ends a document in a token file; -1: the file is one document. Text needs none."""
+    skip_unreadable: bool = False
+    """Name and count an image that cannot be read, and take the next one; else the run stops."""

@@ -32,7 +32,10 @@ _CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checke
 
 
 class Samples(Protocol):
-    """A numbered set of samples, each of the same length."""
+    """A numbered set of samples, each of the same length.
+
+    ``open_samples`` opens those of language models; ``compose.registry.Task.open`` may open others.
+    """
 
     name: str
     """The name that the user gave."""
@@ -50,14 +53,19 @@ class Samples(Protocol):
         """Return the number of samples in an epoch, at least 1."""
         ...
 
-    def read(self, index: int) -> dict[str, Tensor]:
-        """Return one sample: int64 tensors (L,) by name.
+    def read(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
+        """Return one sample: tensors by name, ``targets`` and the inputs of the model.
 
-        The names are ``tokens``, ``targets`` (IGNORE where nothing is learnt), ``positions`` (from 0 in
-        each document; -1 outside of every document) and ``document_ids``.
+        Those of a language model are int64 (L,): ``tokens``, ``targets`` (IGNORE where nothing is
+        learnt), ``positions`` (from 0 in each document; -1 outside of every document) and
+        ``document_ids``.
+
+        Args:
+            index: The number of the sample in an epoch.
+            epoch: The number of the epoch. Tokens are the same in each; noise is not.
 
         Raises:
-            ConfigError: A token id is outside the vocabulary.
+            ConfigError: The sample cannot be read, or a token id is outside the vocabulary.
         """
         ...
 
@@ -111,7 +119,7 @@ class Windows:
     def __len__(self) -> int:
         return (len(self.row) - 1) // self.seq_len
 
-    def read(self, index: int) -> dict[str, Tensor]:
+    def read(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
         """Return one sample, as ``Samples.read``."""
         window = self.row.read(index * self.seq_len, (index + 1) * self.seq_len + 1)
         check_ids(window, self.name, self.vocab_size)

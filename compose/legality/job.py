@@ -1,12 +1,15 @@
 """A checked run, with everything that the check worked out."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from compose.composition.options import Options
 from compose.composition.setup import Setup
 from compose.config import Config
+from compose.data.task import inputs_on_meta
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan, Resolved, resolve
@@ -66,12 +69,17 @@ class Job:
         return 0 if rest else whole
 
     @property
+    def options(self) -> Options:
+        """The options for ``compose.apply``."""
+        return replace(self.config.options, inputs=partial(inputs_on_meta, self.config))
+
+    @property
     def setup(self) -> Setup:
         """The request that ``compose.apply`` will get."""
         return Setup(
             self.model,
             self.resolved,
-            self.config.options,
+            self.options,
             self.world_size,
             self.device_type,
             self.micro_batches,

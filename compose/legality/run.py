@@ -3,6 +3,7 @@
 import math
 
 from compose.composition.setup import Rule
+from compose.data.task import task_of
 from compose.errors import ConfigError
 from compose.legality.job import Job
 from compose.optimizer.rules import parameter_rules
@@ -12,6 +13,11 @@ from compose.precision import float8
 from compose.registry import max_seq_len
 
 _TRIED = 1_000_000  # most sizes to try for a size that divides
+
+
+def _task(job: Job) -> None:
+    if problems := task_of(job.config).check(job.config):
+        raise ConfigError(*problems)
 
 
 def _global_batch(job: Job) -> None:
@@ -140,6 +146,11 @@ def _muon_offload(job: Job) -> None:
 
 
 RUN: list[Rule[Job]] = [
+    Rule(
+        "the keys suit what the model learns",
+        "the task of the model's folder reads some keys otherwise, or not at all",
+        _task,
+    ),
     Rule(
         "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
         "every rank runs the same number of equal micro-batches, since collectives must match",

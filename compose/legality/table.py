@@ -62,7 +62,7 @@ def _with_layers(job: Job) -> Job:
     config, degrees = job.config, job.degrees
     stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
     assert job.plan.pipeline is not None
-    layers = balanced(job.model, job.plan.pipeline, stages, config.train.seq_len)
+    layers = balanced(job.model, job.plan.pipeline, stages, job.options.sample)
     return replace(job, config=replace(config, parallel=replace(degrees, pp_layers=layers)))
 
 

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compose.base.batch import IGNORE
+from compose.base.batch import IGNORE, ignored
 from compose.errors import ConfigError
 from compose.loss.vocabulary import token_losses
+
+__all__ = ["IGNORE", "LossFunction", "at_least_float32", "count_targets", "cross_entropy", "logits_of"]
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Takes a model's output and its targets, and returns a sum over targets, a scalar."""
@@ -48,5 +50,12 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return how many targets are trained on; a scalar, int64."""
-    return torch.count_nonzero(targets != IGNORE)
+    """Return how many targets are trained on; a scalar, int64.
+
+    Args:
+        targets: (B, ...). Integers other than IGNORE and floats other than NaN count.
+
+    Returns:
+        The number.
+    """
+    return torch.count_nonzero(~ignored(targets))

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from compose.base.batch import Sample, on_meta
 from compose.errors import ConfigError
 from compose.operators import attention as _attention
 
@@ -63,15 +64,15 @@ class UnitCost:
         return [level for level in some if level.bytes < self.made or not level.keep] + [everything]
 
 
-def unit_costs(model: nn.Module, units: Sequence[str], seq_len: int) -> dict[str, UnitCost]:
+def unit_costs(model: nn.Module, units: Sequence[str], sample: Sample) -> dict[str, UnitCost]:
     """Count what one sample costs in each unit, on one device.
 
     Attention counts as the flash kernels do it: they save q, k, v, their output and its log-sum-exp.
 
     Args:
-        model: The whole model; its first argument must be token ids (B, L).
+        model: The whole model.
         units: Names of the units.
-        seq_len: Tokens of the sample.
+        sample: The tokens of the sample, or what makes its inputs.
 
     Returns:
         The costs by unit.
@@ -90,10 +91,9 @@ def unit_costs(model: nn.Module, units: Sequence[str], seq_len: int) -> dict[str
         module = model.get_submodule(name)
         handles.append(module.register_forward_pre_hook(partial(counter.enter, cost)))
         handles.append(module.register_forward_hook(counter.leave))
-    tokens = torch.empty((1, seq_len), dtype=torch.int64, device="meta")
     try:
         with torch.enable_grad(), counter.counting():
-            torch.func.functional_call(model, tensors, (tokens,), tie_weights=True)
+            torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=True)
     except Exception as error:
         raise ConfigError(
             f"activation_checkpoint.budget: cannot count the bytes of {type(model).__name__}"

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from compose.base.batch import Sample
 from compose.base.fields import Fraction, Positive
 from compose.base.torch_versions import bypass_saved_tensors_hooks
 from compose.errors import ConfigError, did_you_mean
@@ -91,7 +92,7 @@ def operators(names: Iterable[str]) -> Operators:
 
 
 def recomputed_units(
-    model: nn.Module, units: Sequence[str], options: ActivationCheckpoint, seq_len: int
+    model: nn.Module, units: Sequence[str], options: ActivationCheckpoint, sample: Sample
 ) -> dict[str, Operators]:
     """Return the units to recompute, and for each the operators whose results are kept.
 
@@ -101,7 +102,7 @@ def recomputed_units(
         model: The whole model.
         units: Names of the units, in the order they run.
         options: The table [activation_checkpoint].
-        seq_len: Tokens of a sample.
+        sample: The tokens of a sample, or what makes its inputs.
 
     Returns:
         Operators by unit.
@@ -116,7 +117,7 @@ def recomputed_units(
     if options.mode == "selective":
         return dict.fromkeys(units, operators(options.keep))
     if options.mode == "budget":
-        kept = within(unit_costs(model, units, seq_len), options.budget)
+        kept = within(unit_costs(model, units, sample), options.budget)
         return {name: operators(groups) for name, groups in kept.items() if groups is not None}
     return {}
 

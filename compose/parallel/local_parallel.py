@@ -202,6 +202,24 @@ class LocalPositions(SequenceParallel):
         return self
 
 
+class LocalLinear(SequenceParallel):
+    """A style for an nn.Linear that is whole on every rank and takes a part of the tokens, dim 1.
+
+    The gradients of its weight and bias are summed over the axis.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sequence_dim=1, use_local_output=True)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _become(module, (nn.Linear,), _TokenLinear, self)
+        return distribute_module(module, device_mesh, self._replicate_module_fn)
+
+    def by_dtensors(self) -> ParallelStyle:
+        """Return this style: PyTorch's own styles too hand on plain activations."""
+        return self
+
+
 class LocalVector(ParallelStyle):
     """A style for a module that returns its only parameter (N,): each rank gets its part of the N."""
 
@@ -227,6 +245,7 @@ LOCAL = (
     LocalColwise,
     LocalRowwise,
     LocalHeads,
+    LocalLinear,
     LocalNorm,
     LocalPositions,
     LocalVector,
@@ -287,6 +306,12 @@ class _HeadLinear(nn.Linear):
         bias = None if self.bias is None else _local(self.bias, Partial())
         heads = F.linear(input, _local(self.weight, Partial()), bias)
         return heads.unflatten(-1, (self.n_heads, -1))[..., self.head, :]
+
+
+class _TokenLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else _whole(self.bias, summed=True)
+        return F.linear(input, _whole(self.weight, summed=True), bias)
 
 
 class _LocalRMSNorm(RMSNorm):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.base.batch import IGNORE
+from compose.base.batch import ignore_all
 
 Balance = Literal["headtail", "none"]
 
@@ -61,13 +61,13 @@ def chunk_starts(rank: int, cp: int, balance: Balance, length: int) -> tuple[int
 
 
 def pad_sequence(batch: Mapping[str, Tensor], unit: int) -> dict[str, Tensor]:
-    """Pad every tensor of a batch at the end, where no token attends to it.
+    """Pad every sequence of a batch at the end, where no causal attention sees it.
 
-    Targets are padded with IGNORE, ``document_ids`` with a document of its own, and ``positions`` with
-    -1.
+    Nothing is learnt from the targets of padding. ``document_ids`` are padded with a document of its
+    own, and ``positions`` with -1.
 
     Args:
-        batch: Tensors (B, S, ...), by name.
+        batch: Tensors (B, S, ...), by name; a tensor (B,) is of whole samples, and stays as it is.
         unit: Lengths are padded to a multiple of this number.
 
     Returns:
@@ -75,11 +75,11 @@ def pad_sequence(batch: Mapping[str, Tensor], unit: int) -> dict[str, Tensor]:
     """
     result = {}
     for name, value in batch.items():
-        missing = -value.shape[1] % unit
+        missing = -value.shape[1] % unit if value.ndim > 1 else 0
         if missing:
             filler = value[:, -1:].expand(-1, missing, *value.shape[2:]).clone()
             if name == "targets":
-                filler.fill_(IGNORE)
+                ignore_all(filler)
             elif name == "document_ids":
                 filler += 1
             elif name == "positions":
@@ -97,7 +97,7 @@ def shard_sequence(
     A length that cannot be cut evenly is padded, as :func:`pad_sequence` does it.
 
     Args:
-        batch: Tensors (B, S, ...), by name.
+        batch: Tensors (B, S, ...), by name; a tensor (B,) is of whole samples, and stays as it is.
         mesh: The 1-D mesh of cp.
         balance: How chunks are dealt to ranks.
         multiple: Each chunk's length is padded to a multiple of this number.
@@ -110,6 +110,9 @@ def shard_sequence(
     # Every rank holds equally many chunks, so this makes its part divisible too.
     result = {}
     for name, value in pad_sequence(batch, count * multiple).items():
+        if value.ndim == 1:
+            result[name] = value
+            continue
         pieces = value.chunk(count, 1)
         result[name] = torch.cat([pieces[i] for i in chunks_of(rank, cp, balance)], 1)
     return result

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from torch.distributed.tensor import DTensor
 
+from compose.base.batch import Sample
 from compose.errors import ConfigError
 from compose.loss.output import StepLoss
 from compose.parallel.data_parallel import finish_backward
@@ -36,7 +37,7 @@ def apply_pipeline_parallel(
     mesh: DeviceMesh,
     schedule: Schedule,
     zero: int,
-    seq_len: int,
+    seq_len: Sample,
 ) -> "PipelineRunner":
     """Cut ``model`` in place, so that it keeps what this rank runs.
 
@@ -46,7 +47,7 @@ def apply_pipeline_parallel(
         mesh: The 1-D mesh of pp.
         schedule: How the stages run. Without ``layers`` they are balanced by FLOPs.
         zero: The ZeRO stage.
-        seq_len: Tokens of a sample, for which FLOPs are counted.
+        seq_len: Tokens of a sample, or what makes its inputs; FLOPs are counted for it.
 
     Returns:
         What runs the stages.

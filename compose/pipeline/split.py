@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from compose.base.batch import Sample, on_meta
 from compose.base.tied import tied_names
 from compose.errors import ConfigError
 from compose.plan import Pipeline
@@ -108,17 +109,17 @@ def _made_to_fit(layers: Sequence[int], n_layers: int) -> list[int]:
     return fitted
 
 
-def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: int) -> tuple[int, ...]:
+def balanced(model: nn.Module, pipeline: Pipeline, stages: int, sample: Sample) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage does the fewest FLOPs.
 
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
     output projection. An embedding's look-up costs none.
 
     Args:
-        model: The whole model; its first argument must be token ids (B, L).
+        model: The whole model.
         pipeline: How it can be cut.
         stages: How many stages.
-        seq_len: Tokens of a sample.
+        sample: The tokens of a sample, or what makes its inputs.
 
     Returns:
         The layers of each stage.
@@ -127,11 +128,11 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: int) ->
         ConfigError: There are fewer layers than ``stages`` need, or FLOPs cannot be counted.
     """
     check_stages(stages, stages, len(layer_names(model, pipeline)))
-    first, layers, last = _costs(model, pipeline, seq_len)
+    first, layers, last = _costs(model, pipeline, sample)
     return _fewest_at_most(first, layers, last, stages)
 
 
-def _costs(model: nn.Module, pipeline: Pipeline, seq_len: int) -> tuple[float, list[float], float]:
+def _costs(model: nn.Module, pipeline: Pipeline, sample: Sample) -> tuple[float, list[float], float]:
     """Return the forward FLOPs of one sample: before the layers, of each layer, after them."""
     layers = [f"{pipeline.layers}.{name}" for name in layer_names(model, pipeline)]
     spent = dict.fromkeys([*pipeline.first, *layers, *pipeline.last], 0.0)
@@ -151,10 +152,9 @@ def _costs(model: nn.Module, pipeline: Pipeline, seq_len: int) -> tuple[float, l
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    tokens = torch.empty((1, seq_len), dtype=torch.int64, device="meta")
     try:
         with counter, torch.no_grad():
-            torch.func.functional_call(model, tensors, (tokens,), tie_weights=True)
+            torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=True)
     except Exception as error:
         raise ConfigError(
             f"parallel.pp_layers: cannot count the FLOPs of {type(model).__name__}"
@@ -248,6 +248,13 @@ def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
     return ties
 
 
+class _Elsewhere(nn.Identity):
+    """The identity in place of a module that another stage holds: it returns its first input."""
+
+    def forward(self, input: Any, *others: Any, **named: Any) -> Any:
+        return input
+
+
 def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: Pipeline) -> None:
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -255,14 +262,7 @@ def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: Pipeli
         if path == pipeline.layers:
             parent._modules.pop(leaf, None)
         else:
-            parent._modules[leaf] = _Absent()
-
-
-class _Absent(nn.Identity):
-    """The identity on the first input; other stages' modules may take more."""
-
-    def forward(self, input: Tensor, *others: Any, **named: Any) -> Tensor:
-        return input
+            parent._modules[leaf] = _Elsewhere()
 
 
 def _parent(name: str) -> str:

@@ -30,7 +30,7 @@ def island_bytes(job: Job, outer: Outer) -> list[int]:
         dist.init_process_group("fake", store=FakeStore(), rank=first, world_size=job.world_size)
         try:
             mesh, model = init_mesh(job.degrees), copy.deepcopy(job.model)
-            composition = apply(model, job.resolved, mesh, job.config.options)
+            composition = apply(model, job.resolved, mesh, job.options)
             ranks.append(first_rank_messages(outer, composition, sizes, job.resolved.checkpoint))
         finally:
             dist.destroy_process_group()

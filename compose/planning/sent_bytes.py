@@ -51,7 +51,7 @@ def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], i
     with fake_world(rank, job.world_size, Recorder(kernels), kernels, objects):
         mesh = init_mesh(job.degrees, kernels)
         with OnMeta(["cuda"], kernels="cpu"):
-            composition = apply(model, resolve(job.plan, model), mesh, config.options)
+            composition = apply(model, resolve(job.plan, model), mesh, job.options)
             optimizer = build_optimizer(composition, job)
         batch = step_batch(job, micro_batches)
         assert composition.compression is not None

@@ -16,6 +16,7 @@ from compose.apply import apply
 from compose.base.local_tensor import local_tensor
 from compose.build import build_optimizer, loss_function
 from compose.composition.state import Composition
+from compose.data.task import batch_on_meta
 from compose.legality.job import Job
 from compose.optimizer.state import make_state
 from compose.parallel.data_parallel import finish_backward
@@ -74,7 +75,7 @@ def trace(played: Played) -> Traced:
     with fake_world(played.rank, job.world_size, recorder, device_type, played.objects) as sent:
         mesh = init_mesh(job.degrees, device_type)
         # Operators are recorded one by one; the time model fuses them.
-        options = replace(config.options, compile=replace(config.options.compile, mode="off"))
+        options = replace(job.options, compile=replace(config.compile, mode="off"))
         if job.degrees.pp > 1:
             layers = played.pp_layers or job.degrees.pp_layers
             options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
@@ -135,9 +136,8 @@ def step_batch(job: Job, micro_batches: int, documents: bool = True) -> dict[str
     Returns:
         The tensors by name.
     """
-    shape = (max(1, micro_batches) * job.config.train.micro_batch, job.config.train.seq_len)
-    names = ("tokens", "targets", *(("positions", "document_ids") if documents else ()))
-    return {name: torch.zeros(shape, dtype=torch.int64, device="meta") for name in names}
+    samples = max(1, micro_batches) * job.config.train.micro_batch
+    return batch_on_meta(job.config, samples, documents)
 
 
 def _try_stream(

@@ -166,8 +166,8 @@ class OneProcess:
         count = count_targets(targets).clamp(min=1)
         routing = routers(self.model).values()
         for router in routing:
-            router.tokens_per_step, router.loss_scale = targets.numel(), self.loss_scale
-        ids = torch.arange(targets.numel()).view(targets.shape)
+            router.tokens_per_step, router.loss_scale = targets.shape[:2].numel(), self.loss_scale
+        ids = _ids(targets)
         calls = ids.split(self.micro_batch or len(ids))
         with follow(self.model, found, calls, self.tie) as self.choices:
             self.losses.append(self._accumulate(batch, count))
@@ -208,7 +208,7 @@ class OneProcess:
         """Return what routers choose by themselves, by their names."""
         inputs = {name: value for name, value in batch.items() if name != "targets"}
         targets = batch["targets"]
-        ids = torch.arange(targets.numel()).view(targets.shape)
+        ids = _ids(targets)
         size = self.micro_batch or len(ids)
         with follow(self.model, {}, ids.split(size), 0.0) as choices:
             for start in range(0, len(ids), size):
@@ -232,6 +232,12 @@ class OneProcess:
     def change(self, name: str) -> Tensor:
         """Return the change of a parameter over all steps."""
         return self.parameters[name].detach() - self.initial[name]
+
+
+def _ids(targets: Tensor) -> Tensor:
+    """Return numbers of the batch's tokens, row by row."""
+    shape = targets.shape[:2]
+    return torch.arange(shape.numel()).view(shape)
 
 
 def _check_sum(loss_function: LossFunction, output: object, targets: Tensor) -> None:

@@ -134,7 +134,7 @@ def prove_outer_loop(
         The outer weights and the weights of this island after some rounds, each beside one process's.
     """
     islands, config = current(), job.config
-    composition = parallelize(job, mesh, device, replace(config.options, precision=precision_of(EXACT)))
+    composition = parallelize(job, mesh, device, replace(job.options, precision=precision_of(EXACT)))
     fill_weights(composition, job, device)
     options, layers = config.outer, job.resolved.checkpoint
     timeout = start_timeout(config.comm)

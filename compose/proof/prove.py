@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.composition.state import Composition
-from compose.data.packing import random_batch
+from compose.data.task import task_of
 from compose.legality.job import Job
 from compose.optimizer.reference import Reference
 from compose.optimizer.rules import parameter_rules
@@ -55,13 +55,11 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = 
     eps = max(job.config.optimizer.eps, EPS)
     config = replace(job.config, optimizer=replace(job.config.optimizer, eps=eps))
     job = replace(job, config=config)
-    train, vocabulary = config.train, config.model.config.vocab_size
+    train, task = config.train, task_of(config)
     batches = [
         {
             name: value.to(device)
-            for name, value in random_batch(
-                train.global_batch, train.seq_len, vocabulary, train.seed + step
-            ).items()
+            for name, value in task.random_batch(config, train.global_batch, train.seed + step).items()
         }
         for step in range(steps)
     ]
@@ -69,7 +67,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = 
     rules = parameter_rules(job.model, job.plan, config.optimizer)
 
     def compose(arithmetic: Arithmetic) -> Composition:
-        options = replace(config.options, precision=precision_of(arithmetic))
+        options = replace(job.options, precision=precision_of(arithmetic))
         composition = parallelize(job, mesh, device, options)
         fill_weights(composition, job, device)
         return composition

@@ -259,7 +259,7 @@ def compare(
             )
         seen: dict[str, list[Choices]] = {}
         if routers(model):
-            calls = ids_of_calls(composition, batch["targets"].shape, micro_batch)
+            calls = ids_of_calls(composition, batch["targets"].shape[:2], micro_batch)
             seen = gathered(recorder.choices(calls))
         missing, sent = {}, None
         if messages:
@@ -339,7 +339,7 @@ def _check_batches(batches: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh) ->
         if not count_targets(batch["targets"]):
             raise ConfigError(
                 "batch: no target is trained on, so that nothing can be proved; give targets other"
-                " than -100"
+                " than -100, or floats other than NaN"
             )
 
 

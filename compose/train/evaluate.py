@@ -28,8 +28,8 @@ def evaluate(
 
     Args:
         composition: What ``compose.apply`` returned.
-        batch: As ``forward_backward`` takes it. A row that only fills up a share has targets of IGNORE
-            and positions of -1.
+        batch: As ``forward_backward`` takes it. A row that only fills up a share has targets from which
+            nothing is learnt, and positions of -1.
         micro_batch: Samples in one forward; None is the whole share.
         loss_function: As ``forward_backward`` takes it.
 

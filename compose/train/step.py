@@ -41,10 +41,11 @@ def forward_backward(
     Args:
         composition: What ``compose.apply`` returned.
         batch: This rank's share of the global batch, each tensor (samples, ...). ``targets`` goes to
-            ``loss_function``, all else to the model by name. With cp, each tensor is cut along its
-            second dim.
+            ``loss_function``, all else to the model by name. With cp, each tensor of more dims is cut
+            along its second.
         micro_batch: Samples in one forward; None is the whole share.
-        loss_function: Takes (output, targets) and returns a sum over targets. With a CrossEntropy with
+        loss_function: Takes (output, targets) and returns a sum over targets: all elements, but
+            integers of IGNORE and floats of NaN (``count_targets``). With a CrossEntropy with
             ``chunk`` (compose/loss/output.py) the model's last projection computes the loss; this needs
             Plan.output.
         loss_scale: Multiplies the gradients, not the returned loss. ``clip_grad_norm_`` divides by it.
@@ -60,7 +61,7 @@ def forward_backward(
     targets = batch["targets"]
     micro_batch = samples_at_once(batch, micro_batch)
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
-    begin_step(model, targets.numel() * batch_share(mesh)[1], loss_scale)
+    begin_step(model, targets.shape[:2].numel() * batch_share(mesh)[1], loss_scale)
 
     batch = local_batch(composition, batch)
     # loss_parallel only changes what cross-entropy does with DTensors.
@@ -142,7 +143,7 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
         # Generation has no targets.
         _check_length(batch.get("targets", next(iter(batch.values()))), composition.sequence_ranks)
     else:
-        batch = pad_sequence(batch, chunk_count(cp, composition.balance) * tp)
+        batch = _padded(composition, batch, chunk_count(cp, composition.balance) * tp)
     if "document_ids" not in batch:
         return batch if cp == 1 else shard_sequence(batch, mesh["cp"], composition.balance)
     rest = {name: value for name, value in batch.items() if name != "document_ids"}
@@ -155,10 +156,20 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
     return {**rest, "documents": Documents(ids, device)}
 
 
+def _padded(composition: Composition, batch: Mapping[str, Tensor], unit: int) -> Mapping[str, Tensor]:
+    """Pad the sequences of a batch. Attention that is not causal sees padding that is no document."""
+    first = next(value for value in batch.values() if value.ndim > 1)
+    takes = "documents" in signature(type(composition.model).forward).parameters
+    if first.shape[1] % unit and takes and "document_ids" not in batch:
+        ids = torch.zeros(first.shape[:2], dtype=torch.int64, device=first.device)
+        batch = {**batch, "document_ids": ids}
+    return pad_sequence(batch, unit)
+
+
 def _with_positions(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if "positions" in batch or "positions" not in signature(type(model).forward).parameters:
         return batch
-    tokens = next(value for name, value in batch.items() if name != "targets")
+    tokens = next(value for name, value in batch.items() if name != "targets" and value.ndim > 1)
     counted = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
     return {**batch, "positions": counted}
 

@@ -20,6 +20,7 @@ from compose.data.datasets import (
     training_batches,
 )
 from compose.legality.job import Job
+from compose.loss.output import CrossEntropy
 from compose.optimizer.lr_schedule import learning_rate, set_learning_rate
 from compose.optimizer.offload import OffloadedAdamW
 from compose.outer.loop import OuterLoop
@@ -212,7 +213,9 @@ class Trainer:
             before.tokens + self.step_tokens,
             before.scale and before.scale.after(finite),
         )
-        z_loss = self.loss.mean_square(self.mesh) if train.z_loss else None
+        z_loss = None
+        if train.z_loss and isinstance(self.loss, CrossEntropy):
+            z_loss = self.loss.mean_square(self.mesh)
         if self.device.type == "cuda":  # it may still compute the optimizer's step
             torch.cuda.synchronize(self.device)
         rate = self.step_tokens / (time.perf_counter() - start)

@@ -7,7 +7,7 @@ CONTEXT = [
         "padding is trained on",
         CP | {"train__seq_len": 30},
         "compose.parallel.sequence:pad_sequence",
-        "filler.fill_(IGNORE)",
+        "ignore_all(filler)",
         "filler.fill_(0)",
         "loss",
         "step 1",

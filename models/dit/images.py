@@ -1,0 +1,178 @@
+"""Images from a folder, and images as rows of patches."""
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compose.errors import ConfigError, printable
+
+from .model import DiTConfig
+
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+class ImageSet(Protocol):
+    """A numbered set of images."""
+
+    @property
+    def content(self) -> str:
+        """A digest that tells these images from others."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of images, at least 1."""
+        ...
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        """Return an image (channels, height, width), from -1 to 1, and its class."""
+        ...
+
+
+def to_patches(images: Tensor, size: int) -> Tensor:
+    """Cut images into square patches, row by row.
+
+    Args:
+        images: (..., channels, height, width).
+        size: Height and width of a patch.
+
+    Returns:
+        (..., L, C).
+    """
+    cut = images.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return cut.movedim((-4, -2), (-5, -4)).flatten(-3).flatten(-3, -2)
+
+
+def from_patches(patches: Tensor, size: int, channels: int) -> Tensor:
+    """Put patches together to square images; the inverse of :func:`to_patches`.
+
+    Args:
+        patches: (..., L, C).
+        size: Height and width of a patch.
+        channels: Channels of a pixel.
+
+    Returns:
+        (..., channels, height, width).
+    """
+    rows = round(patches.shape[-2] ** 0.5)
+    cut = patches.unflatten(-2, (rows, rows)).unflatten(-1, (channels, size, size))
+    return cut.movedim((-5, -4), (-4, -2)).flatten(-2).flatten(-3, -2)
+
+
+class Images:
+    """Images of files, cut and resized to squares."""
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[tuple[Path, int]],
+        size: int,
+        channels: int,
+        skip_unreadable: bool,
+    ) -> None:
+        """Take the files.
+
+        Args:
+            name: The name that the user gave.
+            files: Files with the numbers of their classes.
+            size: Height and width of the images.
+            channels: 3 for colour, 1 for grey.
+            skip_unreadable: Whether the next image takes the place of one that cannot be read.
+        """
+        self.name, self.files, self.size, self.channels = name, files, size, channels
+        self.skip_unreadable = skip_unreadable
+        self.unreadable = set[Path]()
+
+    @property
+    def content(self) -> str:
+        """A digest of the names, sizes and classes of the files."""
+        digest = hashlib.sha256()
+        for path, label in self.files:
+            line = [os.fsencode(path.name), str(label).encode(), str(path.stat().st_size).encode()]
+            digest.update(b"\0".join(line) + b"\n")
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        """Return an image and its class.
+
+        Raises:
+            ConfigError: It cannot be read, and may not be skipped, or none can be read.
+        """
+        for after in range(len(self.files)):
+            path, label = self.files[(index + after) % len(self.files)]
+            try:
+                return _opened(path, self.size, self.channels), label
+            except _errors() as error:
+                self._unreadable(path, error)
+        raise ConfigError(f"data.path: {self.name}: none of its {len(self)} images can be read")
+
+    def _unreadable(self, path: Path, error: Exception) -> None:
+        reason = (getattr(error, "strerror", "") or str(error) or "damaged").partition("\n")[0]
+        problem = f"data.path: {printable(str(path))}: cannot be read as an image: {printable(reason)}"
+        if not self.skip_unreadable:
+            raise ConfigError(
+                f"{problem}; repair or remove it, or set data.skip_unreadable = true"
+            ) from None
+        if path not in self.unreadable:
+            self.unreadable.add(path)
+            print(f"{problem}; skipped, {len(self.unreadable)} in all", file=sys.stderr, flush=True)
+
+
+def folder_of_images(path: str, model: DiTConfig, skip_unreadable: bool) -> Images:
+    """Open a folder: its subfolders are the classes, by name; images beside them are class 0.
+
+    Args:
+        path: The name that the user gave.
+        model: The model's config.
+        skip_unreadable: As for :class:`Images`.
+
+    Returns:
+        The images.
+
+    Raises:
+        ConfigError: There are no images, or more classes than the model has.
+    """
+    folder = Path(os.path.expanduser(path))
+    if not folder.is_dir():
+        raise ConfigError(f"{path} is no folder of images; name one, or shapes for drawn ones")
+    classes = sorted(each for each in folder.iterdir() if each.is_dir())
+    if len(classes) > model.n_classes:
+        raise ConfigError(
+            f"{path} has {len(classes)} folders, each a class; set model.n_classes to at least"
+            f" {len(classes)} (it is {model.n_classes})"
+        )
+    files = [(file, 0) for file in sorted(folder.iterdir()) if _is_image(file)]
+    for label, each in enumerate(classes):
+        files += [(file, label) for file in sorted(each.rglob("*")) if _is_image(file)]
+    if not files:
+        raise ConfigError(f"{path} has no image ({', '.join(_SUFFIXES)}) in it or in its folders")
+    return Images(path, files, model.image_size, model.channels, skip_unreadable)
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in _SUFFIXES and path.is_file()
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from PIL import Image
+
+    return (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+
+def _opened(path: Path, size: int, channels: int) -> Tensor:
+    """Return the square in the middle of an image."""
+    from PIL import Image, ImageOps
+
+    with Image.open(path) as image:
+        square = ImageOps.fit(image.convert("RGB" if channels == 3 else "L"), (size, size))
+    pixels = torch.from_numpy(np.array(square)).float() / 127.5 - 1
+    return pixels.movedim(-1, 0) if channels == 3 else pixels[None]

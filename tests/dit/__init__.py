@@ -1,0 +1,1 @@
+"""The diffusion transformer, and tasks that are not language modelling."""
