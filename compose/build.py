@@ -2,13 +2,13 @@
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
@@ -19,6 +19,7 @@ from compose.errors import ConfigError
 from compose.huggingface.folder import config_problems, load_hf, name_of
 from compose.legality.job import Job
 from compose.loss.output import CrossEntropy
+from compose.lora.adapt import init_adapter, is_adapter
 from compose.optimizer.adamw import AdamW
 from compose.optimizer.groups import Together, grouped, stage_group
 from compose.optimizer.lr_schedule import set_learning_rate
@@ -93,9 +94,18 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
             raise ConfigError(*problems)
         materialize(whole, device)
         load_hf(whole, folder, name_of(chosen.name, chosen.config), job.model)
-        return
-    initialised = cast(InitialisedModel, job.model)
-    init_weights(whole, initialised.init_parameter, config.train.seed, device)
+        init_weights(whole, init_adapter, config.train.seed, device, only=is_adapter)
+    else:
+        init_weights(whole, _first_values(job), config.train.seed, device)
+
+
+def _first_values(job: Job) -> Callable[[str, Tensor, Generator], None]:
+    model = cast(InitialisedModel, job.model)
+
+    def fill(name: str, tensor: Tensor, generator: Generator) -> None:
+        (init_adapter if is_adapter(name) else model.init_parameter)(name, tensor, generator)
+
+    return fill
 
 
 def build_optimizer(
@@ -120,7 +130,7 @@ def build_optimizer(
     """
     config = job.config
     rules = parameter_rules(job.model, job.plan, config.optimizer)
-    named = list(composition.named_parameters())
+    named = [(name, p) for name, p in composition.named_parameters() if p.requires_grad]
     muon = config.optimizer.name == "muon"
     group = stage_group(composition.mesh, config.comm.timeout) if muon else None
     parts: list[torch.optim.Optimizer] = []

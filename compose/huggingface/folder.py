@@ -24,6 +24,7 @@ from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition.state import Composition, module_of
 from compose.errors import ConfigError
 from compose.legality.job import Job
+from compose.lora.adapt import is_adapter
 from compose.registry import training_fields
 
 # Older files hold these frequencies besides the weights. They are computed here.
@@ -162,7 +163,8 @@ def name_of(name: str, config: Any) -> HfName:
 def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (our name, Hugging Face's name, tensor) for each published tensor of a model.
 
-    These are all parameters, and the persistent buffers that have a name in Hugging Face's model.
+    These are all parameters except adapters', and the persistent buffers that have a name in Hugging
+    Face's model.
 
     Args:
         whole: A model, or a composition, which has this rank's part.
@@ -173,7 +175,8 @@ def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple
     """
     model = module_of(whole)
     for name, parameter in whole.named_parameters():
-        yield name, hf_name(name), parameter
+        if not is_adapter(name):
+            yield name, hf_name(name), parameter
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         try:
