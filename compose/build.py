@@ -17,9 +17,10 @@ from compose.composition.state import Composition
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.huggingface.folder import config_problems, load_hf, name_of
+from compose.huggingface.peft_files import load_adapters
 from compose.legality.job import Job
-from compose.loss.output import CrossEntropy
 from compose.lora.adapt import init_adapter, is_adapter
+from compose.loss.output import CrossEntropy
 from compose.optimizer.adamw import AdamW
 from compose.optimizer.groups import Together, grouped, stage_group
 from compose.optimizer.lr_schedule import set_learning_rate
@@ -78,6 +79,8 @@ def build(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
 def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
     """Give a model its first weights, from ``checkpoint.load_hf`` or drawn by ``train.seed``.
 
+    Adapters come from ``model.lora.load``, or are drawn.
+
     Args:
         whole: The job's model, on meta or on ``device``, or the composition of it.
         job: The job that names the weights.
@@ -86,9 +89,10 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
     Raises:
         ConfigError: The published weights do not fit.
     """
-    config = job.config
+    config, chosen = job.config, job.config.model
+    lora = chosen.lora
     if config.checkpoint.load_hf:
-        chosen, folder = config.model, Path(config.checkpoint.load_hf)
+        folder = Path(config.checkpoint.load_hf)
         problems = config_problems(folder, chosen.name, chosen.config)
         if problems:
             raise ConfigError(*problems)
@@ -97,6 +101,9 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
         init_weights(whole, init_adapter, config.train.seed, device, only=is_adapter)
     else:
         init_weights(whole, _first_values(job), config.train.seed, device)
+    if lora.load:
+        name = name_of(chosen.name, chosen.config)
+        load_adapters(whole, Path(lora.load), lora, name, job.model)
 
 
 def _first_values(job: Job) -> Callable[[str, Tensor, Generator], None]:

@@ -89,11 +89,14 @@ class Config:
 
 
 TABLES: dict[str, type] = {
-    f.name: f.default_factory  # type: ignore[misc]
+    name: kind
     for f in dataclasses.fields(Config)
     if f.name != "source"
+    for name, kind in (
+        (f.name, f.default_factory),  # type: ignore[misc]
+        *([("model.lora", Lora)] if f.name == "model" else []),
+    )
 }
-TABLES["model.lora"] = Lora
 
 
 def table_of(config: Config, name: str) -> Any:

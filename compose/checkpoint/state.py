@@ -16,9 +16,9 @@ def named_tensors(
 ) -> dict[str, list[Tensor]]:
     """Return every tensor that training changes, by its name in the whole model.
 
-    ``model.<name>`` are parameters that are not frozen, and persistent buffers. ``optimizer.<name>.<key>`` is the
-    optimizer's state of a parameter. A rank may hold several copies of a tensor that stages share. Then
-    all copies are listed.
+    ``model.<name>`` are parameters that are not frozen, and persistent buffers.
+    ``optimizer.<name>.<key>`` is the optimizer's state of a parameter. A rank may hold several copies
+    of a tensor that stages share. Then all copies are listed.
 
     Args:
         whole: A model that was not cut, or what ``compose.apply`` returned.

@@ -134,9 +134,8 @@ class Packing:
             else:
                 plain.append(piece)
         blocks = torch.cat([rows[:, :0], *coded], 1)
-        return blocks.unflatten(1, (-1, size)) if coded else blocks[:, None, :0].expand(
-            -1, 0, size
-        ), torch.cat(plain, 1)
+        blocks = blocks.unflatten(1, (-1, size)) if coded else rows.new_empty(len(rows), 0, size)
+        return blocks, torch.cat(plain, 1)
 
     def join(self, blocks: Tensor, plain: Tensor, out: Tensor) -> None:
         """Undo :meth:`cut`.

@@ -9,6 +9,7 @@ from compose.commands.cli import read_flags
 from compose.config import Config
 from compose.errors import ConfigError, printable
 from compose.huggingface.conversion import export, import_
+from compose.huggingface.peft_files import CONFIG
 from compose.huggingface.sources import checkpoints, is_hugging_face, model_in
 from compose.toml import COMMAND_LINE, load
 
@@ -16,20 +17,24 @@ _FLAGS = {
     "--config": "FILE.toml whose [model] it is; default: what SOURCE says",
     "--original": "Hugging Face's folder with the tokenizer, to be copied to one",
     "--dtype": "float32 (the default), bfloat16 or float16, of the weights in Hugging Face's folder",
+    "--merged": "",
 }
+_HELP = _FLAGS | {"--merged": "write whole weights, with the adapters of a run added to them"}
 USAGE = """\
 python -m compose convert SOURCE TARGET [--config FILE.toml] [--original FOLDER] [--dtype TYPE]
+    [--merged]
 
 SOURCE is Hugging Face's folder (config.json and safetensors), and TARGET becomes the folder of a run
 that begins with its weights; or SOURCE is a checkpoint, or the folder of a run, whose newest is taken,
-and TARGET becomes a folder that transformers opens.
+and TARGET becomes a folder that transformers opens. Of a run with adapters (model.lora) it becomes one
+that peft opens, or with --merged one of whole weights, with the adapters added to them.
 """
 
 
 def convert(arguments: Sequence[str]) -> int:
     """Convert Hugging Face weights to a checkpoint or back: python -m compose convert SOURCE TARGET."""
     if {"--help", "-h"} & set(arguments):
-        print(USAGE, *(f"  {name:<12}{words}" for name, words in _FLAGS.items()), sep="\n")
+        print(USAGE, *(f"  {name:<12}{words}" for name, words in _HELP.items()), sep="\n")
         return 0
     folders, flags = read_flags(arguments, _FLAGS)
     if len(folders) != 2:
@@ -39,7 +44,7 @@ def convert(arguments: Sequence[str]) -> int:
     source, target = (Path(word) for word in folders)
     config = load(flags["--config"]) if "--config" in flags else None
     if is_hugging_face(source):
-        for flag in ("--original", "--dtype"):
+        for flag in ("--original", "--dtype", "--merged"):
             if flag in flags:
                 raise ConfigError(f"{COMMAND_LINE}: {flag}: is for the way to Hugging Face")
         done = import_(source, target, config or Config(model=model_in(source)))
@@ -50,8 +55,9 @@ def convert(arguments: Sequence[str]) -> int:
         if name not in kinds:
             raise ConfigError(f"{COMMAND_LINE}: --dtype: {name} is none of {', '.join(kinds)}")
         original = Path(flags["--original"]) if "--original" in flags else None
-        done = export(checkpoints(source)[0], target, config, original, kinds[name])
-        then = "transformers opens it"
+        merged = "--merged" in flags
+        done = export(checkpoints(source)[0], target, config, original, kinds[name], merged)
+        then = "peft opens it" if (target / CONFIG).exists() else "transformers opens it"
     if done.original:
         print(
             f"{source}: was made from {printable(done.original)}, of which its run kept nothing;"

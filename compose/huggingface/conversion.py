@@ -34,7 +34,9 @@ from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.config import Config, Model
 from compose.data.tokenizer import MODEL, TOKENIZER, carry, keep
 from compose.errors import ConfigError
+from compose.huggingface.adapters import Merged, Read, adapted, table_of
 from compose.huggingface.folder import (
+    HfName,
     config_problems,
     differences,
     fill_shard,
@@ -43,6 +45,7 @@ from compose.huggingface.folder import (
     published,
     read_config,
 )
+from compose.huggingface.peft_files import peft_name, target_modules, write_adapters
 from compose.huggingface.sources import kept_tokenizer
 from compose.registry import find_model, model_names
 from compose.toml import dump
@@ -147,9 +150,12 @@ def export(
     config: Config | None = None,
     original: Path | None = None,
     dtype: torch.dtype = torch.float32,
+    merged: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Converted:
     """Make a folder that transformers opens from a checkpoint.
+
+    A checkpoint of adapters becomes a folder that peft opens, unless they are merged into the weights.
 
     Args:
         source: The checkpoint.
@@ -157,7 +163,8 @@ def export(
         config: The config with the model; None takes the model that the checkpoint names.
         original: The Hugging Face folder with the tokenizer to copy; None takes the tokenizer that the
             run has kept.
-        dtype: Dtype of the parameters; buffers stay in float32.
+        dtype: Dtype of the parameters; buffers stay in float32, and so do adapters.
+        merged: Whether to write the weights with the adapters added to them.
         shard_bytes: Bytes of tensors in a file.
 
     Returns:
@@ -176,12 +183,25 @@ def export(
         values = find_hf(model.name).hf_config(model.config)
     except ValueError as error:
         raise ConfigError(f"{source}: model.{error}") from None
-    whole, reader = _on_meta(model), _Reader(source)
-    wanted = list(published(whole, name_of(model.name, model.config)))
-    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, _, tensor in wanted}
+    whole, reader, hf_name = _on_meta(model), _Reader(source), name_of(model.name, model.config)
+    wanted = list(published(whole, hf_name))
+
+    def read(name: str, like: Tensor) -> Tensor:
+        return _read(reader, f"model.{name}", like)
+
+    if merged and not known.lora:
+        raise ConfigError(f"{source}: --merged: holds no adapters, and is exported whole anyway")
+    held = {ours: tensor for ours, _, tensor in wanted}
+    if known.lora:
+        held = adapted(_on_meta(model), known.lora)
+        held |= {name: b for name, _, b in wanted if not isinstance(b, nn.Parameter)}
+    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in held.items()}
     problems = mismatches(parts, reader.read_metadata())
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
+    if known.lora and not merged:
+        return _export_adapters(source, target, known.lora, _on_meta(model), hf_name, read)
+    value_of = Merged(source, known, _on_meta(model), hf_name, read).weight if known.lora else read
 
     plan: list[list[Planned]] = []
     for _, theirs, tensor in wanted:
@@ -196,7 +216,7 @@ def export(
 
     def tensors() -> Iterator[Tensor]:
         for (ours, theirs, tensor), planned in zip(wanted, plan, strict=True):
-            value = _read(reader, f"model.{ours}", tensor)
+            value = (value_of if isinstance(tensor, nn.Parameter) else read)(ours, tensor)
             for part in value if "{}" in theirs else [value]:
                 yield part.to(planned[0].dtype)
 
@@ -212,6 +232,18 @@ def export(
     if original and (original / MODEL).exists():
         there = read_config(original)
         values |= {key: there[key] for key in _KEPT if key in there}
+    flat = [one for part in plan for one in part]
+    with _new_folder(target) as aside:
+        written = write_files(aside, flat, tensors(), shard_bytes)
+        (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
+        if original:
+            carry(original, aside)
+    return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
+
+
+@contextlib.contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which becomes ``target`` if nothing fails."""
     _absent(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -221,18 +253,25 @@ def export(
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
     try:
-        flat = [one for part in plan for one in part]
-        written = write_files(aside, flat, tensors(), shard_bytes)
-        (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
-        if original:
-            carry(original, aside)
+        yield aside
         aside.rename(target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if not isinstance(error, (OSError, CheckpointException)):
             raise
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
-    return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
+
+
+def _export_adapters(
+    source: Path, target: Path, known: store.Adapters, model: nn.Module, hf_name: HfName, read: Read
+) -> Converted:
+    """Make a folder that peft opens."""
+    parameters = adapted(model, known)
+    tensors = {peft_name(name, hf_name): read(name, p) for name, p in parameters.items()}
+    with _new_folder(target) as aside:
+        words = target_modules(model, hf_name)
+        write_adapters(aside, table_of(known), known.load_hf, words, tensors)
+    return Converted(target, len(tensors), sum(t.nbytes for t in tensors.values()), 1)
 
 
 class _Streamed(ShardSavePlanner):

@@ -272,10 +272,10 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         besides = name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
         if name not in expected and not besides:
             found.append((name, "is not of this model"))
-    return [f"{files.folder}: {line}" for line in _collapsed(found)]
+    return [f"{files.folder}: {line}" for line in collapsed(found)]
 
 
-def _collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
+def collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
     """Return one line for equal words about names that differ only by numbers."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, words in found:

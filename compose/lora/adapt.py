@@ -93,8 +93,8 @@ def find_targets(model: nn.Module, plan: Plan, lora: Lora, names: Sequence[str])
         stacked += matching(pattern, weights)[0]
         if stacked:
             problems.append(
-                f"{key}: pattern {pattern!r} names {stacked[0]}, whose weights are stacks of experts and"
-                " no nn.Linear; name layers of attention, or dense ones"
+                f"{key}: pattern {pattern!r} names {stacked[0]}, whose weights are stacks of experts,"
+                " and no nn.Linear; name layers of attention, or dense ones"
             )
         elif not modules:
             problems.append(f"{key}: pattern {pattern!r} matches no module{near}")
@@ -164,7 +164,8 @@ def _style_of(name: str, style: ParallelStyle | None, tp: int) -> AdapterParalle
         return AdapterParallel("columns")
     raise ConfigError(
         f"model.lora.targets: {name} has the style {type(style).__name__} under plan.tensor, from which"
-        " no cut of an adapter follows; name other layers, or give it ColwiseParallel or RowwiseParallel"
+        " no cut of an adapter follows; name other layers, or give it ColwiseParallel, RowwiseParallel"
+        " or HeadParallel"
     )
 
 

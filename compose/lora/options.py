@@ -12,7 +12,7 @@ Alpha = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True)
 class Lora:
-    """The table [model.lora]: adapters of low rank, which are trained in place of the model's weights."""
+    """The table [model.lora]: adapters of low rank, trained in place of the model's weights."""
 
     rank: NonNegative = 0
     """Rank of the adapters; the model's own weights are then frozen. 0: no adapters, all is trained."""

@@ -73,7 +73,8 @@ class AdapterParallel(ParallelStyle):
     """
 
     def __init__(self, cut: Cut, n_heads: int = 0) -> None:
-        self.cut, self.n_heads = cut, n_heads
+        self.cut: Cut = cut
+        self.n_heads = n_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is Adapter
@@ -110,7 +111,7 @@ class _CutAdapter(Adapter):
 
 @contextmanager
 def without_adapter(layer: nn.Module) -> Iterator[None]:
-    """Take the adapter out of a layer meanwhile, if it has one: a style cuts all that is in a module."""
+    """Take the adapter out of a layer meanwhile: PyTorch's styles cut all that is in a module."""
     adapters = [(name, child) for name, child in layer.named_children() if isinstance(child, Adapter)]
     for name, _ in adapters:
         delattr(layer, name)

@@ -183,7 +183,8 @@ class OneProcess:
             gradient /= self.loss_scale
         self.gradients = {name: gradient.clone() for name, gradient in found_gradients.items()}
         for name, gradient in coded.gradients.items() if coded else ():
-            found_gradients[name].copy_(gradient)
+            if name in found_gradients:  # frozen weights have none
+                found_gradients[name].copy_(gradient)
         limit = self.max_norm if self.max_norm > 0 else float("inf")
         self.norms.append(nn.utils.clip_grad_norm_(list(self.parameters.values()), limit))
         self.optimizer.step()
