@@ -8,17 +8,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from compose.__main__ import main
-from compose.build import build_optimizer, fill_weights
-from compose.huggingface.folder import find_hf, name_of
+from compose.build import fill_weights
+from compose.checkpoint.storage import PartsReader
+from compose.huggingface.folder import name_of
 from compose.huggingface.peft_files import CONFIG, named_adapters
+from tests.command_lines import execute
 from tests.helpers import Keys, make_job
 from tests.hugging_face import save_model
-from tests.lora import ALL, lora
-from tests.training import keys_for, lines, train
+from tests.lora import lora
+from tests.pool import Pool
+from tests.training import keys_for, train
 
+MODULES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 SHAPE: Keys = {"model__dim": 48, "model__n_heads": 6, "model__n_kv_heads": 2, "model__hidden_dim": 90}
 
 
@@ -39,9 +43,8 @@ def in_peft(base: Path, rank: int, alpha: float) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = AutoModelForCausalLM.from_pretrained(base)
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules))
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=MODULES))
 
 
 def test_training_equals_peft(base: Path) -> None:
@@ -79,3 +82,81 @@ def test_training_equals_peft(base: Path) -> None:
     for name, parameter in ours.items():
         other = theirs[name.replace(".weight", ".default.weight")]
         assert float((parameter - other).norm() / other.norm()) < 1e-6, name
+
+
+def run_of(base: Path, folder: Path, **more: object) -> dict[str, object]:
+    """The keys of a run of three steps with adapters over ``base``."""
+    return keys_for(
+        folder,
+        **SHAPE,
+        **lora(),
+        checkpoint__load_hf=base,
+        checkpoint__interval=2,
+        train__seq_len=16,
+        train__stop_after=3,
+        optimizer__lr=1e-2,
+        optimizer__warmup=0,
+        **more,
+    )
+
+
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path) -> None:
+    """What a run on two ranks leaves: peft and transformers compute the logits of our model from it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    keys = run_of(base, tmp_path / "run", parallel__tp=2, parallel__dp_shard=1)
+    pool.run(train, 2, keys)
+    checkpoint = tmp_path / "run/checkpoints/step-00000003"
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state["lora"]["load_hf"] == str(base.resolve())
+    held = PartsReader(checkpoint).read_metadata().state_dict_metadata
+    assert all(".lora." in name for name in held)
+    assert len(held) == 2 * 7 * 2 * 4  # layers, targets, A and B; themselves and AdamW's three
+
+    adapters, merged = tmp_path / "adapters", tmp_path / "merged"
+    assert main(["convert", str(tmp_path / "run"), str(adapters)]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(merged), "--merged"]) == 0
+    settings = json.loads((adapters / CONFIG).read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (3, 6)
+    assert settings["target_modules"] == MODULES
+
+    tokens = torch.randint(257, (2, 21), generator=torch.Generator().manual_seed(2))
+    plain = logits_of(AutoModelForCausalLM.from_pretrained(base), tokens)
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapters))
+    by_peft = logits_of(opened, tokens)
+    by_transformers = logits_of(AutoModelForCausalLM.from_pretrained(merged), tokens)
+    assert float((by_peft - plain).norm() / plain.norm()) > 1e-3
+    assert float((by_transformers - by_peft).norm() / by_peft.norm()) < 1e-5
+
+    # Our own model begins with peft's folder.
+    again = make_job(1, **SHAPE, **lora(load=adapters), checkpoint__load_hf=base)
+    fill_weights(again.model, again, torch.device("cpu"))
+    with torch.no_grad():
+        ours = again.model(tokens)
+    assert float((ours - by_peft).norm() / by_peft.norm()) < 1e-5
+
+
+def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path) -> None:
+    """The text of a run with adapters is that of the merged weights."""
+    pool.run(train, 1, run_of(base, tmp_path / "run"))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"]) == 0
+    words = [
+        "--prompt=def ",
+        "--temperature=0",
+        "--max-tokens=9",
+        "--tokenizer=bytes",
+        "--run.device=cpu",
+    ]
+    texts = []
+    for source in ("run", "merged"):
+        made = execute("-m", "compose", "generate", str(tmp_path / source), *words)
+        assert made.returncode == 0, made.stderr
+        texts.append(made.stdout)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len("def ")

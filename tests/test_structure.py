@@ -31,10 +31,11 @@ MAY_IMPORT = {
     "apply": "comm compiler composition errors loss memory parallel pipeline plan precision tables",
     "base": "errors",
     "build": (
-        "apply composition config errors huggingface legality loss optimizer registry runtime weights"
+        "apply composition config errors huggingface legality lora loss optimizer registry runtime"
+        " weights"
     ),
     "checkpoint": (
-        "base composition config errors optimizer outer precision registry runtime toml weights"
+        "base composition config errors lora optimizer outer precision registry runtime toml weights"
     ),
     "commands": (
         "apply base build checkpoint composition config data errors huggingface legality"
@@ -45,12 +46,15 @@ MAY_IMPORT = {
     "composition": "base comm compiler errors loss memory parallel pipeline plan precision tables",
     "config": "compiler composition memory parallel tables",
     "data": "base config errors tables",
-    "huggingface": "base checkpoint composition config data errors legality registry toml",
+    "huggingface": (
+        "base checkpoint composition config data errors legality lora plan registry tables toml weights"
+    ),
     "legality": (
-        "base composition config errors optimizer parallel pipeline plan precision registry tables"
+        "base composition config errors lora optimizer parallel pipeline plan precision registry tables"
     ),
     "comm": "base errors operators tables",
     "loss": "base errors parallel",
+    "lora": "base errors parallel plan tables",
     "memory": "base errors operators",
     "operators": "base errors",
     "optimizer": "base errors loss parallel plan tables weights",
@@ -78,7 +82,7 @@ MAY_IMPORT = {
     ),
     "weights": "base composition errors",
 }
-TECHNIQUES = ("parallel", "pipeline", "memory", "precision", "loss", "compiler", "optimizer")
+TECHNIQUES = ("parallel", "pipeline", "memory", "precision", "loss", "compiler", "optimizer", "lora")
 # Rooms and files that say how a model is cut and computed: they know tables, and no run's config.
 WITHOUT_CONFIG = (*TECHNIQUES, "composition", "plan", "apply", "weights")
 
