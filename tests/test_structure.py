@@ -308,6 +308,7 @@ OTHER_INPUT = {
         "optimizer.files.__init__ optimizer.scratch.__init__ optimizer.scratch._take"
         " optimizer.scratch._refused"
     ),
+    "adapters of a model": "lora.adapt.adapt lora.adapt.find_targets lora.adapt._style_of",
     "all rules at once": "composition.rules.check_setup",
 }
 
