@@ -54,7 +54,7 @@ def adapt(model: nn.Module, plan: Plan, lora: Lora, tp: int = 1) -> Plan:
     for name in targets:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        if CHILD not in layer._modules:
+        if not hasattr(layer, CHILD):
             adapter = Adapter(layer, lora.rank, lora.scale)
             layer.add_module(CHILD, adapter)
             adapter.attach(layer)
