@@ -2,17 +2,22 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from compose.build import build, build_optimizer
 from compose.checkpoint.state import named_tensors
 from compose.errors import ConfigError
 from compose.legality import meshes
 from compose.optimizer import make_state
+from compose.parallel import adapter_parallel
+from compose.proof.report import Report
 from tests.checkpoints import refusal, shards, train_on
 from tests.experts import AXES, DEEPSEEK, MIXTRAL, QWEN, keys_of
 from tests.helpers import Keys, agreed, make_job, prove_case, tier
@@ -47,6 +52,7 @@ CASES = {
 EXPERTS = {
     "ds 2 tp 2 ep 2": QWEN | lora(targets=ATTENTION),
     "cp 2 tp 2 ep 4": DEEPSEEK
+    | {"model__bias_rate": 0.0}
     | lora(targets="['layers.*.attention.w*','layers.*.moe.shared.w*','layers.*.feed_forward.w[12]']"),
     "ds 2 ep 2": MIXTRAL | lora(targets=ATTENTION),
 }
@@ -216,6 +222,11 @@ def _adapters(keys: Keys) -> dict[str, Tensor]:
             " weights are stacks of experts, and no nn.Linear; name layers of attention, or dense ones",
         ),
         (
+            DEEPSEEK | lora(targets=ATTENTION) | {"model__bias_rate": 0.01},
+            "model.bias_rate: 0.01 moves the biases of routers, and model.lora freezes all but"
+            " adapters; use model.bias_rate = 0.0",
+        ),
+        (
             lora(targets="['layers.0.*.w*']") | {"parallel__pp": 2, "train__micro_batch": 1},
             "model.lora.targets: stage 1 of the pipeline, with layers 1 to 1, has no adapter and so no"
             " gradient; name layers of every stage, or set parallel.pp_layers",
@@ -287,3 +298,52 @@ def test_checkpoints_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
     assert why(lora(), tmp_path / "whole") == [
         f"{other}: holds the whole model; use model.lora.rank = 0, or a new run.dir"
     ]
+
+
+def _prove_broken(keys: Keys, fault: str) -> Report:
+    """On every rank: the proof while adapters do one thing wrong."""
+
+    def adds_all(self: Any, x: Tensor) -> Tensor:
+        """A row-parallel layer: every rank adds the whole output, before the layer's sum."""
+        if self.cut != "columns":
+            return forward(self, x)
+        h = DTensor.from_local(
+            F.linear(x, self.A.to_local()), self.A.device_mesh, [Partial()]
+        ).full_tensor()
+        return self.scale * F.linear(h, self.B.to_local(grad_placements=[Partial()]))
+
+    def unscaled(self: Any, x: Tensor) -> Tensor:
+        return forward(self, x) / self.scale
+
+    places, forward = adapter_parallel._PLACES, adapter_parallel._CutAdapter.forward
+    wrong: dict[str, Any] = {
+        "A not summed": mock.patch.dict(places, rows=(places["rows"][0], False, *places["rows"][2:])),
+        "B not summed": mock.patch.dict(places, columns=(*places["columns"][:3], False)),
+        "added on every rank": mock.patch.object(adapter_parallel._CutAdapter, "forward", adds_all),
+        "no scale": mock.patch.object(adapter_parallel._CutAdapter, "forward", unscaled),
+    }
+    with wrong[fault]:
+        return prove_case(keys)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("A not summed", {"wq.lora.A", "w1.lora.A", "w3.lora.A"}),
+        pytest.param("B not summed", {"wo.lora.B", "w2.lora.B"}, marks=pytest.mark.slow),
+        pytest.param("added on every rank", None, marks=pytest.mark.slow),
+        pytest.param("no scale", None, marks=pytest.mark.slow),
+    ],
+)
+def test_faults_are_named(pool: Pool, fault: str, named: set[str] | None) -> None:
+    """A sum that is missing shows in the gradients of those parameters alone; the loss is right."""
+    ranks, keys = keys_of(LLAMA, "tp 4")  # ranks share key/value heads: wk and wv are cut otherwise
+    report = agreed(pool.run(_prove_broken, ranks, keys, fault))
+    assert not report.ok
+    failed = {(row.quantity, row.name) for row in report.rows if not row.ok}
+    gradients = {name for quantity, name in failed if quantity == "gradient"}
+    if named is None:
+        assert ("loss", "step 1") in failed
+        return
+    assert ("loss", "step 1") not in failed
+    assert {".".join(name.split(".")[-3:]) for name in gradients} == named

@@ -148,6 +148,15 @@ def check_adapters(job: Job) -> None:
             )
 
 
+def _frozen_routers(job: Job) -> None:
+    rate = getattr(job.config.model.config, "bias_rate", 0.0)
+    if job.config.model.lora.rank and rate:
+        raise ConfigError(
+            f"model.bias_rate: {rate:g} moves the biases of routers, and model.lora freezes all but"
+            " adapters; use model.bias_rate = 0.0"
+        )
+
+
 RUN: list[Rule[Job]] = [
     Rule(
         "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
@@ -194,6 +203,11 @@ RUN: list[Rule[Job]] = [
         "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
         " written",
         _optimizer_offload,
+    ),
+    Rule(
+        "with model.lora, routers keep their biases",
+        "an export of adapters could not hold what else has changed",
+        _frozen_routers,
     ),
     Rule(
         "with model.lora and pp, every stage has an adapter",
