@@ -187,7 +187,8 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     zero, reduce_size = config.parallel.zero, getattr(torch, config.precision.reduce).itemsize
     param_size = getattr(torch, config.precision.param).itemsize
     train, lora = config.train, config.model.lora
-    kept = f"frozen: {config.precision.param}" if lora.rank else config.precision.master
+    # Nearly all weights are frozen where there are adapters.
+    kept = config.precision.param if lora.rank else config.precision.master
 
     def sizes(stage: list[Placed]) -> list[tuple[str, int]]:
         trained = [p for p in stage if p.trained]

@@ -112,7 +112,11 @@ def find_targets(model: nn.Module, plan: Plan, lora: Lora, names: Sequence[str])
             f"{key}: {output[0]} is the projection onto the vocabulary, which the loss may compute"
             " itself; name layers before it"
         )
-    small = {n: m for n in found if (m := model.get_submodule(n)) and lora.rank > min(_sides(m))}
+    small = {
+        n: m
+        for n in names
+        if n in found and (m := model.get_submodule(n)) and lora.rank > min(_sides(m))
+    }
     if small:
         name = min(small, key=lambda n: min(_sides(small[n])))
         rows, columns = _sides(small[name])
