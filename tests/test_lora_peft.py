@@ -1,6 +1,7 @@
 """LoRA against peft: the same training on one process, and the same files."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,21 @@ from torch import Tensor
 from compose.__main__ import main
 from compose.build import fill_weights
 from compose.checkpoint.storage import PartsReader
+from compose.commands.convert import convert
+from compose.errors import ConfigError
 from compose.huggingface.folder import name_of
-from compose.huggingface.peft_files import CONFIG, named_adapters
+from compose.huggingface.peft_files import (
+    CONFIG,
+    adapter_problems,
+    named_adapters,
+    target_modules,
+    write_adapters,
+)
+from tests.checkpoints import refusal
 from tests.command_lines import execute
 from tests.helpers import Keys, make_job
 from tests.hugging_face import save_model
-from tests.lora import lora
+from tests.lora import ALL, ATTENTION, lora
 from tests.pool import Pool
 from tests.training import keys_for, train
 
@@ -127,6 +137,10 @@ def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path) -> No
     assert (settings["r"], settings["lora_alpha"]) == (3, 6)
     assert settings["target_modules"] == MODULES
 
+    with pytest.raises(ConfigError) as caught:
+        convert([str(tmp_path / "run"), str(tmp_path / "more"), "--dtype=bfloat16"])
+    assert caught.value.problems == ["command line: --dtype: is for whole weights; give --merged too"]
+
     tokens = torch.randint(257, (2, 21), generator=torch.Generator().manual_seed(2))
     plain = logits_of(AutoModelForCausalLM.from_pretrained(base), tokens)
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapters))
@@ -161,3 +175,54 @@ def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path) -> None:
         texts.append(made.stdout)
     assert texts[0] == texts[1]
     assert len(texts[0]) > len("def ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"r": 4}, "{config}: r is 4, not model.lora.rank = 3"),
+        ({"lora_alpha": 5}, "{config}: lora_alpha is 5, not model.lora.alpha = 6"),
+        ({"use_dora": True}, "{config}: use_dora: true is not supported here"),
+        (
+            {},
+            "{folder}: base_model.model.model.layers.*.mlp.gate_proj.lora_A.weight is missing, and"
+            " model.lora.targets names its layer (2 of them)",
+        ),
+    ],
+)
+def test_other_adapters_are_not_loaded(tmp_path: Path, changed: Any, message: str) -> None:
+    """Of another rank, scale or kind, or of other layers."""
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    job = make_job(1, **lora(targets=ATTENTION))
+    hf_name, lacks = name_of("llama", job.config.model.config), not changed
+    tensors = {name: torch.zeros(p.shape) for name, p in named_adapters(job.model, hf_name)}
+    write_adapters(folder, job.config.model.lora, "", target_modules(job.model, hf_name), tensors)
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | changed))
+    wanted = make_job(1, **lora(targets=ALL if lacks else ATTENTION, load=folder))
+    expected = message.format(config=folder / CONFIG, folder=folder)
+    assert adapter_problems(wanted)[0] == expected
+    with pytest.raises(ConfigError) as caught:
+        fill_weights(wanted.model, wanted, torch.device("cpu"))
+    assert caught.value.problems[0] == f"model.lora.load: {expected}"
+
+
+def test_weights_of_another_base_are_refused(pool: Pool, base: Path, tmp_path: Path) -> None:
+    """The same name of a folder, with other weights in it."""
+    there = tmp_path / "base"
+    shutil.copytree(base, there)
+    pool.run(train, 1, run_of(there, tmp_path / "run"))
+    path = there / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, path, {"format": "pt"})
+    saved = tmp_path / "run/checkpoints/step-00000003"
+    assert pool.run(refusal, 1, run_of(there, tmp_path / "run"))[0] == [
+        f"{saved}: holds adapters of other weights than {there.resolve()} now has"
+    ]
+    with pytest.raises(ConfigError) as caught:
+        convert([str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"])
+    assert caught.value.problems == [
+        f"{saved}: holds adapters of other weights than {there.resolve()} now has"
+    ]

@@ -285,7 +285,7 @@ def test_default_file_states_every_default() -> None:
 
 
 # Fields that no file can set.
-NO_KEYS = {"model": {"config"}, "compile": {"backend"}}
+NO_KEYS = {"model": {"config", "lora"}, "compile": {"backend"}}
 
 
 def test_every_field_has_a_doc() -> None:

@@ -126,7 +126,8 @@ def lora_problems(folder: Path, known: store.State, config: Config) -> list[str]
     ]
     if there.base != here.base and not problems:
         was, now = shown(there.load_hf, known.seed), shown(here.load_hf, config.train.seed)
-        problems = [f"{folder}: holds adapters of other weights: of {was}, not of {now}"]
+        named = f": of {was}, not of {now}" if was != now else f" than {was} now has"
+        problems = [f"{folder}: holds adapters of other weights{named}"]
     return problems
 
 

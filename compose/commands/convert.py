@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compose.base.safetensors_files import DTYPES
+from compose.checkpoint.store import read_state
 from compose.commands.cli import read_flags
 from compose.config import Config
 from compose.errors import ConfigError, printable
-from compose.huggingface.conversion import export, import_
-from compose.huggingface.peft_files import CONFIG
+from compose.huggingface.conversion import export, export_adapters, import_
 from compose.huggingface.sources import checkpoints, is_hugging_face, model_in
 from compose.toml import COMMAND_LINE, load
 
@@ -29,6 +29,13 @@ that begins with its weights; or SOURCE is a checkpoint, or the folder of a run,
 and TARGET becomes a folder that transformers opens. Of a run with adapters (model.lora) it becomes one
 that peft opens, or with --merged one of whole weights, with the adapters added to them.
 """
+
+
+def _has_adapters(checkpoint: Path) -> bool:
+    try:
+        return read_state(checkpoint).lora is not None
+    except ConfigError:  # the export says what is wrong
+        return False
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -55,9 +62,20 @@ def convert(arguments: Sequence[str]) -> int:
         if name not in kinds:
             raise ConfigError(f"{COMMAND_LINE}: --dtype: {name} is none of {', '.join(kinds)}")
         original = Path(flags["--original"]) if "--original" in flags else None
-        merged = "--merged" in flags
-        done = export(checkpoints(source)[0], target, config, original, kinds[name], merged)
-        then = "peft opens it" if (target / CONFIG).exists() else "transformers opens it"
+        checkpoint = checkpoints(source)[0]
+        adapters, merged = _has_adapters(checkpoint), "--merged" in flags
+        if merged and not adapters:
+            raise ConfigError(f"{COMMAND_LINE}: --merged: {checkpoint} holds no adapters")
+        if adapters and not merged:
+            for flag in ("--original", "--dtype"):
+                if flag in flags:
+                    raise ConfigError(
+                        f"{COMMAND_LINE}: {flag}: is for whole weights; give --merged too"
+                    )
+            done, then = export_adapters(checkpoint, target, config), "peft opens it"
+        else:
+            done = export(checkpoint, target, config, original, kinds[name])
+            then = "transformers opens it"
     if done.original:
         print(
             f"{source}: was made from {printable(done.original)}, of which its run kept nothing;"

@@ -11,7 +11,7 @@ import platform
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,8 @@ from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.config import Config, Model
 from compose.data.tokenizer import MODEL, TOKENIZER, carry, keep
 from compose.errors import ConfigError
-from compose.huggingface.adapters import Merged, Read, adapted, table_of
+from compose.huggingface.adapters import Merged, adapted, table_of
 from compose.huggingface.folder import (
-    HfName,
     config_problems,
     differences,
     fill_shard,
@@ -150,12 +149,11 @@ def export(
     config: Config | None = None,
     original: Path | None = None,
     dtype: torch.dtype = torch.float32,
-    merged: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Converted:
     """Make a folder that transformers opens from a checkpoint.
 
-    A checkpoint of adapters becomes a folder that peft opens, unless they are merged into the weights.
+    Adapters in it are merged into the weights that they were trained with.
 
     Args:
         source: The checkpoint.
@@ -163,8 +161,7 @@ def export(
         config: The config with the model; None takes the model that the checkpoint names.
         original: The Hugging Face folder with the tokenizer to copy; None takes the tokenizer that the
             run has kept.
-        dtype: Dtype of the parameters; buffers stay in float32, and so do adapters.
-        merged: Whether to write the weights with the adapters added to them.
+        dtype: Dtype of the parameters; buffers stay in float32.
         shard_bytes: Bytes of tensors in a file.
 
     Returns:
@@ -174,10 +171,7 @@ def export(
         ConfigError: The checkpoint is damaged or of another model, or ``target`` exists or cannot be
             written.
     """
-    damage = store.problems(source)
-    if damage:
-        raise ConfigError(*(f"{source}: damaged: {problem}" for problem in damage))
-    known = store.read_state(source)
+    known = _whole_state(source)
     model = config.model if config else _model_of(source, known)
     try:
         values = find_hf(model.name).hf_config(model.config)
@@ -189,18 +183,11 @@ def export(
     def read(name: str, like: Tensor) -> Tensor:
         return _read(reader, f"model.{name}", like)
 
-    if merged and not known.lora:
-        raise ConfigError(f"{source}: --merged: holds no adapters, and is exported whole anyway")
     held = {ours: tensor for ours, _, tensor in wanted}
     if known.lora:
         held = adapted(_on_meta(model), known.lora)
         held |= {name: b for name, _, b in wanted if not isinstance(b, nn.Parameter)}
-    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in held.items()}
-    problems = mismatches(parts, reader.read_metadata())
-    if problems:
-        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
-    if known.lora and not merged:
-        return _export_adapters(source, target, known.lora, _on_meta(model), hf_name, read)
+    _check_held(source, reader, held)
     value_of = Merged(source, known, _on_meta(model), hf_name, read).weight if known.lora else read
 
     plan: list[list[Planned]] = []
@@ -262,16 +249,51 @@ def _new_folder(target: Path) -> Iterator[Path]:
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
 
 
-def _export_adapters(
-    source: Path, target: Path, known: store.Adapters, model: nn.Module, hf_name: HfName, read: Read
-) -> Converted:
-    """Make a folder that peft opens."""
-    parameters = adapted(model, known)
-    tensors = {peft_name(name, hf_name): read(name, p) for name, p in parameters.items()}
+def export_adapters(source: Path, target: Path, config: Config | None = None) -> Converted:
+    """Make a folder that peft opens from a checkpoint of adapters.
+
+    Args:
+        source: The checkpoint.
+        target: The folder to make.
+        config: The config with the model; None takes the model that the checkpoint names.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: The checkpoint is damaged, of another model or without adapters, or ``target``
+            exists or cannot be written.
+    """
+    known = _whole_state(source)
+    if known.lora is None:
+        raise ConfigError(f"{source}: holds the whole model, and no adapters")
+    shape = config.model if config else _model_of(source, known)
+    model, reader, hf_name = _on_meta(shape), _Reader(source), name_of(shape.name, shape.config)
+    parameters = adapted(model, known.lora)
+    _check_held(source, reader, parameters)
+    tensors = {
+        peft_name(name, hf_name): _read(reader, f"model.{name}", p) for name, p in parameters.items()
+    }
     with _new_folder(target) as aside:
         words = target_modules(model, hf_name)
-        write_adapters(aside, table_of(known), known.load_hf, words, tensors)
+        write_adapters(aside, table_of(known.lora), known.lora.load_hf, words, tensors)
     return Converted(target, len(tensors), sum(t.nbytes for t in tensors.values()), 1)
+
+
+def _whole_state(source: Path) -> store.State:
+    """Return a checkpoint's state.json; raise ConfigError if the checkpoint is damaged."""
+    damage = store.problems(source)
+    if damage:
+        raise ConfigError(*(f"{source}: damaged: {problem}" for problem in damage))
+    return store.read_state(source)
+
+
+def _check_held(source: Path, reader: PartsReader, held: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError unless a checkpoint has these tensors of its model."""
+    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in held.items()}
+    problems = mismatches(parts, reader.read_metadata())
+    if problems:
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
 
 
 class _Streamed(ShardSavePlanner):
