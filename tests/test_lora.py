@@ -20,7 +20,7 @@ from compose.parallel import adapter_parallel
 from compose.proof.report import Report
 from tests.checkpoints import refusal, shards, train_on
 from tests.experts import AXES, DEEPSEEK, MIXTRAL, QWEN, keys_of
-from tests.helpers import Keys, agreed, make_job, prove_case, tier
+from tests.helpers import Keys, agreed, make_job, parallel, prove_case, tier
 from tests.lora import ALL, ATTENTION, lora
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for
@@ -273,7 +273,7 @@ def test_one_table_written_three_ways(tmp_path: Path) -> None:
 
 def test_checkpoints_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
     """Of another rank, of other targets, of other frozen weights, and of a whole model."""
-    folder, mesh = tmp_path / "run", {"parallel__dp_shard": 1}
+    folder, mesh = tmp_path / "run", parallel(dp_shard=1)
     train_on(pool, folder, lora(targets=ATTENTION), mesh, 2)
     saved = folder / "checkpoints/step-00000002"
 

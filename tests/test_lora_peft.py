@@ -48,7 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def in_peft(base: Path, rank: int, alpha: float) -> Any:
+def in_peft(base: Path, rank: int, alpha: int) -> Any:
     """peft's model of ``base``, with adapters at all linear layers but the output."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -67,7 +67,7 @@ def test_training_equals_peft(base: Path) -> None:
     job = make_job(1, **keys, optimizer__lr=1e-2)
     model: Any = job.model
     fill_weights(model, job, torch.device("cpu"))
-    model, reference = model.double(), in_peft(base, 3, 5.0).double()
+    model, reference = model.double(), in_peft(base, 3, 5).double()
     theirs = dict(reference.named_parameters())
     ours = dict(named_adapters(model, name_of("llama", job.config.model.config)))
     trained = {n.replace(".default", "") for n, p in theirs.items() if p.requires_grad}
