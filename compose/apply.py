@@ -72,7 +72,9 @@ def apply(
     _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(precision.master_dtype)
+            # A frozen weight needs no master: it would be rounded alike at each use.
+            kept = precision.master_dtype if parameter.requires_grad else precision.param_dtype
+            parameter.data = parameter.data.to(kept)
     # Choose from the whole model, so that every rank chooses alike.
     recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.sample)
     # Read the whole plan: a stage without attention or norms cuts sequences like the others.

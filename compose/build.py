@@ -2,13 +2,13 @@
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
@@ -18,7 +18,9 @@ from compose.config import Config
 from compose.data.task import task_of
 from compose.errors import ConfigError
 from compose.huggingface.folder import config_problems, load_hf, name_of
+from compose.huggingface.peft_files import load_adapters
 from compose.legality.job import Job
+from compose.lora.adapt import init_adapter, is_adapter
 from compose.loss.cross_entropy import LossFunction
 from compose.optimizer.adamw import AdamW
 from compose.optimizer.groups import Together, grouped, stage_group
@@ -78,6 +80,8 @@ def build(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
 def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
     """Give a model its first weights, from ``checkpoint.load_hf`` or drawn by ``train.seed``.
 
+    Adapters come from ``model.lora.load``, or are drawn.
+
     Args:
         whole: The job's model, on meta or on ``device``, or the composition of it.
         job: The job that names the weights.
@@ -86,17 +90,30 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
     Raises:
         ConfigError: The published weights do not fit.
     """
-    config = job.config
+    config, chosen = job.config, job.config.model
+    lora = chosen.lora
     if config.checkpoint.load_hf:
-        chosen, folder = config.model, Path(config.checkpoint.load_hf)
+        folder = Path(config.checkpoint.load_hf)
         problems = config_problems(folder, chosen.name, chosen.config)
         if problems:
             raise ConfigError(*problems)
         materialize(whole, device)
         load_hf(whole, folder, name_of(chosen.name, chosen.config), job.model)
-        return
-    initialised = cast(InitialisedModel, job.model)
-    init_weights(whole, initialised.init_parameter, config.train.seed, device)
+        init_weights(whole, init_adapter, config.train.seed, device, only=is_adapter)
+    else:
+        init_weights(whole, _first_values(job), config.train.seed, device)
+    if lora.load:
+        name = name_of(chosen.name, chosen.config)
+        load_adapters(whole, Path(lora.load), lora, name, job.model)
+
+
+def _first_values(job: Job) -> Callable[[str, Tensor, Generator], None]:
+    model = cast(InitialisedModel, job.model)
+
+    def fill(name: str, tensor: Tensor, generator: Generator) -> None:
+        (init_adapter if is_adapter(name) else model.init_parameter)(name, tensor, generator)
+
+    return fill
 
 
 def build_optimizer(
@@ -121,7 +138,7 @@ def build_optimizer(
     """
     config = job.config
     rules = parameter_rules(job.model, job.plan, config.optimizer)
-    named = list(composition.named_parameters())
+    named = [(name, p) for name, p in composition.named_parameters() if p.requires_grad]
     muon = config.optimizer.name == "muon"
     group = stage_group(composition.mesh, config.comm.timeout) if muon else None
     parts: list[torch.optim.Optimizer] = []

@@ -13,6 +13,7 @@ from compose.comm.options import Comm
 from compose.compiler.compilation import Compile
 from compose.composition.options import Options
 from compose.data.options import Data
+from compose.lora.options import Lora
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.optimizer.options import Optimizer
 from compose.outer.options import Outer
@@ -29,6 +30,7 @@ __all__ = [
     "Compile",
     "Config",
     "Data",
+    "Lora",
     "Metrics",
     "Model",
     "Optimizer",
@@ -50,6 +52,7 @@ class Model:
     preset: str = "debug"
     """Named shape of that model; any field of its config set here overrides the preset's."""
     config: Any = None  # the model's own config, with the fields set here
+    lora: Lora = field(default_factory=Lora)  # the table [model.lora]
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,19 @@ class Config:
 
 
 TABLES: dict[str, type] = {
-    f.name: f.default_factory  # type: ignore[misc]
+    name: kind
     for f in dataclasses.fields(Config)
     if f.name != "source"
+    for name, kind in (
+        (f.name, f.default_factory),  # type: ignore[misc]
+        *([("model.lora", Lora)] if f.name == "model" else []),
+    )
 }
+
+
+def table_of(config: Config, name: str) -> Any:
+    """Return a table of ``config`` by its name in TABLES, as "train" or "model.lora"."""
+    found: Any = config
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

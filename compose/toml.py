@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from compose.base.fields import attribute, docs, toml_value, type_name
 from compose.base.own_files import open_own
-from compose.config import TABLES, Config, Model
+from compose.config import TABLES, Config, Model, table_of
 from compose.errors import ConfigError, did_you_mean
 from compose.registry import ModelConfig, ModelFolder, find_model
 
@@ -52,7 +52,7 @@ class Keys:
     problems: list[str] = field(default_factory=list)
 
     def set(self, table: str, key: str, value: Any, origin: str) -> None:
-        """Set a raw value.
+        """Set a raw value, or those of a table within the table.
 
         Args:
             table: The table.
@@ -60,6 +60,11 @@ class Keys:
             value: The raw value.
             origin: The file, or the command line.
         """
+        inner = f"{table}.{key}"
+        if inner in TABLES and isinstance(value, dict):
+            for name, each in value.items():
+                self.set(inner, name, each, origin)
+            return
         self.values[table, key] = value
         self.origins[table, key] = origin
 
@@ -136,9 +141,12 @@ def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
 def _config(keys: Keys, overrides: Sequence[tuple[str, str]], source: str) -> Config:
     for name, text in overrides:
         table, _, key = name.partition(".")
+        inner, _, rest = key.partition(".")
+        if rest and f"{table}.{inner}" in TABLES:
+            table, key = f"{table}.{inner}", rest
         keys.set(table, key, _parse_value(text), COMMAND_LINE)
     tables = {name: _table(name, kind, keys) for name, kind in TABLES.items() if kind is not Model}
-    tables["model"] = _model(keys)
+    tables["model"] = dataclasses.replace(_model(keys), lora=tables.pop("model.lora"))
     for table, key in keys.values:
         if table not in TABLES:
             unknown = f"unknown table{did_you_mean(table, TABLES)}"
@@ -330,7 +338,7 @@ def dump(config: Config) -> str:
 def _values(config: Config) -> Iterator[tuple[str, str, Any]]:
     """Yield (table, key, value) of every key, with those of the model's own config."""
     for table, kind in TABLES.items():
-        values = getattr(config, table)
+        values = table_of(config, table)
         yield from ((table, key, getattr(values, attribute(key))) for key in docs(kind))
         if isinstance(values, Model):
             yield from ((table, key, getattr(values.config, key)) for key in docs(type(values.config)))

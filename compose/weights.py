@@ -55,6 +55,7 @@ def init_weights(
     init_parameter: Callable[[str, Tensor, Generator], None],
     seed: int,
     device: torch.device,
+    only: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Move a model from meta to ``device`` if needed, and fill it.
 
@@ -68,12 +69,15 @@ def init_weights(
             parameter; a rank then keeps its own part.
         seed: The seed of all weights. Each weight is drawn by the seed and its own name.
         device: The device for drawing, and for the parameters unless they are offloaded.
+        only: Returns whether to fill a parameter, by its name.
 
     Raises:
         ConfigError: As in :func:`materialize`.
     """
     materialize(whole, device)
     for name, parameter in whole.named_parameters():
+        if not only(name):
+            continue
         local = local_tensor(parameter)
         if parameter.ndim < 3:
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)

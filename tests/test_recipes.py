@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import compose.precision.loss_scale as loss_scale
 from compose import legality
+from compose.__main__ import main
 from compose.toml import load
 from compose.train.trainer import Trainer
 from tests.helpers import ROOT
@@ -81,3 +83,20 @@ def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
     assert len({line["recompiles"] for line in found}) == 1
     losses = [line["loss"] for line in found]
     assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.slow
+def test_8_billion_with_adapters(pool: Pool, tmp_path: Path) -> None:
+    """Scaled down it trains, and what is saved is adapters; as it is, a device of 24 GB holds it."""
+    keys = {"model__lora__rank": 4, "checkpoint__load_hf": "", "checkpoint__interval": 10}
+    pool.run(partial(_train, **keys, train__loss_chunk=32), 1, "llama3_8b_lora.toml", tmp_path)
+    losses = [line["loss"] for line in lines(tmp_path)]
+    assert losses[-1] < losses[0]
+    state = json.loads((tmp_path / "checkpoints/step-00000010/state.json").read_text())
+    assert state["lora"]["rank"] == 4
+    file, found = str(ROOT / "recipes/llama3_8b_lora.toml"), tmp_path / "plan.json"
+    words = ["--as-is", "--cluster=rtx4090", "--world-size=1", f"--json={found}"]
+    assert main(["plan", file, *words]) == 0
+    (planned,) = json.loads(found.read_text())["candidates"]
+    assert planned["fits"]
+    assert planned["memory"]["reserved"] < 21 * 2**30

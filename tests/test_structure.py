@@ -31,11 +31,11 @@ MAY_IMPORT = {
     "apply": "comm compiler composition errors loss memory parallel pipeline plan precision tables",
     "base": "errors",
     "build": (
-        "apply composition config data errors huggingface legality loss optimizer registry runtime"
+        "apply composition config data errors huggingface legality lora loss optimizer registry runtime"
         " weights"
     ),
     "checkpoint": (
-        "base composition config errors optimizer outer precision registry runtime toml weights"
+        "base composition config errors lora optimizer outer precision registry runtime toml weights"
     ),
     "commands": (
         "apply base build checkpoint composition config data errors huggingface legality"
@@ -46,12 +46,16 @@ MAY_IMPORT = {
     "composition": "base comm compiler errors loss memory parallel pipeline plan precision tables",
     "config": "compiler composition memory parallel tables",
     "data": "base config errors loss registry tables",
-    "huggingface": "base checkpoint composition config data errors legality registry toml",
+    "huggingface": (
+        "base checkpoint composition config data errors legality lora plan registry tables toml weights"
+    ),
     "legality": (
-        "base composition config data errors optimizer parallel pipeline plan precision registry tables"
+        "base composition config data errors lora optimizer parallel pipeline plan precision registry"
+        " tables"
     ),
     "comm": "base errors operators tables",
     "loss": "base errors parallel",
+    "lora": "base errors parallel plan tables",
     "memory": "base errors operators",
     "operators": "base errors",
     "optimizer": "base errors loss parallel plan tables weights",
@@ -79,7 +83,7 @@ MAY_IMPORT = {
     ),
     "weights": "base composition errors",
 }
-TECHNIQUES = ("parallel", "pipeline", "memory", "precision", "loss", "compiler", "optimizer")
+TECHNIQUES = ("parallel", "pipeline", "memory", "precision", "loss", "compiler", "optimizer", "lora")
 # Rooms and files that say how a model is cut and computed: they know tables, and no run's config.
 WITHOUT_CONFIG = (*TECHNIQUES, "composition", "plan", "apply", "weights")
 
@@ -305,6 +309,7 @@ OTHER_INPUT = {
         "optimizer.files.__init__ optimizer.scratch.__init__ optimizer.scratch._take"
         " optimizer.scratch._refused"
     ),
+    "adapters of a model": "lora.adapt.adapt lora.adapt.find_targets lora.adapt._style_of",
     "all rules at once": "composition.rules.check_setup",
 }
 

@@ -53,8 +53,8 @@ class _Index:
 class TensorFiles:
     """The tensors of a folder; ``entries`` lists them by name, and ``read`` reads parts of them."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the headers of the files in ``folder``.
+    def __init__(self, folder: Path, only: str = "") -> None:
+        """Read the headers of the files in ``folder``, or of the one file ``only``.
 
         Raises:
             ConfigError: With a line for each file that is missing or cannot be read.
@@ -62,7 +62,7 @@ class TensorFiles:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         problems = []
-        for path in self._paths():
+        for path in [folder / only] if only else self._paths():
             if leads_out(path, folder):
                 problems.append(f"{path}: {LEADS_OUT}")
                 continue

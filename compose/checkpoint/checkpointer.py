@@ -26,7 +26,14 @@ from compose.base.own_files import write_whole
 from compose.checkpoint import coded_messages, store
 from compose.checkpoint.changes import changes
 from compose.checkpoint.coded_messages import Kept
-from compose.checkpoint.loading import cause_of, damage, load, load_outer, model_fields
+from compose.checkpoint.loading import (
+    cause_of,
+    damage,
+    load,
+    load_outer,
+    lora_fields,
+    model_fields,
+)
 from compose.checkpoint.local_shards import LocalShard, ShardSavePlanner
 from compose.checkpoint.state import named_tensors, outer_parts, parts, staged
 from compose.checkpoint.storage import PartsWriter
@@ -117,6 +124,7 @@ class Checkpointer:
         group = dist.new_group(backend="gloo", timeout=start_timeout(config.comm))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
+        self.lora = lora_fields(config) if self.rank == 0 else None
         self.thread: threading.Thread | None = None
         self.report: SaveReport | None = None
         self.unreported: SaveReport | None = None  # of a save for whose end the next one has waited
@@ -316,6 +324,7 @@ class Checkpointer:
             **asdict(progress),
             **({"hugging_face": str(Path(original).resolve())} if original else {}),
             "model": model_fields(self.config),
+            **({"lora": asdict(self.lora)} if self.lora else {}),
             "data": self.data,
             "seed": self.config.train.seed,
             "ranks": self.ranks,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from compose.base.fields import toml_value
 from compose.checkpoint import store
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, mismatches
 from compose.checkpoint.state import named_tensors, outer_parts, parts, spread
@@ -18,6 +19,7 @@ from compose.checkpoint.storage import PartsReader
 from compose.composition.state import Composition
 from compose.config import Config
 from compose.errors import ConfigError
+from compose.lora.base import base_identity, shown
 from compose.optimizer import make_state
 from compose.outer.loop import OuterLoop
 from compose.registry import training_fields
@@ -50,8 +52,9 @@ def load(
 ) -> store.State:
     """Fill the model, and the optimizer if given, from a checkpoint.
 
-    This is a collective of ``group``. Each rank reads its own part of each tensor. A checkpoint made
-    from published weights has no optimizer state; then the optimizer stays as it is.
+    With [model.lora] it fills the adapters alone; the caller has filled the frozen weights. This is a
+    collective of ``group``. Each rank reads its own part of each tensor. A checkpoint made from
+    published weights has no optimizer state; then the optimizer stays as it is.
 
     Args:
         folder: The checkpoint.
@@ -73,8 +76,8 @@ def load(
         for key in here
         if there.get(key) != here[key]
     ]
-    if other:
-        raise ConfigError(*other)
+    if problems := other or lora_problems(folder, known, config):
+        raise ConfigError(*problems)
     reader = PartsReader(folder)
     stored = reader.read_metadata()
     if not any(name.startswith("optimizer.") for name in stored.state_dict_metadata):
@@ -93,6 +96,53 @@ def load(
     _read(folder, state, reader, group)
     spread(tensors)
     return known
+
+
+def lora_problems(folder: Path, known: store.State, config: Config) -> list[str]:
+    """Return one line for each way in which a checkpoint's adapters are not those of a config.
+
+    Args:
+        folder: The checkpoint.
+        known: The content of its state.json.
+        config: The config.
+
+    Returns:
+        The lines; empty if there is no difference.
+    """
+    here, there = lora_fields(config), known.lora
+    if here is None or there is None:
+        if here == there:
+            return []
+        what = "adapters alone" if there else "the whole model"
+        cure = (
+            "set model.lora as its run had it" if there else "use model.lora.rank = 0, or a new run.dir"
+        )
+        return [f"{folder}: holds {what}; {cure}"]
+    problems = [
+        f"{folder}: was made with model.lora.{key} = {toml_value(getattr(there, key))}, not"
+        f" {toml_value(getattr(here, key))}"
+        for key in ("rank", "alpha", "targets")
+        if getattr(there, key) != getattr(here, key)
+    ]
+    if there.base != here.base and not problems:
+        was, now = shown(there.load_hf, known.seed), shown(here.load_hf, config.train.seed)
+        named = f": of {was}, not of {now}" if was != now else f" than {was} now has"
+        problems = [f"{folder}: holds adapters of other weights{named}"]
+    return problems
+
+
+def lora_fields(config: Config) -> store.Adapters | None:
+    """Return the adapters of a config as state.json describes them; None if it has none.
+
+    Raises:
+        ConfigError: The folder of the frozen weights cannot be read.
+    """
+    lora, folder = config.model.lora, config.checkpoint.load_hf
+    if not lora.rank:
+        return None
+    base = base_identity(folder, config.train.seed)
+    where = str(Path(folder).resolve()) if folder else ""
+    return store.Adapters(lora.rank, lora.effective_alpha, list(lora.targets), base, where)
 
 
 def load_outer(folder: Path, outer: OuterLoop, group: dist.ProcessGroup) -> None:

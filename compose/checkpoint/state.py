@@ -16,9 +16,9 @@ def named_tensors(
 ) -> dict[str, list[Tensor]]:
     """Return every tensor that training changes, by its name in the whole model.
 
-    ``model.<name>`` are parameters and persistent buffers. ``optimizer.<name>.<key>`` is the
-    optimizer's state of a parameter. A rank may hold several copies of a tensor that stages share. Then
-    all copies are listed.
+    ``model.<name>`` are parameters that are not frozen, and persistent buffers.
+    ``optimizer.<name>.<key>`` is the optimizer's state of a parameter. A rank may hold several copies
+    of a tensor that stages share. Then all copies are listed.
 
     Args:
         whole: A model that was not cut, or what ``compose.apply`` returned.
@@ -31,6 +31,8 @@ def named_tensors(
     found: dict[str, list[Tensor]] = {}
     persistent = model.state_dict(keep_vars=True)
     for name, parameter in whole.named_parameters():
+        if not parameter.requires_grad:
+            continue
         found.setdefault(f"model.{name}", []).append(parameter)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             if isinstance(value, Tensor):

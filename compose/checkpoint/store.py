@@ -76,6 +76,19 @@ class DataFields(BaseModel):
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """The adapters that a checkpoint holds in place of the model's weights."""
+
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0)]
+    targets: list[str]
+    base: str
+    """What ``compose.lora.base.base_identity`` returns for the frozen weights."""
+    load_hf: str = ""
+    """The folder of the frozen weights; empty if they are drawn by ``State.seed``."""
+
+
+@dataclass(frozen=True)
 class State:
     """The content of state.json: how far a run has come, and what it was a run of."""
 
@@ -83,6 +96,7 @@ class State:
     samples: Count
     tokens: Count
     model: ModelFields
+    lora: Adapters | None = None
     scale: Scale | None = None
     hugging_face: str | None = None
     data: DataFields = field(default_factory=DataFields)

@@ -22,6 +22,7 @@ from compose.config import TABLES, Config, Model
 from compose.data.datasets import OpenData, open_data
 from compose.errors import ConfigError, did_you_mean
 from compose.huggingface.folder import source_problems
+from compose.huggingface.peft_files import adapter_problems
 from compose.legality.job import Job
 from compose.registry import find_model, model_names
 from compose.toml import COMMAND_LINE, load, nearest_key
@@ -254,6 +255,8 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
     if _is_first_rank():
         if config.checkpoint.load_hf and job:
             problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]
+        if config.model.lora.load and job:
+            problems += [f"model.lora.load: {problem}" for problem in adapter_problems(job)]
         problems += _run_dir(config)
     return problems
 

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compose.base.safetensors_files import DTYPES
+from compose.checkpoint.store import read_state
 from compose.commands.cli import read_flags
 from compose.config import Config
 from compose.errors import ConfigError, printable
-from compose.huggingface.conversion import export, import_
+from compose.huggingface.conversion import export, export_adapters, import_
 from compose.huggingface.sources import checkpoints, is_hugging_face, model_in
 from compose.toml import COMMAND_LINE, load
 
@@ -16,20 +17,31 @@ _FLAGS = {
     "--config": "FILE.toml whose [model] it is; default: what SOURCE says",
     "--original": "Hugging Face's folder with the tokenizer, to be copied to one",
     "--dtype": "float32 (the default), bfloat16 or float16, of the weights in Hugging Face's folder",
+    "--merged": "",
 }
+_HELP = _FLAGS | {"--merged": "write whole weights, with the adapters of a run added to them"}
 USAGE = """\
 python -m compose convert SOURCE TARGET [--config FILE.toml] [--original FOLDER] [--dtype TYPE]
+    [--merged]
 
 SOURCE is Hugging Face's folder (config.json and safetensors), and TARGET becomes the folder of a run
 that begins with its weights; or SOURCE is a checkpoint, or the folder of a run, whose newest is taken,
-and TARGET becomes a folder that transformers opens.
+and TARGET becomes a folder that transformers opens. Of a run with adapters (model.lora) it becomes one
+that peft opens, or with --merged one of whole weights, with the adapters added to them.
 """
+
+
+def _has_adapters(checkpoint: Path) -> bool:
+    try:
+        return read_state(checkpoint).lora is not None
+    except ConfigError:  # the export says what is wrong
+        return False
 
 
 def convert(arguments: Sequence[str]) -> int:
     """Convert Hugging Face weights to a checkpoint or back: python -m compose convert SOURCE TARGET."""
     if {"--help", "-h"} & set(arguments):
-        print(USAGE, *(f"  {name:<12}{words}" for name, words in _FLAGS.items()), sep="\n")
+        print(USAGE, *(f"  {name:<12}{words}" for name, words in _HELP.items()), sep="\n")
         return 0
     folders, flags = read_flags(arguments, _FLAGS)
     if len(folders) != 2:
@@ -39,7 +51,7 @@ def convert(arguments: Sequence[str]) -> int:
     source, target = (Path(word) for word in folders)
     config = load(flags["--config"]) if "--config" in flags else None
     if is_hugging_face(source):
-        for flag in ("--original", "--dtype"):
+        for flag in ("--original", "--dtype", "--merged"):
             if flag in flags:
                 raise ConfigError(f"{COMMAND_LINE}: {flag}: is for the way to Hugging Face")
         done = import_(source, target, config or Config(model=model_in(source)))
@@ -50,8 +62,20 @@ def convert(arguments: Sequence[str]) -> int:
         if name not in kinds:
             raise ConfigError(f"{COMMAND_LINE}: --dtype: {name} is none of {', '.join(kinds)}")
         original = Path(flags["--original"]) if "--original" in flags else None
-        done = export(checkpoints(source)[0], target, config, original, kinds[name])
-        then = "transformers opens it"
+        checkpoint = checkpoints(source)[0]
+        adapters, merged = _has_adapters(checkpoint), "--merged" in flags
+        if merged and not adapters:
+            raise ConfigError(f"{COMMAND_LINE}: --merged: {checkpoint} holds no adapters")
+        if adapters and not merged:
+            for flag in ("--original", "--dtype"):
+                if flag in flags:
+                    raise ConfigError(
+                        f"{COMMAND_LINE}: {flag}: is for whole weights; give --merged too"
+                    )
+            done, then = export_adapters(checkpoint, target, config), "peft opens it"
+        else:
+            done = export(checkpoint, target, config, original, kinds[name])
+            then = "transformers opens it"
     if done.original:
         print(
             f"{source}: was made from {printable(done.original)}, of which its run kept nothing;"

@@ -41,7 +41,8 @@ class Placed:
     placements: dict[str, str]  # by axis; axes of size 1 are left out
     local_shape: tuple[int, ...]
     whole_bytes: int  # the part of this tp or ep rank, gathered over the data axes, in param_dtype
-    local_bytes: int  # bytes of the master weight's shard
+    local_bytes: int  # bytes of the master weight's shard, or of a frozen weight's
+    trained: bool = True
 
 
 def describe(job: Job) -> None:
@@ -103,7 +104,8 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
         whole = parameter.numel() // parts * width
         shapes = tuple(parameter.shape), tuple(local.shape)
         held = local.numel() * parameter.itemsize
-        result.append(Placed(name, stage, shapes[0], by_axis, shapes[1], whole, held))
+        trained = parameter.requires_grad
+        result.append(Placed(name, stage, shapes[0], by_axis, shapes[1], whole, held, trained))
     return result
 
 
@@ -179,23 +181,27 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     """Return the parameter count, the FLOPs, and the bytes on the rank that holds most."""
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
+    adapters = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
     rules = parameter_rules(job.model, job.plan, config.optimizer)
     state = getattr(torch, config.precision.optimizer_state).itemsize
     zero, reduce_size = config.parallel.zero, getattr(torch, config.precision.reduce).itemsize
     param_size = getattr(torch, config.precision.param).itemsize
-    train = config.train
+    train, lora = config.train, config.model.lora
+    # Nearly all weights are frozen where there are adapters.
+    kept = config.precision.param if lora.rank else config.precision.master
 
     def sizes(stage: list[Placed]) -> list[tuple[str, int]]:
-        local, whole = sum(p.local_bytes for p in stage), sum(p.whole_bytes for p in stage)
+        trained = [p for p in stage if p.trained]
+        local, whole = sum(p.local_bytes for p in trained), sum(p.whole_bytes for p in trained)
         # Before the reduction, ZeRO-1 holds whole gradients. After it, and in ZeRO-2, they are sharded.
         gradients = local if zero >= 2 else max(local, whole // param_size * reduce_size)
         return [
-            (f"weights ({config.precision.master})", local),
+            (f"weights ({kept})", sum(p.local_bytes for p in stage)),
             ("gradients", gradients),
             # Muon keeps one mean for each element, AdamW two.
             (
                 f"optimizer ({config.optimizer.name})",
-                sum(math.prod(p.local_shape) * state * (2 - rules[p.name].muon) for p in stage),
+                sum(math.prod(p.local_shape) * state * (2 - rules[p.name].muon) for p in trained),
             ),
             ("gathered in a step", _gathered(stage, config)),
         ]
@@ -203,7 +209,7 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     fullest = max(placed, key=lambda stage: sum(size for _, size in sizes(stage)))
     *rows, (_, whole) = sizes(fullest)
     lines = [
-        f"parameters: {parameters:,}",
+        f"parameters: {parameters:,}" + (f", of which {adapters:,} are trained" if lora.rank else ""),
         f"FLOPs per token: {config.model.config.flops_per_token(train.seq_len):,.0f}"
         f" (forward and backward, seq_len {train.seq_len})",
         f"bytes per rank (the {_fullest(fullest, len(placed))}, which holds most):",

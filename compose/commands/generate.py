@@ -222,8 +222,9 @@ def open_model(
         ConfigError: No checkpoint is whole.
     """
     composition = parallelize(job, mesh, device)
-    if not folders:
+    if not folders or job.config.model.lora.rank:  # a checkpoint of adapters has no other weights
         fill_weights(composition, job, device)
+    if not folders:
         return composition
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)

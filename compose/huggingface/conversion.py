@@ -11,7 +11,7 @@ import platform
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.config import Config, Model
 from compose.data.tokenizer import MODEL, TOKENIZER, carry, keep
 from compose.errors import ConfigError
+from compose.huggingface.adapters import Merged, adapted, table_of
 from compose.huggingface.folder import (
     config_problems,
     differences,
@@ -43,6 +44,7 @@ from compose.huggingface.folder import (
     published,
     read_config,
 )
+from compose.huggingface.peft_files import peft_name, target_modules, write_adapters
 from compose.huggingface.sources import kept_tokenizer
 from compose.huggingface.stored import together
 from compose.registry import find_model, model_names
@@ -152,6 +154,8 @@ def export(
 ) -> Converted:
     """Make a folder that transformers opens from a checkpoint.
 
+    Adapters in it are merged into the weights that they were trained with.
+
     Args:
         source: The checkpoint.
         target: The folder to make.
@@ -168,21 +172,24 @@ def export(
         ConfigError: The checkpoint is damaged or of another model, or ``target`` exists or cannot be
             written.
     """
-    damage = store.problems(source)
-    if damage:
-        raise ConfigError(*(f"{source}: damaged: {problem}" for problem in damage))
-    known = store.read_state(source)
+    known = _whole_state(source)
     model = config.model if config else _model_of(source, known)
     try:
         values = find_hf(model.name).hf_config(model.config)
     except ValueError as error:
         raise ConfigError(f"{source}: model.{error}") from None
-    whole, reader = _on_meta(model), _Reader(source)
-    groups = together(published(whole, name_of(model.name, model.config)))
-    parts = {f"model.{ours}": _whole(tensor, "meta") for group in groups for ours, _, tensor in group}
-    problems = mismatches(parts, reader.read_metadata())
-    if problems:
-        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
+    whole, reader, hf_name = _on_meta(model), _Reader(source), name_of(model.name, model.config)
+    groups = together(published(whole, hf_name))
+
+    def read(name: str, like: Tensor) -> Tensor:
+        return _read(reader, f"model.{name}", like)
+
+    held = {ours: tensor for group in groups for ours, _, tensor in group}
+    if known.lora:
+        buffers = {name: b for name, b in held.items() if not isinstance(b, nn.Parameter)}
+        held = adapted(_on_meta(model), known.lora) | buffers
+    _check_held(source, reader, held)
+    value_of = Merged(source, known, _on_meta(model), hf_name, read).weight if known.lora else read
 
     plan: list[list[Planned]] = []
     for group in groups:
@@ -193,7 +200,10 @@ def export(
 
     def tensors() -> Iterator[Tensor]:
         for group, planned in zip(groups, plan, strict=True):
-            values = [_read(reader, f"model.{ours}", tensor) for ours, _, tensor in group]
+            values = [
+                (value_of if isinstance(tensor, nn.Parameter) else read)(ours, tensor)
+                for ours, _, tensor in group
+            ]
             for part in group[0][1].theirs(values):
                 yield part.to(planned[0].dtype)
 
@@ -209,6 +219,18 @@ def export(
     if original and (original / MODEL).exists():
         there = read_config(original)
         values |= {key: there[key] for key in _KEPT if key in there}
+    flat = [one for part in plan for one in part]
+    with _new_folder(target) as aside:
+        written = write_files(aside, flat, tensors(), shard_bytes)
+        (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
+        if original:
+            carry(original, aside)
+    return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
+
+
+@contextlib.contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which becomes ``target`` if nothing fails."""
     _absent(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -218,18 +240,60 @@ def export(
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
     try:
-        flat = [one for part in plan for one in part]
-        written = write_files(aside, flat, tensors(), shard_bytes)
-        (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
-        if original:
-            carry(original, aside)
+        yield aside
         aside.rename(target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if not isinstance(error, (OSError, CheckpointException)):
             raise
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
-    return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
+
+
+def export_adapters(source: Path, target: Path, config: Config | None = None) -> Converted:
+    """Make a folder that peft opens from a checkpoint of adapters.
+
+    Args:
+        source: The checkpoint.
+        target: The folder to make.
+        config: The config with the model; None takes the model that the checkpoint names.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: The checkpoint is damaged, of another model or without adapters, or ``target``
+            exists or cannot be written.
+    """
+    known = _whole_state(source)
+    if known.lora is None:
+        raise ConfigError(f"{source}: holds the whole model, and no adapters")
+    shape = config.model if config else _model_of(source, known)
+    model, reader, hf_name = _on_meta(shape), _Reader(source), name_of(shape.name, shape.config)
+    parameters = adapted(model, known.lora)
+    _check_held(source, reader, parameters)
+    tensors = {
+        peft_name(name, hf_name): _read(reader, f"model.{name}", p) for name, p in parameters.items()
+    }
+    with _new_folder(target) as aside:
+        words = target_modules(model, hf_name)
+        write_adapters(aside, table_of(known.lora), known.lora.load_hf, words, tensors)
+    return Converted(target, len(tensors), sum(t.nbytes for t in tensors.values()), 1)
+
+
+def _whole_state(source: Path) -> store.State:
+    """Return a checkpoint's state.json; raise ConfigError if the checkpoint is damaged."""
+    damage = store.problems(source)
+    if damage:
+        raise ConfigError(*(f"{source}: damaged: {problem}" for problem in damage))
+    return store.read_state(source)
+
+
+def _check_held(source: Path, reader: PartsReader, held: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError unless a checkpoint has these tensors of its model."""
+    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in held.items()}
+    problems = mismatches(parts, reader.read_metadata())
+    if problems:
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
 
 
 class _Streamed(ShardSavePlanner):

@@ -25,6 +25,7 @@ from compose.composition.state import Composition, module_of
 from compose.errors import ConfigError
 from compose.huggingface.stored import Named, Stored, stored
 from compose.legality.job import Job
+from compose.lora.adapt import is_adapter
 from compose.registry import training_fields
 
 # Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Both are
@@ -164,7 +165,8 @@ def name_of(name: str, config: Any) -> HfName:
 def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named]:
     """Yield (our name, its place in a folder, tensor) for each published tensor of a model.
 
-    These are all parameters, and the persistent buffers that have a name in Hugging Face's model.
+    These are all parameters except adapters', and the persistent buffers that have a name in Hugging
+    Face's model.
 
     Args:
         whole: A model, or a composition, which has this rank's part.
@@ -175,7 +177,8 @@ def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named
     """
     model = module_of(whole)
     for name, parameter in whole.named_parameters():
-        yield name, stored(hf_name(name)), parameter
+        if not is_adapter(name):
+            yield name, stored(hf_name(name)), parameter
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         try:
@@ -284,10 +287,10 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         besides = name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
         if name not in expected and name not in coded and not besides:
             found.append((name, "is not of this model"))
-    return [f"{files.folder}: {line}" for line in _collapsed(found)]
+    return [f"{files.folder}: {line}" for line in collapsed(found)]
 
 
-def _collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
+def collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
     """Return one line for equal words about names that differ only by numbers."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, words in found:

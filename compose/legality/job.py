@@ -11,6 +11,7 @@ from compose.composition.setup import Setup
 from compose.config import Config
 from compose.data.task import inputs_on_meta
 from compose.errors import ConfigError
+from compose.lora.adapt import adapt
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan, Resolved, resolve
 from compose.registry import find_model
@@ -25,7 +26,7 @@ class Job:
     world_size: int
     """Number of ranks."""
     model: nn.Module
-    """The whole model, on meta. Code that changes it must copy it first."""
+    """The whole model, on meta, with its adapters. Code that changes it must copy it first."""
     plan: Plan
     """The model's plan for the config's degrees."""
     resolved: Resolved
@@ -107,7 +108,7 @@ def make_job(config: Config, world_size: int, model: nn.Module | None = None) ->
     if config.outer.every and config.parallel.dp_replicate > 1:
         islands = config.parallel.dp_replicate
         config, world_size = of_one_island(config), world_size // islands
-    plan = folder.plan(shape, config.parallel)
+    plan = adapt(model, folder.plan(shape, config.parallel), config.model.lora, config.parallel.tp)
     return Job(config, world_size, model, plan, resolve(plan, model), islands)
 
 

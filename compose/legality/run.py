@@ -6,9 +6,12 @@ from compose.composition.setup import Rule
 from compose.data.task import task_of
 from compose.errors import ConfigError
 from compose.legality.job import Job
+from compose.lora.adapt import is_adapter
 from compose.optimizer.rules import parameter_rules
 from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import build_table
+from compose.pipeline.split import layer_names
+from compose.plan import inside
 from compose.precision import float8
 from compose.registry import max_seq_len
 
@@ -145,6 +148,32 @@ def _muon_offload(job: Job) -> None:
         )
 
 
+def check_adapters(job: Job) -> None:
+    """Raise ConfigError if a stage of the pipeline, whose layers are known, has no adapter."""
+    pipeline, layers = job.plan.pipeline, job.degrees.pp_layers
+    if not job.config.model.lora.rank or job.degrees.pp == 1 or pipeline is None or not layers:
+        return
+    names, start = layer_names(job.model, pipeline), 0
+    for stage, count in enumerate(layers):
+        mine = {f"{pipeline.layers}.{name}" for name in names[start : start + count]}
+        start += count
+        if not any(is_adapter(n) and inside(n, mine) for n, _ in job.model.named_parameters()):
+            held = f"layers {start - count} to {start - 1}" if count else "no layers"
+            raise ConfigError(
+                f"model.lora.targets: stage {stage} of the pipeline, with {held}, has no adapter and so"
+                " no gradient; name layers of every stage, or set parallel.pp_layers"
+            )
+
+
+def _frozen_routers(job: Job) -> None:
+    rate = getattr(job.config.model.config, "bias_rate", 0.0)
+    if job.config.model.lora.rank and rate:
+        raise ConfigError(
+            f"model.bias_rate: {rate:g} moves the biases of routers, and model.lora freezes all but"
+            " adapters; use model.bias_rate = 0.0"
+        )
+
+
 RUN: list[Rule[Job]] = [
     Rule(
         "the keys suit what the model learns",
@@ -201,6 +230,16 @@ RUN: list[Rule[Job]] = [
         "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
         " written",
         _optimizer_offload,
+    ),
+    Rule(
+        "with model.lora, routers keep their biases",
+        "an export of adapters could not hold what else has changed",
+        _frozen_routers,
+    ),
+    Rule(
+        "with model.lora and pp, every stage has an adapter",
+        "a stage that trains nothing has no backward, for which the stages after it wait",
+        check_adapters,
     ),
     Rule(
         "with parallel.offload, the optimizer is AdamW",

@@ -19,7 +19,7 @@ from compose.errors import ConfigError
 from compose.legality.islands import ISLANDS
 from compose.legality.job import Job, make_job
 from compose.legality.profile import PROFILE
-from compose.legality.run import RUN
+from compose.legality.run import RUN, check_adapters
 from compose.parallel.mesh import AXES, resolve_degrees
 from compose.pipeline.schedules import placement
 from compose.pipeline.split import balanced
@@ -55,7 +55,11 @@ def check(config: Config, world_size: int) -> Job:
     job = make_job(replace(config, parallel=degrees), world_size)
     if problems := problems_of(job):
         raise ConfigError(*problems)
-    return _with_layers(job) if degrees.pp > 1 and not degrees.pp_layers else job
+    if degrees.pp == 1:
+        return job
+    job = job if degrees.pp_layers else _with_layers(job)
+    check_adapters(job)
+    return job
 
 
 def _with_layers(job: Job) -> Job:

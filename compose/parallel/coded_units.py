@@ -1,6 +1,6 @@
 """FSDP's units with messages in fewer bytes: their parameters, and the ranks that hold them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class CodedUnits:
             found = {
                 f"{name}.{leaf}" if name else leaf: parameter
                 for name in unit
-                for leaf, parameter in model.get_submodule(name).named_parameters()
+                for leaf, parameter in _in_order(model.get_submodule(name))
                 if parameter not in seen
             }
             seen |= set(found.values())
@@ -67,6 +67,13 @@ class CodedUnits:
         )
         if gather:
             self.gathers[module] = gather
+
+
+def _in_order(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield names and parameters as FSDP orders them: those of children come first."""
+    for name, child in module.named_children():
+        yield from ((f"{name}.{leaf}", parameter) for leaf, parameter in _in_order(child))
+    yield from module.named_parameters(recurse=False)
 
 
 def levels_of(mesh: DeviceMesh, near: int, zero: int) -> Levels | None:

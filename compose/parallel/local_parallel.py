@@ -40,6 +40,7 @@ from torch.distributed.tensor.parallel import (
 
 from compose.errors import ConfigError
 from compose.operators.rms_norm import RMSNorm
+from compose.parallel.adapter_parallel import AdapterParallel
 from compose.parallel.stream_messages import SendsActivations, send_stream
 from compose.parallel.tensor_parallel import HeadParallel
 
@@ -268,7 +269,7 @@ def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list
     for name, module in model.named_modules():
         style, around = placed.get(name), any(name.startswith(f"{outer}.") for outer in inputs)
         has_weights = any(True for _ in module.parameters(recurse=False))
-        if around and has_weights and not isinstance(style, LOCAL):
+        if around and has_weights and not isinstance(style, (*LOCAL, AdapterParallel)):
             problems.append(
                 f"plan.tensor: {name} is in a module with LocalInput, and has no style of"
                 " compose.parallel.local_parallel; give it one, or that module PrepareModuleInput"

@@ -33,6 +33,7 @@ from compose.base.local_tensor import local_tensor
 from compose.base.tied import tie, tied_names
 from compose.errors import ConfigError
 from compose.operators.rms_norm import RMSNorm
+from compose.parallel.adapter_parallel import without_adapter
 
 
 class Replicated(ParallelStyle):
@@ -211,7 +212,12 @@ def apply_tensor_parallel(
     """
     ties = tied_names(model)
     for name, style in styles:
-        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+        module = model.get_submodule(name)
+        frozen = [leaf for leaf, p in module.named_parameters() if not p.requires_grad]
+        with without_adapter(module):
+            parallelize_module(module, mesh, style, src_data_rank=None)
+        for leaf in frozen:  # some of PyTorch's styles make every weight one that is trained
+            module.get_parameter(leaf).requires_grad_(False)
     for first, *others in ties:
         for other in others:
             placements = [_placements(model.get_parameter(name)) for name in (first, other)]

@@ -57,6 +57,8 @@ class Facts:
     """FLOPs of attention for each token and layer, forward and backward."""
     axes: frozenset[str]
     """The axes of tp, cp, pp and ep that the model's plan can cut."""
+    trained: float = 1.0
+    """The part of the parameters that is trained."""
 
     @property
     def parameters(self) -> int:
@@ -111,6 +113,8 @@ def facts_of(job: Job) -> Facts:
         top_k,
         max(0.0, rest) / max(1, count),
         frozenset(axis for axis, cut in cuts.items() if cut),
+        sum(p.numel() for p in model.parameters() if p.requires_grad)
+        / sum(p.numel() for p in model.parameters()),
     )
 
 
@@ -208,7 +212,7 @@ def _seconds(facts: Facts, config: Config, cluster: Cluster) -> dict[str, float]
         "cp": sent_cp * share * count,
         "bubble": bubble,
         "dp": _data(facts, config, cluster, compute, count),
-        "optimizer": costs.memory_seconds(cluster, 28 * held / _state_ranks(config)),
+        "optimizer": costs.memory_seconds(cluster, 28 * facts.trained * held / _state_ranks(config)),
         **(_offload(config, cluster, held, count) if parallel.offload == "cpu" else {}),
     }
 
@@ -240,7 +244,9 @@ def _data(facts: Facts, config: Config, cluster: Cluster, compute: float, count:
     ):
         if ranks > 1 and held:
             gather += costs.collective_seconds(cluster, "all_gather", held * width, ranks, stride)
-            reduce += costs.collective_seconds(cluster, "reduce_scatter", held * wide, ranks, stride)
+            reduce += costs.collective_seconds(
+                cluster, "reduce_scatter", facts.trained * held * wide, ranks, stride
+            )
     forward, backward = compute / 3, compute * 2 / 3
     if parallel.zero == 3:
         exposed = (max(0.0, gather - forward) + max(0.0, gather + reduce - backward)) * count
@@ -299,12 +305,13 @@ def _bytes(facts: Facts, config: Config) -> dict[str, float]:
     working = one * (8 * facts.width / share + 4 * most / parallel.tp)
     shown = min(tokens, train.loss_chunk) if train.loss_chunk else tokens
     logits = shown * facts.vocabulary / (parallel.tp if parallel.loss else 1) * 2 * sizes["param"]
+    part, frozen = facts.trained, sizes["param"]
     if parallel.offload == "cpu":
-        master = state = 0
+        master = state = frozen = 0
     return {
-        "weights": held * master / ranks,
-        "optimizer": held * 2 * state / ranks,
-        "gradients": held * master / (ranks if zero >= 1 else 1) + (grads if zero == 1 else 0),
+        "weights": held * (part * master + (1 - part) * frozen) / ranks,
+        "optimizer": part * held * 2 * state / ranks,
+        "gradients": part * (held * master / (ranks if zero >= 1 else 1) + (grads if zero == 1 else 0)),
         "gathered": whole * (sizes["param"] + sizes["reduce"])
         if zero == 3
         else held * sizes["param"] * (ranks > 1 or sizes["param"] < 4),

@@ -22,7 +22,7 @@ from compose.optimizer.state import make_state
 from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import init_mesh
 from compose.pipeline.schedules import Action, Table, build_table
-from compose.plan import Resolved, resolve
+from compose.plan import Resolved
 from compose.planning.fake_world import OnMeta, fake_world
 from compose.planning.host_memory import slots
 from compose.planning.recorder import Record, Recorder
@@ -71,7 +71,9 @@ def trace(played: Played) -> Traced:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to("meta"))
-    resolved = resolve(job.plan, model)
+    here = {name for name, _ in model.named_modules()}
+    # A plan may name single layers, which are gone if layers were left out.
+    resolved = job.resolved.without(n for n, _ in job.model.named_modules() if n not in here)
     with fake_world(played.rank, job.world_size, recorder, device_type, played.objects) as sent:
         mesh = init_mesh(job.degrees, device_type)
         # Operators are recorded one by one; the time model fuses them.

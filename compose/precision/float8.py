@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError
+from compose.parallel.adapter_parallel import Adapter, AdapterParallel
 from compose.parallel.local_parallel import by_dtensors
 from compose.plan import Resolved, inside
 
@@ -162,6 +163,7 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
     _import_quietly()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    before = {name: m for name, m in model.named_modules() if name in choice.converted}
     base = Float8LinearConfig.from_recipe_name(_RECIPES[choice.recipe])
     gathered = {
         name
@@ -175,6 +177,12 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
         convert_to_float8_training(
             model, module_filter_fn=lambda _, name, names=names: name in names, config=config
         )
+    for name, old in before.items():  # torchao's layers are new ones, and adapters go over to them
+        layer = model.get_submodule(name)
+        for child, adapter in old.named_children():
+            layer.add_module(child, adapter)
+            if isinstance(adapter, Adapter):
+                adapter.attach(layer)
 
 
 def float8_styles(
@@ -209,10 +217,12 @@ def float8_styles(
         PrepareFloat8ModuleInput,
     )
 
-    listed, converted = set(modules), set(choice.converted)
+    # An adapter reads the input of its layer too, and in its own type.
+    adapted = {n.rpartition(".")[0] for n, style in styles if isinstance(style, AdapterParallel)}
+    listed, converted = set(modules), set(choice.converted) - adapted
     result: list[tuple[str, ParallelStyle]] = []
     for name, style in styles:
-        lacking = any(other.startswith(f"{name}.") for other in choice.left)
+        lacking = any(other.startswith(f"{name}.") for other in {*choice.left, *adapted})
         if name in converted and type(style) in (ColwiseParallel, RowwiseParallel):
             column = type(style) is ColwiseParallel
             cast: Any = Float8ColwiseParallel if column else Float8RowwiseParallel

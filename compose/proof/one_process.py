@@ -55,6 +55,10 @@ class Arithmetic:
         types = (self.param, self.reduce, self.master, self.state)
         return self.float8 != "off" or any(kind.itemsize < 4 for kind in types)
 
+    def kept(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the type in which a parameter is kept; a frozen one has no master."""
+        return self.master if parameter.requires_grad else self.param
+
     def __str__(self) -> str:
         if not self.reduced:
             return str(self.param).removeprefix("torch.")
@@ -139,9 +143,10 @@ class OneProcess:
         self.parameters = dict(self.model.named_parameters())
         for parameter in self.parameters.values():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(arithmetic.master).to(wide)
+                parameter.data = parameter.data.to(arithmetic.kept(parameter)).to(wide)
         self.initial = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.optimizer = optimizer(arithmetic, self.parameters.items())
+        trained = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
+        self.optimizer = optimizer(arithmetic, trained)
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.gradients: dict[str, Tensor] = {}
@@ -178,7 +183,8 @@ class OneProcess:
             gradient /= self.loss_scale
         self.gradients = {name: gradient.clone() for name, gradient in found_gradients.items()}
         for name, gradient in coded.gradients.items() if coded else ():
-            found_gradients[name].copy_(gradient)
+            if name in found_gradients:  # frozen weights have none
+                found_gradients[name].copy_(gradient)
         limit = self.max_norm if self.max_norm > 0 else float("inf")
         self.norms.append(nn.utils.clip_grad_norm_(list(self.parameters.values()), limit))
         self.optimizer.step()

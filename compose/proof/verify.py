@@ -8,6 +8,7 @@ logic cannot hide behind rounding.
 
 import copy
 import logging
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -221,7 +222,7 @@ def compare(
     first = dist.get_rank() == 0
 
     model = copy.deepcopy(model) if first else model
-    _compare_beginning(comparison, model, composition, arithmetic.master if first else None)
+    _compare_beginning(comparison, model, composition, arithmetic if first else None)
     _spread(model, composition, first)
 
     reference: References | None = None
@@ -244,6 +245,7 @@ def compare(
 
     messages = CodedMessages(composition) if composition.compression else None
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     differences: list[Difference] = []
     for step, batch in enumerate(batches):
         share = {name: _slice(value, index, count) for name, value in batch.items()}
@@ -271,7 +273,7 @@ def compare(
         if reference:
             for name, natural in reference.own.choices.items():
                 differences += compare_choices(name, step + 1, natural, seen.get(name, []))
-        for name, parameter in model.named_parameters() if step == 0 or messages else ():
+        for name, parameter in trained.items() if step == 0 or messages else ():
             gradients = [_gradient(p) / loss_scale for p in held.get(name, ())]
             if name in missing:
                 gradients = [gradient + missing[name] for gradient in gradients]
@@ -299,27 +301,32 @@ def compare(
     for name, parameter in model.named_parameters():
         pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
         changes = [new.double() - old.double() for new, old in pairs]
+        comparison.same_everywhere(name, after.get(name, ()))
+        if name not in trained:
+            moved = [float(change.abs().max()) for change in changes]
+            moved += [math.inf for p in held.get(name, ()) if p.grad is not None]
+            comparison.value("frozen weight", name, max(moved, default=None), 0.0)
+            continue
         right = expected(lambda r, name=name: r.update(name))
         allowed = tolerance.update_of(parameter.numel()) if arithmetic.reduced else tolerance.update
         comparison.tensor("update", name, changes, parameter.shape, right, allowed)
-        comparison.same_everywhere(name, after.get(name, ()))
     for tied in composition.pipeline.ties if composition.pipeline else ():
         comparison.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
     return comparison.report(differences, reference.tie if reference else tolerance.loss)
 
 
 def _compare_beginning(
-    comparison: Comparison, model: nn.Module, composition: Composition, master: torch.dtype | None
+    comparison: Comparison, model: nn.Module, composition: Composition, arithmetic: Arithmetic | None
 ) -> None:
-    """Compare weights and buffers before the first step; only rank 0 has ``master``."""
+    """Compare weights and buffers before the first step; only rank 0 has ``arithmetic``."""
     held = _held(composition)
     for name, parameter in model.named_parameters():
         values = [whole(p) for p in held.get(name, [])]
-        right = None if master is None else Expected(parameter.detach().to(master))
+        right = arithmetic and Expected(parameter.detach().to(arithmetic.kept(parameter)))
         comparison.tensor("initial weight", name, values, parameter.shape, right, 0.0)
     whole_buffers = dict(model.named_buffers())
     for name, shape, values in _buffers(model, composition.model):
-        right = None if master is None else Expected(whole_buffers[name])
+        right = Expected(whole_buffers[name]) if arithmetic else None
         comparison.tensor("buffer", name, values, shape, right, 0.0)
 
 

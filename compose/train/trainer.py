@@ -94,8 +94,11 @@ class Trainer:
             described(self.batches, config),
             self.outer,
         )
+        frozen = bool(config.model.lora.rank)
+        if frozen:  # a checkpoint holds the adapters alone
+            fill_weights(self.composition, job, device)
         found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
-        if found is None:
+        if found is None and not frozen:
             fill_weights(self.composition, job, device)
         if self.outer and not self.outer.started:
             self.outer.start()
