@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from compose.commands.generate import _check_length, _job
+from compose.commands.generate import _check_length, job_of
 from compose.config import Config as RunConfig
 from compose.errors import ConfigError
 from compose.huggingface.folder import TensorFiles, differences, load_hf, name_of
@@ -159,7 +159,7 @@ def test_a_text_fits_into_the_table_of_positions(tmp_path: Path) -> None:
     # The length of the config's own samples is no matter here.
     (tmp_path / "config.json").write_text(json.dumps(hf_config(ODD)))
     assert RunConfig().train.seq_len > ODD.max_seq_len
-    assert _job(tmp_path, [], []).config.train.seq_len == ODD.max_seq_len
+    assert job_of(tmp_path, [], []).config.train.seq_len == ODD.max_seq_len
 
 
 @pytest.mark.parametrize(
