@@ -26,12 +26,12 @@ def _triangle(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _cross(x: Tensor, y: Tensor) -> Tensor:
-    long, short = torch.maximum(x.abs(), y.abs()) - 1, torch.minimum(x.abs(), y.abs()) - 0.36
+    long, short = torch.maximum(x.abs(), y.abs()) - 1, torch.minimum(x.abs(), y.abs()) - 0.33
     return torch.maximum(long, short)
 
 
 def _ring(x: Tensor, y: Tensor) -> Tensor:
-    return (torch.hypot(x, y) - 0.75).abs() - 0.25
+    return (torch.hypot(x, y) - 0.75).abs() - 0.22
 
 
 KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -71,8 +71,8 @@ class Shapes:
         label = index % len(self.kinds)
         generator = named_generator(0, f"shape {index}")
         hue, dark, radius, across, down = torch.rand(5, generator=generator).tolist()
-        radius = 0.55 + 0.2 * radius
-        centre = [(2 * place - 1) * (0.95 - radius) for place in (across, down)]
+        radius = 0.4 + 0.25 * radius
+        centre = [(2 * place - 1) * (0.9 - radius) for place in (across, down)]
         places = (torch.arange(self.size) + 0.5) * (2 / self.size) - 1
         x, y = (places[None, :] - centre[0]) / radius, (places[:, None] - centre[1]) / radius
         distance = self.kinds[label](*torch.broadcast_tensors(x, y)) * radius
