@@ -271,6 +271,7 @@ def test_one_table_written_three_ways(tmp_path: Path) -> None:
     assert load(str(again)).model == config.model
 
 
+@pytest.mark.slow
 def test_checkpoints_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
     """Of another rank, of other targets, of other frozen weights, and of a whole model."""
     folder, mesh = tmp_path / "run", parallel(dp_shard=1)

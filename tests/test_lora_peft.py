@@ -160,6 +160,7 @@ def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path) -> No
     assert float((ours - by_peft).norm() / by_peft.norm()) < 1e-5
 
 
+@pytest.mark.slow
 def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path) -> None:
     """The text of a run with adapters is that of the merged weights."""
     pool.run(train, 1, run_of(base, tmp_path / "run"))
@@ -211,6 +212,7 @@ def test_other_adapters_are_not_loaded(tmp_path: Path, changed: Any, message: st
     assert caught.value.problems[0] == f"model.lora.load: {expected}"
 
 
+@pytest.mark.slow
 def test_weights_of_another_base_are_refused(pool: Pool, base: Path, tmp_path: Path) -> None:
     """The same name of a folder, with other weights in it."""
     there = tmp_path / "base"
