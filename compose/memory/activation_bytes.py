@@ -64,7 +64,7 @@ class UnitCost:
         return [level for level in some if level.bytes < self.made or not level.keep] + [everything]
 
 
-def unit_costs(model: nn.Module, units: Sequence[str], sample: Sample) -> dict[str, UnitCost]:
+def unit_costs(model: nn.Module, units: Sequence[str], seq_len: Sample) -> dict[str, UnitCost]:
     """Count what one sample costs in each unit, on one device.
 
     Attention counts as the flash kernels do it: they save q, k, v, their output and its log-sum-exp.
@@ -72,7 +72,7 @@ def unit_costs(model: nn.Module, units: Sequence[str], sample: Sample) -> dict[s
     Args:
         model: The whole model.
         units: Names of the units.
-        sample: The tokens of the sample, or what makes its inputs.
+        seq_len: The tokens of the sample, or what makes its inputs.
 
     Returns:
         The costs by unit.
@@ -93,7 +93,7 @@ def unit_costs(model: nn.Module, units: Sequence[str], sample: Sample) -> dict[s
         handles.append(module.register_forward_hook(counter.leave))
     try:
         with torch.enable_grad(), counter.counting():
-            torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=True)
+            torch.func.functional_call(model, tensors, *on_meta(seq_len), tie_weights=True)
     except Exception as error:
         raise ConfigError(
             f"activation_checkpoint.budget: cannot count the bytes of {type(model).__name__}"

@@ -92,7 +92,7 @@ def operators(names: Iterable[str]) -> Operators:
 
 
 def recomputed_units(
-    model: nn.Module, units: Sequence[str], options: ActivationCheckpoint, sample: Sample
+    model: nn.Module, units: Sequence[str], options: ActivationCheckpoint, seq_len: Sample
 ) -> dict[str, Operators]:
     """Return the units to recompute, and for each the operators whose results are kept.
 
@@ -102,7 +102,7 @@ def recomputed_units(
         model: The whole model.
         units: Names of the units, in the order they run.
         options: The table [activation_checkpoint].
-        sample: The tokens of a sample, or what makes its inputs.
+        seq_len: The tokens of a sample, or what makes its inputs.
 
     Returns:
         Operators by unit.
@@ -117,7 +117,7 @@ def recomputed_units(
     if options.mode == "selective":
         return dict.fromkeys(units, operators(options.keep))
     if options.mode == "budget":
-        kept = within(unit_costs(model, units, sample), options.budget)
+        kept = within(unit_costs(model, units, seq_len), options.budget)
         return {name: operators(groups) for name, groups in kept.items() if groups is not None}
     return {}
 

@@ -109,7 +109,7 @@ def _made_to_fit(layers: Sequence[int], n_layers: int) -> list[int]:
     return fitted
 
 
-def balanced(model: nn.Module, pipeline: Pipeline, stages: int, sample: Sample) -> tuple[int, ...]:
+def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: Sample) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage does the fewest FLOPs.
 
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
@@ -119,7 +119,7 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, sample: Sample) 
         model: The whole model.
         pipeline: How it can be cut.
         stages: How many stages.
-        sample: The tokens of a sample, or what makes its inputs.
+        seq_len: The tokens of a sample, or what makes its inputs.
 
     Returns:
         The layers of each stage.
@@ -128,7 +128,7 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, sample: Sample) 
         ConfigError: There are fewer layers than ``stages`` need, or FLOPs cannot be counted.
     """
     check_stages(stages, stages, len(layer_names(model, pipeline)))
-    first, layers, last = _costs(model, pipeline, sample)
+    first, layers, last = _costs(model, pipeline, seq_len)
     return _fewest_at_most(first, layers, last, stages)
 
 
