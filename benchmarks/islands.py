@@ -5,8 +5,9 @@
     python benchmarks/islands.py --speed [--mbit 100] [--every 30] [--rounds 3] [--turns 2]
 
 The first prints one JSON line for each kind of run of a small model, all with the same samples in a
-step: the validation loss at the end over that of data parallel with the same seed, less one. In "2
-islands, half missed" the second island misses every other exchange.
+step: the validation loss at the end over that of data parallel with the same seed, less one. All begin
+with the same half of a data-parallel run. In "2 islands, half missed" the second island misses every
+other exchange.
 
 The second trains two islands of one rank, whose link lets so many bits pass in a second, and the same
 without exchanges in turn. It prints the speed with exchanges over the speed without, for exchanges that
@@ -54,6 +55,8 @@ STUDY = Study(
             f" int(name.split('.')[0]) % {2 * EVERY} == 0"
         )
     },
+    # As in the published runs, islands begin with a model that was trained for a while.
+    begins_together=True,
     # Islands of one rank; data parallel may be cut in any way.
     ranks={"4 islands": 4, "4 islands, mean": 4},
 )

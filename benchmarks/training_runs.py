@@ -6,6 +6,7 @@
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -41,6 +42,8 @@ class Study:
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The ranks of some kinds; the others have ``--ranks``."""
     lr: float = 1e-3
+    begins_together: bool = False
+    """Whether all kinds begin with the checkpoint of a plain run of half of the steps."""
 
 
 def parser(study: Study) -> argparse.ArgumentParser:
@@ -78,6 +81,16 @@ def run(folder: Path, ranks: int, keys: Sequence[str], code: str = "") -> list[d
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
+def _begin(folder: Path, plain: Path, ranks: int, keys: Sequence[str], steps: int) -> None:
+    """Make ``folder`` a copy of the first half of a plain run, unless it is there."""
+    half = steps // 2
+    seed = plain.name.partition("seed")[2]
+    whole = [*keys, f"train.seed={seed}", f"train.stop_after={half}", f"checkpoint.interval={half}"]
+    run(plain, ranks, whole)
+    if not folder.exists():
+        shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("done"))
+
+
 def texts(folder: Path) -> tuple[Path, Path]:
     """Return two files of the standard library's text: one to train on, one for the validation."""
     train, validation = folder / "train.txt", folder / "validation.txt"
@@ -105,9 +118,11 @@ def losses(study: Study, runs: Path, given: argparse.Namespace) -> None:
         for name, found in ends.items():
             folder = runs / f"{name.replace(' ', '-').replace(',', '')}-seed{seed}"
             keys = [*common, f"train.seed={seed}", *study.kinds[name]]
-            found.append(
-                run(folder, given.ranks, keys, study.code.get(name, ""))[-1]["validation_loss"]
-            )
+            ranks = study.ranks.get(name, given.ranks)
+            if study.begins_together:
+                _begin(folder, runs / f"begin-seed{seed}", ranks=given.ranks, keys=common, steps=steps)
+            last = run(folder, ranks, keys, study.code.get(name, ""))[-1]
+            found.append(last["validation_loss"])
     for name, found in ends.items():
         apart = [end / other - 1 for end, other in zip(found, ends[first], strict=True)]
         result = {

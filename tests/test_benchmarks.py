@@ -212,7 +212,8 @@ def test_compression_of_runs_that_are_there(tmp_path: Path) -> None:
 
 
 def test_islands_of_runs_that_are_there(tmp_path: Path) -> None:
-    kept_runs(tmp_path, {"plain": (2.0, 4.0), "2-islands-half-missed": (2.1, 3.8)})
+    ends = {"begin": (5.0, 5.0), "plain": (2.0, 4.0), "2-islands-half-missed": (2.1, 3.8)}
+    kept_runs(tmp_path, ends)
     words = ["--seeds=2", f"--runs={tmp_path}", "--only", "2 islands, half missed"]
     plain, islands = shown("benchmarks/islands.py", *words)
     assert (plain["run"], plain["seeds"]) == ("plain", [0, 0])
