@@ -50,7 +50,7 @@ def make(which: str, options: ActivationCheckpoint) -> nn.Module:
     torch.manual_seed(0)
     model = folder.Model(config)
     units = [f"layers.{i}" for i in range(config.n_layers)]
-    apply_activation_checkpointing(model, recomputed_units(model, units, options, sample=37))
+    apply_activation_checkpointing(model, recomputed_units(model, units, options, seq_len=37))
     return model
 
 
@@ -189,7 +189,7 @@ def test_greedy_takes_the_most_flops_for_a_byte() -> None:
 
 def test_every_k_and_what_is_no_operator() -> None:
     model, units = nn.Sequential(), [str(i) for i in range(7)]
-    found = recomputed_units(model, units, ActivationCheckpoint("every_k", every=3), sample=37)
+    found = recomputed_units(model, units, ActivationCheckpoint("every_k", every=3), seq_len=37)
     assert found == {"2": frozenset(), "5": frozenset()}
     assert operators(["mm"]) == operators(["aten.mm"]) < operators(["matmul"])
     with pytest.raises(ConfigError) as caught:

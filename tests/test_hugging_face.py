@@ -341,8 +341,10 @@ def test_windows_and_sinks_are_not_written(change: dict[str, Any]) -> None:
 
 
 def test_every_model_has_the_names() -> None:
+    without = [name for name in model_names() if not (ROOT / "models" / name / "hf.py").exists()]
+    assert without == ["dit"], "docs/diffusion.md says why"
     for name in model_names():
-        assert find_hf(name).MODEL_TYPES
+        assert name in without or find_hf(name).MODEL_TYPES
 
 
 def _loaded(keys: dict[str, object]) -> tuple[dict[str, Tensor], int, int]:

@@ -81,7 +81,7 @@ def _refused(change: str) -> str:
         (
             "ignored",
             "batch: no target is trained on, so that nothing can be proved; give targets other than"
-            " -100",
+            " -100, or floats other than NaN",
         ),
         (
             "mean",

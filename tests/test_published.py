@@ -127,7 +127,7 @@ def test_an_unknown_key_is_refused_by_name(kind: str) -> None:
 def test_two_words_on_one_thing_are_refused(kind: str) -> None:
     values = values_of(kind)
     theta = values["rope_theta"]
-    rule = values["rope_scaling"] or {"rope_type": "default"}
+    rule = values.get("rope_scaling") or {"rope_type": "default"}
     same: dict[str, Any] = {"rope_scaling": rule, "rope_parameters": in_parameters(kind, rule)}
     assert imported(kind, **same) == imported(kind)
     with pytest.raises(ValueError, match=r"^rope_scaling: says something else than rope_parameters"):

@@ -36,7 +36,7 @@ from compose.checkpoint.loading import (
 )
 from compose.checkpoint.local_shards import LocalShard, ShardSavePlanner
 from compose.checkpoint.state import named_tensors, outer_parts, parts, staged
-from compose.checkpoint.storage import PartsWriter
+from compose.checkpoint.storage import PartsWriter, alone
 from compose.composition.state import Composition
 from compose.config import Config
 from compose.errors import ConfigError
@@ -275,9 +275,16 @@ class Checkpointer:
         try:
             self._first(lambda: store.begin(self.root, progress.step))
             writer = PartsWriter(target)
-            dcp.save(
-                dict(state), storage_writer=writer, planner=ShardSavePlanner(), process_group=self.group
-            )
+            # With one rank gloo's own threads would gather the plan. On a CPU they would keep OpenMP
+            # threads, and with more threads than cores each parallel region of training takes longer.
+            with alone() if self.ranks == 1 else contextlib.nullcontext():
+                dcp.save(
+                    dict(state),
+                    storage_writer=writer,
+                    planner=ShardSavePlanner(),
+                    process_group=self.group,
+                    no_dist=self.ranks == 1,
+                )
             files = writer.entries | coded_messages.write(target, self.rank, self.config, kept)
         except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
             problem = cause_of(error)

@@ -6,11 +6,13 @@ says where in the whole tensor each part begins, in DCP's way: DCP's HuggingFace
 file too.
 """
 
+import contextlib
 import errno
 import json
 import os
+import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -97,6 +99,14 @@ class PartsWriter(FileSystemWriter):
             summed.flush()
         self.entries[name] = {"size": summed.size, "crc32": summed.crc32}
         return results
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Suppress DCP's warning that one process saves or loads by itself, which is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _reserve(file: IO[bytes], size: int) -> None:

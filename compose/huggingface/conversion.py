@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from compose.checkpoint.checkpointer import Progress
 from compose.checkpoint.loading import cause_of
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner, mismatches
 from compose.checkpoint.state import named_tensors
-from compose.checkpoint.storage import PartsReader, PartsWriter
+from compose.checkpoint.storage import PartsReader, PartsWriter, alone
 from compose.config import Config, Model
 from compose.data.tokenizer import MODEL, TOKENIZER, carry, keep
 from compose.errors import ConfigError
@@ -122,7 +121,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     try:
         folder = store.begin(root, 0)
         writer = PartsWriter(folder)
-        with _alone():
+        with alone():
             dcp.save(
                 {key: _whole(tensor, "meta") for key, tensor in tensors.items()},
                 storage_writer=writer,
@@ -320,17 +319,9 @@ class _Reader(PartsReader):
 
 def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
     part = _whole(like, "cpu")
-    with _alone():
+    with alone():
         dcp.load({key: part}, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
     return part.local
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Suppress DCP's warning that there is no process group, which is intended here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _whole(like: Tensor, device: str) -> LocalShard:
