@@ -65,6 +65,7 @@ def test_strange_rows(kind: Any) -> None:
     assert code.decode(code.encode(rows[:0]), 24).shape == (0, 24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_codes_are_bitwise_the_same(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     code, rows = RowCode(kind, 256), torch.randn(65, 300)
