@@ -48,7 +48,7 @@ class Sampler(Protocol):
 
 
 class Task(Protocol):
-    """What a model learns: from which data, by which loss. compose takes all of that from here.
+    """The task of a model: its data, its loss and its samples. compose takes all of them from here.
 
     A batch is tensors by name: ``targets``, which only the loss sees, and the inputs of the model. A
     tensor (B, L, ...) is of sequences, of which a rank of cp has a part; a tensor (B,) is of samples.

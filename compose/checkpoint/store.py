@@ -83,7 +83,7 @@ class Adapters:
     alpha: Annotated[float, Field(gt=0)]
     targets: list[str]
     base: str
-    """What ``compose.lora.base.base_identity`` returns for the frozen weights."""
+    """The identity of the frozen weights, from ``compose.lora.base.base_identity``."""
     load_hf: str = ""
     """The folder of the frozen weights; empty if they are drawn by ``State.seed``."""
 

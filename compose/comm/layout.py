@@ -123,8 +123,8 @@ class Packing:
 
         Args:
             rows: (R, S).
-            encode: Makes the codes (R, N, width) of blocks (R, N, size), of which the first is a row's
-                so-manieth; None: ``code.encode``.
+            encode: Makes the codes (R, N, width) of blocks (R, N, size). Its second argument is the
+                number of the first of these blocks within a row. None is ``code.encode``.
 
         Returns:
             (R, bytes), uint8.

@@ -268,7 +268,7 @@ class _Probe:
 
     def __init__(self, composition: Composition, cores: Mapping[str, Any]) -> None:
         self.problem = ""
-        """What was found, or ""."""
+        """The reason that was found; it is empty if there is none."""
         self._length = 2 + -2 % axis_size(composition.mesh, "tp")
         self._calls: Counter[str] = Counter()
         self._differs = False

@@ -1,4 +1,4 @@
-"""What a run's model learns: what its folder says, or else the next token of a text."""
+"""The task of a run: its model's folder names one, or the model learns the next token of a text."""
 
 import torch
 from torch import Tensor

@@ -68,7 +68,7 @@ class Stored:
     parts: int = 1
     """How many of our tensors make theirs; they have one shape."""
     base: str = ""
-    """What a file begins its names without, if it was written by the model without its head."""
+    """A prefix of the name. Files that the model without its head has written leave it out."""
     code: Coded | None = None
     """A code in which files may hold ours instead; if so, nothing else here applies but the name."""
 

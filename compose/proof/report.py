@@ -392,8 +392,8 @@ class Comparison:
             error = math.inf if lost else errors[rank]
             allowed = self.tolerance.allowed(row.tolerance, own, means[row.quantity])
             if row.state == "zero" and scale:
-                # What is left where terms cancel depends on the kernels, and may be very little by
-                # chance. It is no fault if it is as little as the rounding of other values.
+                # Terms cancel here, and their rounding is left. It depends on the kernels, and one
+                # process's may be very small by chance. So the rounding of other values is allowed.
                 allowed = max(allowed, elements.get(row.quantity, 0.0) / scale)
             rows.append(replace(row, error=error, rank=rank, tolerance=allowed))
         rows += [
