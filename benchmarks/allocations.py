@@ -8,6 +8,7 @@ shards and optimizer state that are offloaded, as they are when the measurement 
 activations, each from when it is made until it is let go. Files that are mapped are no memory either.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,7 @@ class Allocations:
                 for name in filter(partial(hasattr, dist), COLLECTIVES):
                     run = partial(apart.run, getattr(dist, name))
                     stack.enter_context(mock.patch.object(dist, name, run))
+                gc.collect()  # garbage from before would be released within, and count as negative
                 stack.enter_context(self.trace)
             yield
 

@@ -1,5 +1,6 @@
 """The planner's memory: what ranks on CPUs allocate, and the same from few layers as from all."""
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -161,6 +162,24 @@ def test_equal_to_what_ranks_allocate(benchmark: ModuleType, name: str) -> None:
             if how in line:
                 assert abs(line[how]["error"]) < 0.002, (how, line)
                 assert abs(line[how]["category_error"]) < 0.03, (how, line)
+
+
+def test_garbage_of_an_earlier_profile_does_not_count(benchmark: ModuleType) -> None:
+    class Cycle:
+        pass
+
+    cycle: Any = Cycle()
+    with torch.profiler.profile(profile_memory=True):
+        cycle.tensor = torch.zeros(500)
+    cycle.itself = cycle
+    gc.collect()  # only a full collection finds it from here on
+    del cycle
+    seen = benchmark.Allocations(torch.device("cpu"))
+    with seen.watched():
+        seen.begin([])
+        gc.collect()
+        kept = torch.zeros(1000)
+    assert seen.peak() == kept.nbytes
 
 
 def _several(runs: Runs | None, stages: Any, ranks: int) -> list[Runs | None]:
