@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.base.torch_versions import REDUCE_SCATTER
+from compose.comm.blocks import Blocks
 from compose.comm.layout import Packing
 
 
@@ -21,12 +22,25 @@ class Account:
     """(S,): this rank's shard of the weights, as all ranks received it last."""
     squares: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(parts,): the expected square of the norm of what this rank's messages lost."""
-    before: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """The same of the step before, which error feedback adds again."""
+    added: float = 0.0
+    """With error feedback: the part of what was not sent yet that a message adds."""
+    unsent: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(parts,): the expected square of the norm of what earlier messages have not sent."""
+    strayed: Tensor = field(default_factory=lambda: torch.zeros(2, 0))
+    """(2, parts): the square of the norm by which remainders are not what messages lost: as found, and
+    as the rounding of remainders is expected to make it."""
 
     def clear(self) -> None:
         """Begin a step."""
-        self.missing, self.before, self.squares = None, self.squares, torch.zeros(0)
+        if self.added and len(self.squares):
+            rest = (1 - self.added) ** 2 * self.unsent if len(self.unsent) else 0.0
+            self.unsent = rest + self.squares
+        self.missing, self.squares, self.strayed = None, torch.zeros(0), torch.zeros(2, 0)
+
+    @property
+    def expected(self) -> list[Tensor]:
+        """The expected squares of the norm of what this step's gradients lack, (parts,) each."""
+        return [self.squares, self.added**2 * self.unsent]
 
     def lost(self, rows: Tensor, groups: list[dist.ProcessGroup]) -> None:
         """Note what messages lost; a collective.
@@ -48,13 +62,34 @@ class Account:
         self.missing = own.clone() if self.missing is None else self.missing + own
 
     def expect(self, packing: Packing, rows: Tensor) -> None:
-        """Note what rounding to the nearest code loses of rows (R, S): step^2 / 12 for each element."""
+        """Note what rounding is expected to lose of rows (R, S)."""
         blocks = packing.blocks_of(rows)
-        steps = packing.code.step(blocks.flatten(0, 1)).view(blocks.shape[:2]).double()
-        size, begin, found = packing.code.size, 0, []
-        for part in packing.layout.parts:
-            count = -(-part.numel // size) if part.coded else 0
-            found.append(steps[:, begin : begin + count].square().sum() * size / 12)
-            begin += count
-        squares = torch.stack(found).cpu()
+        lost = packing.code.expected(blocks.flatten(0, 1)).view(blocks.shape[:2])
+        squares = _by_part(packing, lost)
         self.squares = squares if not len(self.squares) else self.squares + squares
+
+    def kept(self, packing: Packing, before: Tensor, lost: Tensor, after: Tensor) -> None:
+        """Note what messages have added to remainders.
+
+        Args:
+            packing: The messages.
+            before: The remainders before, blocks (R, N, size) as they are rounded.
+            lost: What the messages lost, (R, S), without a loss scale.
+            after: The remainders that are kept.
+        """
+        rounded = Blocks(8, packing.code.size).expected(after.flatten(0, 1)).view(after.shape[:2])
+        apart = packing.code.turned(after - before) - packing.blocks_of(lost)
+        # What fills the last block of a parameter has a remainder too, and is nobody's.
+        lacks = (apart * packing.blocks_of(torch.ones_like(lost))).double().square().sum(2)
+        strayed = torch.stack([_by_part(packing, lacks), _by_part(packing, rounded)])
+        self.strayed = strayed if not self.strayed.numel() else self.strayed + strayed
+
+
+def _by_part(packing: Packing, of_blocks: Tensor) -> Tensor:
+    """Return the sums (parts,) of values of blocks (R, N)."""
+    begin, found = 0, []
+    for part in packing.layout.parts:
+        count = -(-part.numel // packing.code.size) if part.coded else 0
+        found.append(of_blocks[:, begin : begin + count].sum())
+        begin += count
+    return torch.stack(found).cpu()

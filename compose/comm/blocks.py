@@ -1,7 +1,7 @@
 """Tensors in blocks of a few bits: the codes that compressed collectives send.
 
 A tensor is cut into blocks of N elements. Each block is sent as N integers of 8 or 4 bits, and one
-scale: the largest magnitude over the largest integer. With ``rotate`` a block is multiplied by the
+scale: what the integer 1 stands for. With ``rotate`` a block is multiplied by the
 orthogonal Hadamard matrix first, so that an outlier's weight is spread over its block (SDP4Bit, Jia et
 al. 2024, arXiv:2410.15526).
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compose.comm.codecs import (
     SCALE_BYTES,
-    block_scales,
+    block_steps,
     decode_into,
     encode_blocks,
     rotated_blocks,
@@ -92,18 +92,29 @@ class Blocks:
         else:
             out.copy_(total)
 
-    def step(self, x: Tensor) -> Tensor:
-        """Return the distance between neighbouring values of each block, (N,), as it is sent.
+    def turned(self, x: Tensor) -> Tensor:
+        """Return blocks (..., size) as they are rounded: rotated or not."""
+        return rotated_blocks(x.flatten(0, -2)).view(x.shape) if self.rotate else x
 
-        Rounding to the nearest makes an error of up to half of it. If all remainders are equally
-        likely, its mean square is step^2 / 12.
+    def expected(self, x: Tensor) -> Tensor:
+        """Return the expected square of the norm of what each block loses, (N,), float64.
+
+        Rounding to values that are a step apart makes an error of up to half of it. If all remainders
+        are equally likely, its mean square is step^2 / 12. What is beyond the largest code loses the
+        difference.
+
+        Args:
+            x: Blocks (N, size), of any float type.
         """
         if self.bits == 0:
-            return x.new_zeros(len(x))
-        if self.bits == 16:
-            return x.float().abs().amax(1) * 2.0**-8
+            return torch.zeros(len(x), dtype=torch.float64, device=x.device)
         wide = x.float()
-        return block_scales(rotated_blocks(wide) if self.rotate else wide, top_code(self.bits))[:, 0]
+        if self.bits == 16:
+            return (wide.abs().amax(1).double() * 2.0**-8).square() * self.size / 12
+        wide = self.turned(wide)
+        steps, top = block_steps(wide, self.bits).double(), top_code(self.bits)
+        beyond = wide.double().abs() - top * steps
+        return torch.where(beyond > steps / 2, beyond.square(), steps.square() / 12).sum(1)
 
 
 def numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,8 @@
 
 Each code has the integers of a block and its scale behind them. On a CPU an operator works on as many
 blocks at a time as stay in the caches. torch.compile makes kernels of the steps, if
-:func:`compile_kernels` was called. Both ways are bitwise the same.
+:func:`compile_kernels` was called. Both ways are bitwise the same in 8 bits. In 4 bits the sums over a
+block are made in another order, so the steps of a few blocks differ by rounding.
 """
 
 import functools
@@ -16,6 +17,10 @@ from torch import Tensor
 from compose.operators.registered import operator
 
 SCALE_BYTES = 2
+_OF_NORMAL = 0.35
+"""The best step of 15 levels for normal values, over their root mean square."""
+ADDED = 0.2
+"""The part of what was not sent yet that the next message tries to send."""
 AT_ONCE = 2**18
 """Elements that a CPU works on at once."""
 
@@ -214,7 +219,10 @@ def block_scales(x: Tensor, largest: float) -> Tensor:
     Returns:
         The scales.
     """
-    exact = x.abs().amax(1, keepdim=True) / largest
+    return _as_bfloat16(x.abs().amax(1, keepdim=True) / largest)
+
+
+def _as_bfloat16(exact: Tensor) -> Tensor:
     rounded = ((exact.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     return torch.where(exact.isfinite(), rounded, exact)
 
@@ -224,41 +232,74 @@ def top_code(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
+def block_steps(x: Tensor, bits: int) -> Tensor:
+    """Return the distance between the values that codes of each block stand for, as it is sent.
+
+    In 8 bits the largest magnitude gets the largest code. In 4 bits a finer step, which cuts off what
+    is beyond it, loses less of most blocks: of normal values, which rotated blocks resemble, 0.35 of
+    their root mean square is best for 15 levels (Max 1960, "Quantizing for minimum distortion"). Each
+    block has the better one of the two steps.
+
+    Args:
+        x: Blocks (N, size), float32.
+        bits: 8 or 4.
+
+    Returns:
+        The steps (N, 1), float32 whose lower 16 bits are zero.
+    """
+    widest = block_scales(x, top_code(bits))
+    if bits == 8:
+        return widest
+    finer = _as_bfloat16(x.square().mean(1, keepdim=True).sqrt() * _OF_NORMAL)
+    finer = torch.minimum(finer, widest)
+    better = _lost(x, finer, bits) < _lost(x, widest, bits)
+    return torch.where(better, finer, widest)
+
+
+def _lost(x: Tensor, steps: Tensor, bits: int) -> Tensor:
+    """Return the square of the norm of what blocks lose with steps (n, 1), (n, 1)."""
+    return (x - _integers(x, steps, bits) * steps).square().sum(1, keepdim=True)
+
+
 def _rounded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the codes of blocks (n, size), float32, as (n, size bits / 8), and the scales (n, 1)."""
-    codes, steps = _integers(x, bits)
-    return _packed(codes.to(torch.int8), bits), steps
+    """Return the codes of blocks (n, size), float32, as (n, size bits / 8), and the steps (n, 1)."""
+    steps = block_steps(x, bits)
+    return _packed(_integers(x, steps, bits), bits), steps
 
 
 def _with_remainder(
     x: Tensor, kept: Tensor, kept_steps: Tensor, scale: Tensor, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes and scales of blocks with a remainder, and codes and scales of the new remainder."""
-    # In place: new memory costs an eager CPU more than the arithmetic.
-    wanted = kept.float().mul_(kept_steps).mul_(scale).add_(x)
-    codes, steps = _integers(wanted, bits)
-    left, left_steps = _integers(wanted.sub_(codes * steps).mul_(1 / scale), 8)
+    """Return codes and steps of blocks with a remainder, and codes and steps of the new remainder."""
+    # In place where it can be: new memory costs an eager CPU more than the arithmetic.
+    rest = kept.float().mul_(kept_steps).mul_(scale)
+    wanted = x + rest * ADDED
+    steps = block_steps(wanted, bits)
+    integers = _integers(wanted, steps, bits)
+    left = rest.add_(x).sub_(integers * steps).mul_(1 / scale)
+    left_steps = block_steps(left, 8)
     finite = left_steps.isfinite()
     # A choice between integers of 8 bits would not be vectorized.
-    left = torch.where(finite, left, kept.float()).to(torch.int8)
+    left = torch.where(finite, _integers(left, left_steps, 8), kept.float())
     return (
-        _packed(codes.to(torch.int8), bits),
+        _packed(integers, bits),
         steps,
-        left,
+        left.to(torch.int8),
         torch.where(finite, left_steps, kept_steps),
     )
 
 
-def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the integers of blocks (n, size), float32, and the scales (n, 1)."""
-    top = top_code(bits)
-    steps = block_scales(x, top)
-    # A block of zeros has the scale 0; its codes are 0 too.
+def _integers(x: Tensor, steps: Tensor, bits: int) -> Tensor:
+    """Return the integers of blocks (n, size), float32, for steps (n, 1)."""
+    # A block of zeros has the step 0; its codes are 0 too.
     inverse = torch.where(steps > 0, 1 / steps, 0.0)
-    return (x * inverse).round_().clamp_(-top, top), steps
+    top = top_code(bits)
+    return (x * inverse).round_().clamp_(-top, top)
 
 
-def _packed(codes: Tensor, bits: int) -> Tensor:
+def _packed(integers: Tensor, bits: int) -> Tensor:
+    """Return integers (n, size) as codes (n, size bits / 8), int8."""
+    codes = integers.to(torch.int8)
     if bits == 8:
         return codes
     # The first half of a block is in the lower bits.
@@ -267,7 +308,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _decoded(packed: Tensor, steps: Tensor, bits: int) -> Tensor:
-    """Return the elements of codes (n, bytes), int8, with scales (n, 1): (n, size), float32."""
+    """Return the elements of codes (n, bytes), int8, with steps (n, 1): (n, size), float32."""
     if bits == 8:
         return packed.float() * steps
     # Shifted left and back right, the lower four bits get their sign.

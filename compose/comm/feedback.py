@@ -1,7 +1,12 @@
-"""Error feedback: what a lossy message left out is added to the next one.
+"""Error feedback: what a lossy message left out is added to the next ones.
 
 It is that of Seide et al. 2014 ("1-bit stochastic gradient descent") and Karimireddy et al. 2019
 (arXiv:1901.09847). The remainder is kept in 8 bits, as LoCo does (Xie et al. 2024, arXiv:2407.04480).
+
+If all of a remainder R is added to the next message, gradients get noise twice: that of this rounding,
+and that of the last one. AdamW divides by the root of their mean square, and so takes smaller steps.
+Blocks of 4 bits add a part of R, as LoCo's moving average does. They send g + R / 5, and keep what was
+not sent, R + g - sent. In the end everything is sent too.
 """
 
 import torch
@@ -49,6 +54,12 @@ class BlockFeedback(Remainder):
             self.codes = x.new_zeros(len(x) * count, code.size + SCALE_BYTES, dtype=torch.uint8)
         kept = self.codes.view(len(x), count, -1)[:, first : first + x.shape[1]]
         return encode_with_remainder(x, kept, scale, code.bits, code.rotate)
+
+    def blocks(self, like: Tensor) -> Tensor:
+        """Return the remainder as float32 blocks of ``like``'s shape, rotated like what is sent."""
+        if self.codes is None:
+            return torch.zeros_like(like, dtype=torch.float32)
+        return decode_blocks(self.codes, 8).view(like.shape)
 
     def norm(self) -> Tensor:
         """Return the 2-norm of the remainder, a scalar."""

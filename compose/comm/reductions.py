@@ -15,6 +15,7 @@ from torch import Tensor
 from compose.base.torch_versions import REDUCE_SCATTER
 from compose.comm.account import Account
 from compose.comm.blocks import Blocks
+from compose.comm.codecs import ADDED
 from compose.comm.exchange import Traffic, exchanged
 from compose.comm.feedback import BlockFeedback
 from compose.comm.layout import Layout, Packing
@@ -96,7 +97,7 @@ class InBlocks:
         levels: Levels | None = None,
         near_code: Blocks | None = None,
     ) -> None:
-        self.account = Account()
+        self.account = Account(added=ADDED if feedback else 0.0)
         self.packing = Packing(layout, code)
         self.near_packing = Packing(layout, near_code or code)
         self.traffic, self.levels = traffic, levels
@@ -122,16 +123,21 @@ class InBlocks:
         return self._sum(torch.cat(sums), far, scale, 1)
 
     def _sum(self, rows: Tensor, group: dist.ProcessGroup, scale: float, near: int) -> Tensor:
-        encode = None
+        encode, before = None, None
         if self.feedback:
             code, count = self.packing.code, self.packing.blocks
             encode = partial(self.feedback.encode, code, count, scale)
+            if self.account.open:
+                before = self.feedback.blocks(self.packing.blocks_of(rows))
         messages = self.packing.pack(rows, encode)
         if self.account.open:
             sent = torch.empty_like(rows)
             self.packing.unpack(messages, sent)
             self.account.lost(rows - sent, [group])
             self.account.expect(self.packing, rows)
+            if self.feedback and before is not None:
+                lost, after = (rows - sent).float() / scale, self.feedback.blocks(before)
+                self.account.kept(self.packing, before, lost, after)
         self.traffic.count("gradients", messages.shape[1], group.size(), near or None)
         return self.packing.sum(exchanged(messages, group), rows.dtype)[0]
 

@@ -87,18 +87,24 @@ class CodedMessages:
                 continue
             names = [whole_names[module.get_parameter(n)] for n in unit.cut.named(not weights)]
             for account in accounts:
-                for squares in [account.squares] if weights else [account.squares, account.before]:
+                for squares in [account.squares] if weights else account.expected:
                     for name, square in zip(names, squares.tolist(), strict=False):
                         own[name] = own.get(name, 0.0) + square
-        everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, own)
         # All replicas gather the same weights.
-        times = self.replicas if weights else 1
-        total: dict[str, float] = {}
-        for one in everyone:
-            for name, square in one.items():
-                total[name] = total.get(name, 0.0) + square / times
-        return {name: square**0.5 for name, square in total.items()}
+        return _norms(own, self.replicas if weights else 1)
+
+    def strayed(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return by what norm all remainders are not what was lost, as found and expected, by name."""
+        found: dict[str, float] = {}
+        expected: dict[str, float] = {}
+        whole_names = self._whole_names()
+        for module, unit in self._units():
+            names = [whole_names[module.get_parameter(n)] for n in unit.cut.named(trained=True)]
+            for reduction in unit.reductions.values():
+                for own, squares in zip((found, expected), reduction.account.strayed, strict=True):
+                    for name, square in zip(names, squares.tolist(), strict=False):
+                        own[name] = own.get(name, 0.0) + square
+        return _norms(found), _norms(expected)
 
     def activations(self) -> dict[tuple[str, bool], Lost]:
         """Return what all ranks' activations lost in a step, by module and whether it is a gradient."""
@@ -216,7 +222,25 @@ def compare_coded(
                 limit = allowed(expected[name], parameter.numel())
                 error = float(lost[name].norm()) / size if name in lost else None
                 comparison.value(f"{quantity}{messages.label}", name, error, limit / size)
+    strayed, expected = messages.strayed()
+    for name, parameter in model.named_parameters():
+        size = sizes.get(name, 0.0)
+        if expected.get(name) and size:
+            limit = allowed(expected[name], parameter.numel())
+            what = f"lost of remainders{messages.label}"
+            comparison.value(what, name, strayed[name] / size, limit / size)
     return Coded(_shared(received), _shared(gradients))
+
+
+def _norms(own: Mapping[str, float], times: int = 1) -> dict[str, float]:
+    """Return the root of the sum of all ranks' squares over ``times``, by name; a collective."""
+    everyone: list[Mapping[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    total: dict[str, float] = {}
+    for one in everyone:
+        for name, square in one.items():
+            total[name] = total.get(name, 0.0) + square / times
+    return {name: square**0.5 for name, square in total.items()}
 
 
 def _greatest(own: Mapping[str, float]) -> dict[str, float]:

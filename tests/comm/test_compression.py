@@ -146,7 +146,14 @@ FAULTS: dict[str, tuple[str, str, str, str, str]] = {
         "compose.comm.codecs:_with_remainder",
         ".mul_(scale)",
         ".mul_(2 * scale)",
-        "lost of gradients",
+        "lost of remainders",
+    ),
+    "what was sent stays in the remainder": (
+        "zero 3 uneven, int4",
+        "compose.comm.codecs:_with_remainder",
+        "rest.add_(x).sub_(integers * steps)",
+        "rest.add_(x).sub_(integers * steps * (1 - ADDED))",
+        "lost of remainders",
     ),
     "a stale base": (
         "zero 3 uneven, int4",
