@@ -36,7 +36,7 @@ class Study:
 
     benchmark: str
     kinds: Mapping[str, Sequence[str]]
-    """Keys of each kind."""
+    """Keys of each kind. "{fifth}" in one is a fifth of the steps."""
     code: Mapping[str, str] = field(default_factory=dict)
     """What no key does, for some kinds: a line of Python that is run first."""
     ranks: Mapping[str, int] = field(default_factory=dict)
@@ -117,7 +117,8 @@ def losses(study: Study, runs: Path, given: argparse.Namespace) -> None:
     for seed in range(given.seeds):
         for name, found in ends.items():
             folder = runs / f"{name.replace(' ', '-').replace(',', '')}-seed{seed}"
-            keys = [*common, f"train.seed={seed}", *study.kinds[name]]
+            own = [key.format(fifth=steps // 5) for key in study.kinds[name]]
+            keys = [*common, f"train.seed={seed}", *own]
             ranks = study.ranks.get(name, given.ranks)
             if study.begins_together:
                 _begin(folder, runs / f"begin-seed{seed}", ranks=given.ranks, keys=common, steps=steps)

@@ -87,14 +87,19 @@ def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_8_billion_with_adapters(pool: Pool, tmp_path: Path) -> None:
-    """Scaled down it trains, and what is saved is adapters; as it is, a device of 24 GB holds it."""
+    """Scaled down it trains, and what is saved is adapters."""
     keys = {"model__lora__rank": 4, "checkpoint__load_hf": "", "checkpoint__interval": 10}
     pool.run(partial(_train, **keys, train__loss_chunk=32), 1, "llama3_8b_lora.toml", tmp_path)
     losses = [line["loss"] for line in lines(tmp_path)]
     assert losses[-1] < losses[0]
     state = json.loads((tmp_path / "checkpoints/step-00000010/state.json").read_text())
     assert state["lora"]["rank"] == 4
-    file, found = str(ROOT / "recipes/llama3_8b_lora.toml"), tmp_path / "plan.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["llama3_8b_lora", "gemma3_4b_lora"])
+def test_adapters_fit_24_gb(tmp_path: Path, recipe: str) -> None:
+    file, found = str(ROOT / f"recipes/{recipe}.toml"), tmp_path / "plan.json"
     words = ["--as-is", "--cluster=rtx4090", "--world-size=1", f"--json={found}"]
     assert main(["plan", file, *words]) == 0
     (planned,) = json.loads(found.read_text())["candidates"]
