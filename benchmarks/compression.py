@@ -7,8 +7,8 @@ prints one JSON line for each: the validation loss at the end over that of plain
 seed, less one; the mean of the seeds, and each. Two controls show what means nothing: "rounding" are
 plain messages with AdamW's eps larger by 1e-5 of itself, and "bfloat16 weights" sends weights as mixed
 precision does, which harms nobody. "int4, bare" is int4 without rotation and without feedback.
-Activations are coded in runs with tp 2; "tp" is such a run with plain ones. PowerSGD and top_k begin after
-a fifth of the steps.
+Activations are coded in runs with tp 2; "tp" is such a run with plain ones. PowerSGD and top_k begin
+after a fifth of the steps.
 """
 
 from functools import partial

@@ -51,11 +51,12 @@ def _(x: Tensor, bits: int, rotate: bool) -> Tensor:
 
 @operator("compose::encode_with_remainder", mutates=("kept",))
 def encode_with_remainder(x: Tensor, kept: Tensor, scale: float, bits: int, rotate: bool) -> Tensor:
-    """Return the codes of blocks to which the last remainder was added, and keep the new remainder.
+    """Return the codes of blocks to which ADDED of the remainder was added, and keep the new remainder.
 
-    A remainder is in blocks of 8 bits, rotated like what is sent, and for gradients without a loss
-    scale. If a block is not finite, its remainder stays what it was: such a step is skipped, and it
-    must not spoil those that follow.
+    The remainder is all that was not sent yet: the last one, and the blocks, less what is sent now. It
+    is in blocks of 8 bits, rotated like what is sent, and for gradients without a loss scale. If a
+    block is not finite, its remainder stays what it was: such a step is skipped, and it must not spoil
+    those that follow.
 
     Args:
         x: (..., N, size), of any float type.

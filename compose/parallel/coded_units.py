@@ -27,13 +27,12 @@ class CodedUnits:
         self.cuts: dict[nn.Module, Cut] = {}
         seen: set[nn.Parameter] = set()
         for unit in names:
-            found = {
-                f"{name}.{leaf}" if name else leaf: parameter
-                for name in unit
-                for leaf, parameter in _in_order(model.get_submodule(name))
-                if parameter not in seen
-            }
-            seen |= set(found.values())
+            found: dict[str, nn.Parameter] = {}
+            for name in unit:
+                for leaf, parameter in _in_order(model.get_submodule(name)):
+                    if parameter not in seen:  # a tied one counts once
+                        seen.add(parameter)
+                        found[f"{name}.{leaf}" if name else leaf] = parameter
             self.cuts[model.get_submodule(unit[0])] = Cut(
                 tuple(found),
                 [tuple(local_tensor(p).shape) for p in found.values()],

@@ -79,6 +79,10 @@ CASES: dict[str, tuple[int, Keys]] = {
             **INT4,
         },
     ),
+    "tied in one unit, int8": (
+        2,
+        {"parallel__dp_shard": 2, "parallel__zero": 2, "model__tie_embeddings": True, **INT8},
+    ),
     "experts, hsdp, int4": (
         4,
         {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "parallel__ep": 2, **EXPERTS, **INT4},
@@ -88,7 +92,7 @@ CASES: dict[str, tuple[int, Keys]] = {
         {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2, **EXPERTS, **INT8},
     ),
 }
-IN_THE_SUITE = ("zero 3 uneven, int4", "ddp, top_k")
+IN_THE_SUITE = ("zero 3 uneven, int4", "ddp, top_k", "tied in one unit, int8")
 SLOW = (
     "hsdp zero 1, powersgd",
     "zero 3, int8",
