@@ -57,8 +57,10 @@ class Pool:
             try:
                 good, value = connection.recv()
             except EOFError:  # its process has died; the next run starts new ones
+                process = self.workers[rank][0]
+                process.join(10)
                 self.close()
-                raise AssertionError(f"rank {rank} ended without a word") from None
+                raise AssertionError(f"rank {rank} ended: exit code {process.exitcode}") from None
             if not good:
                 self.close()  # the others may be waiting for it
                 raise AssertionError(f"rank {rank} failed:\n{value}")
@@ -99,6 +101,7 @@ def _worker(connection: Connection, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
+    faulthandler.enable()  # a crash in native code says where Python was
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     gc.freeze()  # so that a collection looks at what tests have made alone
     while True:
