@@ -221,7 +221,7 @@ def test_islands_of_runs_that_are_there(tmp_path: Path) -> None:
     assert (islands["validation_loss"], islands["over_plain"]) == (2.95, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_speed_of_islands() -> None:
     """Each way of exchanging is trained for one timed round, on a link that is not slowed down."""
     results = shown(

@@ -96,8 +96,13 @@ def test_8_billion_with_adapters(pool: Pool, tmp_path: Path) -> None:
     assert state["lora"]["rank"] == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["llama3_8b_lora", "gemma3_4b_lora"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("llama3_8b_lora", marks=pytest.mark.slow),
+        pytest.param("gemma3_4b_lora", marks=pytest.mark.full),
+    ],
+)
 def test_adapters_fit_24_gb(tmp_path: Path, recipe: str) -> None:
     file, found = str(ROOT / f"recipes/{recipe}.toml"), tmp_path / "plan.json"
     words = ["--as-is", "--cluster=rtx4090", "--world-size=1", f"--json={found}"]

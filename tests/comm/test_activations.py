@@ -167,7 +167,7 @@ CASES: dict[str, tuple[int, Keys]] = {
     ),
 }
 IN_THE_SUITE = ("tp 4, odd, float8", "experts")
-SLOW = ("tp and sequence, float8", "tp, compiled", "tp x pp, recomputed")
+SLOW = ("tp and sequence, float8", "tp x pp, recomputed")
 
 
 @pytest.mark.parametrize(
