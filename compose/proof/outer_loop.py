@@ -143,7 +143,8 @@ def prove_outer_loop(
     loop.start()
     beginning: dict[str, Tensor] = {}
     for name, parameter in job.model.named_parameters():
-        beginning[name] = torch.zeros(parameter.shape, dtype=torch.float64)
+        if parameter.requires_grad:  # what is frozen is not exchanged
+            beginning[name] = torch.zeros(parameter.shape, dtype=torch.float64)
     for held in loop.held:
         part = local_shard(beginning[held.name], held.copies[0])
         part.copy_(held.local)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.helpers import Keys, tier
+from tests.lora import lora
 from tests.outer.cases import STREAMING, outer, prove
 from tests.pool import Pool
 
@@ -24,6 +25,7 @@ CASES: dict[str, tuple[int, str, Keys]] = {
     "experts": (2, "experts", outer(every=2, dtype="int8")),
     "tied": (2, "pp x tp", STREAMING | {"model__tie_embeddings": True}),
     "four islands": (4, "zero 3", STREAMING),
+    "adapters": (2, "tp x zero 3", outer(every=2) | lora(3)),
 }
 QUICK = ("streaming", "fragments", "e3m0", "top_k")
 
