@@ -1,10 +1,15 @@
 """What several test modules use stands in modules of helpers."""
 
 import ast
+import os
 import time
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+
 from tests.command_lines import execute
+from tests.pool import Pool
 
 FOLDER = Path(__file__).parent
 
@@ -48,3 +53,23 @@ def test_forks_end_when_one_fails(tmp_path: Path) -> None:
     done = execute(str(script), "--a=1", ranks=2)
     assert (done.returncode, done.stdout, done.stderr) == (1, "['--a=1']\n" * 2, "")
     assert time.monotonic() - start < 90
+
+
+def _crash(until: int, count: Path) -> int:
+    """The second rank crashes until this is its call of that number; the first waits for it."""
+    if dist.get_rank() == 1:
+        calls = len(count.read_text()) + 1 if count.exists() else 1
+        count.write_text("x" * calls)
+        if calls < until:
+            os.abort()
+    dist.barrier()
+    return dist.get_rank()
+
+
+def test_a_crash_of_a_rank_is_borne_once(tmp_path: Path) -> None:
+    ranks = Pool(2)
+    with pytest.warns(UserWarning, match="rank 1 ended with exit code -6; .* runs again"):
+        assert ranks.run(_crash, 2, 2, tmp_path / "one") == [0, 1]
+    with pytest.raises(AssertionError, match="rank 1 ended with exit code -6"):
+        ranks.run(_crash, 2, 2, tmp_path / "two")
+    ranks.close()

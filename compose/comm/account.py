@@ -79,7 +79,7 @@ class Account:
         """
         rounded = Blocks(8, packing.code.size).expected(after.flatten(0, 1)).view(after.shape[:2])
         apart = packing.code.turned(after - before) - packing.blocks_of(lost)
-        # What fills the last block of a parameter has a remainder too, and is nobody's.
+        # The padding of a parameter's last block has a remainder too. It belongs to no gradient.
         lacks = (apart * packing.blocks_of(torch.ones_like(lost))).double().square().sum(2)
         strayed = torch.stack([_by_part(packing, lacks), _by_part(packing, rounded)])
         self.strayed = strayed if not self.strayed.numel() else self.strayed + strayed

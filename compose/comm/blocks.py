@@ -1,9 +1,9 @@
 """Tensors in blocks of a few bits: the codes that compressed collectives send.
 
 A tensor is cut into blocks of N elements. Each block is sent as N integers of 8 or 4 bits, and one
-scale: what the integer 1 stands for. With ``rotate`` a block is multiplied by the
-orthogonal Hadamard matrix first, so that an outlier's weight is spread over its block (SDP4Bit, Jia et
-al. 2024, arXiv:2410.15526).
+scale, the value of the integer 1. With ``rotate`` a block is multiplied by the orthogonal Hadamard
+matrix first, so that an outlier's weight is spread over its block (SDP4Bit, Jia et al. 2024,
+arXiv:2410.15526).
 
 The scale is bfloat16. float16 would turn the scales of gradients below 1e-6 into zero.
 """
