@@ -1,7 +1,7 @@
 """The time of a step over slow links, with coded messages and with plain ones, in turn.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/slow_links.py [--gbit 1] [--tokens 16]
-                                                                        [--steps 5] [--eager] [--small]
+                                             [--micro-batches 1] [--steps 5] [--eager] [--small]
 
 prints one JSON line for each kind of messages: the median over steps of its time over that of plain
 messages, ZeRO-3; the share of a plain step that messages take; and the same on links that are not
@@ -35,7 +35,7 @@ from compose import (
     init_weights,
 )
 from compose.base.torch_versions import ALL_GATHER, REDUCE_SCATTER
-from compose.comm.codecs import compile_kernels
+from compose.comm.kernels import compile_kernels
 from compose.data import random_batch
 from compose.registry import find_model
 
@@ -99,14 +99,14 @@ def made(shape: dict[str, int], comm: Comm) -> Composition:
     return composition
 
 
-def stepper(shape: dict[str, int], comm: Comm, tokens: int) -> Callable[[], None]:
-    """A step of that model on so many tokens of each rank."""
+def stepper(shape: dict[str, int], comm: Comm, tokens: int, count: int) -> Callable[[], None]:
+    """A step of that model on so many micro-batches of so many tokens of each rank."""
     composition = made(shape, comm)
     optimizer = torch.optim.AdamW(composition.model.parameters(), lr=1e-3, fused=True)
-    batch = random_batch(1, tokens, shape["vocab_size"], seed=dist.get_rank())
+    batch = random_batch(count, tokens, shape["vocab_size"], seed=dist.get_rank())
 
     def step() -> None:
-        forward_backward(composition, batch)
+        forward_backward(composition, batch, micro_batch=1)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -135,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--gbit", type=float, default=1.0, help="of the slow link, a second")
     parser.add_argument("--tokens", type=int, default=16, help="of a rank's step on the slow link")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of such a step")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--eager", action="store_true", help="do not compile the codes")
     parser.add_argument("--small", action="store_true", help="a model for a test of this program")
@@ -152,14 +153,16 @@ def main() -> None:
             found = {}
             for link, rate in (("slow", arguments.gbit * 1e9 / 8), ("fast", float("inf"))):
                 pace.rate = rate
-                plain = stepper(shapes[link], Comm(), tokens[link])
-                coded = stepper(shapes[link], comm, tokens[link])
+                count = arguments.micro_batches if link == "slow" else 1
+                plain = stepper(shapes[link], Comm(), tokens[link], count)
+                coded = stepper(shapes[link], comm, tokens[link], count)
                 found[link] = turns(pace, coded, plain, arguments.steps)
             result = {
                 "benchmark": "slow_links",
                 "messages": name,
                 "gbit": arguments.gbit,
                 "tokens": tokens["slow"],
+                "micro_batches": arguments.micro_batches,
                 "compiled": not arguments.eager,
                 "over_plain": round(found["slow"][0], 3),
                 "share_of_messages": round(found["slow"][1], 3),

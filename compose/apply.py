@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from compose.comm.activations import Activations
-from compose.comm.codecs import compile_kernels
 from compose.comm.compression import Compression
+from compose.comm.kernels import compile_kernels
 from compose.compiler.compilation import apply_compile
 from compose.composition.options import Options
 from compose.composition.rules import check_setup

@@ -50,12 +50,13 @@ class CodedSum:
             scale: The loss scale of the gradients.
         """
         if isinstance(self.reduction, LowRank):
-            flat.copy_(self.reduction(flat[None], group, scale))
+            self.reduction(flat[None], group, scale, flat)
         elif isinstance(self.reduction, Largest):
             flat.copy_(self.reduction.everywhere(flat, group, scale))
         else:
             rows = self._spread(flat)
-            own = self.reduction(rows, group, scale).to(flat.dtype)
+            own = torch.empty_like(rows[0])
+            self.reduction(rows, group, scale, own)
             message = self.packing.pack(own[None])
             self.traffic.count("gradients", message.numel(), group.size())
             self.packing.unpack(gathered(message[0], group), rows)

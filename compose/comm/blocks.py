@@ -18,9 +18,9 @@ from compose.comm.codecs import (
     block_steps,
     decode_into,
     encode_blocks,
-    rotated_blocks,
     top_code,
 )
+from compose.comm.rotation import rotated_blocks
 
 
 @dataclass(frozen=True)

@@ -2,27 +2,26 @@
 
 Each code has the integers of a block and its scale behind them. On a CPU an operator works on as many
 blocks at a time as stay in the caches. torch.compile makes kernels of the steps, if
-:func:`compile_kernels` was called. Both ways are bitwise the same in 8 bits. In 4 bits the sums over a
-block are made in another order, so the steps of a few blocks differ by rounding.
+:func:`compose.comm.kernels.compile_kernels` was called. Both ways are bitwise the same in 8 bits. In 4
+bits the sums over a block are made in another order, so the codes of a few blocks differ by rounding.
 """
-
-import functools
-import math
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from compose.comm.kernels import compiles, kernel, pieces
+from compose.comm.rotation import end_rotation, factors, mixed, mixed_rows, rotated_blocks
 from compose.operators.registered import operator
 
 SCALE_BYTES = 2
+_TOGETHER = 2
+"""Terms whose sum and rotation are one kernel. With more of them it would grow long."""
+_LEAST = 16
+"""The least block for which it exists."""
 _OF_NORMAL = 0.35
 """The best step of 15 levels for normal values, over their root mean square."""
 ADDED = 0.2
 """The part of what was not sent yet that the next message tries to send."""
-AT_ONCE = 2**18
-"""Elements that a CPU works on at once."""
 
 
 @operator("compose::encode_blocks")
@@ -38,9 +37,10 @@ def encode_blocks(x: Tensor, bits: int, rotate: bool) -> Tensor:
         (..., N, size bits / 8 + 2), uint8.
     """
     out = _empty_codes(x, bits)
+    codes, steps = integers(out), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     for at in pieces(x):
-        codes, steps = kernel(_rounded)(_floats(x[at], rotate), bits)
-        write_codes(out[at], codes, steps)
+        steps[at] = kernel(_round_into)(codes[at], _floats(x[at], rotate), bits)
+    write_steps(out, steps)
     return out
 
 
@@ -69,11 +69,15 @@ def encode_with_remainder(x: Tensor, kept: Tensor, scale: float, bits: int, rota
         The codes (..., N, size bits / 8 + 2), uint8.
     """
     out, factor = _empty_codes(x, bits), torch.tensor(scale)
+    codes, steps = integers(out), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    left, left_steps = integers(kept), read_steps(kept)
     for at in pieces(x):
-        floats, last = _floats(x[at], rotate), read_codes(kept[at])
-        codes, steps, left, left_steps = kernel(_with_remainder)(floats, *last, factor, bits)
-        write_codes(out[at], codes, steps)
-        write_codes(kept[at], left, left_steps)
+        floats = _floats(x[at], rotate)
+        steps[at], left_steps[at] = kernel(_round_with_remainder)(
+            codes[at], left[at], left_steps[at], floats, factor, bits
+        )
+    write_steps(out, steps)
+    write_steps(kept, left_steps)
     return out
 
 
@@ -124,103 +128,72 @@ def _(out: Tensor, codes: Tensor, bits: int, rotate: bool, add: bool) -> None:
 
 def write_sum(out: Tensor, codes: Tensor, bits: int, rotate: bool, add: bool) -> None:
     """Do what :func:`decode_into` says."""
+    found, steps = integers(codes), read_steps(codes)
     for at in pieces(out):
-        total = kernel(_decoded)(*read_codes(codes[0][at]), bits)
-        for term in codes[1:]:
-            total += kernel(_decoded)(*read_codes(term[at]), bits)
-        if rotate:
-            total = _rotated(total)
         place = out[at]
-        if add:
-            place += total.view(place.shape)
+        terms = [(found[term][at], steps[term][at]) for term in range(len(codes))]
+        if rotate:
+            end_rotation(place, _mixed_sum(place, terms, bits), add)
+        elif place.dtype == torch.float32:
+            _sum_into(place, terms, bits, add)
         else:
-            place.copy_(total.view(place.shape))
+            total = _sum_into(torch.empty_like(place, dtype=torch.float32), terms, bits, False)
+            place.copy_(place + total if add else total)
 
 
-def write_codes(out: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
-    """Write codes and their scales to one tensor.
+Terms = list[tuple[Tensor, Tensor]]
+"""Integers (..., N, size bits / 8) and scales (..., N, 1) of what is summed."""
 
-    Args:
-        out: (..., bytes + 2), uint8; it is filled.
-        codes: (n, bytes), int8 or of another type of one byte.
-        steps: The scales (n, 1), float32.
 
-    Returns:
-        ``out``.
-    """
-    out[..., :-SCALE_BYTES] = codes.view(torch.uint8).view(*out.shape[:-1], codes.shape[-1])
-    # bfloat16 is the upper half of a float32.
-    out[..., -SCALE_BYTES:] = steps.view(torch.uint8)[:, -SCALE_BYTES:].view(
-        *out.shape[:-1], SCALE_BYTES
-    )
+def _sum_into(out: Tensor, terms: Terms, bits: int, add: bool) -> Tensor:
+    for number, term in enumerate(terms):
+        kernel(_decode_into)(out, *term, bits, add or number > 0)
     return out
 
 
-def read_codes(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what :func:`write_codes` has written: codes (n, bytes), int8, and scales (n, 1), float32.
+def _mixed_sum(like: Tensor, terms: Terms, bits: int) -> Tensor:
+    """Return the sum of rotated blocks after the first part of the rotation."""
+    if compiles() and len(terms) <= _TOGETHER and bits == 4 and like.shape[-1] >= _LEAST:
+        return kernel(_decode_mixed)(*(x for term in terms for x in term))
+    total = torch.empty_like(like, dtype=torch.float32)
+    return mixed(_sum_into(total, terms, bits, False))
+
+
+def integers(codes: Tensor) -> Tensor:
+    """Return the integers of codes (..., bytes + 2), uint8, without their scales: a view, int8.
 
     A view as int8 inside a compiled step would not be vectorized.
     """
-    steps = codes.new_zeros(codes.shape[:-1].numel(), 4)
-    steps[:, -SCALE_BYTES:] = codes[..., -SCALE_BYTES:].reshape(-1, SCALE_BYTES)
-    packed = codes[..., :-SCALE_BYTES].view(torch.int8)
-    return packed.reshape(-1, packed.shape[-1]), steps.view(torch.float32)
+    return codes[..., :-SCALE_BYTES].view(torch.int8)
 
 
-def pieces(x: Tensor) -> Iterator[tuple[slice, ...]]:
-    """Yield places of blocks (N, size) or (R, N, size), as many as stay in the caches of a CPU."""
-    *rows, count, size = x.shape
-    many = max(1, AT_ONCE // max(1, size))
-    if x.device.type != "cpu" or math.prod(rows) * count <= many:
-        yield (slice(None),)
-    elif not rows:
-        for start in range(0, count, many):
-            yield (slice(start, start + many),)
-    else:
-        together = max(1, many // max(1, count))
-        for row in range(0, rows[0], together):
-            for start in range(0, count, many):
-                yield slice(row, row + together), slice(start, start + many)
+def write_steps(codes: Tensor, steps: Tensor) -> None:
+    """Write the scales (..., 1), float32, behind the integers of codes (..., bytes + 2), uint8."""
+    # bfloat16 is the upper half of a float32.
+    codes[..., -SCALE_BYTES:] = steps.view(torch.uint8)[..., -SCALE_BYTES:]
 
 
-_COMPILED: dict[Any, Callable[..., Any]] = {}
-_COMPILES = False
-
-
-def compile_kernels() -> None:
-    """Let torch.compile make one kernel of each step here, in this process."""
-    global _COMPILES
-    _COMPILES = True
-
-
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, compiled if :func:`compile_kernels` was called."""
-    if not _COMPILES:
-        return function
-    if function not in _COMPILED:
-        _COMPILED[function] = torch.compile(function, dynamic=True)
-    return _COMPILED[function]
-
-
-def rotated_blocks(x: Tensor) -> Tensor:
-    """Return blocks (N, size) times the orthogonal Hadamard matrix, which is its own inverse."""
-    return _rotated(x)
+def read_steps(codes: Tensor) -> Tensor:
+    """Return the scales (..., 1), float32, of codes (..., bytes + 2), uint8."""
+    steps = codes.new_zeros(*codes.shape[:-1], 4)
+    steps[..., -SCALE_BYTES:] = codes[..., -SCALE_BYTES:]
+    return steps.view(torch.float32)
 
 
 def block_scales(x: Tensor, largest: float) -> Tensor:
-    """Return the scale of each block, (N, 1): float32 whose lower 16 bits are zero, as in bfloat16.
+    """Return the scale of each block: float32 whose lower 16 bits are zero, as in bfloat16.
 
     It is rounded by integers. Inductor would leave out a cast to bfloat16 and back, and codes would not
     fit the scale that is sent.
 
     Args:
-        x: Blocks (N, size), float32.
+        x: Blocks (..., size), float32.
         largest: The code of a block's largest magnitude.
 
     Returns:
-        The scales.
+        The scales (..., 1).
     """
-    return _as_bfloat16(x.abs().amax(1, keepdim=True) / largest)
+    return _as_bfloat16(x.abs().amax(-1, keepdim=True) / largest)
 
 
 def _as_bfloat16(exact: Tensor) -> Tensor:
@@ -239,107 +212,100 @@ def block_steps(x: Tensor, bits: int) -> Tensor:
     In 8 bits the largest magnitude gets the largest code. In 4 bits a finer step, which cuts off what
     is beyond it, loses less of most blocks: of normal values, which rotated blocks resemble, 0.35 of
     their root mean square is best for 15 levels (Max 1960, "Quantizing for minimum distortion"). Each
-    block has the better one of the two steps.
+    block has the step of which less is expected to be lost: step^2 / 12 of each element, and what is
+    cut off.
 
     Args:
-        x: Blocks (N, size), float32.
+        x: Blocks (..., size), float32.
         bits: 8 or 4.
 
     Returns:
-        The steps (N, 1), float32 whose lower 16 bits are zero.
+        The steps (..., 1), float32 whose lower 16 bits are zero.
     """
-    widest = block_scales(x, top_code(bits))
+    top = top_code(bits)
+    widest = block_scales(x, top)
     if bits == 8:
         return widest
-    finer = _as_bfloat16(x.square().mean(1, keepdim=True).sqrt() * _OF_NORMAL)
+    finer = _as_bfloat16(x.square().mean(-1, keepdim=True).sqrt() * _OF_NORMAL)
     finer = torch.minimum(finer, widest)
-    better = _lost(x, finer, bits) < _lost(x, widest, bits)
+    cut_off = (x.abs() - (top + 0.5) * finer).clamp_(min=0).square().sum(-1, keepdim=True)
+    rounded = x.shape[-1] / 12
+    better = cut_off + finer.square() * rounded < widest.square() * rounded
     return torch.where(better, finer, widest)
 
 
-def _lost(x: Tensor, steps: Tensor, bits: int) -> Tensor:
-    """Return the square of the norm of what blocks lose with steps (n, 1), (n, 1)."""
-    return (x - _integers(x, steps, bits) * steps).square().sum(1, keepdim=True)
-
-
-def _rounded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the codes of blocks (n, size), float32, as (n, size bits / 8), and the steps (n, 1)."""
+def _round_into(codes: Tensor, x: Tensor, bits: int) -> Tensor:
+    """Write the integers of blocks (..., size), float32, to (..., size bits / 8); return the steps."""
     steps = block_steps(x, bits)
-    return _packed(_integers(x, steps, bits), bits), steps
+    codes.copy_(_packed(_rounded(x, steps, bits), bits))
+    return steps
 
 
-def _with_remainder(
-    x: Tensor, kept: Tensor, kept_steps: Tensor, scale: Tensor, bits: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes and steps of blocks with a remainder, and codes and steps of the new remainder."""
+def _round_with_remainder(
+    codes: Tensor, kept: Tensor, kept_steps: Tensor, x: Tensor, scale: Tensor, bits: int
+) -> tuple[Tensor, Tensor]:
+    """Write the integers of blocks with a remainder, and those of the new one; return both steps."""
     # In place where it can be: new memory costs an eager CPU more than the arithmetic.
-    rest = kept.float().mul_(kept_steps).mul_(scale)
+    rest = kept.float().mul_(kept_steps * scale)
     wanted = x + rest * ADDED
     steps = block_steps(wanted, bits)
-    integers = _integers(wanted, steps, bits)
-    left = rest.add_(x).sub_(integers * steps).mul_(1 / scale)
+    rounded = _rounded(wanted, steps, bits)
+    codes.copy_(_packed(rounded, bits))
+    left = rest.add_(x).sub_(rounded * steps).mul_(1 / scale)
     left_steps = block_steps(left, 8)
     finite = left_steps.isfinite()
     # A choice between integers of 8 bits would not be vectorized.
-    left = torch.where(finite, _integers(left, left_steps, 8), kept.float())
-    return (
-        _packed(integers, bits),
-        steps,
-        left.to(torch.int8),
-        torch.where(finite, left_steps, kept_steps),
-    )
+    kept.copy_(torch.where(finite, _rounded(left, left_steps, 8), kept.float()).to(torch.int8))
+    return steps, torch.where(finite, left_steps, kept_steps)
 
 
-def _integers(x: Tensor, steps: Tensor, bits: int) -> Tensor:
-    """Return the integers of blocks (n, size), float32, for steps (n, 1)."""
+def _rounded(x: Tensor, steps: Tensor, bits: int) -> Tensor:
+    """Return the integers of blocks (..., size), float32, for steps (..., 1)."""
     # A block of zeros has the step 0; its codes are 0 too.
     inverse = torch.where(steps > 0, 1 / steps, 0.0)
     top = top_code(bits)
     return (x * inverse).round_().clamp_(-top, top)
 
 
-def _packed(integers: Tensor, bits: int) -> Tensor:
-    """Return integers (n, size) as codes (n, size bits / 8), int8."""
-    codes = integers.to(torch.int8)
+def _packed(rounded: Tensor, bits: int) -> Tensor:
+    """Return integers (..., size) as codes (..., size bits / 8), int8."""
+    codes = rounded.to(torch.int8)
     if bits == 8:
         return codes
     # The first half of a block is in the lower bits.
-    low, high = codes.chunk(2, 1)
+    low, high = codes.chunk(2, -1)
     return (low & 15) | (high << 4)
 
 
-def _decoded(packed: Tensor, steps: Tensor, bits: int) -> Tensor:
-    """Return the elements of codes (n, bytes), int8, with steps (n, 1): (n, size), float32."""
+def _decode_into(out: Tensor, codes: Tensor, steps: Tensor, bits: int, add: bool) -> None:
+    """Write the elements of codes (..., bytes), int8, with steps (..., 1), to (..., size), float32."""
     if bits == 8:
-        return packed.float() * steps
-    # Shifted left and back right, the lower four bits get their sign.
-    return torch.cat([((packed << 4) >> 4).float() * steps, (packed >> 4).float() * steps], 1)
+        found = codes.float() * steps
+    else:
+        # Shifted left and back right, the lower four bits get their sign.
+        halves = ((codes << 4) >> 4).float() * steps, (codes >> 4).float() * steps
+        found = torch.cat(halves, -1)
+    if add:
+        out.add_(found)
+    else:
+        out.copy_(found)
+
+
+def _decode_mixed(*terms: Tensor) -> Tensor:
+    """Return :func:`mixed_rows` of the sum of codes of 4 bits, given with their scales in turn."""
+    few, each = factors(2 * terms[0].shape[-1])
+    rows: list[Tensor] = []
+    for codes, steps in zip(terms[::2], terms[1::2], strict=True):
+        packed = codes.unflatten(-1, (few // 2, each)).unbind(-2)
+        found = [((row << 4) >> 4).float() * steps for row in packed]
+        found += [(row >> 4).float() * steps for row in packed]
+        rows = [a + b for a, b in zip(rows, found, strict=True)] if rows else found
+    return mixed_rows(rows)
 
 
 def _floats(x: Tensor, rotate: bool) -> Tensor:
-    """Return blocks as (n, size), float32, rotated if asked for."""
-    flat = x.reshape(-1, x.shape[-1]).float()
-    return _rotated(flat) if rotate else flat
-
-
-def _rotated(x: Tensor) -> Tensor:
-    """Return blocks (n, size) times the Hadamard matrix.
-
-    The matrix is the Kronecker product of two small ones. Two products with these take far fewer FLOPs
-    than one with the whole.
-    """
-    size = x.shape[1]
-    few = 1 << (size.bit_length() - 1) // 2
-    left, right = (_hadamard(n, x.dtype, x.device) for n in (few, size // few))
-    return (left @ (x.unflatten(1, (few, size // few)) @ right)).flatten(1)
-
-
-@functools.cache
-def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    whole = torch.ones(1, 1, dtype=dtype)
-    while len(whole) < size:
-        whole = torch.cat([torch.cat([whole, whole], 1), torch.cat([whole, -whole], 1)])
-    return (whole / math.sqrt(size)).to(device)
+    """Return blocks as float32, rotated if asked for."""
+    return rotated_blocks(x.float()) if rotate else x.float()
 
 
 def _empty_codes(x: Tensor, bits: int) -> Tensor:

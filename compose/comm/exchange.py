@@ -27,6 +27,35 @@ class OwnMemory:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+class Scratch:
+    """Memory that one message after another is written to.
+
+    A host zeroes memory page by page when it is first used, which takes longer than a message's codes.
+    CUDA's allocator keeps its memory, and streams may still read the last message there; so on a GPU
+    each call returns memory of its own.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[torch.dtype, Tensor] = {}
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor (numel,), which is valid until the next call.
+
+        Args:
+            numel: The number of elements.
+            dtype: The type.
+            device: The device.
+
+        Returns:
+            The tensor.
+        """
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        if dtype not in self.kept or self.kept[dtype].numel() < numel:
+            self.kept[dtype] = torch.empty(numel, dtype=dtype, device=device)
+        return self.kept[dtype][:numel]
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that this rank has sent, by purpose and distance.

@@ -4,6 +4,8 @@ A rank computes with the weights that the others received, so all of them comput
 Master weights stay exact.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -77,12 +79,32 @@ class DifferenceGather(CodedGather):
     """
 
     def __init__(
-        self, layout: Layout, code: Blocks, traffic: Traffic, levels: Levels | None = None
+        self,
+        layout: Layout,
+        code: Blocks,
+        traffic: Traffic,
+        levels: Levels | None = None,
     ) -> None:
         super().__init__(layout, code, traffic)
         self.levels = levels
         self.base: Tensor | None = None
+        self.own: Tensor | None = None
+        """This rank's row of the base, if gathers may write to the base."""
+        self.writes_base = False
         self.in_step = self.sent = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a gather. On a CPU a gather without a message gets the base itself.
+
+        New memory and a copy would take a host longer than the codes. FSDP writes this rank's exact
+        weights there first, and :meth:`fill` puts back the ones that were received. On a GPU another
+        stream may still read the base.
+        """
+        base = self.base
+        if base is None or self.own is None or not self._has_all or base.dtype != dtype:
+            return super().allocate(size, dtype=dtype, device=device)
+        self.writes_base = True
+        return base.view(*size)
 
     def begin(self) -> None:
         """Note that a step begins; weights do not change until :meth:`end`."""
@@ -97,10 +119,16 @@ class DifferenceGather(CodedGather):
         far = self.levels.far if self.levels else group
         near = 1 if self.levels else None
         base = self.base
-        if base is None or not (self.in_step and self.sent):
+        if base is None or not self._has_all:
             base = self._received(own, far, near)
-        if self.in_step:
+        if self.in_step and not self.sent:
             self.base, self.sent = base, True
+            whole = self.levels is None and base.device.type == "cpu"
+            self.own = base[group.rank()].clone() if whole else None
+        if self.writes_base:
+            assert self.own is not None
+            base[group.rank()], self.writes_base = self.own, False
+            return
         if self.levels is None:
             rows.copy_(base)
             return
@@ -109,6 +137,11 @@ class DifferenceGather(CodedGather):
         self.traffic.count("weights", base.nbytes, inner.size(), inner.size())
         parts = gathered(base.reshape(-1), inner).view(inner.size(), far.size(), -1)
         rows.copy_(parts.transpose(0, 1).reshape(rows.shape))
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether this step's weights were received."""
+        return self.in_step and self.sent
 
     def _expect(self, own: Tensor, rank: int) -> None:
         if self.base is None or (self.in_step and not self.sent):

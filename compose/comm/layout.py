@@ -156,17 +156,21 @@ class Packing:
         """
         self._write(messages[None], out, out.dtype, base)
 
-    def sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+    def sum(self, messages: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Return the sum of what messages hold, (1, S), in float32 or wider.
 
         Args:
             messages: (R, bytes), uint8.
             dtype: The type that was packed.
+            out: Memory for the sum, (1, S); its type may be narrower.
         """
         wide = torch.promote_types(dtype, torch.float32)
-        out = messages.new_empty(1, self.layout.numel, dtype=wide)
-        self._write(messages[:, None], out, dtype, False)
-        return out
+        if out is not None and out.dtype == wide:
+            self._write(messages[:, None], out, dtype, False)
+            return out
+        total = messages.new_empty(1, self.layout.numel, dtype=wide)
+        self._write(messages[:, None], total, dtype, False)
+        return total if out is None else out.copy_(total)
 
     def _write(self, messages: Tensor, out: Tensor, dtype: torch.dtype, base: bool) -> None:
         """Write the sum of T messages for each row.

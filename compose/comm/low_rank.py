@@ -37,8 +37,8 @@ class LowRank:
         worth = self.rank * (rows + columns) < rows * columns
         return (rows, columns) if part.coded and worth else None
 
-    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
-        """Return the sum, as :class:`reductions.Reduction` says."""
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum, as :class:`reductions.Reduction` says."""
         wanted = self.feedback.added(rows, scale) if self.feedback else rows
         wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
         pieces = wanted.split([part.numel for part in self.layout.parts], 1)
@@ -57,12 +57,10 @@ class LowRank:
                 self.feedback.keep(wanted, sent, scale)
             if self.account.open:
                 self._note(rows.to(wanted) - sent, group)
-        out = wanted[:1].clone()
         # A layout of one rank is whole on each rank of the group.
         me = group.rank() if self.layout.ranks > 1 else 0
-        self._fill(out, {i: left[i].chunk(self.layout.ranks)[me] @ right[i].T for i in matrices})
-        self._fill_plain(out, first[-1][me : me + 1])
-        return out[0]
+        self._fill(out[None], {i: left[i].chunk(self.layout.ranks)[me] @ right[i].T for i in matrices})
+        self._fill_plain(out[None], first[-1][me : me + 1])
 
     def _note(self, missing: Tensor, group: dist.ProcessGroup) -> None:
         if self.layout.ranks > 1:

@@ -1,7 +1,7 @@
 """Sums of gradients over ranks, in fewer bytes than they have.
 
-Each takes rows (n, S), what this rank has for each of the n ranks of a group, and returns the sum of
-the ranks' rows for this rank, (S,), in float32 or wider. Nothing is summed in a code.
+Each takes rows (n, S), what this rank has for each of the n ranks of a group, and writes the sum of
+the ranks' rows for this rank, (S,). Sums are made in float32 or wider; nothing is summed in a code.
 """
 
 from dataclasses import dataclass
@@ -37,16 +37,14 @@ class Reduction(Protocol):
     account: Account
     """What its messages lose, for a proof."""
 
-    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
-        """Return the sum for this rank.
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum for this rank.
 
         Args:
             rows: (n, S); it is not changed.
             group: The n ranks.
             scale: The loss scale of the gradients.
-
-        Returns:
-            (S,).
+            out: (S,), of any float type. It may be a row of ``rows`` if n is 1.
         """
         ...
 
@@ -65,12 +63,10 @@ class Plain:
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
 
-    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
-        """Return the sum, as :class:`Reduction` says."""
-        out = torch.empty_like(rows[0])
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum, as :class:`Reduction` says."""
         getattr(dist, REDUCE_SCATTER)(out, rows.contiguous().view(-1), group=group)
         self.traffic.count("gradients", out.nbytes, group.size())
-        return out
 
     def state(self) -> dict[str, Tensor]:
         """Return nothing."""
@@ -103,10 +99,11 @@ class InBlocks:
         self.traffic, self.levels = traffic, levels
         self.feedback = BlockFeedback() if feedback else None
 
-    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
-        """Return the sum, as :class:`Reduction` says."""
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum, as :class:`Reduction` says."""
         if self.levels is None:
-            return self._sum(rows, group, scale, 0)
+            self._sum(rows, group, scale, 0, out)
+            return
         near, far = self.levels.near, self.levels.far
         # Rank k near + j is for place j on node k.
         placed = rows.view(far.size(), near.size(), -1).transpose(0, 1)
@@ -120,9 +117,11 @@ class InBlocks:
         self.traffic.count("gradients", messages.shape[1], near.size(), near.size())
         got = exchanged(messages, near).view(near.size(), far.size(), -1)
         sums = [self.near_packing.sum(got[:, k], rows.dtype) for k in range(far.size())]
-        return self._sum(torch.cat(sums), far, scale, 1)
+        self._sum(torch.cat(sums), far, scale, 1, out)
 
-    def _sum(self, rows: Tensor, group: dist.ProcessGroup, scale: float, near: int) -> Tensor:
+    def _sum(
+        self, rows: Tensor, group: dist.ProcessGroup, scale: float, near: int, out: Tensor
+    ) -> None:
         encode, before = None, None
         if self.feedback:
             code, count = self.packing.code, self.packing.blocks
@@ -139,7 +138,7 @@ class InBlocks:
                 lost, after = (rows - sent).float() / scale, self.feedback.blocks(before)
                 self.account.kept(self.packing, before, lost, after)
         self.traffic.count("gradients", messages.shape[1], group.size(), near or None)
-        return self.packing.sum(exchanged(messages, group), rows.dtype)[0]
+        self.packing.sum(exchanged(messages, group), rows.dtype, out[None])
 
     def state(self) -> dict[str, Tensor]:
         """Return the remainder."""

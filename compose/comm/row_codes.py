@@ -17,11 +17,11 @@ from compose.comm.codecs import (
     block_scales,
     decode_blocks,
     encode_blocks,
-    kernel,
-    pieces,
-    read_codes,
-    write_codes,
+    integers,
+    read_steps,
+    write_steps,
 )
+from compose.comm.kernels import kernel, pieces
 from compose.operators.registered import operator
 
 FLOAT8 = torch.float8_e4m3fn
@@ -110,7 +110,9 @@ def encode_float8(x: Tensor) -> Tensor:
     """
     out = x.new_empty(x.shape[0], x.shape[1] + SCALE_BYTES, dtype=torch.uint8)
     for at in pieces(x):
-        write_codes(out[at], *kernel(_encoded)(x[at]))
+        codes, scales = kernel(_encoded)(x[at])
+        integers(out[at]).copy_(codes.view(torch.int8))
+        write_steps(out[at], scales)
     return out
 
 
@@ -131,8 +133,8 @@ def decode_float8(codes: Tensor) -> Tensor:
     """
     out = codes.new_empty(len(codes), codes.shape[1] - SCALE_BYTES, dtype=torch.float32)
     for at in pieces(out):
-        packed, scales = read_codes(codes[at])
-        out[at] = kernel(_decoded)(packed.contiguous().view(FLOAT8), scales)
+        found = integers(codes[at]).contiguous().view(FLOAT8)
+        out[at] = kernel(_decoded)(found, read_steps(codes[at]))
     return out
 
 

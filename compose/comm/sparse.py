@@ -31,12 +31,12 @@ class Largest:
         ]
         self.feedback, self.account = Feedback() if feedback else None, Account()
 
-    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
-        """Return the sum, as :class:`reductions.Reduction` says."""
+    def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum, as :class:`reductions.Reduction` says."""
         messages = self._messages(rows, group, scale)
         if self.account.open:
             self.account.lost(rows - self.unpack(messages, rows.dtype), [group])
-        return self._sum(exchanged(messages, group), rows.dtype)
+        out.copy_(self._sum(exchanged(messages, group), rows.dtype))
 
     def everywhere(self, row: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         """Return the sum of all ranks' rows (S,) on each rank.

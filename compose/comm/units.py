@@ -1,9 +1,11 @@
 """What sends the weights and gradients of FSDP's units, and of models that FSDP does not cut."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from compose.comm.account import Account
 from compose.comm.all_reduce import CodedSum, PlainSum
 from compose.comm.blocks import Blocks
-from compose.comm.exchange import OwnMemory, Traffic
+from compose.comm.exchange import OwnMemory, Scratch, Traffic
 from compose.comm.gathers import CodedGather, DifferenceGather
 from compose.comm.layout import Layout
 from compose.comm.low_rank import LowRank
@@ -121,6 +123,7 @@ class Units:
     def __init__(self, comm: Comm, traffic: Traffic) -> None:
         self.comm, self.traffic, self.moment = comm, traffic, Moment()
         self.units: list[Unit] = []
+        self.scratch = Scratch()
         self.module: nn.Module | None = None
         self.proving = False
         self.kept: dict[str, Tensor] = {}
@@ -158,7 +161,7 @@ class Units:
                 chosen = self._reduction(layout, place.levels, traffic, kind)
                 unit.reductions["shards"] = chosen
                 plain, start = Plain(traffic), self.comm.start_step
-                shard_sum = ShardSum(chosen, plain, self.moment, start, layout.numel)
+                shard_sum = ShardSum(chosen, plain, self.moment, start, layout.numel, self.scratch)
                 module.set_custom_reduce_scatter(cast(Any, shard_sum))
         if place.replicas and self.comm.gradients != "off":
             row = Layout(layout.parts, 1)
@@ -250,10 +253,23 @@ class ShardSum(OwnMemory):
     """The reduce-scatter of one unit, for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __init__(
-        self, chosen: Reduction, plain: Plain, moment: Moment, start_step: int, numel: int
+        self,
+        chosen: Reduction,
+        plain: Plain,
+        moment: Moment,
+        start_step: int,
+        numel: int,
+        scratch: Scratch,
     ) -> None:
         self.chosen, self.plain, self.moment, self.start_step = chosen, plain, moment, start_step
-        self.numel = numel
+        self.numel, self.scratch = numel, scratch
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory as :class:`OwnMemory` does; that of gradients before the sum is used again."""
+        numel = math.prod(size)
+        if numel <= self.numel:
+            return super().allocate(size, dtype=dtype, device=device)
+        return self.scratch.empty(numel, dtype, device).view(*size)
 
     def __call__(
         self,
@@ -285,7 +301,7 @@ class ShardSum(OwnMemory):
             )
         self.plain.traffic.instead("gradients", rows[0].nbytes * (group.size() - 1))
         reduction = self.chosen if self.moment.step >= self.start_step else self.plain
-        output_tensor.copy_(reduction(rows, group, self.moment.scale))
+        reduction(rows, group, self.moment.scale, output_tensor)
 
 
 class ReplicaSum:

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.comm import codecs
+from compose.comm import kernels
 from compose.comm.blocks import Blocks
 from compose.comm.codecs import (
     decode_blocks,
     decode_into,
     encode_blocks,
     encode_with_remainder,
-    rotated_blocks,
 )
 from compose.comm.feedback import BlockFeedback, Feedback
 from compose.comm.layout import Layout, Packing
+from compose.comm.rotation import rotated_blocks
 
 # Relative error of blocks of 64, 256 and 1024 elements, measured with scales of 16 bits: normal values,
 # and Student's t with 3 degrees of freedom. (What Blocks.expected says gives the same.)
@@ -125,7 +125,7 @@ def test_pieces_change_nothing(
     x, rotate, places = wide[..., : shape[-1]], bits == 4, [2**18, 64, 640]
     made: list[list[Tensor]] = []
     for many in places:
-        monkeypatch.setattr(codecs, "AT_ONCE", many)
+        monkeypatch.setattr(kernels, "AT_ONCE", many)
         kept = encode_blocks(0.1 * x, 8, False)
         codes = encode_with_remainder(x, kept, 2.0, bits, rotate)
         out = wide.clone()
@@ -210,7 +210,7 @@ def test_compiled_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*made, decode_blocks(codes, 4), decode_blocks(left, 8)]
 
     plain = found()
-    monkeypatch.setattr(codecs, "_COMPILES", True)
+    monkeypatch.setattr(kernels, "_COMPILES", True)
     for number, (one, other) in enumerate(zip(plain, found(), strict=True)):
         blocks = int((one != other).any(1).sum())
         # In 4 bits the order of sums may change a step's last bit, and with it a block's codes.
