@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compose.comm.blocks import Blocks
-from compose.comm.codecs import SCALE_BYTES, decode_blocks, encode_with_remainder
+from compose.comm.codecs import SCALE_BYTES, decode_blocks, encode_with_remainder, read_steps
 
 KEPT = Blocks(8, 4096)
 """The code in which remainders are kept: 1 byte for an element."""
@@ -81,24 +81,24 @@ class Feedback(Remainder):
         if self.codes is None:
             return x
         kept = KEPT.decode(self.codes, x.dtype).view(-1)[: x.numel()].view(x.shape)
-        return x + kept * scale
+        return (kept * scale if scale != 1 else kept).add_(x)
 
-    def keep(self, wanted: Tensor, sent: Tensor, scale: float) -> None:
+    def keep(self, lost: Tensor, scale: float) -> None:
         """Keep what was not sent.
 
         If a value is not finite, its block's remainder stays what it was. Such a step is skipped, and
         it must not spoil those that follow.
 
         Args:
-            wanted: What :meth:`added` returned.
-            sent: What the receivers make of the message.
-            scale: The loss scale of both.
+            lost: What :meth:`added` returned, less what the receivers make of the message.
+            scale: The loss scale of it.
         """
-        lost = ((wanted - sent) / scale).flatten()
-        blocks = torch.nn.functional.pad(lost, (0, -lost.numel() % KEPT.size)).view(-1, KEPT.size)
-        found = KEPT.encode(torch.nan_to_num(blocks, 0.0, 0.0, 0.0))
+        flat = (lost / scale if scale != 1 else lost).flatten()
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % KEPT.size)).view(-1, KEPT.size)
+        found = KEPT.encode(blocks)
         before = torch.zeros_like(found) if self.codes is None else self.codes
-        self.codes = torch.where(blocks.isfinite().all(1, keepdim=True), found, before)
+        # A block with such a value has such a scale.
+        self.codes = torch.where(read_steps(found).isfinite(), found, before)
 
     def norm(self) -> Tensor:
         """Return the 2-norm of the remainder, a scalar."""

@@ -8,11 +8,13 @@ of such a tensor into messages: the blocks of all coded parameters, then the oth
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compose.comm import kernels
 from compose.comm.blocks import Blocks, numbers
 
 FEWEST = 4096
@@ -97,6 +99,16 @@ class Run:
         """The place of the elements in a row."""
         return slice(self.begin, self.end)
 
+    def blocks_of(self, rows: Tensor, size: int) -> Tensor:
+        """Return these elements of rows (R, S) as (R, blocks, size): a view if there is no padding."""
+        elements = rows[:, self.elements]
+        padded = F.pad(elements, (0, self.padding)) if self.padding else elements
+        return padded.unflatten(1, (self.blocks, size))
+
+    def put_back(self, rows: Tensor, blocks: Tensor) -> None:
+        """Write blocks (R, blocks, size), which may end in padding, to their place in rows (R, S)."""
+        rows[:, self.elements] = blocks.flatten(1)[:, : self.numel]
+
     def with_next(self, other: "Run") -> "Run":
         """Return this run and the one that follows, as one."""
         numel, blocks = self.numel + other.numel, self.blocks + other.blocks
@@ -130,14 +142,14 @@ class Packing:
             (R, bytes), uint8.
         """
         out = rows.new_empty(len(rows), self.bytes(rows.dtype), dtype=torch.uint8)
-        width, size = self.code.width(rows.dtype), self.code.size
-        for run in self.runs:
-            elements = rows[:, run.elements]
-            if run.padding:
-                elements = F.pad(elements, (0, run.padding))
-            blocks = elements.unflatten(1, (run.blocks, size))
-            codes = encode(blocks, run.first) if encode else self.code.encode(blocks)
-            out[:, run.first * width : (run.first + run.blocks) * width] = codes.flatten(1)
+        encode = encode or (lambda blocks, _: self.code.encode(blocks))
+        width = self.code.width(rows.dtype)
+        if self._at_once(len(rows)):
+            out[:, : self.blocks * width] = encode(self.blocks_of(rows), 0).flatten(1)
+        else:
+            for run in self.runs:
+                codes = encode(run.blocks_of(rows, self.code.size), run.first)
+                out[:, run.first * width : (run.first + run.blocks) * width] = codes.flatten(1)
         done = self.blocks * width
         for part, piece in zip(self.layout.parts, self._pieces(rows), strict=True):
             if not part.coded:
@@ -182,15 +194,19 @@ class Packing:
             base: Whether codes are differences to what ``out`` holds.
         """
         width, size = self.code.width(dtype), self.code.size
-        for run in self.runs:
-            codes = messages[..., run.first * width : (run.first + run.blocks) * width]
-            codes, place = codes.unflatten(-1, (run.blocks, width)), out[:, run.elements]
-            if not run.padding:
-                self.code.sum_into(place.unflatten(1, (run.blocks, size)), codes, dtype, base)
-                continue
-            padded = F.pad(place, (0, run.padding)).unflatten(1, (run.blocks, size))
-            self.code.sum_into(padded, codes, dtype, base)
-            place.copy_(padded.flatten(1)[:, : place.shape[1]])
+        codes = messages[..., : self.blocks * width].unflatten(-1, (self.blocks, width))
+        if self._at_once(len(out)):
+            blocks = self.blocks_of(out) if base else out.new_empty(len(out), self.blocks, size)
+            self.code.sum_into(blocks, codes, dtype, base)
+            for run in self.runs:
+                run.put_back(out, blocks[:, run.first : run.first + run.blocks])
+        else:
+            for run in self.runs:
+                blocks = run.blocks_of(out, size)
+                part = codes[..., run.first : run.first + run.blocks, :]
+                self.code.sum_into(blocks, part, dtype, base)
+                if run.padding:
+                    run.put_back(out, blocks)
         done = self.blocks * width
         for part, piece in zip(self.layout.parts, self._pieces(out), strict=True):
             if not part.coded:
@@ -199,7 +215,7 @@ class Packing:
                 piece.copy_(terms[0] if len(terms) == 1 else terms.sum(0, dtype=out.dtype))
                 done = end
 
-    @property
+    @cached_property
     def runs(self) -> list["Run"]:
         """The coded parts, in order. Those that follow one another without padding are one run."""
         found: list[Run] = []
@@ -219,10 +235,11 @@ class Packing:
     def blocks_of(self, rows: Tensor) -> Tensor:
         """Return all blocks (R, N, size) of rows (R, S), padded with zeros."""
         blocks = [rows[:, :0].unflatten(1, (0, self.code.size))]
-        for run in self.runs:
-            padded = F.pad(rows[:, run.elements], (0, run.padding))
-            blocks.append(padded.unflatten(1, (run.blocks, self.code.size)))
-        return torch.cat(blocks, 1)
+        return torch.cat([*blocks, *(run.blocks_of(rows, self.code.size) for run in self.runs)], 1)
+
+    def _at_once(self, rows: int) -> bool:
+        """Whether one call for all runs costs less than a call for each, although it needs a copy."""
+        return len(self.runs) > 1 and rows * self.blocks * self.code.size <= kernels.AT_ONCE
 
     def coded_only(self, rows: Tensor) -> Tensor:
         """Return a copy of rows (R, S) with zeros in place of what is not coded."""
@@ -232,7 +249,7 @@ class Packing:
                 piece.zero_()
         return rows
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks of a row."""
         return sum(-(-part.numel // self.code.size) for part in self.layout.parts if part.coded)

@@ -7,7 +7,7 @@ feedback keeps M - P Q^T, with this rank's own Q.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,26 +41,51 @@ class LowRank:
         """Write the sum, as :class:`reductions.Reduction` says."""
         wanted = self.feedback.added(rows, scale) if self.feedback else rows
         wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
-        pieces = wanted.split([part.numel for part in self.layout.parts], 1)
-        matrices = {i: pieces[i].reshape(shape) for i, shape in self.shapes.items()}
+        pieces = self._pieces(wanted)
+        # (R, m / R, c): a rank's rows lie apart, and a copy would cost as much as a product.
+        matrices = {i: pieces[i].unflatten(1, (m // len(rows), c)) for i, (m, c) in self.shapes.items()}
         plain = torch.cat([rows[:, :0], *(p for i, p in enumerate(pieces) if i not in matrices)], 1)
-        first = self._summed([*(m @ self._factor(i, m) for i, m in matrices.items()), plain], group)
-        left = {i: _orthonormal(p) for i, p in zip(matrices, first, strict=False)}
-        own = {i: m.T @ left[i] for i, m in matrices.items()}
+        tall = [(m @ self._factor(i, m)).flatten(0, 1) for i, m in matrices.items()]
+        first = self._summed([*tall, plain], group)
+        left = {
+            i: _orthonormal(p).view(len(rows), -1, self.rank)
+            for i, p in zip(matrices, first, strict=False)
+        }
+        own = {i: (m.transpose(1, 2) @ left[i]).sum(0) for i, m in matrices.items()}
         right = dict(zip(matrices, self._summed(list(own.values()), group), strict=True))
         # An overflow must not stay in what the next step begins with.
         self.factors |= {i: torch.nan_to_num(q, 0.0, 0.0, 0.0) for i, q in right.items()}
         if self.feedback or self.account.open:
-            sent = wanted.clone()
-            self._fill(sent, {i: left[i] @ own[i].T for i in matrices})
+            lost = self._lost(
+                wanted.clone() if wanted is rows or self.account.open else wanted, left, own
+            )
             if self.feedback:
-                self.feedback.keep(wanted, sent, scale)
+                self.feedback.keep(lost, scale)
             if self.account.open:
-                self._note(rows.to(wanted) - sent, group)
+                self._note(rows.to(wanted) - wanted + lost, group)
         # A layout of one rank is whole on each rank of the group.
         me = group.rank() if self.layout.ranks > 1 else 0
-        self._fill(out[None], {i: left[i].chunk(self.layout.ranks)[me] @ right[i].T for i in matrices})
-        self._fill_plain(out[None], first[-1][me : me + 1])
+        results = self._pieces(out[None])
+        for i, q in right.items():
+            results[i].copy_((left[i][me] @ q.T).view(1, -1))
+        begin = 0
+        for i, piece in enumerate(results):
+            if i not in self.shapes:
+                piece.copy_(first[-1][me : me + 1, begin : begin + piece.shape[1]])
+                begin += piece.shape[1]
+
+    def _lost(self, wanted: Tensor, left: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> Tensor:
+        """Make rows (R, S) what is not sent of them."""
+        for i, piece in enumerate(self._pieces(wanted)):
+            if i in self.shapes:
+                matrix = piece.unflatten(1, (-1, own[i].shape[0]))
+                matrix.baddbmm_(left[i], own[i].T.expand(len(wanted), -1, -1), alpha=-1)
+            else:
+                piece.zero_()
+        return wanted
+
+    def _pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.split([part.numel for part in self.layout.parts], 1)
 
     def _note(self, missing: Tensor, group: dist.ProcessGroup) -> None:
         if self.layout.ranks > 1:
@@ -73,7 +98,7 @@ class LowRank:
     def _factor(self, i: int, matrix: Tensor) -> Tensor:
         """Return the Q that a step begins with, (c, r), the same on every rank."""
         if i not in self.factors:
-            drawn = torch.randn(matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(i))
+            drawn = torch.randn(matrix.shape[-1], self.rank, generator=torch.Generator().manual_seed(i))
             self.factors[i] = drawn.to(matrix)
         return self.factors[i]
 
@@ -86,18 +111,6 @@ class LowRank:
         self.traffic.count("gradients", 2 * math.ceil(flat.nbytes / group.size()), group.size())
         parts = flat.split([t.numel() for t in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-    def _fill(self, out: Tensor, matrices: dict[int, Tensor]) -> None:
-        pieces = out.split([part.numel for part in self.layout.parts], 1)
-        for i, matrix in matrices.items():
-            pieces[i].copy_(matrix.reshape(len(out), -1))
-
-    def _fill_plain(self, out: Tensor, plain: Tensor) -> None:
-        begin = 0
-        for i, piece in enumerate(out.split([part.numel for part in self.layout.parts], 1)):
-            if i not in self.shapes:
-                piece.copy_(plain[:, begin : begin + piece.shape[1]])
-                begin += piece.shape[1]
 
     def state(self) -> dict[str, Tensor]:
         """Return the remainder and the factors."""

@@ -60,7 +60,7 @@ class Largest:
         wanted = self.feedback.added(rows, scale) if self.feedback else rows
         messages = self.pack(wanted)
         if self.feedback:
-            self.feedback.keep(wanted, self.unpack(messages, wanted.dtype), scale)
+            self.feedback.keep(wanted - self.unpack(messages, wanted.dtype), scale)
         self.traffic.count("gradients", messages.shape[1], group.size())
         return messages
 

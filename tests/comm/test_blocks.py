@@ -143,13 +143,21 @@ SHAPES = [(70, 67), (5,), (3, 4), (129, 40), (1,)]
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("bits", [0, 4, 8, 16])
-def test_rows_come_back_with_odd_sizes(ranks: int, bits: int) -> None:
+def test_rows_come_back_with_odd_sizes(monkeypatch: pytest.MonkeyPatch, bits: int, ranks: int) -> None:
     packing = Packing(Layout.of(SHAPES, ranks), Blocks(bits, 64, rotate=bits == 4))
     rows = drawn("normal", ranks * packing.layout.numel).view(ranks, -1)
     messages = packing.pack(rows)
     assert messages.shape == (ranks, packing.bytes(rows.dtype))
-    back = torch.empty_like(rows)
+    back, moved = torch.empty_like(rows), rows.clone()
     packing.unpack(messages, back)
+    packing.unpack(messages, moved, base=True)
+    # Larger units have a call for each run of coded parameters, not one for all.
+    monkeypatch.setattr(kernels, "AT_ONCE", 64)
+    assert torch.equal(packing.pack(rows), messages)
+    for base, found in ((False, back), (True, moved)):
+        out = rows.clone()
+        packing.unpack(messages, out, base)
+        assert torch.equal(out, found)
     begin = 0
     for part in packing.layout.parts:
         place = slice(begin, begin + part.numel)
@@ -170,7 +178,7 @@ def test_error_feedback_gives_all_of_it_in_the_end() -> None:
         scale = 2.0 ** (step % 5)  # of the loss: the remainder is for gradients without it
         wanted = feedback.added(x * scale, scale)
         got = code.decode(code.encode(wanted.view(-1, 256)), torch.float32).view(1, -1)
-        feedback.keep(wanted, got, scale)
+        feedback.keep(wanted - got, scale)
         asked, sent = asked + x, sent + got / scale
     left = feedback.added(torch.zeros(1, 2048), 1.0)
     whole = float(asked.norm())
@@ -220,11 +228,11 @@ def test_compiled_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_overflow_does_not_stay_in_the_remainder() -> None:
     feedback = Feedback()
     x = drawn("normal", 8192)[None]
-    feedback.keep(x, 0.9 * x, 1.0)
+    feedback.keep(x - 0.9 * x, 1.0)
     before = feedback.added(torch.zeros_like(x), 1.0)
     broken = x.clone()
     broken[0, 17] = torch.inf
-    feedback.keep(broken, 0.8 * broken, 1.0)
+    feedback.keep(broken - 0.8 * broken, 1.0)
     after = feedback.added(torch.zeros_like(x), 1.0)
     assert torch.equal(after[:, :4096], before[:, :4096])
     torch.testing.assert_close(after[:, 4096:], 0.2 * x[:, 4096:], rtol=0.02, atol=0.02)

@@ -127,8 +127,8 @@ FAULTS: dict[str, tuple[str, str, str, str, str]] = {
     "a block off by one": (
         "zero 3, int8",
         "compose.comm.layout:Packing._write",
-        "codes.unflatten(-1, (run.blocks, width))",
-        "codes.unflatten(-1, (run.blocks, width)).roll(1, -2)",
+        ".unflatten(-1, (self.blocks, width))",
+        ".unflatten(-1, (self.blocks, width)).roll(1, -2)",
         "lost of",
     ),
     "integer sums": (
