@@ -225,6 +225,27 @@ def test_compiled_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert blocks <= (0 if number == 1 else 2)
 
 
+@pytest.mark.slow
+def test_a_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of other sizes and other places in a message need no other kernels; Dynamo has a limit."""
+    monkeypatch.setattr(kernels, "_COMPILES", True)
+    torch.compiler.reset()
+
+    def code(rows: int, count: int, begin: int) -> None:
+        x = drawn("t", rows * 2 * count * 64).view(rows, 2 * count, 64)[:, begin : begin + count]
+        kept = encode_blocks(torch.zeros(rows, 2 * count, 64), 8, False)[:, begin : begin + count]
+        codes = encode_with_remainder(x, kept, 1.0, 4, True)
+        for terms in (1, 2, 3):
+            for add in (False, True):
+                decode_into(x, codes.expand(terms, *codes.shape), 4, True, add)
+
+    code(3, 5, 2)
+    code(1, 6, 0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows, count, begin in ((4, 7, 1), (2, 33, 3), (1, 9, 4), (1, 40, 0)):
+            code(rows, count, begin)
+
+
 def test_an_overflow_does_not_stay_in_the_remainder() -> None:
     feedback = Feedback()
     x = drawn("normal", 8192)[None]
