@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.base import devices
 from compose.comm.account import Account
 from compose.comm.blocks import Blocks
 from compose.comm.exchange import OwnMemory, Traffic, gathered
@@ -123,7 +124,7 @@ class DifferenceGather(CodedGather):
             base = self._received(own, far, near)
         if self.in_step and not self.sent:
             self.base, self.sent = base, True
-            whole = self.levels is None and base.device.type == "cpu"
+            whole = self.levels is None and devices.device_of(base) == "cpu"
             self.own = base[group.rank()].clone() if whole else None
         if self.writes_base:
             assert self.own is not None

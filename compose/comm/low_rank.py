@@ -56,9 +56,8 @@ class LowRank:
         # An overflow must not stay in what the next step begins with.
         self.factors |= {i: torch.nan_to_num(q, 0.0, 0.0, 0.0) for i, q in right.items()}
         if self.feedback or self.account.open:
-            lost = self._lost(
-                wanted.clone() if wanted is rows or self.account.open else wanted, left, own
-            )
+            needed = wanted is rows or self.account.open
+            lost = self._lost(wanted.clone() if needed else wanted, left, own)
             if self.feedback:
                 self.feedback.keep(lost, scale)
             if self.account.open:
