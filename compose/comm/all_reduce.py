@@ -78,17 +78,14 @@ class CodedSum:
     def _spread(self, flat: Tensor) -> Tensor:
         """Return rows (ranks, S'), each with a part of every parameter."""
         rows = []
-        for part, piece in zip(self.layout.parts, self._pieces(flat), strict=True):
+        for part, piece in zip(self.layout.parts, self.layout.pieces(flat), strict=True):
             padded = torch.nn.functional.pad(piece, (0, -part.numel % self.ranks))
             rows.append(padded.view(self.ranks, -1))
         return torch.cat(rows, 1)
 
     def _collect(self, rows: Tensor, flat: Tensor) -> None:
         begin = 0
-        for part, piece in zip(self.layout.parts, self._pieces(flat), strict=True):
+        for part, piece in zip(self.layout.parts, self.layout.pieces(flat), strict=True):
             each = -(-part.numel // self.ranks)
             piece.copy_(rows[:, begin : begin + each].reshape(-1)[: part.numel])
             begin += each
-
-    def _pieces(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return flat.split([part.numel for part in self.layout.parts])

@@ -15,9 +15,9 @@ from compose.operators.registered import operator
 
 SCALE_BYTES = 2
 _TOGETHER = 2
-"""Terms whose sum and rotation are one kernel. With more of them it would grow long."""
+"""The most terms whose sum and rotation are one kernel. Its code grows with each term."""
 _LEAST = 16
-"""The least block for which it exists."""
+"""The smallest block that this kernel takes."""
 _OF_NORMAL = 0.35
 """The best step of 15 levels for normal values, over their root mean square."""
 ADDED = 0.2
@@ -212,8 +212,8 @@ def block_steps(x: Tensor, bits: int) -> Tensor:
     In 8 bits the largest magnitude gets the largest code. In 4 bits a finer step, which cuts off what
     is beyond it, loses less of most blocks: of normal values, which rotated blocks resemble, 0.35 of
     their root mean square is best for 15 levels (Max 1960, "Quantizing for minimum distortion"). Each
-    block has the step of which less is expected to be lost: step^2 / 12 of each element, and what is
-    cut off.
+    block has the step that is expected to lose less. The expected loss is step^2 / 12 for each element,
+    and what is cut off.
 
     Args:
         x: Blocks (..., size), float32.

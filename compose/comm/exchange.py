@@ -30,9 +30,9 @@ class OwnMemory:
 class Scratch:
     """Memory that one message after another is written to.
 
-    A host zeroes memory page by page when it is first used, which takes longer than a message's codes.
-    CUDA's allocator keeps its memory, and streams may still read the last message there; so on a GPU
-    each call returns memory of its own.
+    A host zeroes each page of new memory at its first use, which takes longer than a message's codes.
+    CUDA's allocator keeps memory, and a stream may still read the last message. So on a GPU each call
+    returns memory of its own.
     """
 
     def __init__(self) -> None:

@@ -80,11 +80,7 @@ class DifferenceGather(CodedGather):
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        code: Blocks,
-        traffic: Traffic,
-        levels: Levels | None = None,
+        self, layout: Layout, code: Blocks, traffic: Traffic, levels: Levels | None = None
     ) -> None:
         super().__init__(layout, code, traffic)
         self.levels = levels
@@ -97,9 +93,9 @@ class DifferenceGather(CodedGather):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for a gather. On a CPU a gather without a message gets the base itself.
 
-        New memory and a copy would take a host longer than the codes. FSDP writes this rank's exact
-        weights there first, and :meth:`fill` puts back the ones that were received. On a GPU another
-        stream may still read the base.
+        New memory and a copy would take a CPU longer than the codes. FSDP writes this rank's exact
+        weights to that memory first. Then :meth:`fill` puts back the weights that were received. On a
+        GPU another stream may still read the base, so each gather gets memory of its own.
         """
         base = self.base
         if base is None or self.own is None or not self._has_all or base.dtype != dtype:

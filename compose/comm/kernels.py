@@ -62,7 +62,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_any_length(x: Tensor) -> Tensor:
     """Return ``x`` so that a kernel for it is one for any number of blocks of this size."""
-    # Of a view Dynamo would also guard the base, and compile again for each place in it.
+    # Dynamo would also guard the base of a view, and compile again for each place in it.
     x = x.data
     torch._dynamo.maybe_mark_dynamic(x, list(range(x.ndim - 1)))
     return x

@@ -69,6 +69,10 @@ class Layout:
         """Elements of one rank's row."""
         return sum(part.numel for part in self.parts)
 
+    def pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return views of rows (..., S), one for each parameter, in order."""
+        return rows.split([part.numel for part in self.parts], -1)
+
     def among(self, ranks: int) -> "Layout":
         """Return the layout of one row, cut once more over ``ranks``."""
         return Layout(tuple(Part((-(-part.numel // ranks),), part.coded) for part in self.parts), ranks)
@@ -151,7 +155,7 @@ class Packing:
                 codes = encode(run.blocks_of(rows, self.code.size), run.first)
                 out[:, run.first * width : (run.first + run.blocks) * width] = codes.flatten(1)
         done = self.blocks * width
-        for part, piece in zip(self.layout.parts, self._pieces(rows), strict=True):
+        for part, piece in zip(self.layout.parts, self.layout.pieces(rows), strict=True):
             if not part.coded:
                 found = piece.contiguous().view(torch.uint8)
                 out[:, done : done + found.shape[1]] = found
@@ -208,7 +212,7 @@ class Packing:
                 if run.padding:
                     run.put_back(out, blocks)
         done = self.blocks * width
-        for part, piece in zip(self.layout.parts, self._pieces(out), strict=True):
+        for part, piece in zip(self.layout.parts, self.layout.pieces(out), strict=True):
             if not part.coded:
                 end = done + part.numel * dtype.itemsize
                 terms = numbers(messages[..., done:end], dtype)
@@ -244,7 +248,7 @@ class Packing:
     def coded_only(self, rows: Tensor) -> Tensor:
         """Return a copy of rows (R, S) with zeros in place of what is not coded."""
         rows = rows.clone()
-        for part, piece in zip(self.layout.parts, self._pieces(rows), strict=True):
+        for part, piece in zip(self.layout.parts, self.layout.pieces(rows), strict=True):
             if not part.coded:
                 piece.zero_()
         return rows
@@ -253,6 +257,3 @@ class Packing:
     def blocks(self) -> int:
         """Blocks of a row."""
         return sum(-(-part.numel // self.code.size) for part in self.layout.parts if part.coded)
-
-    def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
-        return rows.split([part.numel for part in self.layout.parts], 1)

@@ -41,7 +41,7 @@ class LowRank:
         """Write the sum, as :class:`reductions.Reduction` says."""
         wanted = self.feedback.added(rows, scale) if self.feedback else rows
         wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
-        pieces = self._pieces(wanted)
+        pieces = self.layout.pieces(wanted)
         # (R, m / R, c): a rank's rows lie apart, and a copy would cost as much as a product.
         matrices = {i: pieces[i].unflatten(1, (m // len(rows), c)) for i, (m, c) in self.shapes.items()}
         plain = torch.cat([rows[:, :0], *(p for i, p in enumerate(pieces) if i not in matrices)], 1)
@@ -64,7 +64,7 @@ class LowRank:
                 self._note(rows.to(wanted) - wanted + lost, group)
         # A layout of one rank is whole on each rank of the group.
         me = group.rank() if self.layout.ranks > 1 else 0
-        results = self._pieces(out[None])
+        results = self.layout.pieces(out[None])
         for i, q in right.items():
             results[i].copy_((left[i][me] @ q.T).view(1, -1))
         begin = 0
@@ -75,16 +75,13 @@ class LowRank:
 
     def _lost(self, wanted: Tensor, left: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> Tensor:
         """Make rows (R, S) what is not sent of them."""
-        for i, piece in enumerate(self._pieces(wanted)):
+        for i, piece in enumerate(self.layout.pieces(wanted)):
             if i in self.shapes:
                 matrix = piece.unflatten(1, (-1, own[i].shape[0]))
                 matrix.baddbmm_(left[i], own[i].T.expand(len(wanted), -1, -1), alpha=-1)
             else:
                 piece.zero_()
         return wanted
-
-    def _pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return rows.split([part.numel for part in self.layout.parts], 1)
 
     def _note(self, missing: Tensor, group: dist.ProcessGroup) -> None:
         if self.layout.ranks > 1:

@@ -1,8 +1,8 @@
 """The rotation of blocks by the orthogonal Hadamard matrix, which spreads an outlier over its block.
 
 The matrix of a block is the Kronecker product of two small ones. Two products with these take far fewer
-FLOPs than one with the whole. The first mixes the rows of a block (few, each) by sums and differences,
-which a compiler makes one kernel of; the second is a matrix product.
+FLOPs than one with the whole. A block is seen as rows (few, each). The first product mixes the rows by
+sums and differences, and a compiler makes one kernel of these. The second is a matrix product.
 """
 
 import functools

@@ -71,14 +71,14 @@ class Largest:
     def pack(self, rows: Tensor) -> Tensor:
         """Return messages (R, bytes) of rows (R, S): values, places, and what is not coded."""
         values, places, plain, begin = [], [], [rows[:, :0]], 0
-        for part, piece, count in zip(self.layout.parts, self._pieces(rows), self.counts, strict=True):
+        for piece, count in zip(self.layout.pieces(rows), self.counts, strict=True):
             if count:
                 at = piece.abs().topk(count, 1, sorted=False).indices
                 values.append(piece.gather(1, at).to(torch.bfloat16))
                 places.append((at + begin).to(torch.int32))
             else:
                 plain.append(piece)
-            begin += part.numel
+            begin += piece.shape[1]
         sent = [torch.cat(places, 1), torch.cat(values, 1)] if values else []
         sent.append(torch.cat(plain, 1))
         return torch.cat([x.contiguous().view(torch.uint8).view(len(rows), -1) for x in sent], 1)
@@ -99,7 +99,7 @@ class Largest:
             places = numbers(at, torch.int32).long()
             out.scatter_(1, places, numbers(values, torch.bfloat16).to(dtype))
         rest, begin = numbers(plain, dtype), 0
-        for part, piece in zip(self.layout.parts, self._pieces(out), strict=True):
+        for part, piece in zip(self.layout.parts, self.layout.pieces(out), strict=True):
             if not part.coded:
                 piece.copy_(rest[:, begin : begin + part.numel])
                 begin += part.numel
@@ -113,6 +113,3 @@ class Largest:
         """Take the remainder."""
         if self.feedback:
             self.feedback.restore(state)
-
-    def _pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return rows.split([part.numel for part in self.layout.parts], 1)

@@ -78,9 +78,8 @@ class Unit:
 
     def pieces(self, flat: Tensor, trained: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield names and parts of a rank's row (S,), of all parameters or those with gradients."""
-        parts = self.cut.layout(self.ranks, trained).parts
-        names = self.cut.named(trained)
-        for name, part, piece in zip(names, parts, flat.split([p.numel for p in parts]), strict=True):
+        layout, names = self.cut.layout(self.ranks, trained), self.cut.named(trained)
+        for name, part, piece in zip(names, layout.parts, layout.pieces(flat), strict=True):
             yield name, piece.view(part.shape)
 
     def missing(self) -> Tensor | None:
@@ -265,7 +264,7 @@ class ShardSum(OwnMemory):
         self.numel, self.scratch = numel, scratch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory as :class:`OwnMemory` does; that of gradients before the sum is used again."""
+        """Return memory. That of gradients before the sum is the scratch, which all units share."""
         numel = math.prod(size)
         if numel <= self.numel:
             return super().allocate(size, dtype=dtype, device=device)
