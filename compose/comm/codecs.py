@@ -86,6 +86,26 @@ def _(x: Tensor, kept: Tensor, scale: float, bits: int, rotate: bool) -> Tensor:
     return _empty_codes(x, bits)
 
 
+@operator("compose::keep_blocks", mutates=("kept",))
+def keep_blocks(x: Tensor, kept: Tensor, scale: float) -> None:
+    """Write blocks to a remainder. If a block is not finite, its remainder stays what it was.
+
+    Args:
+        x: (N, size), of any float type.
+        kept: The remainder, for gradients without a loss scale, (N, size + 2), uint8.
+        scale: The loss scale of ``x``.
+    """
+    factor, left, left_steps = torch.tensor(scale), integers(kept), read_steps(kept)
+    for at in pieces(x):
+        left_steps[at] = kernel(_keep_scaled)(left[at], left_steps[at], x[at].float(), factor)
+    write_steps(kept, left_steps)
+
+
+@keep_blocks.register_fake
+def _(x: Tensor, kept: Tensor, scale: float) -> None:
+    return None
+
+
 @operator("compose::decode_blocks")
 def decode_blocks(codes: Tensor, bits: int) -> Tensor:
     """Return the elements of blocks that were not rotated.
@@ -252,11 +272,20 @@ def _round_with_remainder(
     rounded = _rounded(wanted, steps, bits)
     codes.copy_(_packed(rounded, bits))
     left = rest.add_(x).sub_(rounded * steps).mul_(1 / scale)
-    left_steps = block_steps(left, 8)
-    finite = left_steps.isfinite()
+    return steps, _keep(kept, kept_steps, left)
+
+
+def _keep(kept: Tensor, kept_steps: Tensor, left: Tensor) -> Tensor:
+    """Write the integers of finite blocks (..., size), float32, to ``kept``; return all steps."""
+    steps = block_steps(left, 8)
+    finite = steps.isfinite()
     # A choice between integers of 8 bits would not be vectorized.
-    kept.copy_(torch.where(finite, _rounded(left, left_steps, 8), kept.float()).to(torch.int8))
-    return steps, torch.where(finite, left_steps, kept_steps)
+    kept.copy_(torch.where(finite, _rounded(left, steps, 8), kept.float()).to(torch.int8))
+    return torch.where(finite, steps, kept_steps)
+
+
+def _keep_scaled(kept: Tensor, kept_steps: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    return _keep(kept, kept_steps, x * (1 / scale))
 
 
 def _rounded(x: Tensor, steps: Tensor, bits: int) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from compose.comm.blocks import Blocks
-from compose.comm.codecs import SCALE_BYTES, decode_blocks, encode_with_remainder, read_steps
+from compose.comm.codecs import SCALE_BYTES, decode_blocks, encode_with_remainder, keep_blocks
+from compose.comm.exchange import Scratch
 
 KEPT = Blocks(8, 4096)
 """The code in which remainders are kept: 1 byte for an element."""
@@ -71,34 +72,46 @@ class BlockFeedback(Remainder):
 class Feedback(Remainder):
     """The remainder of one unit's messages, for gradients without a loss scale."""
 
+    def __init__(self, scratch: Scratch) -> None:
+        """Take the memory of what is to be sent. Other units may share it."""
+        super().__init__()
+        self.scratch = scratch
+        self.memory: Tensor | None = None
+
     def added(self, x: Tensor, scale: float) -> Tensor:
-        """Return ``x`` with the remainder.
+        """Return ``x`` with the remainder, in memory that :meth:`keep` reads.
 
         Args:
-            x: What is to be sent, of any shape.
+            x: What is to be sent, of any shape and float type.
             scale: The loss scale of ``x``.
-        """
-        if self.codes is None:
-            return x
-        kept = KEPT.decode(self.codes, x.dtype).view(-1)[: x.numel()].view(x.shape)
-        return (kept * scale if scale != 1 else kept).add_(x)
 
-    def keep(self, lost: Tensor, scale: float) -> None:
-        """Keep what was not sent.
+        Returns:
+            A tensor of ``x``'s shape, float32 or wider. It is valid until the next call for any unit.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        size = KEPT.size
+        self.memory = self.scratch.empty(-(-x.numel() // size) * size, wide, x.device)
+        blocks = self.memory.view(-1, size)
+        if self.codes is None:
+            self.codes = x.new_zeros(len(blocks), KEPT.width(wide), dtype=torch.uint8)
+        KEPT.sum_into(blocks, self.codes[None], wide)
+        if scale != 1:
+            blocks.mul_(scale)
+        return self.memory[: x.numel()].view(x.shape).add_(x)
+
+    def keep(self, scale: float) -> None:
+        """Keep what the caller has left in the tensor that :meth:`added` returned: what was not sent.
 
         If a value is not finite, its block's remainder stays what it was. Such a step is skipped, and
         it must not spoil those that follow.
 
         Args:
-            lost: What :meth:`added` returned, less what the receivers make of the message.
             scale: The loss scale of it.
         """
-        flat = (lost / scale if scale != 1 else lost).flatten()
-        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % KEPT.size)).view(-1, KEPT.size)
-        found = KEPT.encode(blocks)
-        before = torch.zeros_like(found) if self.codes is None else self.codes
-        # A block with such a value has such a scale.
-        self.codes = torch.where(read_steps(found).isfinite(), found, before)
+        assert self.memory is not None
+        assert self.codes is not None
+        keep_blocks(self.memory.view(-1, KEPT.size), self.codes, scale)
+        self.memory = None
 
     def norm(self) -> Tensor:
         """Return the 2-norm of the remainder, a scalar."""

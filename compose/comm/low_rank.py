@@ -26,9 +26,9 @@ class LowRank:
     fewer elements than itself travels plain.
     """
 
-    def __init__(self, layout: Layout, rank: int, traffic: Traffic, feedback: bool) -> None:
+    def __init__(self, layout: Layout, rank: int, traffic: Traffic, feedback: Feedback | None) -> None:
         self.layout, self.rank, self.traffic = layout, rank, traffic
-        self.feedback, self.account = Feedback() if feedback else None, Account()
+        self.feedback, self.account = feedback, Account()
         self.factors: dict[int, Tensor] = {}
         self.shapes = {i: shape for i, shape in enumerate(map(self._matrix, layout.parts)) if shape}
 
@@ -39,8 +39,8 @@ class LowRank:
 
     def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
         """Write the sum, as :class:`reductions.Reduction` says."""
-        wanted = self.feedback.added(rows, scale) if self.feedback else rows
-        wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        wanted = self.feedback.added(rows, scale) if self.feedback else rows.to(wide)
         pieces = self.layout.pieces(wanted)
         # (R, m / R, c): a rank's rows lie apart, and a copy would cost as much as a product.
         matrices = {i: pieces[i].unflatten(1, (m // len(rows), c)) for i, (m, c) in self.shapes.items()}
@@ -55,13 +55,11 @@ class LowRank:
         right = dict(zip(matrices, self._summed(list(own.values()), group), strict=True))
         # An overflow must not stay in what the next step begins with.
         self.factors |= {i: torch.nan_to_num(q, 0.0, 0.0, 0.0) for i, q in right.items()}
-        if self.feedback or self.account.open:
-            needed = wanted is rows or self.account.open
-            lost = self._lost(wanted.clone() if needed else wanted, left, own)
-            if self.feedback:
-                self.feedback.keep(lost, scale)
-            if self.account.open:
-                self._note(rows.to(wanted) - wanted + lost, group)
+        if self.account.open:
+            self._note(rows - wanted + self._lost(wanted.clone(), left, own), group)
+        if self.feedback:
+            self._lost(wanted, left, own)
+            self.feedback.keep(scale)
         # A layout of one rank is whole on each rank of the group.
         me = group.rank() if self.layout.ranks > 1 else 0
         results = self.layout.pieces(out[None])

@@ -24,12 +24,14 @@ VALUE = 2
 class Largest:
     """The sum of rows of which the largest elements travel; see :class:`reductions.Reduction`."""
 
-    def __init__(self, layout: Layout, density: float, traffic: Traffic, feedback: bool) -> None:
+    def __init__(
+        self, layout: Layout, density: float, traffic: Traffic, feedback: Feedback | None
+    ) -> None:
         self.layout, self.traffic = layout, traffic
         self.counts = [
             max(1, math.ceil(density * part.numel)) if part.coded else 0 for part in layout.parts
         ]
-        self.feedback, self.account = Feedback() if feedback else None, Account()
+        self.feedback, self.account = feedback, Account()
 
     def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
         """Write the sum, as :class:`reductions.Reduction` says."""
@@ -58,9 +60,10 @@ class Largest:
 
     def _messages(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         wanted = self.feedback.added(rows, scale) if self.feedback else rows
-        messages = self.pack(wanted)
+        messages = self.pack(wanted, rows.dtype)
         if self.feedback:
-            self.feedback.keep(wanted - self.unpack(messages, wanted.dtype), scale)
+            wanted.sub_(self.unpack(messages, rows.dtype))
+            self.feedback.keep(scale)
         self.traffic.count("gradients", messages.shape[1], group.size())
         return messages
 
@@ -68,8 +71,13 @@ class Largest:
         wide = torch.promote_types(dtype, torch.float32)
         return self.unpack(messages, dtype).sum(0, dtype=wide)
 
-    def pack(self, rows: Tensor) -> Tensor:
-        """Return messages (R, bytes) of rows (R, S): values, places, and what is not coded."""
+    def pack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return messages (R, bytes) of rows (R, S): values, places, and what is not coded as it is.
+
+        Args:
+            rows: (R, S).
+            dtype: The type of what is not coded.
+        """
         values, places, plain, begin = [], [], [rows[:, :0]], 0
         for piece, count in zip(self.layout.pieces(rows), self.counts, strict=True):
             if count:
@@ -80,7 +88,7 @@ class Largest:
                 plain.append(piece)
             begin += piece.shape[1]
         sent = [torch.cat(places, 1), torch.cat(values, 1)] if values else []
-        sent.append(torch.cat(plain, 1))
+        sent.append(torch.cat(plain, 1).to(dtype))
         return torch.cat([x.contiguous().view(torch.uint8).view(len(rows), -1) for x in sent], 1)
 
     def unpack(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,7 +96,7 @@ class Largest:
 
         Args:
             messages: (R, bytes), uint8.
-            dtype: The type that was packed.
+            dtype: The type of the rows, and of what is not coded.
         """
         count, rows = sum(self.counts), len(messages)
         at, values, plain = messages.split(

@@ -14,6 +14,7 @@ from compose.comm.account import Account
 from compose.comm.all_reduce import CodedSum, PlainSum
 from compose.comm.blocks import Blocks
 from compose.comm.exchange import OwnMemory, Scratch, Traffic
+from compose.comm.feedback import Feedback
 from compose.comm.gathers import CodedGather, DifferenceGather
 from compose.comm.layout import Layout
 from compose.comm.low_rank import LowRank
@@ -122,7 +123,8 @@ class Units:
     def __init__(self, comm: Comm, traffic: Traffic) -> None:
         self.comm, self.traffic, self.moment = comm, traffic, Moment()
         self.units: list[Unit] = []
-        self.scratch = Scratch()
+        # Of gradients before the sum, and of the same with their remainder.
+        self.scratch, self.wanted = Scratch(), Scratch()
         self.module: nn.Module | None = None
         self.proving = False
         self.kept: dict[str, Tensor] = {}
@@ -217,6 +219,9 @@ class Units:
     def _blocks(self, bits: int) -> Blocks:
         return Blocks(bits, self.comm.block, rotate=ROTATED and bits == 4)
 
+    def _feedback(self) -> Feedback | None:
+        return Feedback(self.wanted) if self.comm.error_feedback else None
+
     def _replica_sum(
         self,
         unit: Unit,
@@ -239,9 +244,9 @@ class Units:
         comm = self.comm
         kind = kind or comm.gradients
         if kind == "powersgd":
-            return LowRank(layout, comm.rank, traffic, comm.error_feedback)
+            return LowRank(layout, comm.rank, traffic, self._feedback())
         if kind == "top_k":
-            return Largest(layout, comm.density, traffic, comm.error_feedback)
+            return Largest(layout, comm.density, traffic, self._feedback())
         code = self._blocks({"bfloat16": 16, "int8": 8, "int4": 4}[kind])
         feedback = comm.error_feedback and kind == "int4"
         near = self._blocks(8) if kind == "int4" else code
