@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from compose.memory import activation_offload
 from compose.memory.activation_offload import ActivationOffload
 from compose.proof.report import Report
-from tests.helpers import Keys, agreed, prove_step
+from tests.helpers import Keys, agreed, prove_step, tier
 from tests.pool import Pool
 
 
@@ -235,7 +235,9 @@ def test_a_gpu_waits_before_memory_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
     assert [reference() for reference in saved] == [None] * 4
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=tier(slow=m != "data and tensor")) for m in MESHES]
+)
 def test_as_one_process(pool: Pool, mesh: str) -> None:
     keys = MESHES[mesh] | {"activation_checkpoint__offload": True}
     found = pool.run(_prove, 4, keys)

@@ -24,7 +24,7 @@ from compose.operators.attention import attention_forward, tensors_of
 from compose.operators.task import Task
 from compose.operators.varlen import Rows
 from compose.proof.plain_attention import PlainAttention
-from tests.helpers import make_job
+from tests.helpers import make_job, tier
 from tests.plain import plain
 from tests.pool import Pool, make_mesh
 
@@ -209,10 +209,10 @@ def test_the_proofs_reference_equals_the_definition() -> None:
         close(found, case.exactly(), case.inputs)
 
 
-def test_gradcheck() -> None:
-    for seed in range(8):
-        case = Case(seed, longest=9)
-        assert torch.autograd.gradcheck(case.run, case.inputs)
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=tier(slow=s > 2)) for s in range(8)])
+def test_gradcheck(seed: int) -> None:
+    case = Case(seed, longest=9)
+    assert torch.autograd.gradcheck(case.run, case.inputs)
 
 
 def test_opcheck() -> None:

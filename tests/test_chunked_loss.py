@@ -199,6 +199,7 @@ def test_equals_one_process(pool: Pool, ranks: int) -> None:
         assert report.ok, f"{keys}\n{report}"
 
 
+@pytest.mark.slow
 def test_with_experts(pool: Pool) -> None:
     (report,) = pool.run(_prove_all, 2, [MOE])[0]
     assert report.ok, str(report)

@@ -85,7 +85,10 @@ MORE: dict[str, tuple[int, dict[str, Any], int]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=tier(n in ("ring", "fsdp x tp"), full=n in MORE)) for n in CASES | MORE],
+    [
+        pytest.param(n, marks=tier(n in ("ring", "fsdp x tp", "selective"), full=n in MORE))
+        for n in CASES | MORE
+    ],
 )
 def test_one_graph_for_layers_that_are_alike(pool: Pool, name: str) -> None:
     ranks, keys, graphs = (CASES | MORE)[name]

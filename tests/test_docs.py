@@ -54,16 +54,20 @@ COMMANDS = [
         line: page for page, block in reversed(blocks("bash")) for line in block.splitlines()
     }.items()
 ]
-# To start ranks takes longer than what most of these do: the slow tier runs the README's proof, and of
-# the others the keys are looked at. Dry runs of recipes are those of test_dry_run.py.
+# To start ranks takes longer than what most of these do: the slow tier runs the README's proof and what
+# takes some seconds, and of the others the keys are looked at. Dry runs of recipes are those of
+# test_dry_run.py.
 LEFT = [
     line
     for page, line in COMMANDS
     if ("torchrun" in line and (page != "README.md" or "verify" not in line))
     or ("recipes/" in line and "--dry-run" in line)
 ]
+LONG = ("torchrun", "profile", "--candidates")
 CASES = [
-    pytest.param(page, line, id=line, marks=tier(slow="torchrun" in line, full=line in LEFT))
+    pytest.param(
+        page, line, id=line, marks=tier(slow=any(word in line for word in LONG), full=line in LEFT)
+    )
     for page, line in COMMANDS
 ]
 

@@ -14,7 +14,7 @@ from tests.helpers import SMALL, agreed, make_config, prove_case, tier
 from tests.pool import Pool
 
 # The slow tier runs the first, on at most 4 ranks; the others are in the full tier.
-IN_THE_SUITE, NUMBERS = 20, range(200)
+IN_THE_SUITE, NUMBERS = 12, range(200)
 Keys = dict[str, Any]
 
 # Patterns that every model has.

@@ -54,6 +54,9 @@ CASES = [
 ]
 
 
+LARGE = ("float", "full", "ds 3", "ep 4", "capacity", "ds 2 tp 2", "zero 1")
+
+
 def _in_turn() -> list[Any]:
     """Of three cases one by default and one in the slow tier, with one of the models each; ``-m full``
     runs the others."""
@@ -62,8 +65,7 @@ def _in_turn() -> list[Any]:
             model,
             case,
             marks=tier(
-                slow=i % 3 == 1
-                or any(word in case for word in ("float", "full", "ds 3", "ep 4", "capacity")),
+                slow=i % 3 == 1 or any(word in case for word in LARGE),
                 full=i % 3 == 2 or (i + j) % 2 == 1,
             ),
         )

@@ -61,6 +61,7 @@ def mean_loss(model: torch.nn.Module, folder: Path) -> float:
     return total / count
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_fine_tuned(made: tuple[Path, Path], tmp_path: Path) -> None:
     """The first step's loss is that of transformers, conversation by conversation; after training the
     export has learnt the replies, as transformers finds."""

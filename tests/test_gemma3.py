@@ -220,7 +220,7 @@ SMALL: dict[str, object] = {
 CAPPED = "model__attention_softcap 2.0 model__final_softcap 1.5"
 # A batch's documents are shorter and longer than the window.
 CASES = {
-    "cp 2 tp 2 train__seq_len 13": "suite",
+    "cp 2 tp 2 train__seq_len 13": "slow",
     f"pp 2 tp 2 sequence false {CAPPED}": "suite",
     f"tp 2 cp 2 cp_method ulysses train__seq_len 14 {CAPPED}": "slow",
     "pp 2 ds 2 pp_schedule ZBVZeroBubble model__n_layers 4 model__tie_embeddings false": "slow",

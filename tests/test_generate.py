@@ -115,9 +115,8 @@ MESHES: dict[str, dict[str, object]] = {
 OF_EXPERTS: dict[str, dict[str, object]] = {"ep 2": {"ep": 2}, "tp 2": {"tp": 2, "ep": 2}}
 
 
-@pytest.mark.parametrize(
-    ("name", "meshes"), [pytest.param("llama", MESHES, marks=pytest.mark.slow), ("experts", OF_EXPERTS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "meshes"), [("llama", MESHES), ("experts", OF_EXPERTS)])
 def test_the_same_on_every_mesh(
     pool: Pool,
     runs: dict[str, tuple[Path, nn.Module]],

@@ -34,8 +34,8 @@ LLAMA: Keys = {
 } | lora()
 FLOAT8: Keys = {"model__dim": 128, "model__hidden_dim": 192} | lora()
 CASES = {
-    "ds 2 cp 2 tp 2 train__seq_len 18": "suite",
-    "tp 4 zero 2 sequence false precision__param bfloat16": "suite",
+    "ds 2 cp 2 tp 2 train__seq_len 18": "slow",
+    "tp 4 zero 2 sequence false precision__param bfloat16": "slow",
     "pp 2 ds 2 pp_schedule ZBVZeroBubble model__n_layers 4 zero 1": "slow",
     "dr 2 zero 0 model__tie_embeddings true": "full",
     "dr 2 ds 2 model__lora__rank 1 optimizer__name muon": "slow",
@@ -142,6 +142,7 @@ def test_memory_is_that_of_adapters(pool: Pool) -> None:
     assert sum(saved.values()) == 3 * adapters
 
 
+@pytest.mark.slow
 def test_resumes_bitwise_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
     """Two steps and two more on the same mesh leave the bits of four; on another mesh, the same run."""
     model = lora() | {"optimizer__warmup": 0}

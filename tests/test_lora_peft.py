@@ -119,6 +119,7 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
         return model.eval()(tokens).logits
 
 
+@pytest.mark.slow
 def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path) -> None:
     """What a run on two ranks leaves: peft and transformers compute the logits of our model from it."""
     from peft import PeftModel

@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
-SLOW = ("tp", "in chunks")
+SLOW = ("tp", "in chunks", "experts")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=tier(slow=c in SLOW)) for c in CASES])

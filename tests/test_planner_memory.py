@@ -141,13 +141,10 @@ ROWS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "hsdp": (4, {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero": 2}),
 }
-QUICK = ("zero 1, bfloat16, several micro-batches",)
-LONG = ("the turn of a V",)
+LONG = ("the turn of a V", "budget", "tp and chunks of the loss", "experts")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=tier(slow=n not in QUICK, full=n in LONG)) for n in ROWS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=True, full=n in LONG)) for n in ROWS])
 def test_equal_to_what_ranks_allocate(benchmark: ModuleType, name: str) -> None:
     ranks, more = ROWS[name]
     keys = {

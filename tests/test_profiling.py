@@ -205,7 +205,10 @@ def _train_mixed(keys: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=tier(n == "ring, compiled", full=n == "pp x tp")) for n in MIXED],
+    [
+        pytest.param(n, marks=tier(n in ("ring, compiled", "float8"), full=n == "pp x tp"))
+        for n in MIXED
+    ],
 )
 def test_on_meshes(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = 4 if "pp" in name else 2
@@ -234,6 +237,7 @@ def _stopped(keys: dict[str, Any]) -> None:
         _train(keys)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_or_begins_within_the_steps(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, train__steps=5, checkpoint__interval=2)
     pool.run(_stopped, 1, {**keys, "profile__steps": [2, 4]})

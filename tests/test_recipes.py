@@ -70,7 +70,7 @@ def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
     keys = {"parallel__dp_shard": 2, "train__global_batch": 8}
     printed = pool.run(partial(_train, **keys), 2, "llama3_8b_fsdp8_float8.toml", tmp_path)[0]
@@ -85,7 +85,7 @@ def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_8_billion_with_adapters(pool: Pool, tmp_path: Path) -> None:
     """Scaled down it trains, and what is saved is adapters."""
     keys = {"model__lora__rank": 4, "checkpoint__load_hf": "", "checkpoint__interval": 10}

@@ -110,6 +110,7 @@ def test_one_bit_in_one_of_four_replicas(pool: Pool, what: str) -> None:
     assert found == [[f"rank 2 differs in {shown} {name}"]] * 4
 
 
+@pytest.mark.slow
 def test_a_norm_on_the_tp_axis_and_one_of_two_replicas(pool: Pool) -> None:
     """Of two copies either may be wrong; over two axes the one that is in both is."""
     found = pool.run(_steps, 8, PRODUCT, 2, 5, "weight", "norm.weight")[0]

@@ -67,6 +67,7 @@ def _steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_lost(alone: None, tmp_path: Path) -> None:
     """Does not begin at step 1 over what is left of it; one that never had any does."""
     run, root = tmp_path / "run", tmp_path / "run/checkpoints"

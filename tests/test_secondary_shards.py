@@ -48,7 +48,7 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
     ),
     "experts": (8, MOE | {"parallel__tp": 2, "parallel__ep": 2, "comm__prefetch": 1}),
 }
-SLOW = ("pipeline", "experts")  # of eight ranks
+SLOW = ("pipeline", "experts", "context, offload")  # two are of eight ranks
 MORE: dict[str, tuple[int, dict[str, object]]] = {
     "replicas": (8, {"parallel__dp_replicate": 2, "parallel__dp_shard": 4}),
     "experts that stay": (8, MOE | {"parallel__tp": 2, "parallel__ep": 4}),

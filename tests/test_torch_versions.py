@@ -210,6 +210,7 @@ OF_OTHERS = {"_replace", "_asdict", "_state_ctx"}
 OF_TORCHAO = {"_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_tensor"}
 
 
+@pytest.mark.slow
 def test_every_private_name_is_listed() -> None:
     trees = {}
     for folder in ("compose", "models", "tests", "benchmarks", "examples"):

@@ -68,6 +68,7 @@ def test_metrics_agree_on_one_rank_and_on_eight(pool: Pool, tmp_path: Path) -> N
     assert one[0]["mfu"] is None
 
 
+@pytest.mark.slow
 def test_stop_after_leaves_the_schedule_unchanged(pool: Pool, tmp_path: Path) -> None:
     pool.run(train, 1, keys_for(tmp_path / "short", train__steps=30, train__stop_after=4))
     pool.run(train, 1, keys_for(tmp_path / "long", train__steps=30))

@@ -10,7 +10,7 @@ from compose.parallel.mesh import batch_share
 from compose.planning.sent_bytes import sent_bytes
 from compose.train.step import forward_backward
 from tests.comm.cases import EXPERTS, Keys, comm, given
-from tests.helpers import make_job
+from tests.helpers import make_job, tier
 from tests.pool import Pool, make_mesh
 
 RUNS: dict[str, tuple[int, Keys]] = {
@@ -28,8 +28,12 @@ RUNS: dict[str, tuple[int, Keys]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+LARGE = ("experts", "two levels")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=tier(slow=True, full=n in LARGE)) for n in RUNS]
+)
 def test_are_foretold(pool: Pool, name: str) -> None:
     ranks, keys = RUNS[name]
     # Six micro-batches: more than the dry run runs.

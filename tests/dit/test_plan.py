@@ -21,8 +21,8 @@ from tests.helpers import Keys, agreed, make_config, make_job, prove_case, tier
 from tests.pool import Pool, make_mesh
 
 CASES = {
-    "cp 2 tp 2 cp_balance headtail": "suite",
-    "pp 2 ds 2 zero 2 pp_schedule Interleaved1F1B model__n_layers 4": "suite",
+    "cp 2 tp 2 cp_balance headtail": "slow",
+    "pp 2 ds 2 zero 2 pp_schedule Interleaved1F1B model__n_layers 4": "slow",
     "tp 3 sequence true model__n_heads 3 model__hidden_dim 37": "slow",
     "tp 2 sequence false": "slow",
     "cp 2 cp_method ulysses cp_balance none": "slow",

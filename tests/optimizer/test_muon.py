@@ -252,7 +252,14 @@ PROOFS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 # Of eight ranks, or of what two others have together.
-SLOW = ("uneven and strided", "experts and a pipeline", "AdamW in bfloat16")
+SLOW = (
+    "uneven and strided",
+    "experts",
+    "experts and a pipeline",
+    "AdamW in bfloat16",
+    "AdamW with means in bfloat16",
+    "all in bfloat16",
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=tier(slow=c in SLOW)) for c in PROOFS])

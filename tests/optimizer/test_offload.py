@@ -354,6 +354,7 @@ def _limited(keys: Keys, extra: int | None) -> Any:
     return {name: p.detach().clone() for name, p in trainer.composition.named_parameters()}
 
 
+@pytest.mark.slow
 def test_state_that_memory_has_no_room_for(pool: Pool, tmp_path: Path) -> None:
     """16.8 million parameters, whose state is 134.5 MB. All that a run takes besides its weights fits
     into less, gradients and stacks of threads too, and ends with the weights of a run that has room."""

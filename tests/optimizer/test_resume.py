@@ -57,6 +57,7 @@ def test_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
     keys: Keys = {"optimizer__name": "muon", "model__n_layers": 3}
     expected = train_on(pool, tmp_path / "whole", keys, MESHES["one"], 4)

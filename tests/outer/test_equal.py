@@ -78,7 +78,7 @@ def test_one_island_that_takes_the_mean_is_bitwise_no_islands(pool: Pool, fragme
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("islands", [2, 4])
+@pytest.mark.parametrize("islands", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_islands_with_the_same_samples_are_bitwise_one(pool: Pool, islands: int) -> None:
     keys: Keys = {"train__global_batch": SAMPLES, "train__micro_batch": 1, "parallel__dp_shard": 2}
     outer = {"every": 2, "lr": 0.7, "momentum": 0.9}

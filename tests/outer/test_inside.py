@@ -38,7 +38,6 @@ OPTIONS: dict[str, tuple[str, Keys]] = {
     "coded messages": ("zero 3", {"comm__weights": "int8", "comm__gradients": "int8"}),
     "experts": ("experts", {}),
 }
-QUICK = ("muon",)
 
 
 def trained(keys: Keys, skipped: bool) -> tuple[dict[str, Tensor], list[dict[str, Any]], int]:
@@ -79,7 +78,9 @@ def trained(keys: Keys, skipped: bool) -> tuple[dict[str, Tensor], list[dict[str
     return weights, [{"loss": m.loss, "scale": m.loss_scale} for m in found], trainer.skipped
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n not in QUICK)) for n in OPTIONS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=tier(slow=True, full=n == "compile")) for n in OPTIONS]
+)
 def test_islands_that_see_the_same_are_one_run(pool: Pool, tmp_path: Path, name: str) -> None:
     inside, options = OPTIONS[name]
     ranks, mesh = INSIDE[inside]

@@ -122,6 +122,7 @@ def test_all_islands_stop_after_the_same_step(pool: Pool, tmp_path: Path, at: in
     assert len(state(tmp_path, stopped[0])) == 2
 
 
+@pytest.mark.slow
 def test_goes_on_on_another_mesh_inside_islands(pool: Pool, tmp_path: Path) -> None:
     train(pool, tmp_path / "whole", OUTER["streaming"])
     train(pool, tmp_path, OUTER["streaming"] | {"train__stop_after": 5})
@@ -138,6 +139,7 @@ def test_goes_on_on_another_mesh_inside_islands(pool: Pool, tmp_path: Path) -> N
         assert found[5:] == pytest.approx(right[5:], rel=0.05)
 
 
+@pytest.mark.slow
 def test_goes_on_on_another_mesh_as_one_process(pool: Pool, tmp_path: Path) -> None:
     """Outer weights and momentum are cut anew: without messages on their way nothing is lost."""
     train(pool, tmp_path / "whole", OUTER["diloco"])
@@ -150,7 +152,15 @@ def test_goes_on_on_another_mesh_as_one_process(pool: Pool, tmp_path: Path) -> N
         assert found == pytest.approx(right, rel=1e-4)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(2, 4, marks=pytest.mark.slow),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+        (1, 2),
+        (2, 1),
+    ],
+)
 def test_goes_on_with_another_number_of_islands(
     pool: Pool, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -186,6 +196,7 @@ def _late(keys: Keys) -> tuple[list[float], dict[str, torch.Tensor]]:
     return took_part, {name: whole(p) for name, p in trainer.composition.named_parameters()}
 
 
+@pytest.mark.slow
 def test_an_island_that_is_late_joins_the_next_exchange(pool: Pool, tmp_path: Path) -> None:
     own: Keys = {"outer__every": 2, "outer__grace": 1, "train__steps": 4}
     keys = keys_for(tmp_path, **(RUN | own))
