@@ -37,7 +37,7 @@ class Comm:
     error_feedback: bool = True
     """With int4, powersgd and top_k: add what was lost to what is sent next."""
     rank: Positive = 4
-    """With powersgd: the rank of what is sent."""
+    """With powersgd: the rank of what is sent; transformers need 16 or more."""
     density: Density = 0.01
     """With top_k: the part of the elements that is sent, the largest."""
     start_step: NonNegative = 0
