@@ -99,9 +99,10 @@ def test_one_graph_for_layers_that_are_alike(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, pytest.param({"parallel__cp": 2}, marks=pytest.mark.slow)],
+    [{}, {"parallel__cp": 2}],
     ids=["alone", "ring"],
 )
+@pytest.mark.slow
 def test_whole_model(pool: Pool, keys: dict[str, Any]) -> None:
     assert pool.run(_compiled, keys.get("parallel__cp", 1), keys, "model")[0][2] < 1e-6
 

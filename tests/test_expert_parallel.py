@@ -54,7 +54,7 @@ CASES = [
 ]
 
 
-LARGE = ("float", "full", "ds 3", "ep 4", "capacity", "ds 2 tp 2", "zero 1")
+LARGE = ("float", "full", "ds 3", "ep 4", "capacity", "ds 2 tp 2", "zero 1", "Interleaved")
 
 
 def _in_turn() -> list[Any]:

@@ -196,7 +196,7 @@ def _peaks(job: Job) -> list[tuple[int, Any]]:
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param({"model__n_layers": 6}, id="dense"),
+        pytest.param({"model__n_layers": 6}, id="dense", marks=tier(slow=True)),
         pytest.param(
             {
                 "model__name": "gemma3",

@@ -160,6 +160,7 @@ def test_a_thousand_clean_steps_give_no_alarm(pool: Pool, keys: Keys) -> None:
         assert pool.run(_steps, 8, keys | {"train__seed": seed}, 50, -1, "", "")[0] == []
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, train__skip_nonfinite=True, train__stop_after=5)
     keys |= {"checkpoint__interval": 1, "checkpoint__keep_last": 5}

@@ -97,13 +97,13 @@ CONTEXT: list[dict[str, object]] = [
 
 
 def _tier_of_context(keys: dict[str, object]) -> list[pytest.MarkDecorator]:
-    """Seen elsewhere with other degrees, heads or lengths: full. With degree 2 seen: slow."""
+    """Seen elsewhere with other degrees, heads or lengths: full. Larger, or with ZeRO: slow."""
     heads, method = keys.get("model__n_kv_heads"), keys.get("parallel__cp_method")
     uncut = keys.get("parallel__cp_balance") == "none" and keys["parallel__cp"] == 4
     axes = keys.keys() & {"parallel__tp", "parallel__dp_replicate", "parallel__dp_shard"}
     large = keys["parallel__cp"] != 2 or len(axes) > 1
     return tier(
-        slow=large and (heads, method) != (1, "ulysses"),
+        slow=large or "parallel__zero" in keys,
         full=uncut or (heads == 8 and method != "ulysses"),
     )
 
@@ -168,7 +168,14 @@ ODD: dict[str, dict[str, object]] = {
 
 
 # Of eight ranks, or of sizes that another case has too.
-SLOW = ("three heads each", "odd length", "one key/value head", "one head each", "strided and uneven")
+SLOW = (
+    "checkpointing",
+    "three heads each",
+    "odd length",
+    "one key/value head",
+    "one head each",
+    "strided and uneven",
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=tier(slow=case in SLOW)) for case in ODD])

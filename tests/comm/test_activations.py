@@ -289,7 +289,7 @@ FORETOLD: dict[str, tuple[int, Keys]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=tier(slow=n != "tp", full="recomputed" in n)) for n in FORETOLD]
+    "name", [pytest.param(n, marks=tier(slow=True, full="recomputed" in n)) for n in FORETOLD]
 )
 def test_bytes_are_foretold(pool: Pool, name: str) -> None:
     ranks, keys = FORETOLD[name]

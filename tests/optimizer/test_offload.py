@@ -404,7 +404,8 @@ def _prove_in_pieces(keys: Keys) -> Any:
         return prove_case(keys)
 
 
-@pytest.mark.parametrize("where", [pytest.param("cpu", marks=pytest.mark.slow), "nvme"])
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+@pytest.mark.slow
 def test_as_one_process(pool: Pool, tmp_path: Path, where: str) -> None:
     keys = MESH | {"optimizer__offload": where, "optimizer__offload_dir": tmp_path}
     report = agreed(pool.run(_prove_in_pieces, 4, keys))

@@ -15,7 +15,7 @@ from compose.runtime.islands import current
 from compose.train.metrics import StepMetrics
 from compose.train.trainer import Trainer
 from tests.checkpoints import shards
-from tests.helpers import Keys, make_job, tier
+from tests.helpers import Keys, make_job
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines
 
@@ -64,7 +64,8 @@ def state(run_dir: Path, step: int, islands: int = 2) -> list[dict[str, int]]:
     return [shards(one / "checkpoints" / f"step-{step:08d}") for one in folders(run_dir, islands)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n != "streaming")) for n in OUTER])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OUTER)
 def test_goes_on_bitwise_in_the_middle_of_a_round(pool: Pool, tmp_path: Path, name: str) -> None:
     train(pool, tmp_path / "whole", OUTER[name])
     train(pool, tmp_path / "parts", OUTER[name] | {"train__stop_after": 5})
