@@ -123,7 +123,7 @@ class Units:
     def __init__(self, comm: Comm, traffic: Traffic) -> None:
         self.comm, self.traffic, self.moment = comm, traffic, Moment()
         self.units: list[Unit] = []
-        # Of gradients before the sum, and of the same with their remainder.
+        # Units share both: one is for gradients before the sum, one for these with their remainder.
         self.scratch, self.wanted = Scratch(), Scratch()
         self.module: nn.Module | None = None
         self.proving = False
