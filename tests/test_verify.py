@@ -14,7 +14,7 @@ from compose import Plan, Trial, verify
 from compose.config import Parallel
 from compose.data import random_batch
 from compose.proof import one_process
-from compose.proof.report import Report, Row
+from compose.proof.report import Report, Row, unused
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
@@ -282,3 +282,18 @@ def test_report_names_the_worst_first() -> None:
     assert lines[1].endswith("worse   FAILED")
     assert lines[-1] == "NOT equal to one process: 2 of 4 quantities differ"
     assert str(Report(rows[:1])).endswith("equal to one process: 1 quantities")
+
+
+def test_an_option_that_took_no_part_is_named() -> None:
+    rows = [Row("gradient", "good", 1e-6, 1e-4, 0), unused("comm.near"), unused("comm.activations")]
+    report = Report(rows)
+    assert not report.ok
+    assert not report.failed
+    lines = str(report).splitlines()
+    assert "comm.near   not proved: unused" in str(report)
+    assert lines[-1] == "NOT PROVED: comm.activations took no part, and comm.near took no part"
+    lacks = Row("gradient", "cancels", 1e-6, 1e-4, 0, "zero")
+    assert Report([*rows[:2], lacks]).verdict == (
+        "NOT PROVED: 1 parameters whose gradient is zero on one process (cancels), and comm.near took"
+        " no part"
+    )

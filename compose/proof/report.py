@@ -102,6 +102,9 @@ def tolerance_of(arithmetic: Arithmetic) -> Tolerance:
     )
 
 
+_OPTION = "option"
+
+
 @dataclass(frozen=True)
 class Row:
     """One comparison."""
@@ -157,6 +160,11 @@ class Report:
         """The gradients that are zero on one process."""
         return [row for row in self.rows if row.state and "gradient" in row.quantity]
 
+    @property
+    def unused(self) -> list[str]:
+        """The keys of the config that took no part in the proof."""
+        return sorted({row.name for row in self.rows if row.quantity == _OPTION})
+
     def __str__(self) -> str:
         rows = sorted(self.rows, key=_severity, reverse=True)
         width = max([len("quantity"), *(len(row.quantity) for row in rows)]) + 2
@@ -175,13 +183,18 @@ class Report:
             differ = f"{len(self.failed)} of {len(self.rows)} quantities differ"
             return f"NOT equal to one process: {differ}"
         lacking = sorted({row.name for row in self.not_proved})
-        if not lacking:
-            return f"equal to one process: {len(self.rows)} quantities"
         some = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
-        unused = any(row.state == "unused" for row in self.not_proved)
-        begin = "NOT PROVED" if unused else f"equal to one process: {len(self.rows)} quantities"
-        link = ": " if unused else "; not proved: "
-        return f"{begin}{link}{len(lacking)} parameters whose gradient is zero on one process ({some})"
+        reasons = [f"{len(lacking)} parameters whose gradient is zero on one process ({some})"]
+        reasons = reasons * bool(lacking) + [f"{key} took no part" for key in self.unused]
+        equal = f"equal to one process: {len(self.rows)} quantities"
+        if self.ok:
+            return "; not proved: ".join([equal, *reasons])
+        return f"NOT PROVED: {', and '.join(reasons)}"
+
+
+def unused(key: str) -> Row:
+    """Return the row of a key of the config, as "comm.near", that took no part in the proof."""
+    return Row(_OPTION, key, 0.0, 0.0, 0, "unused")
 
 
 def joined(reports: Sequence[Report]) -> Report:
@@ -216,6 +229,7 @@ class Comparison:
         self.from_exact: list[float] = []
         self.own_from_exact: list[float] = []
         self.gradients_size = 0.0
+        self.unused: list[str] = []  # keys of the config that took no part, the same on every rank
 
     def tensor(
         self,
@@ -402,7 +416,7 @@ class Comparison:
         ]
         if self.tolerance.same_bits:
             rows.append(self._same_bits(rows))
-        rows += self._copies()
+        rows += [*self._copies(), *map(unused, self.unused)]
         notes = [f"{d}{': a tie' if d.margin <= tie else ''}" for d in routing if d.tokens]
         shared = [rows, notes]
         dist.broadcast_object_list(shared, src=0)
