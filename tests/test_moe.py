@@ -103,6 +103,15 @@ def test_experts_without_tokens_and_a_lone_token() -> None:
             ]
 
 
+def test_a_weight_that_is_always_1_gives_the_gate_no_gradient() -> None:
+    """No rounding errors either: Muon, or AdamW with a small eps, would make steps of them."""
+    moe = make(replace(SOFTMAX, top_k=1, route_scale=0.5))
+    moe(inputs()).square().sum().backward()
+    gradient = moe.router.gate.weight.grad
+    assert gradient is not None
+    assert not gradient.any()
+
+
 def relative(value: Tensor, expected: Tensor) -> float:
     return float(((value - expected).norm() / expected.norm()).detach())
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from compose.errors import ConfigError
 from compose.optimizer.options import Optimizer
+from compose.parallel.routing import routers
 from compose.plan import Plan, inside, matching
 
 
@@ -28,10 +29,10 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
 
     Matrices are 2-dim weights, and 3-dim weights are stacks of them. In the modules of ``plan.expert``,
     which hold stacks alone, 2-dim weights are stacks of vectors. Muon trains the matrices in the plan's
-    layers (``plan.pipeline.layers``) except those of embeddings. AdamW trains everything else. Weights
-    with two or more dims decay by ``optimizer.weight_decay``, but no stacks of vectors. Patterns are
-    those of a Plan. They name parameters, or modules, which stands for all parameters inside. If
-    several match, the last one counts.
+    layers (``plan.pipeline.layers``) except those of embeddings and of routers. AdamW trains everything
+    else. Weights with two or more dims decay by ``optimizer.weight_decay``, but no stacks of vectors.
+    Patterns are those of a Plan. They name parameters, or modules, which stands for all parameters
+    inside. If several match, the last one counts.
 
     Args:
         model: The whole model.
@@ -91,12 +92,14 @@ def _layers_matrices(model: nn.Module, plan: Plan, names: dict[str, list[str]]) 
     if plan.pipeline is None:
         return set()
     layers = {plan.pipeline.layers}
-    embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    apart = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    # A router's gradient may be nearly zero. Muon would make a full step of its rounding errors.
+    apart |= set(routers(model))
     return {
         name
         for name, all_names in names.items()
         if model.get_parameter(name).ndim in (2, 3)
-        and all(inside(other, layers) and not inside(other, embeddings) for other in all_names)
+        and all(inside(other, layers) and not inside(other, apart) for other in all_names)
     }
 
 

@@ -160,7 +160,10 @@ class Router(nn.Module):
         experts_BLK, margin_BL = self.choose(scores_BLE.detach() + self.bias)
         picked_BLK = scores_BLE.gather(-1, experts_BLK)
         weights_BLK = picked_BLK
-        if c.normalize_weights:
+        if c.normalize_weights and c.top_k == 1:
+            # The weight is 1, whatever the score. A quotient would have a gradient of rounding errors.
+            weights_BLK = weights_BLK * 0 + 1
+        elif c.normalize_weights:
             weights_BLK = weights_BLK / (weights_BLK.sum(-1, keepdim=True) + 1e-20)
         weights_BLK = weights_BLK * c.route_scale
 
