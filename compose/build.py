@@ -209,12 +209,12 @@ def _scratch(config: Config, folder: Path | None) -> Path:
     if not given and not run:
         remove_left(Path(tempfile.gettempdir()).glob(f"{_NOWHERE}*"))
         return Path(tempfile.mkdtemp(prefix=_NOWHERE))
-    base = Path(given) if given else Path(run or "") / "offload"
-    if current().count > 1:
-        base = base / f"island-{current().index}"
-    if not given and base.is_symlink():  # a run writes outside its folder only if told to
+    whole = Path(given) if given else Path(run or "") / "offload"
+    base = whole / f"island-{current().index}" if current().count > 1 else whole
+    links = [path for path in (whole, base) if path.is_symlink()]
+    if links and not given:  # a run writes outside its folder only if told to
         raise ConfigError(
-            f"optimizer.offload_dir: {base} is a link; give optimizer.offload_dir = where it leads"
+            f"optimizer.offload_dir: {links[0]} is a link; give optimizer.offload_dir = where it leads"
         )
     remove_left(p for p in base.glob("rank-*") if _number(p) >= dist.get_world_size())
     return base / f"rank-{dist.get_rank()}"

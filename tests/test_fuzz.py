@@ -417,6 +417,21 @@ def test_checkpoints_elsewhere_are_not_read(work: Path, tmp_path: Path, name: st
         assert _problem(lambda: train.main(GIVEN)) == f"in/train.toml: run.dir: {line}"
 
 
+@pytest.mark.parametrize("name", [store.STATE, store.MANIFEST, "metadata.json", "config.toml"])
+def test_what_describes_a_checkpoint_elsewhere_is_not_read(valid: Valid, work: Path, name: str) -> None:
+    """By ``convert`` and ``generate``, before or after they check."""
+    (work / STEP / name).unlink()
+    (work / STEP / name).symlink_to(valid.outside / name)
+    found = []
+    for words in (["convert", "run", "out"], ["generate", "run", "--prompt=a", "--max-tokens=1"]):
+        with valid.watch.over(work) as touched:
+            found.append(_problem(lambda words=words: main(words)))
+        assert touched == []
+    assert (
+        found[0] == f"run/checkpoints/step-00000002: damaged: {name} cannot be read: is a symbolic link"
+    )
+
+
 def test_a_tokenizer_elsewhere_is_not_copied(work: Path, tmp_path: Path) -> None:
     shutil.move(work / "run/tokenizer", tmp_path / "elsewhere/moved")
     (work / "run/tokenizer").symlink_to(tmp_path / "elsewhere/moved")

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from compose.build import build, build_optimizer
+from compose.build import _scratch, build, build_optimizer
 from compose.checkpoint import store
 from compose.checkpoint.changes import changes
 from compose.checkpoint.checkpointer import Checkpointer, Progress
@@ -219,6 +220,62 @@ def test_a_link_in_a_runs_folder(alone: None, tmp_path: Path, name: str) -> None
     wrong.write_text("") if name in LINKS[-3:] else wrong.mkdir()
     kind = "folder" if name in LINKS[-3:] else "file"
     assert _run_dir(_config(run)) == [f"run.dir: {wrong} is not a {kind}; move it away"]
+
+
+def test_a_link_in_place_of_an_islands_folder(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before the start, and by the island, which may be on another machine."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / "islands").mkdir(parents=True)
+    outside.mkdir()
+    (run / "islands/1").symlink_to(outside)
+    words = [f"run.dir: {run}/islands/1 is no folder of an island; move it away"]
+    assert _run_dir(_config(run)) == words
+    island = mock.Mock(index=1, count=2, everyone=lambda *_: [str(run), ""])
+    monkeypatch.setattr("compose.train.folder.current", lambda: island)
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(str(run))
+    assert caught.value.problems == words
+    (run / "islands/1").unlink()
+    (run / "islands/1").mkdir()
+    (run / "islands/1/checkpoints").symlink_to(outside)
+    link = f"run.dir: {run}/islands/1/checkpoints is a symbolic link; a run writes within run.dir"
+    assert _run_dir(_config(run)) == [link]
+    (run / "islands/1/checkpoints").unlink()
+    RunFolder(str(run)).release()
+    assert list(outside.iterdir()) == []
+    assert (run / "islands/1/.lock").is_file()
+
+
+@pytest.mark.parametrize("link", ["offload", "offload/island-1"])
+def test_the_offload_of_an_island_stays_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / link).parent.mkdir(parents=True, exist_ok=True)
+    outside.mkdir()
+    (run / link).symlink_to(outside)
+    monkeypatch.setattr("compose.build.current", lambda: mock.Mock(index=1, count=2))
+    with pytest.raises(ConfigError) as caught:
+        _scratch(_config(run), None)
+    assert caught.value.problems == [
+        f"optimizer.offload_dir: {run / link} is a link; give optimizer.offload_dir = where it leads"
+    ]
+
+
+def test_a_link_in_place_of_a_trace_is_replaced(alone: None, tmp_path: Path) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    outside.write_text("mine")
+    ends = (".json", ".json.gz", "_memory.pickle")
+    links = [run / "traces" / f"step1-1_rank0{end}" for end in ends]
+    (run / "traces").mkdir(parents=True)
+    for link in links:
+        link.symlink_to(outside)
+    keys = {"train__stop_after": 1, "checkpoint__interval": 0, "profile__steps": "[1, 1]"}
+    _trainer(run, **keys, profile__memory=True).run()
+    assert outside.read_text() == "mine"
+    assert not any(link.is_symlink() for link in links)
 
 
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from compose.base.own_files import read_file
+from compose.base.own_files import read_file, read_own
 from compose.errors import ConfigError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ _KINDS = {
 _SHOWN = 60  # characters of a value, or of a field's name, in a message
 
 
-def read_json(path: Path, kind: type[T]) -> T:
+def read_json(path: Path, kind: type[T], own: bool = False) -> T:
     """Read a JSON file as a value of ``kind``.
 
     Every type is checked strictly, and numbers are finite. Fields that ``kind`` does not have are
@@ -39,6 +39,7 @@ def read_json(path: Path, kind: type[T]) -> T:
     Args:
         path: The file.
         kind: ``dict[str, Any]``, a dataclass, or a model of pydantic.
+        own: The file is of a folder that anyone may have made, and may not be a link.
 
     Returns:
         The value.
@@ -47,7 +48,7 @@ def read_json(path: Path, kind: type[T]) -> T:
         ConfigError: One line with the file, and with the field if one is wrong.
     """
     try:
-        content = read_file(path)
+        content = read_own(path) if own else read_file(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:

@@ -64,6 +64,16 @@ def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
     return file
 
 
+def read_own(path: Path) -> bytes:
+    """Return the content of a regular file that is no link.
+
+    Raises:
+        OSError: As :func:`open_own`, or the file cannot be read.
+    """
+    with open_own(path) as file:
+        return file.read()
+
+
 def state_of(path: Path) -> os.stat_result:
     """Return the system's data about a regular file; links are followed.
 

@@ -102,7 +102,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     if path.exists() or not (folder / PICKLED).exists():
-        tensors = read_json(path, _Described).tensors
+        tensors = read_json(path, _Described, own=True).tensors
     else:
         path = folder / PICKLED
         try:

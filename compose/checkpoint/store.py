@@ -111,7 +111,7 @@ def read_state(folder: Path) -> State:
     Raises:
         ConfigError: The file is missing or wrong. The message names the file and the field.
     """
-    return read_json(folder / STATE, State)
+    return read_json(folder / STATE, State, own=True)
 
 
 def name_of(step: int) -> str:
@@ -232,7 +232,9 @@ def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     if not os.path.lexists(folder / MANIFEST):
         return [f"{MANIFEST} is missing"]
     try:
-        files = _readable(folder, MANIFEST, lambda: read_json(folder / MANIFEST, _Manifest)).files
+        files = _readable(
+            folder, MANIFEST, lambda: read_json(folder / MANIFEST, _Manifest, own=True)
+        ).files
         outside = [name for name in files if not _is_plain(name)]
         if outside:
             return [f"{MANIFEST} names {outside[0]!a}, which is no file of the folder's own"]

@@ -193,16 +193,18 @@ class Recording:
 
         Their names begin with that of ``path``. Raises OSError.
         """
-        plain = path.with_name(f"{path.name}.json")
+        plain, memory = (path.with_name(f"{path.name}{end}") for end in (".json", "_memory.pickle"))
+        for old in (plain, Path(f"{plain}.gz"), memory):
+            old.unlink(missing_ok=True)  # a link there could lead anywhere
         self.profile.export_chrome_trace(str(plain))
         content = plain.read_bytes()
         plain.unlink()
-        with gzip.open(f"{plain}.gz", "wb", _GZIP) as file:
+        with gzip.open(f"{plain}.gz", "xb", _GZIP) as file:
             file.write(content)
         trace = Trace(json.loads(content), self.cuda)
         found = allocations(trace, self.noted)
         if self.memory:
-            with path.with_name(f"{path.name}_memory.pickle").open("wb") as file:
+            with memory.open("xb") as file:
                 dump(self.history if self.cuda else snapshot(found, self.before), file)
         return {
             "seconds_per_step": (trace.end - trace.start) / 1e6 / len(trace.steps),

@@ -36,7 +36,14 @@ def strangers(folder: Path) -> list[str]:
             problems.append(f"run.dir: {folder / name} is a symbolic link; a run writes within run.dir")
         elif not right(mode):
             problems.append(f"run.dir: {folder / name} is not a {wanted}; move it away")
-    outside = [] if problems else newest_first(folder / "checkpoints")
+    if problems:
+        return problems
+    for island in sorted((folder / "islands").glob("*")):
+        if island.is_symlink() or not island.is_dir():
+            problems.append(f"run.dir: {island} is no folder of an island; move it away")
+        else:
+            problems += strangers(island)
+    outside = newest_first(folder / "checkpoints")
     return problems + [f"run.dir: {p}: {LEADS_OUT}" for p in outside if leads_out(p, folder)]
 
 
@@ -51,9 +58,8 @@ class RunFolder:
         self._lock: IO[str] | None = None
         found: list[str] = ["", ""]
         if dist.get_rank() == 0:
-            folder = _of_island(name)
-            folder.mkdir(parents=True, exist_ok=True)
-            found = [str(folder), "\n".join(strangers(folder)) or self._take(folder)]
+            first, folder = _of_island(name)
+            found = [str(folder), "\n".join(strangers(first)) or self._take(folder)]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(found, src=0)
         if found[1]:
@@ -62,6 +68,7 @@ class RunFolder:
 
     def _take(self, folder: Path) -> str:
         """Lock the folder, and return the problem if that fails."""
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             file = open_own(folder / ".lock", "a+")
         except OSError as error:
@@ -87,12 +94,12 @@ class RunFolder:
             self._lock.close()
 
 
-def _of_island(name: str) -> Path:
-    """Return the folder of this rank's island: others than the first have one within the run's."""
+def _of_island(name: str) -> tuple[Path, Path]:
+    """Return the run's folder, and that of this rank's island: all but the first have one within."""
     islands = current()
     own = str((Path(name) if name else _new()) if islands.index == 0 else "")
     first = Path(islands.everyone("run.dir", own)[0])
-    return first / "islands" / str(islands.index) if islands.index else first
+    return first, first / "islands" / str(islands.index) if islands.index else first
 
 
 def _new() -> Path:

@@ -16,6 +16,8 @@ from compose.errors import ConfigError, printable
 from .model import DiTConfig
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
+# Pillow would choose a decoder by the content. Some of its decoders start other programs.
+_FORMATS = ("PNG", "JPEG")
 
 
 class ImageSet(Protocol):
@@ -111,12 +113,16 @@ class Images:
             path, label = self.files[(index + after) % len(self.files)]
             try:
                 return _opened(path, self.size, self.channels), label
-            except _errors() as error:
+            except Exception as error:  # any error: the file may come from anyone
                 self._unreadable(path, error)
         raise ConfigError(f"data.path: {self.name}: none of its {len(self)} images can be read")
 
     def _unreadable(self, path: Path, error: Exception) -> None:
+        from PIL import UnidentifiedImageError
+
         reason = (getattr(error, "strerror", "") or str(error) or "damaged").partition("\n")[0]
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"it is damaged, or neither {' nor '.join(_FORMATS)}"
         problem = f"data.path: {printable(str(path))}: cannot be read as an image: {printable(reason)}"
         if not self.skip_unreadable:
             raise ConfigError(
@@ -162,17 +168,11 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in _SUFFIXES and path.is_file()
 
 
-def _errors() -> tuple[type[Exception], ...]:
-    from PIL import Image
-
-    return (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-
-
 def _opened(path: Path, size: int, channels: int) -> Tensor:
     """Return the square in the middle of an image."""
     from PIL import Image, ImageOps
 
-    with Image.open(path) as image:
+    with Image.open(path, formats=_FORMATS) as image:
         square = ImageOps.fit(image.convert("RGB" if channels == 3 else "L"), (size, size))
     pixels = torch.from_numpy(np.array(square)).float() / 127.5 - 1
     return pixels.movedim(-1, 0) if channels == 3 else pixels[None]

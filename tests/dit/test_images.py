@@ -1,5 +1,8 @@
 """What a diffusion transformer learns from: noise, times and images that do not depend on the mesh."""
 
+import io
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +135,55 @@ def test_an_unreadable_image_stops_the_run_or_is_left_out(
         (folder / name).write_text("no image")
     with pytest.raises(ConfigError, match=r"^data.path: .*: none of its 3 images can be read$"):
         images.read(0)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+OTHER = "it is damaged, or neither PNG nor JPEG"
+STRANGE: dict[str, str] = {
+    "eps": OTHER,
+    "dds": OTHER,
+    "avif": OTHER,
+    "empty profile": "index out of range",
+    "no bytes": OTHER,
+}
+
+
+def strange(kind: str) -> bytes:
+    """The bytes of a file that is no image, or an odd one."""
+    if kind == "eps":
+        return EPS
+    if kind == "dds":  # of a pixel format that there is not
+        return b"DDS " + struct.pack("<31I", 124, 0, 9, 9, *[0] * 14, 32, 4, 0x30305858, *[0] * 10)
+    if kind == "avif":
+        return struct.pack(">I", 28) + b"ftypavif" + bytes(4) + b"avifmif1miaf"
+    image = io.BytesIO()
+    Image.new("RGB", (9, 7)).save(image, "PNG")
+    content = image.getvalue()
+    if kind == "no bytes":
+        return b""
+    chunk = struct.pack(">I", 0) + b"iCCP" + struct.pack(">I", zlib.crc32(b"iCCP"))
+    return content[:-12] + chunk + content[-12:]  # behind the pixels, as it is read last
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_file_that_is_not_what_its_name_says(
+    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is no image, whatever other decoders make of it: one of them starts Ghostscript."""
+    started: list[str] = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: started.append("gs"))
+    folder = folder_of(tmp_path, ["0.png", "1.png"])
+    (folder / "0.png").write_bytes(strange(kind))
+    line = f"data.path: {folder}/0.png: cannot be read as an image: {STRANGE[kind]}"
+    with pytest.raises(ConfigError) as caught:
+        open_data(config_of(data__path=folder)).sets[0].read(0)
+    cure = "; repair or remove it, or set data.skip_unreadable = true"
+    assert caught.value.problems == [line + cure]
+    skipping = open_data(config_of(data__path=folder, data__skip_unreadable=True)).sets[0]
+    images = skipping.images  # type: ignore[attr-defined]
+    assert torch.equal(images.read(0)[0], images.read(1)[0])
+    assert capfd.readouterr().err.splitlines() == [f"{line}; skipped, 1 in all"]
+    assert started == []
 
 
 def test_what_is_no_data(tmp_path: Path) -> None:
