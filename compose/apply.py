@@ -135,7 +135,8 @@ def apply(
         for stage in stages:
             how = replace(how, units=compression.stage() if compression and comm.compresses else None)
             here = resolved.without(stage.absent)
-            experts = [name for name, _ in here.expert]
+            # Without a mesh of their own they are in their layers' units.
+            experts = [name for name, _ in here.expert] if over is not None else []
             is_last_stage = runner is None or runner.is_last(stage)
             gathers += apply_data_parallel(stage.module, here.shard, mesh, how, experts, is_last_stage)
     # On a rank without the last stage this is an identity, and nothing calls it.
