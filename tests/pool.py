@@ -1,8 +1,10 @@
 """A pool of gloo ranks, started once, that serves the whole test run."""
 
-import faulthandler
+import contextlib
 import gc
 import os
+import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -20,19 +22,22 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from compose import Parallel, init_mesh
 from compose.runtime.islands import divide
 from tests.forks import forks
+from tests.stacks import leave_stacks, stacks_of
 
 TIMEOUT = timedelta(seconds=120)
 MOST_THREADS = 100  # of a rank, each group having three
+GRACE = 1.0  # seconds in which other ranks may end too when one has failed
 
 
 class Pool:
     """``run`` calls a function on the first N of ``size`` processes, as ranks of one process group."""
 
-    def __init__(self, size: int = 8) -> None:
-        self.size, self.jobs = size, 0
+    def __init__(self, size: int = 8, timeout: timedelta = TIMEOUT) -> None:
+        self.size, self.timeout, self.jobs = size, timeout, 0
         self.crashed = False
         self.store: dist.TCPStore | None = None
         self.workers: list[tuple[Any, Connection]] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None  # of the ranks' stacks
 
     def run(
         self, function: Callable[..., Any], world_size: int, *args: Any, islands: int = 1
@@ -40,6 +45,7 @@ class Pool:
         """What ``function(*args)`` returned on each rank. Raises what the first rank to fail raised.
 
         If a rank's process crashes, the function runs again, once in a pool's life, with a warning.
+        With a crash or an error come the stacks of ranks that gave no answer.
 
         ``function`` is a module's own, and what it takes and returns can be pickled. With ``islands``
         the ranks are those of so many process groups of equal size.
@@ -51,27 +57,41 @@ class Pool:
         self.jobs += 1
         for rank in range(world_size):
             self.workers[rank][1].send((self.jobs, function, rank, world_size, args, islands))
-        results: list[Any] = []
-        for rank in range(world_size):
-            connection = self.workers[rank][1]
-            if not connection.poll(TIMEOUT.total_seconds() + 60):
-                self.close()
-                raise TimeoutError(f"rank {rank} did not answer")
-            try:
-                good, value = connection.recv()
-            except EOFError:  # its process has died
-                good, value = False, "it ended without a word"
-            if not good:
-                crash = self._crash()
-                self.close()  # the others may be waiting for it; the next run starts new ones
-                if crash and not self.crashed:
-                    # Once in some ten thousand jobs a rank's heap is found corrupt. LOG.md, 2026-11-24.
-                    self.crashed = True
-                    warnings.warn(f"{crash}; {function} runs again", stacklevel=2)
-                    return self.run(function, world_size, *args, islands=islands)
-                raise AssertionError(f"rank {rank} failed:\n{crash or value}")
-            results.append(value)
-        return results
+        answers = self._answers(world_size)
+        failed = [f"rank {r} failed:\n{value}" for r, (good, value) in answers.items() if not good]
+        if len(answers) == world_size and not failed:
+            return [answers[rank][1] for rank in range(world_size)]
+        crash = self._crash()
+        missing = [rank for rank in range(world_size) if rank not in answers]
+        where = self._stacks(missing)
+        self.close()  # the others may be waiting for it; the next run starts new ones
+        if crash and not self.crashed:
+            # Once in some ten thousand jobs a rank's heap is found corrupt. LOG.md, 2026-11-24.
+            self.crashed = True
+            warnings.warn(f"{crash}; {function} runs again{where}", stacklevel=2)
+            return self.run(function, world_size, *args, islands=islands)
+        if not crash and not failed:
+            raise TimeoutError(f"rank {missing[0]} did not answer{where}")
+        raise AssertionError(f"{crash or failed[0]}{where}")
+
+    def _answers(self, world_size: int) -> dict[int, tuple[bool, Any]]:
+        """What ranks answer, the first answer first. Those that crash or hang are not there."""
+        waiting = {self.workers[rank][1]: rank for rank in range(world_size)}
+        answers: dict[int, tuple[bool, Any]] = {}
+        end = time.monotonic() + 1.5 * self.timeout.total_seconds()
+        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+            for connection in ready:
+                rank, good = waiting.pop(connection), False  # type: ignore[call-overload]
+                with contextlib.suppress(EOFError):  # its process has died
+                    good, _ = answers[rank] = connection.recv()  # type: ignore[union-attr]
+                if not good:
+                    end = min(end, time.monotonic() + GRACE)
+        return answers
+
+    def _stacks(self, ranks: list[int]) -> str:
+        assert self.folder is not None
+        found = stacks_of({rank: self.workers[rank][0] for rank in ranks}, Path(self.folder.name))
+        return f"\n\n{found}" if found else ""
 
     def _crash(self) -> str:
         """What is to be said of the first rank whose process has ended; "" if none has."""
@@ -86,12 +106,14 @@ class Pool:
 
     def _start(self) -> None:
         self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False
+            "127.0.0.1", 0, is_master=True, timeout=self.timeout, wait_for_workers=False
         )
+        self.folder = tempfile.TemporaryDirectory(prefix="stacks-")
         context = forks()
-        for _ in range(self.size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(theirs, self.store.port), daemon=True)
+            given = (theirs, self.store.port, self.timeout, Path(self.folder.name) / str(rank))
+            process = context.Process(target=_worker, args=given, daemon=True)
             process.start()
             self.workers.append((process, ours))
 
@@ -106,23 +128,23 @@ class Pool:
             process.join(patience)
             process.kill()
             process.join()
-        self.workers, self.store = [], None
+        if self.folder:
+            self.folder.cleanup()
+        self.workers, self.store, self.folder = [], None, None
 
 
-def _worker(connection: Connection, port: int) -> None:
+def _worker(connection: Connection, port: int, timeout: timedelta, stacks: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
-    faulthandler.enable()  # a crash in native code says where Python was
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    _file = leave_stacks(stacks)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     gc.freeze()  # so that a collection looks at what tests have made alone
     while True:
         try:
             job, function, rank, world_size, args, islands = connection.recv()
         except EOFError:
             return
-        # What hangs says where, on each rank's standard error, before the pool gives up on it.
-        faulthandler.dump_traceback_later(TIMEOUT.total_seconds() + 30)
         try:
             everyone = dist.PrefixStore(f"job{job}", store)
             own, rank, world_size = divide(everyone, rank, world_size, islands)
@@ -131,7 +153,7 @@ def _worker(connection: Connection, port: int) -> None:
                 store=own,
                 rank=rank,
                 world_size=world_size,
-                timeout=TIMEOUT,
+                timeout=timeout,
             )
             answer = (True, function(*args))
             dist.barrier()
@@ -140,7 +162,6 @@ def _worker(connection: Connection, port: int) -> None:
             gc.collect()
         except BaseException:
             answer = (False, traceback.format_exc())
-        faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
 
 

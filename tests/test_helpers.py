@@ -2,7 +2,10 @@
 
 import ast
 import os
+import re
+import resource
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,7 @@ def _crash(until: int, count: Path) -> int:
         calls = len(count.read_text()) + 1 if count.exists() else 1
         count.write_text("x" * calls)
         if calls < until:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would tell nothing new
             os.abort()
     dist.barrier()
     return dist.get_rank()
@@ -68,8 +72,39 @@ def _crash(until: int, count: Path) -> int:
 
 def test_a_crash_of_a_rank_is_borne_once(tmp_path: Path) -> None:
     ranks = Pool(2)
-    with pytest.warns(UserWarning, match="rank 1 ended with exit code -6; .* runs again"):
+    where = r"(?s:.*)rank 1 ended here:\n(?s:.*)in _crash\n"
+    with pytest.warns(UserWarning, match="rank 1 ended with exit code -6; .* runs again" + where):
         assert ranks.run(_crash, 2, 2, tmp_path / "one") == [0, 1]
-    with pytest.raises(AssertionError, match="rank 1 ended with exit code -6"):
+    with pytest.raises(AssertionError, match="rank 1 ended with exit code -6" + where):
         ranks.run(_crash, 2, 2, tmp_path / "two")
     ranks.close()
+
+
+def _hang() -> None:
+    """The first rank waits for the second, which does something else and never comes."""
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=0.3))
+    dist.barrier()
+
+
+def test_a_rank_that_hangs_says_where() -> None:
+    ranks = Pool(3)
+    with pytest.raises(AssertionError) as error:
+        ranks.run(_hang, 2)
+    ranks.close()
+    text = str(error.value)
+    assert re.match(r"rank 0 failed:\nTraceback(?s:.*)in _hang\n *dist.barrier\(\)\n", text), text
+    assert re.search(r"\n\nrank 1 is here:\n(?s:.*)in _hang\n", text), text
+    assert "rank 2" not in text
+
+
+@pytest.mark.slow
+def test_ranks_that_all_hang_say_where() -> None:
+    ranks = Pool(2, timeout=timedelta(seconds=5))
+    with pytest.raises(TimeoutError) as error:
+        ranks.run(time.sleep, 2, 600)
+    ranks.close()
+    where = r"\n\nrank {} is here:\n(?s:.*)in _worker\n(?s:.*)"
+    text = str(error.value)
+    assert re.match("rank 0 did not answer" + where.format(0) + where.format(1), text), text
