@@ -119,6 +119,20 @@ WRONG = {
     ('backend = "nccl"', 'backend = "mpi"'): ['backend: expected "nccl" | "gloo", got "mpi"'],
     ("share = 0.822", "share = 82.2"): ["within.share: 82.2 should be less than or equal to 1"],
     ("latency = 0.6e-6", "latency = nan"): ["within.latency: nan should be a finite number"],
+    ("bandwidth = 450e9", "bandwidth = 5e-324"): [
+        "within.bandwidth: 5e-324 should be from 1e-18 to 1e+24"
+    ],
+    ("bandwidth = 450e9", "bandwidth = 1e300"): [
+        "within.bandwidth: 1e+300 should be from 1e-18 to 1e+24"
+    ],
+    ("share = 0.822", "share = 1e-300"): ["within.share: 1e-300 should be from 1e-18 to 1e+24"],
+    ("exponentials = 3.9e12", "exponentials = 1e-300"): [
+        "device.exponentials: 1e-300 should be from 1e-18 to 1e+24"
+    ],
+    ("launch = 2.5e-6", "launch = 1e300"): ["device.launch: 1e+300 should be from 1e-18 to 1e+24"],
+    ("node = 8", "node = 8\nmeasured = {copies = [{bytes = 3.0, seconds = 1e-300}]}"): [
+        "measured.copies[0].seconds: 1e-300 should be from 1e-18 to 1e+24"
+    ],
     ("tile = [128, 256]", "tile = [128]"): ["device.tile: expected two numbers, got [128]"],
     ("float8 = 1978.9e12", "fp8 = 1978.9e12"): [
         "device.peak.fp8: unknown type (known: bfloat16, float16, float32, float64, float8)"

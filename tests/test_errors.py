@@ -1,6 +1,11 @@
 """What every refusal has in common: lines that a person can read."""
 
+import pytest
+
+from compose.__main__ import main
+from compose.commands.cli import launched_ranks
 from compose.errors import ConfigError
+from tests.helpers import ROOT
 
 
 def test_a_long_word_is_cut() -> None:
@@ -16,3 +21,35 @@ def test_words_of_a_path_stay_whole() -> None:
 
 def test_what_a_terminal_would_obey_is_escaped() -> None:
     assert ConfigError("name \x1b[2J\n").problems == ["name \\x1b[2J\\n"]
+
+
+DIGITS = "9" * 5000  # Python refuses to read a number with more than 4,300
+SHOWN = f"{'9' * 200}..."
+NUMBERS: dict[str, list[str]] = {
+    f"--world-size: {SHOWN} is not a number of ranks": ["legal", f"--world-size={DIGITS}"],
+    f"--candidates: {SHOWN} is not a number of candidates": [
+        *("plan", str(ROOT / "train.toml"), "--cluster=cpu", "--world-size=2"),
+        f"--candidates={DIGITS}",
+    ],
+    f"--workers: {SHOWN} is not a number of processes": [
+        *("tokenize", "--tokenizer=x", "--out=y", f"--workers={DIGITS}", "z")
+    ],
+}
+
+
+@pytest.mark.parametrize("problem", NUMBERS, ids=lambda problem: problem.partition(":")[0])
+def test_a_number_of_many_digits(problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(NUMBERS[problem])
+    assert caught.value.problems == [f"command line: {problem}"]
+
+
+def test_a_rank_of_many_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", DIGITS)
+    with pytest.raises(ConfigError) as caught:
+        launched_ranks()
+    assert caught.value.problems == [
+        f"environment: WORLD_SIZE is '{'9' * 199}... start ranks with torchrun"
+    ]

@@ -1,5 +1,6 @@
 """Tables of pipeline schedules: whole, possible, and refused with one line where they are not."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,20 @@ def test_unreadable_csv(folder: Path) -> None:
     Path("bytes.csv").write_bytes(b"0F0,\xff\xfe\n")
     assert refusal(read_table, "bytes.csv") == (
         "parallel.pp_schedule: cannot read bytes.csv: not a text file"
+    )
+    Path("long.csv").write_text(" " * 140_000, encoding="utf-8")
+    assert refusal(read_table, "long.csv") == (
+        "parallel.pp_schedule: cannot read long.csv: field larger than field limit (131072)"
+    )
+    os.mkfifo("pipe.csv")
+    assert refusal(read_table, "pipe.csv") == ("parallel.pp_schedule: cannot read pipe.csv: is no file")
+
+
+def test_a_number_of_many_digits(folder: Path) -> None:
+    write_rows("0F0 0B0", f"{'9' * 5000}F0")
+    assert refusal(read_table, "table.csv") == (
+        f"parallel.pp_schedule: table.csv, row 2: '{'9' * 199}... is not an action"
+        " (stage, F, B, I or W, micro-batch: 2F0)"
     )
 
 

@@ -66,6 +66,11 @@ def type_name(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind))
 
 
+def whole_number(text: str) -> int:
+    """Return the number that a text of 1 to 18 digits is; -1 for any other text."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else -1
+
+
 def toml_value(value: Any) -> str:
     """Return a value as TOML writes it."""
     if isinstance(value, bool):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from compose import legality
-from compose.base.fields import attribute, docs, toml_value, type_name
+from compose.base.fields import attribute, docs, toml_value, type_name, whole_number
 from compose.checkpoint.store import newest_first
 from compose.config import TABLES, Config, Model
 from compose.data.datasets import OpenData, open_data
@@ -128,9 +128,9 @@ def world_size_of(given: Arguments) -> int:
     value = given.flags.get("--world-size")
     if value is None:
         return 0
-    if not _is_number(value) or not 1 <= int(value) < 2**31:
+    if not 1 <= (ranks := whole_number(value)) < 2**31:
         raise ConfigError(f"{COMMAND_LINE}: --world-size: {value} is not a number of ranks")
-    return int(value)
+    return ranks
 
 
 def launched_ranks() -> int:
@@ -143,13 +143,9 @@ def launched_ranks() -> int:
         return 1
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.get(name, "")
-        if not value or (name != "MASTER_ADDR" and not _is_number(value)):
+        if not value or (name != "MASTER_ADDR" and whole_number(value) < 0):
             raise ConfigError(f"environment: {name} is {value!r}; start ranks with torchrun")
     return max(1, int(os.environ["WORLD_SIZE"]))
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
 
 
 def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True) -> Words:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from compose.base.fields import whole_number
 from compose.base.own_files import write_whole
 from compose.commands.cli import Arguments, read_arguments, world_size_of
 from compose.config import Config, Outer
@@ -178,11 +179,11 @@ def _progress() -> Callable[[str], None]:
 
 
 def _search(given: Arguments, space: Space) -> list[Candidate]:
-    most = given.flags.get("--candidates", "12")
-    if not most.isdecimal() or int(most) < 1:
-        raise ConfigError(f"{COMMAND_LINE}: --candidates: {most} is not a number of candidates")
+    text = given.flags.get("--candidates", "12")
+    if (most := whole_number(text)) < 1:
+        raise ConfigError(f"{COMMAND_LINE}: --candidates: {text} is not a number of candidates")
     try:
-        found = search(space, int(most), _SECONDS, _progress())
+        found = search(space, most, _SECONDS, _progress())
     except ConfigError as error:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
     if not found:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from compose.base.fields import whole_number
 from compose.commands.cli import read_flags
 from compose.data.chat_template import ChatTemplate
 from compose.data.tokenizer import open_tokenizer
@@ -48,7 +49,7 @@ def tokenize(arguments: Sequence[str]) -> int:
         what = missing[0] if missing else "FILES"
         raise ConfigError(f"{COMMAND_LINE}: tokenize: needs {what}; see --help")
     workers = flags.get("--workers", str(os.cpu_count() or 1))
-    if not workers.isdecimal() or int(workers) < 1:
+    if whole_number(workers) < 1:
         raise ConfigError(f"{COMMAND_LINE}: --workers: {workers} is not a number of processes")
     tokenizer = open_tokenizer(Path(flags["--tokenizer"]))
     chat = "--chat" in flags
@@ -71,7 +72,7 @@ def tokenize(arguments: Sequence[str]) -> int:
     job = describe_job(tokenizer, kind, field, end, [Path(name) for name in files])
     target = Path(flags["--out"])
     bar = ProgressBar(sum(size for _, size, _ in job.files))
-    counts = make_token_set(job, target, int(workers), bar)
+    counts = make_token_set(job, target, whole_number(workers), bar)
     bar.end()
     left_out = f", {counts.empty:,} without a reply left out" if counts.empty else ""
     what = "conversations" if chat else "documents"

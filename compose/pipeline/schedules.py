@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from compose.base.own_files import read_file
 from compose.errors import ConfigError, did_you_mean
 from compose.parallel.mesh import Parallel
 
@@ -34,7 +35,7 @@ SCHEDULES = {
 }
 # The schedules that are defined for this number of stages only.
 _FIXED = ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV")
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_CELL = re.compile(r"([0-9]{1,18})([FBIW])([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,10 @@ def read_table(path: str) -> Table:
     Raises ConfigError if the file cannot be read, or holds something else.
     """
     try:
-        rows = list(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        rows = list(csv.reader(read_file(Path(path)).decode("utf-8").splitlines()))
+    except (OSError, UnicodeError, csv.Error) as error:
+        other = str(error) if isinstance(error, csv.Error) else "not a text file"
+        reason = error.strerror if isinstance(error, OSError) else other
         raise ConfigError(f"parallel.pp_schedule: cannot read {path}: {reason}") from None
     table: Table = []
     for number, row in enumerate(rows):

@@ -48,7 +48,7 @@ class Scale:
 
     def ticks(self, most: int = 6) -> list[float]:
         """Return round values inside the scale, about ``most`` of them."""
-        powers = range(math.floor(math.log10(self.high - self.low)) - 3, 19)
+        power = math.floor(math.log10(self.high - self.low))
         if self.log:
             found = [
                 factor * 10.0**power
@@ -59,7 +59,7 @@ class Scale:
                 if self.low <= factor * 10.0**power <= self.high
             ]
             return found[:: -(-len(found) // most)] if found else []
-        steps = (factor * 10.0**power for power in powers for factor in (1, 2, 5))
+        steps = (factor * 10.0**each for each in range(power - 3, power + 2) for factor in (1, 2, 5))
         step = next(step for step in steps if (self.high - self.low) / step < most)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)

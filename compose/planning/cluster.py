@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from compose.base.fields import NonNegative, Positive, toml_value, type_name
 from compose.errors import ConfigError, did_you_mean
@@ -29,9 +29,19 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _SHOWN = 200  # characters of a value in a message
 
-Rate = Annotated[float, Field(gt=0)]
-Amount = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
+# Figures beyond these are of no machine. With them all that is computed stays a finite number above 0.
+LEAST, MOST = 1e-18, 1e24
+
+
+def _real(value: float) -> float:
+    if value and not LEAST <= value <= MOST:
+        raise ValueError(f"should be from {LEAST:g} to {MOST:g}")
+    return value
+
+
+Rate = Annotated[float, Field(gt=0), AfterValidator(_real)]
+Amount = Annotated[float, Field(ge=0), AfterValidator(_real)]
+Share = Annotated[float, Field(gt=0, le=1), AfterValidator(_real)]
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p"]
 Tile = Annotated[tuple[Positive, ...], Field(min_length=2, max_length=2)]
@@ -164,7 +174,7 @@ class Collective:
     """Seconds of an empty message, fitted."""
     inverse_bandwidth: Amount
     """Seconds per byte, fitted."""
-    error: Amount
+    error: Annotated[float, Field(ge=0)]
     """Root of the mean square of the fit's relative error."""
     bytes: tuple[Rate, ...]
     """Sizes of messages that were measured, ascending."""
@@ -363,8 +373,8 @@ def _value(kind: Any, value: Any, place: str, problems: list[str]) -> Any:
         elif detail["type"] in ("too_short", "too_long"):
             problems.append(f"{place}: expected two numbers, got {_shown(value)}")
         else:
-            reason = detail["msg"].removeprefix("Input should be ")
-            problems.append(f"{place}: {_shown(value)} should be {reason}")
+            reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+            problems.append(f"{place}: {_shown(value)} {reason}")
         return None
 
 

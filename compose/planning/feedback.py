@@ -3,16 +3,20 @@
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from compose import legality
-from compose.base.json_files import read_json
+from compose.base.fields import Fraction
+from compose.base.json_files import Count, read_json
+from compose.base.own_files import LEADS_OUT, leads_out, read_own
 from compose.errors import ConfigError
 from compose.parallel.mesh import AXES
-from compose.planning.cluster import Cluster
+from compose.planning.cluster import LEAST, MOST, Cluster, Rate
 from compose.planning.estimate import Estimate, estimate
 from compose.toml import load
 
@@ -28,6 +32,44 @@ _CATEGORIES = {
     "communication": ("gathered", "communication"),
     "activations": ("activations", "temporaries", "logits"),
 }
+
+
+@dataclass(frozen=True)
+class _Shares:
+    matmul: Fraction
+    attention: Fraction
+    communication: Fraction
+    optimizer: Fraction
+    other: Fraction
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    weights: Count
+    gradients: Count
+    optimizer: Count
+    communication: Count
+    activations: Count
+
+
+@dataclass(frozen=True)
+class _Memory:
+    peak: Count
+    at_peak: _Bytes
+
+
+@dataclass(frozen=True)
+class _Profile:
+    seconds_per_step: Rate
+    time: _Shares
+    memory: _Memory
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """The used part of a profile's summary."""
+
+    ranks: Annotated[list[_Profile], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -62,50 +104,54 @@ def against(folder: Path, cluster: Cluster) -> list[Row]:
     """
     config = load(str(folder / "config.toml"), alone=True)
     ranks = math.prod(getattr(config.parallel, axis) for axis in AXES)
-    predicted = estimate(legality.check(config, ranks), cluster)
+    job, rate = legality.check(config, ranks), _rate(folder)
     tokens = config.train.global_batch * config.train.seq_len
-    rows = [Row("step", predicted.step_seconds, tokens / _rate(folder), "s")]
-    summaries = sorted((folder / "traces").glob("*_summary.json"))
-    if summaries:
-        profile = read_json(summaries[-1], dict[str, Any])
-        try:
-            rows += _profiled(predicted, profile["ranks"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{summaries[-1]}: is no summary of a profile: {error}") from None
-    return rows
+    traces = folder / "traces"
+    if leads_out(traces, folder):
+        raise ConfigError(f"{traces}: {LEADS_OUT}")
+    summaries = sorted(traces.glob("*_summary.json"))
+    profile = read_json(summaries[-1], _Summary, own=True) if summaries else None
+    predicted = estimate(job, cluster)
+    rows = [Row("step", predicted.step_seconds, tokens / rate, "s")]
+    return rows + (_profiled(predicted, profile.ranks) if profile else [])
 
 
 def _rate(folder: Path) -> float:
     """Return the median of the tokens per second, without the first steps."""
     path = folder / "metrics.jsonl"
     try:
-        lines = path.read_text().splitlines()
+        lines = read_own(path).splitlines()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    try:
-        rates = [float(json.loads(line)["tokens_per_second"]) for line in lines if line][_FIRST:]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path}: holds a line that is no step") from None
-    if not rates:
-        raise ConfigError(f"{path}: holds {len(lines)} steps; more than {_FIRST} are needed")
-    return statistics.median(rates)
+    rates = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rate = json.loads(line.decode("utf-8"))["tokens_per_second"] if line else None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ConfigError(f"{path}: line {number} is no step") from None
+        if line and (type(rate) not in (int, float) or not LEAST <= rate <= MOST):
+            raise ConfigError(f"{path}: line {number}: tokens_per_second is {rate!r}, and no rate")
+        rates += [rate] if line else []
+    if len(rates) <= _FIRST:
+        raise ConfigError(f"{path}: holds {len(rates)} steps; more than {_FIRST} are needed")
+    return statistics.median(rates[_FIRST:])
 
 
-def _profiled(predicted: Estimate, ranks: list[Mapping[str, Any]]) -> list[Row]:
-    slowest = max(ranks, key=lambda r: r["seconds_per_step"] * (1 - r["time"]["communication"]))
-    whole, shares = slowest["seconds_per_step"], slowest["time"]
+def _profiled(predicted: Estimate, ranks: Sequence[_Profile]) -> list[Row]:
+    slowest = max(ranks, key=lambda r: r.seconds_per_step * (1 - r.time.communication))
+    whole, shares = slowest.seconds_per_step, slowest.time
     rows = [
-        Row(name, predicted.work[_WORK.get(name, name)], whole * shares[share], "s")
+        Row(name, predicted.work[_WORK.get(name, name)], whole * getattr(shares, share), "s")
         for name, share in _SHARES.items()
     ]
     waits = sum(v for name, v in predicted.exposed.items() if name != "optimizer")
-    rows.append(Row("exposed communication", waits, whole * shares["communication"], "s"))
-    fullest = max(ranks, key=lambda r: r["memory"]["peak"])
+    rows.append(Row("exposed communication", waits, whole * shares.communication, "s"))
+    fullest = max((r.memory for r in ranks), key=lambda memory: memory.peak)
     peak = max(predicted.peaks, key=lambda p: p.allocated)
-    rows.append(Row("peak memory", peak.allocated, fullest["memory"]["peak"], "bytes"))
+    rows.append(Row("peak memory", peak.allocated, fullest.peak, "bytes"))
     for name, parts in _CATEGORIES.items():
         size = sum(peak.by_category.get(part, 0) for part in parts)
-        rows.append(Row(f"memory: {name}", size, fullest["memory"]["at_peak"][name], "bytes"))
+        rows.append(Row(f"memory: {name}", size, getattr(fullest.at_peak, name), "bytes"))
     return rows
 
 
@@ -123,9 +169,8 @@ def corrected(cluster: Cluster, rows: list[Row]) -> Cluster:
         The corrected cluster.
     """
     ratios = {row.name: row.ratio for row in rows if row.unit == "s" and row.measured > 0}
-    whole = ratios["step"]
     slower = {
-        name: ratios[name] if name in ratios and math.isfinite(ratios[name]) else whole
+        name: next(r for r in (ratios.get(name), ratios["step"], 1.0) if r and LEAST <= r <= MOST)
         for name in ("product", "attention", "other")
     }
     known, measured = cluster.efficiencies, cluster.measured
@@ -150,7 +195,7 @@ def corrected(cluster: Cluster, rows: list[Row]) -> Cluster:
 
 
 def _slower(row: Any, factor: float) -> Any:
-    return replace(row, seconds=row.seconds * factor)
+    return replace(row, seconds=min(MOST, max(LEAST, row.seconds * factor)))
 
 
 def _share(value: float) -> float:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.base.fields import whole_number
 from compose.composition.state import Composition
 from compose.config import Config
 from compose.errors import ConfigError
@@ -94,7 +95,7 @@ def _grid(model: DiTConfig, flags: Mapping[str, str]) -> Grid:
     guidance = number("--guidance", Grid.guidance, 0, float)
     seed = number("--seed", Grid.seed, 0)
     words = flags.get("--classes", ",".join(map(str, range(min(_ROWS, model.n_classes))))).split(",")
-    if not all(word.isascii() and word.isdigit() and int(word) < model.n_classes for word in words):
+    if not all(0 <= whole_number(word) < model.n_classes for word in words):
         problems.append(
             f"command line: --classes: {flags['--classes']} should be numbers from 0 to"
             f" {model.n_classes - 1} with commas between them"

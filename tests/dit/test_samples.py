@@ -135,6 +135,8 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
         "command line: --classes: 0,5 should be numbers from 0 to 4 with commas between them": [
             "--classes=0,5"
         ],
+        f"command line: --classes: {'9' * 200}... should be numbers from 0 to 4 with commas between"
+        " them": [f"--classes={'9' * 5000}"],
         "command line: --out: x.jpg is no .png file": ["--out=x.jpg"],
         "command line: --out: cannot write no/x.png: there is no such folder": ["--out=no/x.png"],
         "command line: --top-p: unknown option": ["--top-p=1"],
