@@ -20,7 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from compose.checkpoint import store
-from compose.runtime.heartbeat import Silence, Watch
+from compose.runtime.heartbeat import Silence, Watch, launcher, launcher_died
+from compose.runtime.processes import TrainingError, _conclude, _first_to_fail
 from compose.runtime.stragglers import Stragglers
 from tests.checkpoints import shards
 from tests.command_lines import QUICK, command, free_port, launch
@@ -391,6 +392,38 @@ def test_a_rank_ends_with_its_launcher() -> None:
     assert signal.SIGTERM in asked
 
 
+@pytest.mark.parametrize("in_torchrun", [True, False])
+def test_the_store_stays_until_others_know_that_an_error_is_told(
+    in_torchrun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is in rank 0, which fails first: a late rank without the store would tell it again."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(in_torchrun))
+    shared = dist.HashStore()
+    first = threading.Thread(target=_conclude, args=(TrainingError("it ends"), shared, 0, 2))
+    first.start()
+    first.join(1.0)
+    assert first.is_alive() != in_torchrun
+    assert not _first_to_fail(shared)
+    first.join(1.0)
+    assert not first.is_alive()
+
+
+def test_a_launcher_dies_if_the_parent_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchrun the parent may be anything that ends first, as a shell under nohup."""
+    launcher.cache_clear()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    try:
+        for torchrun in (False, True):
+            if torchrun:
+                monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+            launcher.cache_clear()
+            assert not launcher_died()
+            with mock.patch("os.getppid", return_value=1):
+                assert launcher_died() == torchrun
+    finally:
+        launcher.cache_clear()
+
+
 def test_a_rank_is_heard_of_as_soon_as_it_watches() -> None:
     """One that is stopped before its first word would be waited for as long as the group waits."""
     store = dist.HashStore()
@@ -452,6 +485,74 @@ def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
     while Path(f"/proc/{first}").exists() and time.monotonic() < end:
         time.sleep(0.1)
     assert not Path(f"/proc/{first}").exists()
+
+
+def world_at_work(ledger: Path) -> set[int]:
+    """The number of ranks that those say who are in a step now."""
+    found = set()
+    for pid, now in doing(ledger).items():
+        with contextlib.suppress(OSError):  # it may have ended
+            variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            found |= {int(v[11:]) for v in variables if "step" in now and v.startswith("WORLD_SIZE=")}
+    return found
+
+
+@pytest.mark.slow
+def test_an_agent_is_killed_and_a_node_comes_back(tmp_path: Path) -> None:
+    """Ranks are 4, then 2, then 4 again. A warning then ends the run with success, and it alone."""
+    ledger, port, nodes = tmp_path / "ledger", free_port(), list["subprocess.Popen[bytes]"]()
+    ledger.mkdir()
+    scripts = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    words = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d"]
+    words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=mine", "--local-addr=127.0.0.1"]
+    run = [*SAVING, "--train.steps=1000000", "--checkpoint.interval=10"]
+    run += [f"--run.dir={tmp_path / 'run'}"]
+
+    def join(hosts: bool) -> "subprocess.Popen[bytes]":
+        conf = ["--rdzv-conf", f"is_host={hosts},last_call_timeout=5"]
+        with (tmp_path / f"node-{len(nodes)}").open("w") as output:
+            nodes.append(
+                subprocess.Popen(
+                    ["examples/launch.sh", *words, *conf, "tests/ledger.py", *run],
+                    cwd=ROOT,
+                    env={**os.environ, **scripts, "LEDGER": str(ledger), "PYTHONPATH": str(ROOT)},
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            )
+        return nodes[-1]
+
+    def said() -> str:
+        return "".join((tmp_path / f"node-{i}").read_text() for i in range(len(nodes)))
+
+    def wait_for_ranks(count: int) -> None:
+        def there() -> bool:
+            assert first.poll() is None, said()[-5000:]
+            return world_at_work(ledger) == {count}
+
+        wait_for(there, 300)
+
+    try:
+        first, second = join(True), join(False)
+        wait_for_ranks(4)
+        wait_for(lambda: bool(store.newest_first(tmp_path / "run/checkpoints")), 300)
+        (agent,) = ranks_of(second.pid)
+        os.kill(agent, signal.SIGKILL)
+        wait_for_ranks(2)
+        (line,) = (row for row in said().splitlines() if "stopped" in row)
+        assert re.fullmatch(r"stopped by the death of a torchrun after step \d+; saved: .*", line)
+        third = join(False)
+        wait_for_ranks(4)
+        first.send_signal(signal.SIGTERM)
+        assert [node.wait(300) for node in (first, second, third)] == [0, 137, 0], said()[-5000:]
+    finally:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+    steps = [line["step"] for line in lines(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert f"stopped by SIGUSR1 after step {len(steps)}; saved: " in said()
 
 
 def start_at(words: Sequence[str], rank: int = 0, port: int = 0, ranks: int = 0) -> Any:

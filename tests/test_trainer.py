@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from compose.checkpoint import store
 from compose.optimizer import learning_rate
 from compose.runtime.processes import TrainingError
 from compose.toml import tomllib
 from compose.train import trainer as trainer_module
-from compose.train.signals import Signals
+from compose.train.signals import LAUNCHER_DIED, Signals
 from compose.train.trainer import Trainer
 from tests.command_lines import QUICK, answered, command, execute, launch
 from tests.helpers import ROOT, SMALL, make_job
@@ -160,16 +161,38 @@ def test_mfu(pool: Pool, tmp_path: Path) -> None:
     assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 2e12)
 
 
-def _asked(rank: int) -> signal.Signals | None:
-    signals = Signals(torch.device("cpu"))
-    if dist.get_rank() == rank:
-        signals._note(signal.SIGTERM, None)
+def _asked(rank: int, orphan: int = -1) -> signal.Signals | None:
+    signals, own = Signals(torch.device("cpu")), dist.get_rank()
+    with mock.patch("compose.train.signals.launcher_died", return_value=own == orphan):
+        if own in (rank, orphan):
+            signals._note(signal.SIGTERM, None)
     return signals.asked(1)
 
 
 def test_a_signal_to_one_rank_is_all_ranks(pool: Pool) -> None:
     for rank, expected in ((0, signal.SIGTERM), (1, signal.SIGTERM), (-1, None)):
         assert pool.run(_asked, 2, rank) == [expected] * 2
+
+
+def test_the_death_of_a_torchrun_is_no_warning(pool: Pool, tmp_path: Path) -> None:
+    """It counts on all ranks, and more than a warning; the run is saved, and fails."""
+    for rank in (0, 1):
+        assert pool.run(_asked, 2, rank, 1) == [LAUNCHER_DIED] * 2
+    keys = keys_for(tmp_path, model__n_layers=1)
+    assert pool.run(_orphaned, 1, keys) == [
+        f"stopped by the death of a torchrun after step 1; saved: the same command with"
+        f" --run.dir={tmp_path} goes on"
+    ]
+    assert store.newest_first(tmp_path / "checkpoints")
+
+
+def _orphaned(keys: dict[str, object]) -> str:
+    with mock.patch.object(Signals, "asked", return_value=LAUNCHER_DIED):
+        try:
+            _trainer(keys).run()
+        except TrainingError as error:
+            return str(error)
+    return ""
 
 
 def _compared(keys: dict[str, object]) -> tuple[list[tuple[int, bool]], str]:

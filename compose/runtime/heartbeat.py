@@ -8,6 +8,7 @@ for long, it gives Python's lock to that thread.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -178,9 +179,15 @@ def _limit_key(rank: int) -> str:
     return f"compose/limit/{rank}"
 
 
+@functools.cache
 def launcher() -> int:
     """Return the process of torchrun, with which this one ends; 0 without torchrun."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def launcher_died() -> bool:
+    """Tell whether torchrun has ended before this process, which it started."""
+    return launcher() not in (0, os.getppid())
 
 
 def store_in_first_rank() -> bool:

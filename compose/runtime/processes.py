@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from compose.runtime.islands import current, divide
 from compose.runtime.stragglers import Stragglers, behind, default_store
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
-_SAID = "compose/said"
+_FAILED, _SAID = "compose/failed", "compose/said"
 
 
 def start_timeout(comm: Comm) -> timedelta:
@@ -125,13 +126,17 @@ def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int) -
         store.set(_SAID, "")
     else:
         _wait_for_first(store)
+    # If the store is in this rank, it stays until the others know that they are not the first.
+    end = time.monotonic() + _SKEW if rank == 0 and store_in_first_rank() else 0.0
+    while time.monotonic() < end and store.add(_FAILED, 0) < world_size:
+        time.sleep(0.05)
 
 
 def _first_to_fail(store: dist.Store) -> bool:
     """Note that a rank has failed; return whether it is the first, of all islands."""
-    first = store.add("compose/failed", 1) == 1
+    first = store.add(_FAILED, 1) == 1
     islands = current()
-    return first and (islands.count == 1 or islands.store.add("compose/failed", 1) == 1)
+    return first and (islands.count == 1 or islands.store.add(_FAILED, 1) == 1)
 
 
 def _wait_for_first(store: dist.Store) -> None:

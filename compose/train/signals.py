@@ -7,10 +7,13 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from compose.runtime.heartbeat import launcher_died
 from compose.runtime.islands import Islands, current
 
+LAUNCHER_DIED = signal.SIGHUP  # stands for SIGTERM to a rank whose torchrun is gone; it is not sent
+_SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
-_ASKS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+_ASKS = (*_SENT, LAUNCHER_DIED)
 _ECHO = 2.0  # seconds within which a second signal is the first one, passed on by torchrun
 
 
@@ -25,17 +28,19 @@ class Signals:
         self.agreed = (0, 0)
 
     def __enter__(self) -> "Signals":
-        self.previous = [signal.signal(number, self._note) for number in _ASKS]
+        self.previous = [signal.signal(number, self._note) for number in _SENT]
         return self
 
     def __exit__(self, *unused: object) -> None:
-        for number, handler in zip(_ASKS, self.previous, strict=True):
+        for number, handler in zip(_SENT, self.previous, strict=True):
             signal.signal(number, handler)
         if dist.get_rank() == 0:
             current().finished()
 
     def asked(self, step: int) -> signal.Signals | None:
         """Return the signal that any rank got; a collective, so that all leave after the same step.
+
+        LAUNCHER_DIED is a fault: the others' torchrun must not take the run for finished.
 
         Islands do not wait for each other after each step. If one is asked, they agree on a step.
 
@@ -66,4 +71,5 @@ class Signals:
         if self.code and now > self.since + _ECHO:
             raise KeyboardInterrupt
         if not self.code:
-            self.code, self.since = _ASKS.index(number) + 1, now
+            orphan = number == signal.SIGTERM and launcher_died()
+            self.code, self.since = _ASKS.index(LAUNCHER_DIED if orphan else number) + 1, now

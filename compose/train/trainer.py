@@ -36,7 +36,7 @@ from compose.train.garbage import collected_between_steps
 from compose.train.metrics import StepMetrics, device_peak, peak_memory
 from compose.train.replica_check import replica_mismatches
 from compose.train.report import Report
-from compose.train.signals import Signals
+from compose.train.signals import LAUNCHER_DIED, Signals
 from compose.train.step import clip_grad_norm_, forward_backward, on_device
 from compose.train.validation import Validation
 
@@ -164,7 +164,10 @@ class Trainer:
             self.checkpointer.save(self.progress)
 
     def _stop(self, asked: signal.Signals) -> None:
-        """Save, and say how to resume; raise KeyboardInterrupt if the signal was Ctrl-C."""
+        """Save, and say how to resume; raise KeyboardInterrupt after Ctrl-C.
+
+        Raise TrainingError if a torchrun has died, so that the others start their ranks again.
+        """
         self.profiler.finish()
         interrupted = asked == signal.SIGINT
         saved = ""
@@ -175,8 +178,11 @@ class Trainer:
                 saved = f"; saved: the same command with --run.dir={self.folder} goes on"
         if self.outer:
             self.outer.close()
-        name = "Ctrl-C" if interrupted else asked.name
-        self.report.say(f"stopped by {name} after step {self.progress.step}{saved}")
+        names = {signal.SIGINT: "Ctrl-C", LAUNCHER_DIED: "the death of a torchrun"}
+        said = f"stopped by {names.get(asked, asked.name)} after step {self.progress.step}{saved}"
+        if asked == LAUNCHER_DIED:
+            raise TrainingError(said)
+        self.report.say(said)
         if interrupted:
             raise KeyboardInterrupt
 
