@@ -1,7 +1,5 @@
 """Rules of a run: what its batch, data and optimizer need besides the composition."""
 
-import math
-
 from compose.composition.setup import Rule
 from compose.data.task import task_of
 from compose.errors import ConfigError
@@ -12,7 +10,6 @@ from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import build_table
 from compose.pipeline.split import layer_names
 from compose.plan import inside
-from compose.precision import float8
 from compose.registry import max_seq_len
 
 _TRIED = 1_000_000  # most sizes to try for a size that divides
@@ -105,20 +102,6 @@ def _output(job: Job) -> None:
         )
 
 
-def _float8_tokens(job: Job) -> None:
-    train, cp, recipe = job.config.train, job.degrees.cp, job.config.precision.float8
-    rows, unit = train.micro_batch * train.seq_len, 16 * cp
-    if recipe in ("off", "rowwise_gw_hp") or rows % unit == 0 or float8.emulated(job.device_type):
-        return
-    part = unit // math.gcd(unit, train.micro_batch)
-    nearest = max(1, round(train.seq_len / part)) * part
-    raise ConfigError(
-        f"precision.float8: {recipe} sums gradients over train.micro_batch x seq_len / cp ="
-        f" {rows / cp:g} tokens, which is no multiple of 16; nearest: train.seq_len = {nearest}, or"
-        ' use precision.float8 = "rowwise_gw_hp"'
-    )
-
-
 def _optimizer_offload(job: Job) -> None:
     options, precision = job.config.optimizer, job.config.precision
     if options.offload == "none":
@@ -206,13 +189,6 @@ RUN: list[Rule[Job]] = [
         "with train.loss_chunk, the plan names the output projection",
         "a loss in chunks takes its place",
         _output,
-    ),
-    Rule(
-        "with precision.float8 tensorwise or rowwise, a rank's tokens in a micro-batch are a multiple"
-        " of 16, unless float8 is emulated",
-        "gradients of weights are sums over tokens, and the kernels take rows of 16 bytes",
-        _float8_tokens,
-        upstream="aten/src/ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_cuda",
     ),
     Rule(
         "data.validation and train.validate_every go together",

@@ -10,6 +10,7 @@ Weights stay in their own type. Each operand is scaled and rounded when it is us
 A device without the instructions emulates them: operands are rounded alike, and products are float32's.
 """
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from math import inf
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -165,6 +166,9 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
 
     before = {name: m for name, m in model.named_modules() if name in choice.converted}
     base = Float8LinearConfig.from_recipe_name(_RECIPES[choice.recipe])
+    # A weight's gradient is a sum over tokens, which may be any number.
+    base = replace(base, emulate=choice.emulated, pad_inner_dim=not choice.emulated)
+    _pad_where_needed()
     gathered = {
         name
         for name, rows in choice.converted.items()
@@ -173,7 +177,7 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
     for names, gather in ((gathered, True), (choice.converted.keys() - gathered, False)):
         if not names:
             continue
-        config = replace(base, emulate=choice.emulated, enable_fsdp_float8_all_gather=gather)
+        config = replace(base, enable_fsdp_float8_all_gather=gather)
         convert_to_float8_training(
             model, module_filter_fn=lambda _, name, names=names: name in names, config=config
         )
@@ -183,6 +187,19 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
             layer.add_module(child, adapter)
             if isinstance(adapter, Adapter):
                 adapter.attach(layer)
+
+
+@functools.cache
+def _pad_where_needed() -> None:
+    """Let torchao pad only operands with rows of an odd size; it would copy all others too."""
+    from torchao.float8 import float8_ops
+
+    pad = float8_ops.pad_tensor_for_matmul
+
+    def pad_odd(tensor: Tensor, dims: int) -> Tensor:
+        return pad(tensor, dims) if tensor.shape[dims] % _MULTIPLE else tensor
+
+    float8_ops.pad_tensor_for_matmul = pad_odd
 
 
 def float8_styles(
