@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from compose.operators.attention import attention
     from compose.operators.attention_options import AttentionOptions
     from compose.operators.documents import Documents
+    from compose.operators.dropout import DropoutKey
     from compose.parallel.mesh import Parallel, init_mesh
     from compose.pipeline.schedules import Schedule
     from compose.plan import Pipeline, Plan
@@ -39,6 +40,7 @@ __all__ = [
     "Composition",
     "ConfigError",
     "Documents",
+    "DropoutKey",
     "Options",
     "Parallel",
     "Pipeline",
@@ -68,6 +70,7 @@ export(
         "Composition": "compose.composition.state",
         "ConfigError": "compose.errors",
         "Documents": "compose.operators.documents",
+        "DropoutKey": "compose.operators.dropout",
         "IGNORE": "compose.loss.cross_entropy",
         "Options": "compose.composition.options",
         "Parallel": "compose.parallel.mesh",

@@ -21,6 +21,7 @@ from compose.errors import ConfigError
 from compose.loss.output import Output
 from compose.memory.activation_checkpointing import apply_activation_checkpointing, recomputed_units
 from compose.memory.activation_offload import ActivationOffload
+from compose.operators.dropout import Masks, dropouts
 from compose.parallel.coded_units import levels_of
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
@@ -86,6 +87,7 @@ def apply(
     # All ranks make the groups of the expert mesh, also ranks whose stage has no experts. With tp,
     # experts are not split like other weights: they lie on other axes, even if ep is 1.
     over = expert_mesh(mesh, ep) if ep > 1 or (tp > 1 and resolved.expert) else None
+    drops = dropouts(model)
     runner: PipelineRunner | None = None
     stages = [Stage(0, model, frozenset())]
     if pp > 1:
@@ -95,6 +97,8 @@ def apply(
         )
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
+    modules = [stage.module for stage in stages]
+    dropout = Masks(model, modules, drops) if drops else None
     apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
     comm = options.comm
     compression = Compression(comm, mesh.device_type) if comm.codes else None
@@ -108,13 +112,12 @@ def apply(
     if cp > 1:
         _context(model, resolved, mesh["cp"])
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
-    apply_activation_checkpointing(model, mine)
+    apply_activation_checkpointing(model, mine, dropout.held if dropout else None)
     activations = ActivationOffload(model) if recompute.offload else None
     if activations:
         for name in resolved.checkpoint:
             activations.wrap(model.get_submodule(name))
     opaque = [name for name, _ in resolved.expert]
-    modules = [stage.module for stage in stages]
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
     near = secondary_groups(mesh, parallel.zero3_reshard, zero, over)
     gathers: list[SecondaryGather] = []
@@ -154,6 +157,7 @@ def apply(
         float8=choice,
         gathers=gathers,
         compression=compression,
+        dropout=dropout,
     )
 
 

@@ -28,7 +28,9 @@ SOURCES = sorted((ROOT / "compose").rglob("*.py"))
 # leads back. The tables of train.toml (options.py of each room) are a layer of their own.
 MAY_IMPORT = {
     "__main__": "commands errors legality parallel pipeline proof runtime toml",
-    "apply": "comm compiler composition errors loss memory parallel pipeline plan precision tables",
+    "apply": (
+        "comm compiler composition errors loss memory operators parallel pipeline plan precision tables"
+    ),
     "base": "errors",
     "build": (
         "apply composition config data errors huggingface legality lora loss optimizer registry runtime"
@@ -43,7 +45,9 @@ MAY_IMPORT = {
     ),
     "compiler": "base errors",
     "compose": "base",
-    "composition": "base comm compiler errors loss memory parallel pipeline plan precision tables",
+    "composition": (
+        "base comm compiler errors loss memory operators parallel pipeline plan precision tables"
+    ),
     "config": "compiler composition memory parallel tables",
     "data": "base config errors loss registry tables",
     "huggingface": (

@@ -2,6 +2,7 @@
 
 from compose.composition.setup import Rule, Setup
 from compose.errors import ConfigError
+from compose.operators.dropout import dropouts
 from compose.parallel.context_parallel import check_ulysses
 from compose.parallel.expert_parallel import check_expert_ranks, check_experts
 from compose.parallel.mesh import resolve_degrees
@@ -62,6 +63,18 @@ def _columns(setup: Setup) -> None:
     check_columns(setup.model, setup.resolved.tensor, setup.degrees.tp)
 
 
+def _dropouts(setup: Setup) -> None:
+    placed = {*dict(setup.resolved.tensor), *setup.resolved.replicate}
+    unplaced = [name for name in dropouts(setup.model) if name not in placed]
+    if setup.degrees.tp > 1 and unplaced:
+        more = f" and {len(unplaced) - 1} more" if len(unplaced) > 1 else ""
+        raise ConfigError(
+            f"plan.tensor: no style says which part of its input the dropout {unplaced[0]}{more} has on"
+            " a rank; list it in replicate if all, or give it SequenceParallel(sequence_dim=n,"
+            " use_local_output=True) if a part of dim n"
+        )
+
+
 def _ulysses(setup: Setup) -> None:
     degrees = setup.degrees
     if setup.resolved.heads and degrees.cp_method == "ulysses":
@@ -120,6 +133,11 @@ MESH: list[Rule[Setup]] = [
         "a rank without one has an empty shard, whose shape FSDP gets wrong",
         _columns,
         upstream="torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _get_dim_chunked_size",
+    ),
+    Rule(
+        "with tp, the plan places each dropout",
+        "a mask belongs to the whole tensor, and a plain tensor does not tell which part of it it is",
+        _dropouts,
     ),
     Rule(
         "with cp_method ulysses, cp divides the query heads that tp leaves, and divides or is divided"

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.comm.compression import Compression
 from compose.loss.output import Output
 from compose.memory.activation_offload import ActivationOffload
+from compose.operators.dropout import Masks
 from compose.parallel.secondary_shards import SecondaryGather
 from compose.parallel.sequence import Balance
 from compose.pipeline.pipeline_parallel import PipelineRunner
@@ -46,6 +47,8 @@ class Composition:
     """Gathers of units whose shards neighbours keep for a step."""
     compression: Compression | None = None
     """The messages that are sent in fewer bytes, if any are."""
+    dropout: Masks | None = None
+    """The masks of dropout, if the model has any."""
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -155,12 +155,21 @@ def within(costs: Mapping[str, UnitCost], budget: float) -> dict[str, tuple[str,
         chosen[name] = number
 
 
-def apply_activation_checkpointing(model: nn.Module, units: Mapping[str, Operators]) -> None:
+Forward = Callable[..., Any]
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    units: Mapping[str, Operators],
+    held: Callable[[Forward], Forward] | None = None,
+) -> None:
     """Recompute units of a model in backward, except the kept results.
 
     Args:
         model: The model.
         units: For each unit, the operators whose results are kept.
+        held: Called in forward with a unit's forward. Returns what runs then and again in backward: it
+            holds what the forward depends on besides its inputs.
     """
     for name, kept in units.items():
         module = model.get_submodule(name)
@@ -168,13 +177,15 @@ def apply_activation_checkpointing(model: nn.Module, units: Mapping[str, Operato
         if kept:
             options["context_fn"] = partial(_contexts, kept)
         # Only forward is wrapped, so that hooks and names stay where they are.
-        module.forward = _recomputing(module.forward, options)
+        module.forward = _recomputing(module.forward, held, options)
 
 
-def _recomputing(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _recomputing(
+    forward: Forward, held: Callable[[Forward], Forward] | None, options: Mapping[str, Any]
+) -> Forward:
     # A function, since torch.compile does not look into a partial of checkpoint, its own function.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **options, **kwargs)
+        return checkpoint(held(forward) if held else forward, *args, **options, **kwargs)
 
     return recomputed
 

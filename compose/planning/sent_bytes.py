@@ -7,6 +7,7 @@ from torch import nn
 from compose.apply import apply
 from compose.build import build_optimizer, loss_function
 from compose.legality.job import Job
+from compose.operators.dropout import DropoutKey
 from compose.parallel.mesh import init_mesh
 from compose.plan import resolve
 from compose.planning.fake_world import OnMeta, fake_world
@@ -64,6 +65,7 @@ def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], i
                     batch,
                     micro_batch=config.train.micro_batch,
                     loss_function=loss_function(config),
+                    dropout=DropoutKey(0),
                 )
             optimizer.zero_grad()
         return composition.compression.traffic.take()

@@ -18,6 +18,7 @@ from compose.build import build_optimizer, loss_function
 from compose.composition.state import Composition
 from compose.data.task import batch_on_meta
 from compose.legality.job import Job
+from compose.operators.dropout import DropoutKey
 from compose.optimizer.state import make_state
 from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import init_mesh
@@ -106,7 +107,9 @@ def trace(played: Played) -> Traced:
             # A first step has no remainders yet, and no bases of differences.
             with _few(job, micro_batches), OnMeta(kernels=device_type):
                 size, loss = config.train.micro_batch, loss_function(config)
-                forward_backward(composition, batch, micro_batch=size, loss_function=loss)
+                forward_backward(
+                    composition, batch, micro_batch=size, loss_function=loss, dropout=DropoutKey(0)
+                )
                 optimizer.zero_grad()
             recorder.note(composition.compression.state().values(), "communication")
         marks = _marks(recorder, composition, resolved)
@@ -117,6 +120,7 @@ def trace(played: Played) -> Traced:
                 batch,
                 micro_batch=config.train.micro_batch,
                 loss_function=loss_function(config),
+                dropout=DropoutKey(1),
             )
             recorder.begin((-1, "step", 0), "")
             recorder.note(_gradients(composition), "gradients")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compose.errors import ConfigError
 from compose.loss.cross_entropy import LossFunction, count_targets
+from compose.operators.dropout import DropoutKey, Masks, dropouts
 from compose.parallel.routing import routers
 from compose.precision.float8 import NOTHING, Choice, Recipe, apply_float8
 from compose.precision.options import Precision
@@ -134,6 +135,8 @@ class OneProcess:
         float8: Choice = NOTHING,
     ) -> None:
         self.model = copy.deepcopy(model)
+        drops = dropouts(self.model)
+        self.dropout = Masks(self.model, [self.model], drops) if drops else None
         self.arithmetic, self.loss_function = arithmetic, loss_function
         self.max_norm, self.micro_batch = max_norm, micro_batch
         self.loss_scale, self.tie = loss_scale, tie
@@ -169,6 +172,7 @@ class OneProcess:
         self.received = coded.received if coded else {}
         targets = batch["targets"]
         count = count_targets(targets).clamp(min=1)
+        batch = self._numbered(batch)
         routing = routers(self.model).values()
         for router in routing:
             router.tokens_per_step, router.loss_scale = targets.shape[:2].numel(), self.loss_scale
@@ -189,6 +193,13 @@ class OneProcess:
         self.norms.append(nn.utils.clip_grad_norm_(list(self.parameters.values()), limit))
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def _numbered(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Begin the masks of the next step, if the model has dropout."""
+        if self.dropout is None:
+            return batch
+        samples = torch.arange(len(batch["targets"]), device=batch["targets"].device)
+        return {**batch, **self.dropout.begin(DropoutKey(len(self.losses)), samples, None)}
 
     def _accumulate(self, batch: Mapping[str, Tensor], count: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=count.device)
@@ -212,7 +223,7 @@ class OneProcess:
     @torch.no_grad()
     def natural(self, batch: Mapping[str, Tensor]) -> dict[str, Choices]:
         """Return what routers choose by themselves, by their names."""
-        inputs = {name: value for name, value in batch.items() if name != "targets"}
+        inputs = {name: value for name, value in self._numbered(batch).items() if name != "targets"}
         targets = batch["targets"]
         ids = _ids(targets)
         size = self.micro_batch or len(ids)

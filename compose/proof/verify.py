@@ -26,6 +26,7 @@ from compose.composition.options import Options
 from compose.composition.state import Composition
 from compose.errors import ConfigError
 from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
+from compose.operators.dropout import DropoutKey
 from compose.optimizer.adamw import AdamW
 from compose.parallel.mesh import axis_size, batch_share
 from compose.parallel.routing import routers
@@ -258,6 +259,7 @@ def compare(
                 micro_batch=micro_batch,
                 loss_function=trial.loss_function,
                 loss_scale=loss_scale,
+                dropout=DropoutKey(step),
             )
         seen: dict[str, list[Choices]] = {}
         if routers(model):

@@ -16,11 +16,12 @@ from compose.errors import ConfigError
 from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
 from compose.loss.output import StepLoss, step_loss
 from compose.operators.documents import Documents
+from compose.operators.dropout import DropoutKey
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
 from compose.parallel.routing import begin_step, finish_step
 from compose.parallel.secondary_shards import secondary_shards
-from compose.parallel.sequence import chunk_count, pad_sequence, shard_sequence
+from compose.parallel.sequence import chunk_count, pad_sequence, places_of, shard_sequence
 from compose.precision.float8 import shared_scales
 
 
@@ -31,6 +32,7 @@ def forward_backward(
     micro_batch: int | None = None,
     loss_function: LossFunction = cross_entropy,
     loss_scale: float = 1.0,
+    dropout: DropoutKey | None = None,
 ) -> Tensor:
     """Accumulate the gradient of the global batch's mean loss.
 
@@ -49,13 +51,15 @@ def forward_backward(
             ``chunk`` (compose/loss/output.py) the model's last projection computes the loss; this needs
             Plan.output.
         loss_scale: Multiplies the gradients, not the returned loss. ``clip_grad_norm_`` divides by it.
+        dropout: The step's number and the run's seed, for a model with dropout in training mode.
 
     Returns:
         The mean loss of the global batch, a float64 scalar, the same on every rank.
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
-        ConfigError: The ranks of the mesh cannot share the sequences.
+        ConfigError: The ranks of the mesh cannot share the sequences, or a model with dropout gets no
+            ``dropout``.
     """
     model, mesh = composition.model, composition.mesh
     targets = batch["targets"]
@@ -63,7 +67,7 @@ def forward_backward(
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
     begin_step(model, targets.shape[:2].numel() * batch_share(mesh)[1], loss_scale)
 
-    batch = local_batch(composition, batch)
+    batch = _with_masks(composition, local_batch(composition, batch), dropout)
     # loss_parallel only changes what cross-entropy does with DTensors.
     losses = step_loss(loss_function, count / loss_scale, composition.output)
     scales, near = shared_scales(model, composition.float8), secondary_shards(composition.gathers)
@@ -154,6 +158,21 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
     if cp > 1:
         rest = shard_sequence(rest, mesh["cp"], composition.balance)
     return {**rest, "documents": Documents(ids, device)}
+
+
+def _with_masks(
+    composition: Composition, batch: Mapping[str, Any], key: DropoutKey | None
+) -> Mapping[str, Any]:
+    """Number the samples of a local batch, if the model has dropout."""
+    if composition.dropout is None:
+        return batch
+    mesh, (index, _), places = composition.mesh, batch_share(composition.mesh), None
+    first = next(iter(batch.values()))
+    if axis_size(mesh, "cp") > 1:
+        length = next(v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1)
+        places = places_of(mesh["cp"], composition.balance, length).to(first.device)
+    samples = torch.arange(len(first), device=first.device) + index * len(first)
+    return {**batch, **composition.dropout.begin(key, samples, places)}
 
 
 def _padded(composition: Composition, batch: Mapping[str, Tensor], unit: int) -> Mapping[str, Tensor]:

@@ -21,6 +21,7 @@ from compose.data.datasets import (
 )
 from compose.legality.job import Job
 from compose.loss.output import CrossEntropy
+from compose.operators.dropout import DropoutKey
 from compose.optimizer.lr_schedule import learning_rate, set_learning_rate
 from compose.optimizer.offload import OffloadedAdamW
 from compose.outer.loop import OuterLoop
@@ -189,7 +190,7 @@ class Trainer:
     def step(self) -> StepMetrics:
         """Take the next optimizer step; except those of saving, metrics are equal on all ranks."""
         config, start, before = self.config, time.perf_counter(), self.progress
-        step, train = before.step, config.train
+        step, train, islands = before.step, config.train, current()
         scale = before.scale.value if before.scale else 1.0
         report_phase(step + 1, "the data")
         with span("data"):
@@ -201,6 +202,7 @@ class Trainer:
             micro_batch=train.micro_batch,
             loss_function=self.loss,
             loss_scale=scale,
+            dropout=DropoutKey(step, train.seed, islands.index * train.global_batch // islands.count),
         ).item()
         with span("optimizer"):
             norm = clip_grad_norm_(self.composition, train.max_norm, scale).item()
