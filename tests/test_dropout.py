@@ -41,7 +41,7 @@ from compose.parallel.context_parallel import ContextParallel
 from compose.plan import resolve
 from compose.proof.report import Report
 from models.layers.attention import AttentionCore
-from tests.helpers import agreed
+from tests.helpers import agreed, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -176,7 +176,10 @@ CASES: dict[str, tuple[Options, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("zero 0", "zero 1", "zero 2", "1F1B", "interleaved, selective", "offload")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n in SLOW)) for n in CASES])
 def test_equals_one_process(pool: Pool, name: str) -> None:
     options, layers = CASES[name]
     report = agreed(pool.run(_proof, 2, options, layers))
@@ -190,7 +193,9 @@ def test_tensor_parallel(pool: Pool, name: str) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("plan", [RING, FLAT], ids=["headtail", "none"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(RING, id="headtail"), pytest.param(FLAT, id="none", marks=pytest.mark.slow)]
+)
 def test_context_parallel(pool: Pool, plan: Plan) -> None:
     """The length is no multiple of the chunks, so that it is padded."""
     options = Options(P(cp=2, dp_shard=1), activation_checkpoint=FULL)
@@ -424,7 +429,7 @@ def test_tensor_parallel_without_a_place() -> None:
 
 
 def _evaluated() -> tuple[float, float, bool]:
-    """The loss in evaluation, that of the model without dropout, and whether a step drops afterwards."""
+    """The loss in evaluation, that of the model without dropout, and whether a step then drops."""
     torch.manual_seed(0)
     mesh, model, batch = make_mesh(Parallel(dp_shard=2)), Model(), _batch()
     plain = F.cross_entropy(copy.deepcopy(model).eval()(batch["tokens"]).mT, batch["targets"]).item()

@@ -81,10 +81,10 @@ class Masks:
             return {}
         if key is None:
             others = len(self.names) - 1
+            who = f"{self.names[0]} and {others} more need" if others else f"{self.names[0]} needs"
             raise ConfigError(
-                f"dropout: {self.names[0]}{f' and {others} more need' if others else ' needs'} the number"
-                " of the step, or each step would drop the same elements; give forward_backward"
-                " dropout=DropoutKey(step), or call model.eval()"
+                f"dropout: {who} the number of the step, or each step would drop the same elements;"
+                " give forward_backward dropout=DropoutKey(step), or call model.eval()"
             )
         for name, module in self.modules.items():
             module.key.fill_(_hashed(f"{key.seed}/{key.step}/{name}"))
@@ -135,7 +135,7 @@ class _Dropout(nn.Dropout):
         )
 
     def _drop(self, x: Tensor, shape: torch.Size, first: Sequence[int]) -> Tensor:
-        """Drop elements of ``x``, the part of a tensor of ``shape`` that begins at indices ``first``."""
+        """Drop elements of ``x``, the part of a tensor of ``shape`` that begins at ``first``."""
         samples, places = self.masks.samples, self.masks.places
         if samples is None:
             raise ConfigError(
