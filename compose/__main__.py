@@ -27,10 +27,27 @@ from compose.runtime.islands import current, speaks
 from compose.runtime.processes import process_group
 from compose.toml import load
 
+_ABOUT_VERIFY = """\
+Runs a few steps of the composition that FILE describes, on the ranks that torchrun starts, and the same
+with the whole model in plain PyTorch on one process. Compares all results, and exits with 0 if they are
+equal.
+"""
+_ABOUT_SCHEDULE = """\
+Draws which micro-batch each pipeline rank runs at what time, and prints what each rank waits and keeps.
+
+  --out         a picture of it
+  --world-size  ranks; default: as few as the degrees of FILE need
+"""
+_ABOUT_LEGAL = """\
+Lists each mesh of N ranks that FILE can run on, and counts the others by the reason.
+
+  --world-size  ranks
+"""
+
 
 def _verify(arguments: Sequence[str]) -> int:
     """Prove that the composition equals one process: torchrun -m compose verify FILE.toml."""
-    job = parse(arguments, program="python -m compose verify").job
+    job = parse(arguments, "python -m compose verify", about=_ABOUT_VERIFY).job
     with process_group(job.config, job.islands) as device:
         mesh = init_mesh(job.degrees, device.type)
         reports = [prove(job, mesh, device)]
@@ -39,7 +56,8 @@ def _verify(arguments: Sequence[str]) -> int:
         report = joined(reports)
         if dist.get_rank() == 0:
             verdicts = current().everyone("verify", "" if report.ok else str(report))
-            wrong = [f"island {i}: {text}" for i, text in enumerate(verdicts) if text]
+            several = verdicts if job.islands > 1 else []
+            wrong = [f"island {i}: {text}" for i, text in enumerate(several) if text]
             if speaks():
                 print("\n".join(wrong) or report, flush=True)
     return 0 if report.ok else 1
@@ -48,7 +66,7 @@ def _verify(arguments: Sequence[str]) -> int:
 def _schedule(arguments: Sequence[str]) -> int:
     """Draw the pipeline's timeline: python -m compose schedule FILE.toml [--out timeline.svg|.png]."""
     flags = {"--out": "FILE.svg or .png", "--world-size": "N"}
-    given = read_arguments(arguments, "python -m compose schedule", flags)
+    given = read_arguments(arguments, "python -m compose schedule", flags, _ABOUT_SCHEDULE)
     out = given.flags.get("--out", "")
     if out and Path(out).suffix not in (".svg", ".png"):
         raise ConfigError(f"command line: --out: {out} is neither .svg nor .png")
@@ -85,7 +103,7 @@ def _schedule(arguments: Sequence[str]) -> int:
 
 def _legal(arguments: Sequence[str]) -> int:
     """List the legal meshes of N ranks: python -m compose legal FILE.toml --world-size N."""
-    given = read_arguments(arguments, "python -m compose legal", {"--world-size": "N"})
+    given = read_arguments(arguments, "python -m compose legal", {"--world-size": "N"}, _ABOUT_LEGAL)
     world_size = world_size_of(given)
     if not world_size:
         raise ConfigError("command line: legal: needs --world-size N, the number of ranks")
@@ -99,7 +117,8 @@ def _legal(arguments: Sequence[str]) -> int:
     print("  ".join(AXES))
     for degrees in legal:
         print("  ".join(f"{degrees[axis]:<{len(axis)}}" for axis in AXES).rstrip())
-    print(f"{len(legal)} meshes of {world_size} ranks are legal, {refused.total()} are not:")
+    end = ":" if refused else ""
+    print(f"{len(legal)} meshes of {world_size} ranks are legal, {refused.total()} are not{end}")
     for problem, count in refused.most_common():
         print(f"{count:>4}  {problem}")
     return 0

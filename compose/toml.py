@@ -244,7 +244,7 @@ def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
     near = did_you_mean(f"{table}.{key}", [f"{table}.{name}" for name in known])
     if near:
         return near
-    like = difflib.get_close_matches(key, everywhere, n=1)
+    like = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.7)
     return f"; did you mean {everywhere[like[0]]}?" if like else ""
 
 

@@ -14,10 +14,12 @@ from compose.config import Data
 from compose.data.chat_template import ChatTemplate, encode, read_messages
 from compose.data.chats import Conversations, pack_into_bins
 from compose.data.sources import open_samples
+from compose.data.task import LanguageModelling
 from compose.data.tokenizer import open_tokenizer
 from compose.errors import ConfigError
 from compose.loss.cross_entropy import IGNORE
 from tests.data_made import chats
+from tests.helpers import make_config
 from tests.tokenizers_made import CHATML, THINKING, save_tokenizer
 
 CHAT = [
@@ -180,6 +182,16 @@ def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{out} has no conversation with something to learn within train.seq_len 5"
     )
+
+
+def test_chats_without_a_reply_are_refused(tmp_path: Path) -> None:
+    """All marks of what is learnt are 0, as a template without a generation block leaves them."""
+    out = token_set(tmp_path)
+    for path in out.glob("trained-*.bin"):
+        path.write_bytes(bytes(path.stat().st_size))
+    config = make_config(1, train__seq_len=200, model__vocab_size=300)
+    with pytest.raises(ConfigError, match="has nothing to learn: no token of its"):
+        LanguageModelling().open(str(out), config)
 
 
 def test_bins_are_nearly_full() -> None:

@@ -114,6 +114,8 @@ def test_legal() -> None:
     assert done.stdout.splitlines()[end] == (
         f"{len(legal)} meshes of 6 ranks are legal, {25 - len(legal)} are not:"
     )
+    alone = answered("-m", "compose", "legal", "train.toml", "--world-size=1").stdout
+    assert alone.splitlines()[-1] == "1 meshes of 1 ranks are legal, 0 are not"
 
 
 @pytest.mark.parametrize(

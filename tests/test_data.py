@@ -1,7 +1,9 @@
 """Samples are a function of (seed, step); no mesh changes them."""
 
+import struct
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from compose.checkpoint.checkpointer import Checkpointer
-from compose.config import Data
+from compose.config import Data, Train
 from compose.data import (
     Batches,
     open_data,
@@ -218,6 +220,76 @@ def test_token_files(tmp_path: Path, dtype: str) -> None:
     assert found.separator == 4
     np.save(tmp_path / "t.npy", tokens)
     assert tokens_of(opened(Data(path=str(tmp_path / "t.npy")))).tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
+def test_a_token_file_with_the_index_of_megatron(tmp_path: Path, code: int, dtype: str) -> None:
+    """Its type is read there, whatever data.token_dtype is."""
+    tokens = np.array([1, 2, 250, 4, 3], dtype=dtype)
+    tokens.tofile(tmp_path / "t.bin")
+    (tmp_path / "t.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, 1, 2))
+    found = opened(Data(path=str(tmp_path / "t.bin"), token_dtype="uint32"))
+    assert tokens_of(found).tolist() == tokens.tolist()
+
+
+def test_a_bad_index_of_megatron(tmp_path: Path) -> None:
+    path, index = tmp_path / "t.bin", tmp_path / "t.idx"
+    path.write_bytes(bytes(10))
+    index.write_bytes(b"MMIDIDX\0\0" + struct.pack("<QB", 1, 7))
+    assert error(Data(path=str(path))) == (
+        f"data.path: cannot read {path}: t.idx says that it holds no integers"
+    )
+    index.write_bytes(b"MMIDIDX\0\0" + struct.pack("<QB", 1, 4))
+    assert error(Data(path=str(path))) == (
+        f"data.path: cannot read {path}: 10 bytes are no row of int32 (t.idx)"
+    )
+    index.write_text("an index of something else")
+    assert len(tokens_of(opened(Data(path=str(path))))) == 5
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst"])
+def test_compressed_text_is_refused(tmp_path: Path, name: str) -> None:
+    for file in ("0.txt", name):
+        (tmp_path / file).write_text("some text")
+    for path in (tmp_path / name, tmp_path / "*"):
+        assert error(Data(path=str(path))) == (
+            f"data.path: {path}: {name} is compressed; unpack it first"
+        )
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.ndjson", "a.json"])
+def test_documents_in_a_table_are_no_text(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    document, program = '{"text": "some text"}', "a file of a program, as the other one may be"
+    path.write_text(document)
+    assert error(Data(path=str(path))) == (
+        f"data.path: {path}: {name} would be read as bytes, not as the documents in it; make a folder"
+        " of tokens first: python -m compose tokenize --tokenizer tokenizer.json --out DIR"
+        f" {path}"
+    )
+    (tmp_path / "a.py").write_text(program)
+    among = Data(path=str(tmp_path / "*"))
+    if name == "a.parquet":
+        assert "a.parquet would be read as bytes" in error(among)
+    else:
+        assert len(tokens_of(opened(among))) == len(document) + len(program) + 2
+
+
+def test_a_set_without_a_target_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    tokens = np.full(40, 7, np.uint16)
+    tokens.tofile(path)
+    keys: dict[str, Any] = {"path": str(path), "separator": 7}
+    message = f"{path} has nothing to learn: no token of its 9 samples of train.seq_len 4 is a target"
+    for key in ("path", "validation"):
+        config = sets_of(**{"path": "stdlib", "separator": 7} | {key: str(path)})
+        config = replace(config, train=Train(seq_len=4, validate_every=1))
+        with pytest.raises(ConfigError) as caught:
+            open_data(config)
+        assert caught.value.problems == [f"data.{key}: {message}"]
+    tokens[20] = 8  # one sample of nine has something to learn
+    tokens.tofile(path)
+    assert open_data(replace(sets_of(**keys), train=Train(seq_len=4))).sets
 
 
 def opened(data: Data, seq_len: int = 2, vocab_size: int = 1 << 16) -> Samples:

@@ -154,6 +154,39 @@ def test_help_lists_every_key() -> None:
     assert re.search(r"^    rope_theta +float, default 10000.0$", done.stdout, re.M)
 
 
+def test_help_for_one_table() -> None:
+    whole = answered("train.py", "--help").stdout
+    some = answered("train.py", "--help", "optimizer", "model", "--model.name=gpt2").stdout
+    assert re.findall(r"^\[(.*)\]$", some, re.M) == ["optimizer", "model"]
+    assert some.startswith("[optimizer]\n  name  ")
+    assert "presets of gpt2: " in some
+    assert some.partition("\n\n")[0] in whole
+    done = answered("train.py", "-h", "optimzer")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "command line: --help: unknown table optimzer; did you mean optimizer?\n",
+    )
+
+
+@pytest.mark.parametrize("command", ["verify", "schedule", "legal", "plan"])
+def test_help_says_what_a_command_and_its_flags_do(command: str) -> None:
+    shown = answered("-m", "compose", command, "--help").stdout
+    usage, _, rest = shown.partition("\n\n")
+    about = rest.partition("FILE defaults to")[0]
+    assert re.match(r"[A-Z][a-z ].*", about)
+    for flag in re.findall(r"--[a-z-]+(?![a-z.-])", usage):
+        assert re.search(rf"^  {flag} +[a-zA-Z\"]", rest, re.M), flag
+
+
+def test_a_short_warmup_is_said() -> None:
+    shown = answered("train.py", "--dry-run", "--train.steps=2").stdout
+    assert (
+        "optimizer.warmup = 20 is not over after train.steps = 2: the learning rate ends at 0.000286"
+        " and never reaches optimizer.lr = 0.003\n" in shown
+    )
+    assert "warmup" not in answered("train.py", "--dry-run", "--train.stop_after=2").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -162,7 +195,7 @@ def test_help_lists_every_key() -> None:
         (["--dry-rn=1"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
         (["--dry-rn"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
         (["--seed=3"], "command line: --seed: unknown option; did you mean train.seed?"),
-        (["-v"], "command line: -v: unknown option"),
+        (["-v"], "command line: -v: unknown option; see --help"),
         (["a.toml", "b.toml"], "command line: one TOML file at a time, got a.toml and b.toml"),
         (["--train.steps"], "command line: --train.steps: needs a value: --train.steps=value"),
     ],

@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from compose import ConfigError, Plan
 from compose.config import Parallel
 from compose.plan import resolve
+from compose.registry import find_model, model_names
 from models.llama import Config, Model, plan
 
 
@@ -131,6 +132,14 @@ def test_output() -> None:
         "plan.output: layers.0.up is no nn.Linear without bias: Linear(in_features=4, out_features=8,"
         " bias=True)"
     ]
+
+
+@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("sequence", [True, False])
+def test_every_style_of_a_printed_plan_has_a_name(name: str, sequence: bool) -> None:
+    folder = find_model(name)
+    for shape in folder.presets.values():
+        assert " object at 0x" not in str(folder.plan(shape, Parallel(tp=2, ep=2, sequence=sequence)))
 
 
 def test_what_float8_leaves_out() -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,10 +28,11 @@ from compose import (
     Trial,
     verify,
 )
+from compose.__main__ import main
 from compose.data import random_batch
 from compose.errors import ConfigError
 from compose.parallel.expert_parallel import ExpertParallel
-from compose.proof.report import Report
+from compose.proof.report import Report, Row
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.faults import Fault, reduce_scatter_keeps_own_part
@@ -341,3 +343,10 @@ def test_random_batch_reaches_from_end_to_end() -> None:
     assert min(longest[::2]) >= 512 - 2 * 8 - 1
     assert max(longest[1::2]) < 100
     assert all(len(row.unique()) > 1 for row in documents)
+
+
+def test_a_failed_verify_without_islands_names_none(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = Report([Row("loss", "step 1", 1.0, 1e-6, 0)])
+    with mock.patch("compose.__main__.prove", return_value=failed):
+        assert main(["verify", "train.toml"]) == 1
+    assert capsys.readouterr().out == f"{failed}\n"

@@ -197,7 +197,8 @@ def test_a_value_of_several_lines_is_none(write: Write) -> None:
             "--train: unknown option; it is a table: --train.key=value, or [train] in a file",
         ),
         (["--steps=5"], "--steps: unknown option; did you mean train.steps?"),
-        (["--\x1b[31m"], "--\\x1b[31m: unknown option"),
+        (["--out=x"], "--out: unknown option; see --help"),
+        (["--\x1b[31m"], "--\\x1b[31m: unknown option; see --help"),
         (["--train.seed=\ud800"], 'train.seed: expected int, got "\\ud800"'),
     ],
 )

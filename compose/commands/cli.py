@@ -8,7 +8,7 @@ import tempfile
 import time
 import traceback
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -71,14 +71,24 @@ class Command:
 
 # The flags of a program that trains, with the name of each flag's value.
 TRAIN_FLAGS = {"--dry-run": "", "--world-size": "N"}
+ABOUT_TRAIN = """\
+Trains what FILE describes, on one process or on the ranks that torchrun starts.
+
+  --dry-run     print mesh, plan, parameters and bytes per rank without starting a process group
+  --world-size  with --dry-run: for how many ranks
+"""
 USAGE = """\
 {program} [FILE.toml] [--table.key=value ...]{flags}
 
-FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string.
+{about}
+FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string. --help TABLE lists the
+keys of one table alone.
 """
 
 
-def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Command:
+def parse(
+    arguments: Sequence[str], program: str, trains: bool = False, about: str = ABOUT_TRAIN
+) -> Command:
     """Read a command line, load its file, and check all that one process can check.
 
     ``--help`` prints every key and exits.
@@ -88,6 +98,7 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
         program: The program's name, for --help.
         trains: Whether the program reads the data and writes ``run.dir``. Then it also has the flags
             --dry-run and --world-size N.
+        about: What the program does, and its flags, for --help.
 
     Returns:
         The checked command.
@@ -95,7 +106,7 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
     Raises:
         ConfigError: All problems found.
     """
-    given = read_arguments(arguments, program, TRAIN_FLAGS if trains else {})
+    given = read_arguments(arguments, program, TRAIN_FLAGS if trains else {}, about)
     dry_run = "--dry-run" in given.flags
     if "--world-size" in given.flags and not dry_run:
         raise ConfigError(f"{COMMAND_LINE}: --world-size: goes with --dry-run; else torchrun sets it")
@@ -182,9 +193,8 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
             continue
         if name not in known and not (keys and "." in name):
             hint = did_you_mean(name, known, 0.85) or (keys and nearest_key(name))
-            raise ConfigError(
-                f"{COMMAND_LINE}: {name}: unknown option{hint or did_you_mean(name, known)}"
-            )
+            hint = hint or did_you_mean(name, known) or "; see --help"
+            raise ConfigError(f"{COMMAND_LINE}: {name}: unknown option{hint}")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
@@ -196,15 +206,18 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
     return found
 
 
-def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str]) -> Arguments:
+def read_arguments(
+    words: Sequence[str], program: str, flags: Mapping[str, str], about: str = ""
+) -> Arguments:
     """Return the file, the overrides and the flags of a command line.
 
-    ``--help`` prints every key and exits.
+    ``--help`` prints every key and exits; with the name of a table, those of this table.
 
     Args:
         words: The words of the command line.
         program: The program's name, for --help.
         flags: The name of each flag's value, by flag; "" for a flag without one.
+        about: What the program does, and its flags, for --help.
 
     Returns:
         The arguments; the file defaults to train.toml.
@@ -214,7 +227,15 @@ def read_arguments(words: Sequence[str], program: str, flags: Mapping[str, str])
     """
     found = read_words(words, flags)
     if "--help" in found.flags:
-        print(help_text(program, flags, dict(found.overrides).get("model.name", Model.name)))
+        model, tables = dict(found.overrides).get("model.name", Model.name), []
+        for word in found.plain:
+            if word in TABLES:
+                tables.append(word)
+            elif not word.endswith(".toml"):
+                near = did_you_mean(word, TABLES)
+                raise ConfigError(f"{COMMAND_LINE}: --help: unknown table {word}{near}")
+        usage = "" if tables else usage_text(program, flags, about)
+        print(usage + help_text(model, tables or TABLES))
         raise SystemExit(0)
     if len(found.plain) > 1:
         raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(found.plain)}")
@@ -280,27 +301,35 @@ def _run_dir(config: Config) -> list[str]:
     return []
 
 
-def help_text(program: str, flags: Mapping[str, str], model: str) -> str:
-    """Return the usage text, and every key with its type, default and description.
+def usage_text(program: str, flags: Mapping[str, str], about: str) -> str:
+    """Return how a program is called and what it does.
 
     Args:
         program: The program's name.
         flags: The name of each flag's value, by flag; "" for a flag without one.
-        model: The model whose config's fields are listed too.
+        about: What the program does, and its flags.
 
     Returns:
-        The text of --help.
+        The text.
     """
     shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in flags.items())
-    lines = [USAGE.format(program=program, flags=shown)]
-    if "--dry-run" in flags:
-        lines.append(
-            "--dry-run prints mesh, plan, parameters and bytes per rank without starting a process\n"
-            "group; --world-size says for how many ranks.\n"
-        )
-    for table, kind in TABLES.items():
-        lines += [f"[{table}]", *_help_rows(kind), ""]
-        if kind is Model:
+    return USAGE.format(program=program, flags=shown, about=about) + "\n"
+
+
+def help_text(model: str, tables: Iterable[str]) -> str:
+    """Return every key of some tables with its type, default and description.
+
+    Args:
+        model: The model whose config's fields are listed too.
+        tables: The names of the tables.
+
+    Returns:
+        The text.
+    """
+    lines: list[str] = []
+    for table in tables:
+        lines += [f"[{table}]", *_help_rows(TABLES[table]), ""]
+        if TABLES[table] is Model:
             folder = find_model(model)
             lines.insert(-1, f"  models: {', '.join(model_names())}")
             lines.insert(-1, f"  presets of {folder.name}: {', '.join(folder.presets)}")

@@ -21,6 +21,7 @@ from compose.apply import apply
 from compose.base.local_tensor import local_tensor
 from compose.config import Config
 from compose.legality.job import Job
+from compose.optimizer.lr_schedule import short_of_warmup
 from compose.optimizer.rules import parameter_rules
 from compose.parallel.mesh import AXES, init_mesh
 from compose.parallel.secondary_shards import secondary_experts
@@ -54,6 +55,8 @@ def describe(job: Job) -> None:
     print(_mesh_line(job), "", "plan", str(job.plan), sep="\n")
     print("", *_table([p for stage in placed for p in stage], pp), sep="\n")
     print("", *_summary(placed, job), sep="\n")
+    if short := short_of_warmup(job.config.train.steps, job.config.optimizer):
+        print("", short, sep="\n")
     if job.config.comm.codes:
         print("", *_messages(job), sep="\n")
     if job.islands > 1:

@@ -40,13 +40,31 @@ _FLAGS = {
     "--report": "FILE.html",
     "--write": "FILE.toml",
 }
+_ABOUT = """\
+Looks for the best mesh and options of FILE on a cluster. Prints the best candidates, each with an
+estimate of its memory and step time (docs/planning.md). No GPU is needed.
+
+  --cluster     a cluster of clusters/, or a file like one
+  --world-size  ranks
+  --as-is       estimate FILE as it is, and look for nothing
+  --explain     say what the best candidate's alternatives cost
+  --objective   what is made small: step time (default), memory, or the number of devices
+  --tokens      with --objective devices: tokens to train on
+  --days        with --objective devices: days for them
+  --free        keys that FILE sets and the search may change
+  --candidates  how many candidates are estimated in full; default: 12
+  --against     folder of a run: compare its time and memory with the estimate
+  --json        file for all candidates
+  --report      page for a browser
+  --write       file for FILE with the best candidate's keys; with --against, for a corrected cluster
+"""
 _OBJECTIVES = ("time", "memory", "devices")
 _SECONDS = 60.0
 
 
 def plan(arguments: Sequence[str]) -> int:
     """Find the best mesh: python -m compose plan FILE.toml --cluster NAME --world-size N."""
-    given = read_arguments(arguments, "python -m compose plan", _FLAGS)
+    given = read_arguments(arguments, "python -m compose plan", _FLAGS, _ABOUT)
     if "--against" in given.flags:
         return _against(given)
     space = _space(given)

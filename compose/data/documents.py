@@ -12,6 +12,7 @@ from typing import IO, Any
 from compose.errors import ConfigError
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLOCK = 1 << 20  # characters of a text in one block
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compose.data.chats import Conversations
+from compose.data.documents import JSON_LINES, PACKED
 from compose.data.options import Data
 from compose.data.packing import pack
 from compose.data.rows import Row, Stored, check_ids
@@ -163,6 +164,7 @@ def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Sample
             f"{path} names {len(paths)} files, {token_files[0].name} among them;"
             " a token file stands alone"
         )
+    _refuse_what_is_no_text(path, paths)
     try:
         if not token_files:
             return Windows(path, _text(tuple(paths)), SEPARATOR, seq_len, vocab_size, "")
@@ -175,6 +177,20 @@ def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Sample
             f" allows 0 to {vocab_size - 1}"
         )
     return Windows(path, Row([tokens]), data.separator, seq_len, vocab_size)
+
+
+def _refuse_what_is_no_text(name: str, paths: Sequence[Path]) -> None:
+    """Raise ConfigError for files of documents; among other text a JSON file is text too."""
+    packed = [each.name for each in paths if each.suffix in PACKED]
+    if packed:
+        raise ConfigError(f"{name}: {packed[0]} is compressed; unpack it first")
+    tables = [each for each in paths if each.suffix == ".parquet"]
+    if tables or all(each.suffix in JSON_LINES for each in paths):
+        raise ConfigError(
+            f"{name}: {(tables or paths)[0].name} would be read as bytes, not as the documents in it;"
+            " make a folder of tokens first: python -m compose tokenize --tokenizer tokenizer.json"
+            f" --out DIR {name}"
+        )
 
 
 def _what_it_is(folder: Path, path: str) -> str:

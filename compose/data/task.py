@@ -6,6 +6,8 @@ from torch import Tensor
 from compose.config import Config
 from compose.data.packing import random_batch
 from compose.data.sources import Samples, open_samples
+from compose.errors import ConfigError
+from compose.loss.cross_entropy import count_targets
 from compose.loss.output import CrossEntropy
 from compose.registry import Sampler, Task, find_model
 
@@ -23,7 +25,15 @@ class LanguageModelling:
 
     def open(self, path: str, config: Config) -> Samples:
         """Open tokens; see ``compose.registry.Task.open``."""
-        return open_samples(path, config.data, config.train.seq_len, config.model.config.vocab_size)
+        seq_len = config.train.seq_len
+        found = open_samples(path, config.data, seq_len, config.model.config.vocab_size)
+        # Most often the first sample has a target.
+        if not any(count_targets(found.read(i)["targets"]) for i in range(len(found))):
+            raise ConfigError(
+                f"{path} has nothing to learn: no token of its {len(found)} samples of train.seq_len"
+                f" {seq_len} is a target"
+            )
+        return found
 
     def random_batch(self, config: Config, samples: int, seed: int) -> dict[str, Tensor]:
         """Return random documents; see ``compose.data.packing.random_batch``."""

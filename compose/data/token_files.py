@@ -10,9 +10,14 @@ from compose.base.own_files import state_of
 from compose.data.rows import Stored
 from compose.errors import ConfigError
 
+# The codes of types in an .idx file (megatron/core/datasets/indexed_dataset.py, DType).
+_MAGIC, _TYPES = b"MMIDIDX\x00\x00", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
 
 def open_bin(path: Path, name: str, dtype: str) -> Stored:
     """Open a file that holds integers and nothing else.
+
+    If the index of Megatron lies beside it, as NAME.idx, this says the type.
 
     Args:
         path: The file.
@@ -23,14 +28,21 @@ def open_bin(path: Path, name: str, dtype: str) -> Stored:
         The integers, not read yet.
 
     Raises:
-        ConfigError: The size of the file is 0, or no multiple of the size of an integer.
-        OSError: The file cannot be read.
+        ConfigError: The size of the file is 0, or no multiple of the size of an integer. The index
+            names a type of other numbers.
+        OSError: A file cannot be read.
     """
+    index, said = path.with_suffix(".idx"), "data.token_dtype"
+    if index.is_file():
+        with index.open("rb") as file:
+            head = file.read(len(_MAGIC) + 9)
+        if head.startswith(_MAGIC):
+            dtype, said = np.dtype(_TYPES.get(head[-1], "f8")).name, index.name
+    if dtype == "float64":
+        raise ConfigError(f"cannot read {name}: {index.name} says that it holds no integers")
     kind, size = np.dtype(dtype), state_of(path).st_size
     if not size or size % kind.itemsize:
-        raise ConfigError(
-            f"cannot read {name}: {size:,} bytes are no row of {dtype} (data.token_dtype)"
-        )
+        raise ConfigError(f"cannot read {name}: {size:,} bytes are no row of {dtype} ({said})")
     return Stored(path, kind, size // kind.itemsize)
 
 

@@ -23,6 +23,7 @@ from compose.base.own_files import LEADS_OUT, leads_out, state_of, write_whole
 from compose.data.chat_template import ChatTemplate, encode, read_messages
 from compose.data.documents import (
     JSON_LINES,
+    PACKED,
     BadLine,
     Unit,
     describe_bad_line,
@@ -37,7 +38,6 @@ from compose.errors import ConfigError
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit
-_PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def describe_job(
     """
     problems, found = [], []
     for path in files:
-        if path.suffix in _PACKED:
+        if path.suffix in PACKED:
             problems.append(f"{path}: is compressed; unpack it first")
             continue
         if kind == "chat" and path.suffix not in JSON_LINES:

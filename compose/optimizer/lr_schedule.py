@@ -33,6 +33,25 @@ def learning_rate(step: int, steps: int, options: Optimizer) -> float:
     return options.lr * (options.min_lr + (1 - options.min_lr) * remaining)
 
 
+def short_of_warmup(steps: int, options: Optimizer) -> str:
+    """Return a note if the steps end within warmup, so that the rate never reaches ``lr``.
+
+    Args:
+        steps: All steps of the schedule.
+        options: The table [optimizer].
+
+    Returns:
+        The note; empty if the rate reaches ``lr``.
+    """
+    if steps > options.warmup:
+        return ""
+    last = learning_rate(steps - 1, steps, options)
+    return (
+        f"optimizer.warmup = {options.warmup} is not over after train.steps = {steps}: the learning"
+        f" rate ends at {last:.3g} and never reaches optimizer.lr = {options.lr:g}"
+    )
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every parameter group the learning rate ``lr``, times the group's own ``lr_scale``.
 

@@ -236,6 +236,9 @@ class LocalVector(ParallelStyle):
         module.register_forward_hook(local)
         return distribute_module(module, device_mesh, shard)
 
+    def __repr__(self) -> str:
+        return "LocalVector()"
+
     def by_dtensors(self) -> ParallelStyle:
         """Return this style: its module has no input, and its output is local anyway."""
         return self

@@ -11,6 +11,7 @@ from compose.data.datasets import keep_tokenizer
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import ConfigError
 from compose.legality.job import Job
+from compose.optimizer.lr_schedule import short_of_warmup
 from compose.parallel.mesh import crosses_nodes
 from compose.runtime.islands import speaks
 from compose.toml import dump
@@ -67,6 +68,8 @@ class Report:
             self.say(f"{job.islands} islands of {job.world_size} ranks, which train alone")
         if composition.float8.recipe != "off":
             self.say(str(composition.float8))
+        if short := short_of_warmup(train.steps, self.config.optimizer):
+            self.say(short)
         if crossing := crosses_nodes(job.config.parallel):
             self.say(f"{crossing}, whose links are slow; docs/planning.md")
 

@@ -139,7 +139,7 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
         " them": [f"--classes={'9' * 5000}"],
         "command line: --out: x.jpg is no .png file": ["--out=x.jpg"],
         "command line: --out: cannot write no/x.png: there is no such folder": ["--out=no/x.png"],
-        "command line: --top-p: unknown option": ["--top-p=1"],
+        "command line: --top-p: unknown option; see --help": ["--top-p=1"],
     }
     for message, words in cases.items():
         found = _generate(run, out, *words)

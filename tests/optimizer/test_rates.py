@@ -7,6 +7,7 @@ import torch
 
 from compose.config import Optimizer
 from compose.optimizer import learning_rate, set_learning_rate
+from compose.optimizer.lr_schedule import short_of_warmup
 
 
 def rates(steps: int, **keys: object) -> list[float]:
@@ -18,6 +19,16 @@ def rates(steps: int, **keys: object) -> list[float]:
 def test_warmup_is_linear_and_never_zero(schedule: str) -> None:
     assert rates(20, schedule=schedule)[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
     assert rates(20, schedule=schedule, warmup=0)[0] == 2.0
+
+
+def test_a_warmup_beyond_the_last_step_is_said() -> None:
+    options = Optimizer(lr=2.0, warmup=4)
+    assert short_of_warmup(5, options) == ""
+    assert learning_rate(4, 5, options) == 2.0
+    assert short_of_warmup(4, options) == (
+        "optimizer.warmup = 4 is not over after train.steps = 4: the learning rate ends at 1.6 and"
+        " never reaches optimizer.lr = 2"
+    )
 
 
 def test_cosine() -> None:
