@@ -9,13 +9,14 @@ import pytest
 
 from tests.helpers import prove_case
 from tests.mutation import function_at
+from tests.outer.cases import proof
 from tests.pool import Pool
-from tests.sensitivity import context, data_tensor, pipeline_experts, precision, steps
+from tests.sensitivity import context, data_tensor, outer, pipeline_experts, precision, steps
 from tests.sensitivity.row import Row
 
 TABLE: dict[str, list[Row]] = {
     group: rows
-    for faults in (data_tensor, context, pipeline_experts, precision, steps)
+    for faults in (data_tensor, context, pipeline_experts, precision, steps, outer)
     for group, rows in faults.FAULTS.items()
 }
 # Of unlike kinds, and cheap; `-m full` runs the others.
@@ -26,6 +27,9 @@ QUICK = {
     "gradients of rows go to other places",
     "another beta2, bfloat16",
     "the gradient stays scaled",
+    "routers' biases stay apart",
+    "frozen weights are exchanged",
+    "what arrives in int8 is doubled",
 }
 TECHNIQUES = (
     "train.step",
@@ -54,6 +58,7 @@ TECHNIQUES = (
     "compiler.compilation",
     "memory.activation_checkpointing",
     "memory.activation_offload",
+    *(f"outer.{name}" for name in ("loop", "codes", "fragments", "exchange", "options", "message")),
     *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "groups", "lr_schedule")),
 )
 ROWS = [
@@ -67,7 +72,9 @@ def _proved(row: Row) -> tuple[str, list[tuple[str, str, bool]], str]:
     """What the proof ended with, if it did; (quantity, name, whether it is right) of its rows; all."""
     try:
         with row.fault():
-            report = prove_case(dict(row.keys))
+            report = (
+                proof(row.islands, dict(row.keys)) if row.islands > 1 else prove_case(dict(row.keys))
+            )
     except RuntimeError as error:
         if not row.raises:
             raise
@@ -77,7 +84,7 @@ def _proved(row: Row) -> tuple[str, list[tuple[str, str, bool]], str]:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_fault_is_named(pool: Pool, row: Row) -> None:
-    raised, found, report = pool.run(_proved, row.ranks, row)[0]
+    raised, found, report = pool.run(_proved, row.ranks, row, islands=row.islands)[0]
     if row.raises:
         assert row.raises in raised
         return

@@ -75,8 +75,8 @@ class Kept:
         dist.all_gather_object(found, state is not None, group=group)
         if state is None or not all(found):
             return (
-                f"{folder}: what coded messages kept is of another mesh, or of other codes, and is"
-                " dropped"
+                f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier"
+                " version, and is dropped"
             )
         outer = {name: value for name, value in state.items() if name.startswith(_OUTER)}
         if self.outer:
@@ -113,4 +113,7 @@ def _label(config: Config) -> str:
     own = ("weights", "gradients", "block", "near", "error_feedback", "rank", "density")
     comm = {key: getattr(config.comm, key) for key in own}
     of = [asdict(config.parallel), comm, config.precision.param]
-    return json.dumps(of + ([asdict(config.outer)] if config.outer.every else []), sort_keys=True)
+    outer = [asdict(config.outer)] if config.outer.every else []
+    # Messages of an earlier version had other parts of parameters than the rows that fragments have.
+    rows = ["rows"] if config.outer.fragments else []
+    return json.dumps(of + outer + rows, sort_keys=True)

@@ -39,10 +39,8 @@ class Code(Protocol):
 
 def code_of(options: Outer, dtype: torch.dtype) -> Code:
     """Return the code that the table asks for, for vectors of a type."""
-    if options.dtype == "float32":
-        return Plain(dtype.itemsize)
-    if options.dtype == "bfloat16":
-        return Bfloat16()
+    if options.dtype in ("float32", "bfloat16"):
+        return Plain(dtype if options.dtype == "float32" else torch.bfloat16)
     if options.dtype == "int8":
         return Int8()
     return E3M0() if options.dtype == "e3m0" else TopK(round(options.density * ROW))
@@ -50,37 +48,21 @@ def code_of(options: Outer, dtype: torch.dtype) -> Code:
 
 @dataclass(frozen=True)
 class Plain:
-    """Elements as they are, of ``width`` bytes; in a proof in float64 these are 8."""
+    """Elements of a type, without a scale; in a proof in float64 they are that instead of float32."""
 
-    width: int
-
-    def size(self, elements: int) -> int:
-        """Return the bytes of so many elements."""
-        return elements * self.width
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the bytes of a vector."""
-        return x.contiguous().view(torch.uint8)
-
-    def decode(self, codes: Tensor, like: Tensor) -> Tensor:
-        """Return the vector of the bytes."""
-        return numbers(codes[None], like.dtype)[0]
-
-
-class Bfloat16:
-    """Elements in bfloat16, without a scale."""
+    dtype: torch.dtype
 
     def size(self, elements: int) -> int:
         """Return the bytes of so many elements."""
-        return elements * 2
+        return elements * self.dtype.itemsize
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the bytes of a vector."""
-        return x.to(torch.bfloat16).view(torch.uint8)
+        return x.to(self.dtype).contiguous().view(torch.uint8)
 
     def decode(self, codes: Tensor, like: Tensor) -> Tensor:
         """Return the vector of the bytes."""
-        return numbers(codes[None], torch.bfloat16)[0].to(like.dtype)
+        return numbers(codes[None], self.dtype)[0].to(like.dtype)
 
 
 class Int8:
@@ -191,8 +173,13 @@ def _rows(x: Tensor, width: int) -> Tensor:
 
 
 def _mean(x: Tensor, where: Tensor) -> Tensor:
-    """Return the mean of the elements of each row that are chosen, (rows, 1); 0 if none is."""
-    return torch.where(where, x, 0.0).sum(1, keepdim=True) / where.sum(1, keepdim=True).clamp(min=1)
+    """Return the mean of the elements of each row that are chosen, (rows, 1); 0 if none is.
+
+    It is in float64, where the order of the sum does not matter: all devices send the same levels.
+    """
+    return torch.where(where, x, 0.0).double().sum(1, keepdim=True) / where.sum(1, keepdim=True).clamp(
+        min=1
+    )
 
 
 def _fours(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:

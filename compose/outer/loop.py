@@ -193,26 +193,22 @@ class OuterLoop:
 
         ``mix`` is None if this island has no part in the exchange, and keeps its own weights.
         """
-        begin, end = span.whole
-        theta = self.weights[span.held.name].view(-1)[begin:end]
-        wide, mean = theta.double(), mean.to(theta.device).double()
+        theta = self.weights[span.held.name]
+        wide, mean = span.take(theta).double(), mean.to(theta.device).double()
         # To a rate of 1 lerp returns the mean itself, bit for bit.
         new = torch.lerp(wide, mean, self.lr)
         if self.momentum:
-            momentum = self.momentum[span.held.name].view(-1)[begin:end]
-            momentum.copy_(self.options.momentum * momentum.double() + (wide - mean))
-            new -= self.lr * self.options.momentum * momentum.double()
-        theta.copy_(new)
+            kept = self.momentum[span.held.name]
+            momentum = self.options.momentum * span.take(kept).double() + (wide - mean)
+            span.put(kept, momentum)
+            new -= self.lr * self.options.momentum * span.take(kept).double()
+        span.put(theta, new)
         if mix is None:
             return
         for parameter in span.held.copies:
             local = local_tensor(parameter).detach()
-            flat = local.view(-1) if local.is_contiguous() else local.flatten()
-            common = theta.to(flat.device)
-            mixed = torch.lerp(common, flat[begin:end].to(common.dtype), mix)
-            flat[begin:end] = mixed.to(flat.dtype)
-            if not local.is_contiguous():
-                local.copy_(flat.view_as(local))
+            common = span.take(theta).to(local.device)
+            span.put(local, torch.lerp(common, span.take(local).to(common.dtype), mix))
 
     def _own(self, fragment: int, of: dict[str, Tensor] | None) -> Tensor:
         """Return what this rank sends of a fragment, as one vector: of ``of``, or of the model."""
@@ -220,7 +216,7 @@ class OuterLoop:
         for span in self.fragments[fragment]:
             begin, end = span.own
             local = of[span.held.name] if of is not None else span.held.local
-            found.append(local.flatten()[begin:end].to(self.dtype))
+            found.append(span.take(local)[begin:end].to(self.dtype))
         device = "cpu" if self.options.offload else found[-1].device
         return torch.cat([part.to(device) for part in found])
 
@@ -245,7 +241,7 @@ class OuterLoop:
             for span, _ in parts:
                 pieces = [one[at : at + span.each] for one in everyone]
                 at += span.each
-                yield span, torch.cat(pieces)[: span.whole[1] - span.whole[0]]
+                yield span, torch.cat(pieces)[: span.size]
 
     def _averaged(self, fragment: int) -> Tensor:
         """Return the model's buffers that training changes, whose mean the last fragment brings."""

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.composition.state import Composition
 from compose.outer.codes import code_of
-from compose.outer.fragments import shares
+from compose.outer.fragments import Place, place_of, rows_of, shares
 from compose.outer.options import Outer
 from compose.parallel.mesh import axis_size
 
@@ -41,16 +41,17 @@ def outer_dtype(composition: Composition) -> torch.dtype:
 
 
 def first_rank_messages(
-    options: Outer, composition: Composition, sizes: dict[str, int], layers: list[str]
+    options: Outer, composition: Composition, shapes: dict[str, torch.Size], layers: list[str]
 ) -> list[int]:
     """Return the bytes of the message of each fragment, without asking other ranks.
 
-    It takes this rank for the first one of those that hold the same parts. That rank sends most.
+    It takes this rank for the first one of those that hold the same parts. Others send as
+    much, but for a few rows.
 
     Args:
         options: The table [outer].
         composition: The composed model, which may be on meta.
-        sizes: Elements of each parameter that is trained, of the whole model.
+        shapes: The shape of each parameter that is trained, of the whole model.
         layers: Names of the layers of the whole model, in order.
 
     Returns:
@@ -58,22 +59,20 @@ def first_rank_messages(
     """
     mesh = composition.mesh
     stage = mesh.size() // axis_size(mesh, "pp")
-    held: dict[str, tuple[int, int]] = {}
+    held: dict[str, tuple[Place, int]] = {}
     for name, parameter in composition.named_parameters():
-        local, ranks = parameter.numel(), stage * composition.holding_ranks(name)
+        ranks = stage * composition.holding_ranks(name)
         if isinstance(parameter, DTensor):
-            local = parameter.to_local().numel()
             cuts = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
             ranks //= math.prod(size for size, placement in cuts if not placement.is_replicate())
-        held[name] = local, ranks
+        held[name] = place_of(parameter), ranks
     code, found = code_of(options, outer_dtype(composition)), []
-    for fragment in shares(dict(sorted(sizes.items())), layers, options.fragments):
+    for fragment in shares(dict(sorted(shapes.items())), layers, options.fragments):
         elements = 0
-        for name, (begin, end) in fragment.items():
+        for name, part in fragment.items():
             if name in held:
-                local, ranks = held[name]
-                here = end * local // sizes[name] - begin * local // sizes[name]
-                elements += -(-here // ranks)
+                place, ranks = held[name]
+                elements += -(-rows_of(part, place)[1] // ranks)
         found.append(CHECK + code.size(elements))
     found[-1] += 4 * sum(buffer.numel() for buffer in averaged_buffers(composition.model))
     return found

@@ -23,7 +23,7 @@ def island_bytes(job: Job, outer: Outer) -> list[int]:
     Returns:
         The bytes of the rank that sends most, of the first ranks of stages.
     """
-    sizes = {name: p.numel() for name, p in job.model.named_parameters() if p.requires_grad}
+    shapes = {name: p.shape for name, p in job.model.named_parameters() if p.requires_grad}
     ranks = []
     for stage in range(job.degrees.pp):
         first = stage * job.world_size // job.degrees.pp
@@ -31,7 +31,7 @@ def island_bytes(job: Job, outer: Outer) -> list[int]:
         try:
             mesh, model = init_mesh(job.degrees), copy.deepcopy(job.model)
             composition = apply(model, job.resolved, mesh, job.options)
-            ranks.append(first_rank_messages(outer, composition, sizes, job.resolved.checkpoint))
+            ranks.append(first_rank_messages(outer, composition, shapes, job.resolved.checkpoint))
         finally:
             dist.destroy_process_group()
     return max(ranks, key=sum)

@@ -1,11 +1,17 @@
 """The proof of the outer loop: islands are compared with one process that is all of them, in float64.
 
-The weights of each island are moved at random, by moves that every rank can draw. So nothing but the
-outer loop is compared; that an island trains as one process does is proved elsewhere (verify.py).
+The weights and buffers of each island are moved at random, by moves that every rank can draw. So
+nothing but the outer loop is compared; that an island trains as one process does is proved elsewhere
+(verify.py). The one process knows the table [outer] and the whole model, and shares no code with the
+loop. It asks the loop for two things: which islands were late, and in which order a rank's message has
+its elements, since codes are of blocks of a message.
 """
 
+import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,43 +23,84 @@ from compose.build import fill_weights, parallelize
 from compose.legality.job import Job
 from compose.outer.codes import Code
 from compose.outer.exchange import Misses, nobody
-from compose.outer.loop import DECAY, OuterLoop
+from compose.outer.loop import OuterLoop
 from compose.outer.options import Outer
+from compose.proof.coded_messages import CODES, allowed
 from compose.proof.one_process import EXACT, precision_of
+from compose.proof.outer_codes import received
 from compose.proof.report import Comparison, Report, tolerance_of
-from compose.runtime.islands import current
+from compose.runtime.islands import Islands, current
 from compose.runtime.processes import start_timeout
 from compose.weights import local_shard, named_generator
 
 ROUNDS = 3
 _SIZE = 1e-2  # of a move, the standard deviation
+_GRACE = 1.0  # seconds, in a proof at most
+_PATIENCE = 30.0  # seconds until an island that is late on purpose goes on
+_DECAY = 0.95  # of what top_k has not sent, the part that is added to what it sends next
+_SINGLE = 1e-6  # the relative error of buffers, which are float32, also in a message
 Message = Sequence[tuple[str, Tensor]]
 """The elements of one rank's message of a fragment: names, and places in the flat parameter."""
+Values = dict[str, Tensor]
+
+
+def fragments_of_model(
+    shapes: Mapping[str, torch.Size], layers: Sequence[str], each: int
+) -> list[Values]:
+    """Return the places in each flat parameter that each fragment has.
+
+    Layer i of F fragments is in fragment i mod F. The rows of other parameters are dealt by their
+    number times the golden ratio, modulo 1, so that fragments get as equal as can be.
+    """
+    found: list[Values] = [{} for _ in range(-(-len(layers) // each) if each and layers else 1)]
+    rest = dict(shapes)
+    for number, layer in enumerate(layers):
+        for name in [name for name in rest if name.startswith(f"{layer}.")]:
+            found[number % len(found)][name] = torch.arange(rest.pop(name).numel())
+    filled = [sum(map(len, one.values())) for one in found]
+    total = sum(shape.numel() for shape in rest.values())
+    levels = range(total + sum(filled) + 1)
+    level = bisect_right(levels, total, key=lambda n: sum(max(0, n - size) for size in filled)) - 1
+    got = [max(0, level - size) for size in filled]
+    got[filled.index(min(filled))] += total - sum(got)
+    for one, (begin, end) in zip(found, pairwise(accumulate(got, initial=0)), strict=True):
+        for name, shape in rest.items() if begin < end else ():
+            rows = torch.arange(shape[0] if shape else 1)
+            dealt = rows * 2654435769 % 2**32  # 2^32 over the golden ratio
+            mine = (dealt >= begin * 2**32 // total) & (dealt < end * 2**32 // total)
+            width = torch.arange(shape.numel() // max(1, len(rows)))
+            one[name] = (rows[mine, None] * len(width) + width).flatten()
+    return found
 
 
 @dataclass
 class OneProcess:
-    """All islands in one process: their weights, and what they have in common; flat, by name."""
+    """All islands in one process: what each has, buffers too, and what they have in common; flat."""
 
     options: Outer
-    lr: float
-    code: Code
+    fragments: Sequence[Values]
     messages: Sequence[Sequence[Message]]
     """Of each fragment, those of the ranks of an island."""
-    islands: list[dict[str, Tensor]]
-    misses: Misses = nobody
+    islands: list[Values]
+    averaged: Sequence[str]
+    """The names of the buffers."""
+    missed: Misses
+    """Tells which islands miss an exchange; asked when it has ended."""
 
     def __post_init__(self) -> None:
-        self.common = {name: value.clone() for name, value in self.islands[0].items()}
+        trained = {name for fragment in self.fragments for name in fragment}
+        self.common = {n: value.clone() for n, value in self.islands[0].items() if n in trained}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.common.items()}
         self.lost: dict[tuple[int, int, int], Tensor] = {}
-        self.due: dict[int, tuple[int, float, list[list[Tensor] | None]]] = {}
+        self.due: dict[int, tuple[int, float, str, list[tuple[Values, Values]]]] = {}
+        many = len(self.islands)
+        self.lr = self.options.lr or (0.4 if many < 2 else 0.6 if many < 8 else 0.8)
 
     def after_step(self, step: int, last: int) -> None:
         """Do what all islands do after a step; of ``last`` steps, the last one ends all exchanges."""
-        many = len(self.messages)
+        many = len(self.fragments)
         between = self.options.every // many
-        for fragment in [f for f, (due, _, _) in self.due.items() if step >= min(due, last)]:
+        for fragment in [f for f, (due, *_) in self.due.items() if step >= min(due, last)]:
             self._end(fragment)
         if step == last:
             for fragment in range(many):
@@ -63,44 +110,52 @@ class OneProcess:
             self._begin((step // between - 1) % many, step, delay, mix)
 
     def _begin(self, fragment: int, step: int, delay: int, mix: float) -> None:
-        """Note what each island sends of a fragment: for each message, the change as it arrives."""
-        sent: list[list[Tensor] | None] = []
+        """Note what each island sends of a fragment: the change as it arrives, and buffers."""
+        sent = []
         for island, weights in enumerate(self.islands):
-            arrived = []
-            for rank, message in enumerate(self.messages[fragment]):
-                parts = [(self.common[name] - weights[name])[places] for name, places in message]
-                change = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-                if self.options.dtype == "float32":
-                    arrived.append(change)
-                    continue
-                key = (fragment, island, rank)
-                if key in self.lost:
-                    change = change + DECAY * self.lost[key]
-                arrived.append(self.code.decode(self.code.encode(change), change))
-                if self.options.dtype == "top_k":
-                    self.lost[key] = change - arrived[-1]
-            sent.append(None if self.misses(f"{step}.{fragment}", island) else arrived)
-        self.due[fragment] = (step + delay, mix, sent)
+            change = {name: value - weights[name] for name, value in self.common.items()}
+            if self.options.dtype != "float32":
+                change = self._coded(fragment, island, change)
+            # The last fragment brings buffers.
+            brings = self.averaged if fragment == len(self.fragments) - 1 else ()
+            sent.append((change, {name: weights[name].float().double() for name in brings}))
+        self.due[fragment] = (step + delay, mix, f"{step}.{fragment}", sent)
         if delay == 0:
             self._end(fragment)
 
+    def _coded(self, fragment: int, island: int, change: Values) -> Values:
+        arrived = {name: torch.zeros_like(value) for name, value in change.items()}
+        for rank, message in enumerate(self.messages[fragment]):
+            parts = [change[name][places] for name, places in message]
+            vector = torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+            key = (fragment, island, rank)
+            if key in self.lost:
+                vector = vector + _DECAY * self.lost[key]
+            found, _ = received(self.options, vector)
+            if self.options.dtype == "top_k":
+                self.lost[key] = vector - found
+            for (name, places), part in zip(message, found.split([*map(len, parts)]), strict=True):
+                arrived[name][places] = part
+        return arrived
+
     def _end(self, fragment: int) -> None:
-        _, mix, sent = self.due.pop(fragment)
-        there = [arrived for arrived in sent if arrived is not None]
+        _, mix, exchange, sent = self.due.pop(fragment)
+        there = [island for island in range(len(sent)) if not self.missed(exchange, island)]
         if not there:
             return
-        for rank, message in enumerate(self.messages[fragment]):
-            at, mean = 0, sum(arrived[rank] for arrived in there) / len(there)
-            for name, places in message:
-                gradient = mean[at : at + len(places)]  # type: ignore[index]
-                at += len(places)
-                momentum = self.options.momentum * self.momentum[name][places] + gradient
-                self.momentum[name][places] = momentum
-                self.common[name][places] -= self.lr * (gradient + self.options.momentum * momentum)
-                for weights, arrived in zip(self.islands, sent, strict=True):
-                    if arrived is not None:
-                        own, common = weights[name][places], self.common[name][places]
-                        weights[name][places] = mix * own + (1 - mix) * common
+        for name, places in self.fragments[fragment].items():
+            changes = [sent[island][0][name][places] for island in there]
+            gradient = torch.stack(changes).mean(0)
+            momentum = self.options.momentum * self.momentum[name][places] + gradient
+            self.momentum[name][places] = momentum
+            self.common[name][places] -= self.lr * (gradient + self.options.momentum * momentum)
+            for weights in (self.islands[island] for island in there):
+                own, common = weights[name][places], self.common[name][places]
+                weights[name][places] = mix * own + (1 - mix) * common
+        for name in sent[0][1]:
+            mean = torch.stack([sent[island][1][name] for island in there]).mean(0)
+            for island in there:
+                self.islands[island][name] = mean.clone()
 
 
 def messages_of(loop: OuterLoop) -> list[list[Message]]:
@@ -112,11 +167,46 @@ def messages_of(loop: OuterLoop) -> list[list[Message]]:
             parameter = span.held.copies[0]
             places = torch.arange(parameter.numel()).view(parameter.shape)
             begin, end = span.own
-            found.append((span.held.name, local_shard(places, parameter).flatten()[begin:end]))
+            found.append((span.held.name, span.take(local_shard(places, parameter))[begin:end]))
         own.append(found)
     everyone: list[list[Message]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, own)
     return [[of_rank[fragment] for of_rank in everyone] for fragment in range(len(own))]
+
+
+class Heard:
+    """The code of a loop, with a note of what this rank's own messages lose on their way."""
+
+    def __init__(self, code: Code, options: Outer) -> None:
+        self.code, self.options, self.size = code, options, code.size
+        self.vector, self.sent = torch.zeros(0), torch.zeros(0)
+        self.seen = torch.zeros(4, dtype=torch.float64)
+        """Squares of what was sent, of what was lost, and of what should be; the elements."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the bytes of a vector."""
+        self.vector, self.sent = x.cpu(), self.code.encode(x)
+        return self.sent
+
+    def decode(self, codes: Tensor, like: Tensor) -> Tensor:
+        """Return the vector of the bytes."""
+        found = self.code.decode(codes, like)
+        if torch.equal(codes.cpu(), self.sent.cpu()):
+            parts = self.vector, self.vector - found.cpu()
+            squares = [*(x.square() for x in parts), received(self.options, self.vector)[1]]
+            self.seen += torch.tensor([*(x.sum() for x in squares), len(found)])
+        return found
+
+    def compare(self, comparison: Comparison) -> None:
+        """Add a row; a collective of the island."""
+        everyone: list[Tensor] = [self.seen for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, self.seen)
+        whole, lost, expected, elements = torch.stack(everyone).sum(0).tolist()
+        limit = allowed(expected**0.5, int(elements))
+        if self.options.dtype == "top_k":  # what it should lose is known exactly
+            limit = expected**0.5 * (1 + CODES)
+        error, limit = (lost**0.5 / whole**0.5, limit / whole**0.5) if whole else (None, 0.0)
+        comparison.value("lost of changes", "outer.dtype", error, limit)
 
 
 def prove_outer_loop(
@@ -131,68 +221,99 @@ def prove_outer_loop(
         misses: Tells which islands miss an exchange.
 
     Returns:
-        The outer weights and the weights of this island after some rounds, each beside one process's.
+        The outer weights, the weights and the buffers of this island after some rounds, each beside one
+        process's.
     """
-    islands, config = current(), job.config
+    islands, config, layers = current(), job.config, job.resolved.checkpoint
     composition = parallelize(job, mesh, device, replace(job.options, precision=precision_of(EXACT)))
     fill_weights(composition, job, device)
-    options, layers = config.outer, job.resolved.checkpoint
-    timeout = start_timeout(config.comm)
-    loop = OuterLoop(options, composition, layers, islands, timeout)
+    options = replace(config.outer, grace=min(config.outer.grace, _GRACE))
+    loop = OuterLoop(options, composition, layers, islands, start_timeout(config.comm))
+    loop.code = heard = Heard(loop.code, options)
     loop.exchange.misses = misses
     loop.start()
-    beginning: dict[str, Tensor] = {}
-    for name, parameter in job.model.named_parameters():
-        if parameter.requires_grad:  # what is frozen is not exchanged
-            beginning[name] = torch.zeros(parameter.shape, dtype=torch.float64)
-    for held in loop.held:
-        part = local_shard(beginning[held.name], held.copies[0])
-        part.copy_(held.local)
-    _joined(beginning)
+    kept = job.model.state_dict(keep_vars=True)
+    buffers = [(n, b) for n, b in job.model.named_buffers() if n in kept and b.is_floating_point()]
+    here = dict(composition.model.named_buffers())
+    held: dict[str, list[Tensor]] = {}
+    for name, tensor in [
+        *composition.named_parameters(),
+        *((name, here[name]) for name, _ in buffers if name in here),
+    ]:
+        held.setdefault(name, []).append(tensor.detach())
+    whole = _joined({name: t.shape for name, t in [*job.model.named_parameters(), *buffers]}, held)
+    trained = {name: p.shape for name, p in job.model.named_parameters() if p.requires_grad}
     one = OneProcess(
         options,
-        loop.lr,
-        loop.code,
-        messages_of(loop),
-        [{n: w.flatten().clone() for n, w in beginning.items()} for _ in range(islands.count)],
-        misses,
+        fragments_of_model(trained, layers, options.fragments),
+        messages_of(loop) if options.dtype != "float32" else [],
+        [{n: value.flatten().clone() for n, value in whole.items()} for _ in range(islands.count)],
+        [name for name, _ in buffers],
+        lambda exchange, island: misses(exchange, island) or _late(islands, exchange, island),
     )
-    last = ROUNDS * options.every
-    between = options.every // len(loop.fragments)
+    last, between = ROUNDS * options.every, options.every // len(one.fragments)
     at = [0, options.delay // 2, options.delay]  # moves elsewhere would show nothing else
     with torch.no_grad():
         for step in range(1, last + 1):
             if step % between in {(place + after) % between for place in at for after in (0, 1)}:
-                for island, weights in enumerate(one.islands):
-                    moves = _moves(beginning, step, island)
+                for island, values in enumerate(one.islands):
+                    moves = _moves(whole, step, island)
                     for name, move in moves.items():
-                        weights[name] += move.flatten()
-                    for held in loop.held if island == islands.index else ():
-                        for parameter in held.copies:
-                            move = local_shard(moves[held.name], parameter)
-                            local_tensor(parameter).detach().add_(move.to(device))
+                        values[name] += move.flatten()
+                        for tensor in held.get(name, ()) if island == islands.index else ():
+                            local_tensor(tensor).add_(local_shard(move, tensor).to(tensor.device))
+            if step == between and options.grace and islands.index == islands.count - 1:
+                _wait(islands, f"{step}.0")  # this island is late, and the others go on
             loop.after_step(step, last)
             one.after_step(step, last)
     loop.close()
     comparison = Comparison(torch.device(mesh.device_type), tolerance_of(EXACT))
-    own = one.islands[islands.index]
-    for name in beginning:
-        held = next((held for held in loop.held if held.name == name), None)
-        for quantity, found, right in (
-            ("outer weight", held and loop.weights[name], one.common),
-            ("island's weight", held and held.local, own),
-        ):
-            error = None
-            if held and found is not None:
-                expected = local_shard(right[name].view_as(beginning[name]), held.copies[0])
-                apart = (found.cpu().double() - expected).norm() / right[name].norm()
-                error = float(apart)
-            comparison.value(quantity, name, error, comparison.tolerance.update)
+    own = [(name, right, held.get(name, [])) for name, right in one.islands[islands.index].items()]
+    common = [
+        (name, right, [loop.weights[name]] if name in loop.weights else [])
+        for name, right in one.common.items()
+    ]
+    for quantity, rows in (("outer weight", common), ("island's weight", own)):
+        for name, flat, copies in rows:
+            right = flat.view_as(whole[name])
+            apart = [
+                float((local_tensor(found).cpu() - local_shard(right, held[name][0])).norm())
+                for found in copies
+            ]
+            error = max(apart) / float(right.norm()) if apart else None
+            limit = _SINGLE if name in one.averaged else comparison.tolerance.update
+            comparison.value(quantity, name, error, limit)
+    if options.dtype != "float32":
+        heard.compare(comparison)
+    if options.grace:
+        waited = not _late(islands, f"{between}.0", islands.count - 1)
+        comparison.value("waited for a late island", "outer.grace", float(waited), 0.0)
+    home = "cpu" if options.offload else device.type
+    away = any(value.device.type != home for value in loop.weights.values())
+    comparison.value("outer weights elsewhere", "outer.offload", float(away), 0.0)
+    if options.fragments and len(one.fragments) == 1:
+        comparison.unused.append("outer.fragments")
+    if not options.offload and device.type == "cpu":  # the memory is the same
+        comparison.unused.append("outer.offload")
     return comparison.report((), comparison.tolerance.loss)
 
 
-def _moves(like: Mapping[str, Tensor], step: int, island: int) -> dict[str, Tensor]:
-    """Draw a move of all weights of an island, the same on every rank."""
+def _wait(islands: Islands, exchange: str) -> None:
+    """Wait until the other islands have begun an exchange."""
+    until = time.monotonic() + _PATIENCE
+    while not islands.store.check([f"there/{exchange}"]) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _late(islands: Islands, exchange: str, island: int) -> bool:
+    """Return whether an exchange with outer.grace went on without an island."""
+    key = f"there/{exchange}"
+    there = islands.store.get(key).decode().split() if islands.store.check([key]) else [str(island)]
+    return str(island) not in there
+
+
+def _moves(like: Values, step: int, island: int) -> Values:
+    """Draw a move of all that an island trains, the same on every rank."""
     return {
         name: torch.empty_like(value).normal_(
             0.0, _SIZE, generator=named_generator(step * 1000 + island, name)
@@ -201,10 +322,14 @@ def _moves(like: Mapping[str, Tensor], step: int, island: int) -> dict[str, Tens
     }
 
 
-def _joined(weights: Mapping[str, Tensor]) -> None:
-    """Complete whole weights, of which each rank of the island has written its part."""
-    everyone: list[Mapping[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, dict(weights))
-    for name, value in weights.items():
+def _joined(shapes: Mapping[str, torch.Size], held: Mapping[str, Sequence[Tensor]]) -> Values:
+    """Return whole tensors, of which each rank of the island has a part; a collective."""
+    values = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    for name, copies in held.items():
+        local_shard(values[name], copies[0]).copy_(local_tensor(copies[0]))
+    everyone: list[Values] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, values)
+    for name, value in values.items():
         for other in everyone:
             value.copy_(torch.where(value == 0, other[name], value))
+    return values

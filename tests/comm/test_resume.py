@@ -46,7 +46,8 @@ def test_another_mesh_drops_it_and_says_so(pool: Pool, tmp_path: Path) -> None:
     assert progress.step == 2
     folder = tmp_path / "checkpoints" / "step-00000002"
     assert said[1] == (
-        f"{folder}: what coded messages kept is of another mesh, or of other codes, and is dropped"
+        f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier version,"
+        " and is dropped"
     )
     train_on(pool, tmp_path, WIDE | INT4, mesh, 4)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]

@@ -46,11 +46,15 @@ def outer(**keys: object) -> Keys:
     return {f"outer__{key}": value for key, value in keys.items()}
 
 
-def prove(pool: Pool, islands: int, inside: str, keys: Keys, missed: bool = False) -> None:
+def prove(
+    pool: Pool, islands: int, inside: str, keys: Keys, missed: bool = False, unused: str = ""
+) -> None:
     ranks, mesh = INSIDE[inside]
     given: Keys = {"train__global_batch": 8, "train__micro_batch": 1, **mesh, **keys}
     for report in pool.run(proof, ranks * islands, islands, given, missed, islands=islands):
-        assert report.ok, str(report)
+        assert not report.failed, str(report)
+        assert report.unused == ([unused] if unused else [])
 
 
+EXPERTS: Keys = {"model__name": "deepseek_v3", "model__preset": "debug"}
 STREAMING = outer(every=4, fragments=1, delay=1, mix=0.5)

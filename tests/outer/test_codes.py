@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.outer.codes import BLOCK, E3M0, Bfloat16, Code, Int8, Plain, TopK
-from compose.outer.options import ROW
+from compose.outer.codes import BLOCK, E3M0, Code, Int8, Plain, TopK, code_of
+from compose.outer.options import ROW, Outer
+from compose.proof.coded_messages import allowed
+from compose.proof.outer_codes import received
 
 CODES: dict[str, Code] = {
-    "float32": Plain(4),
-    "bfloat16": Bfloat16(),
+    "float32": Plain(torch.float32),
+    "bfloat16": Plain(torch.bfloat16),
     "int8": Int8(),
     "e3m0": E3M0(),
     "top_k": TopK(64),
@@ -36,6 +38,21 @@ def sent(code: Code, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", CODES)
 def test_zeros_stay_zeros(name: str, length: int) -> None:
     assert not sent(CODES[name], torch.zeros(length)).any()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", CODES)
+def test_is_what_the_proof_expects(name: str, length: int) -> None:
+    """Bit for bit, and with the loss that it expects; also where blocks are zeros."""
+    options = Outer(every=1, dtype=name)  # type: ignore[arg-type]
+    x = drawn(length).double()
+    x[300:700] = 0
+    right, expected = received(options, x)
+    found = sent(code_of(options, torch.float64), x)
+    assert torch.equal(found, right)
+    if length > 4000:
+        lost, whole = float((x - found).norm()), float(expected.sum()) ** 0.5
+        assert whole / 1.25 <= lost <= allowed(whole, length)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

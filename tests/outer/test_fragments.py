@@ -1,13 +1,13 @@
 """Fragments: each element of a model is sent once, and messages are of like size."""
 
-import itertools
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from compose.build import build
-from compose.outer.fragments import shares
+from compose.outer.fragments import Part, rows_of, shares
 from compose.outer.loop import OuterLoop
 from compose.outer.options import Outer
 from compose.proof.outer_loop import messages_of
@@ -17,32 +17,68 @@ from tests.helpers import Keys, make_job, tier
 from tests.outer.cases import INSIDE
 from tests.pool import Pool, make_mesh
 
+FEW = 4
+"""Rows by which a fragment's part of a parameter may be off its share."""
 
-def sizes_of(parts: list[dict[str, tuple[int, int]]]) -> list[int]:
-    return [sum(end - begin for begin, end in part.values()) for part in parts]
+
+def rows(part: Part, begin: int, end: int) -> list[int]:
+    """The rows of a part among those from ``begin`` to ``end`` of a parameter."""
+    found, size = rows_of(part, ((begin, end), (0, 3)))
+    here = torch.arange(begin, end)[found].tolist()
+    assert size == 3 * len(here)
+    return here
 
 
 @pytest.mark.parametrize(("layers", "each"), [(32, 3), (7, 2), (5, 1), (3, 5), (4, 0)])
 @pytest.mark.parametrize("rest", [1, 999, 52_000])
 def test_are_of_like_size(layers: int, each: int, rest: int) -> None:
     names = [f"layers.{i}" for i in range(layers)]
-    sizes = {f"{name}.w": 10_007 for name in names} | {"norm": 13, "output": rest, "tok": rest}
-    found = shares(sizes, names, each)
-    filled = sizes_of(found)
+    shapes = {f"{name}.w": (10_007,) for name in names}
+    others = {"norm": (13,), "output": (rest, 4), "tok": (rest, 4), "scale": ()}
+    found = shares(shapes | others, names, each)
+    sizes = {name: math.prod(shape) for name, shape in (shapes | others).items()}
+    filled = [
+        sum(
+            rows_of(part, tuple((0, size) for size in (shapes | others)[name]))[1]
+            for name, part in one.items()
+        )
+        for one in found
+    ]
     assert sum(filled) == sum(sizes.values())
-    of_layers = [sum(10_007 for name in part if name.startswith("layers")) for part in found]
+    of_layers = [10_007 * sum(name.startswith("layers") for name in one) for one in found]
     # What is outside of layers goes where there is least; a layer is not cut.
-    assert max(filled) <= max(*of_layers, sum(filled) // len(filled) + len(filled))
-    for name, size in sizes.items():
-        cuts = sorted(part[name] for part in found if name in part)
-        assert cuts[0][0] == 0
-        assert cuts[-1][1] == size
-        assert all(one[1] == other[0] for one, other in itertools.pairwise(cuts))
+    off = FEW * (1 + 4 + 4 + 1)
+    assert max(filled) <= max(*of_layers, sum(filled) // len(filled) + len(filled)) + off
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("count", [96, 1000, 100_000])
+def test_each_rank_has_its_share_of_each_fragment(count: int, ranks: int) -> None:
+    """Each row is in one fragment, and the rows of a fragment are spread over the parameter."""
+    names = [f"layers.{i}" for i in range(5)]
+    found = [
+        one["tok"] for one in shares({f"{n}.w": (8,) for n in names} | {"tok": (count, 3)}, names, 1)
+    ]
+    assert sorted(row for part in found for row in rows(part, 0, count)) == list(range(count))
+    for part in found:
+        share = len(rows(part, 0, count)) / ranks
+        for rank in range(ranks):
+            here = rows(part, rank * count // ranks, (rank + 1) * count // ranks)
+            assert len(here) == pytest.approx(share, abs=FEW)
+
+
+def test_a_parameter_of_no_dims_is_in_one_fragment() -> None:
+    names = ["layers.0", "layers.1"]
+    found = shares({"layers.0.w": (9,), "layers.1.w": (1,), "a": (), "b": ()}, names, 1)
+    assert [[rows_of(one[name], ()) for name in "ab" if name in one] for one in found] == [
+        [],
+        [(..., 1), (..., 1)],
+    ]
 
 
 def test_have_every_nth_layer() -> None:
     names = [f"layers.{i}" for i in range(10)]
-    found = shares({f"{name}.w": 4 for name in names}, names, 3)
+    found = shares({f"{name}.w": (4,) for name in names}, names, 3)
     assert [[int(name.split(".")[1]) for name in part] for part in found] == [
         [0, 4, 8],
         [1, 5, 9],

@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers import Keys, tier
 from tests.lora import lora
-from tests.outer.cases import STREAMING, outer, prove
+from tests.outer.cases import EXPERTS, STREAMING, outer, prove
 from tests.pool import Pool
 
 CASES: dict[str, tuple[int, str, Keys]] = {
@@ -14,7 +14,6 @@ CASES: dict[str, tuple[int, str, Keys]] = {
     "streaming": (2, "zero 3", STREAMING),
     "streaming, late": (2, "pp x tp", outer(every=8, fragments=1, delay=3, mix=0.25, lr=0.4)),
     "uneven fragments": (2, "tp x zero 3", outer(every=6, fragments=2) | {"model__n_layers": 3}),
-    "in device memory": (2, "zero 3", outer(every=2, offload=False)),
     "bfloat16": (2, "tp x zero 3", outer(every=2, dtype="bfloat16")),
     "int8": (2, "pp x tp", STREAMING | outer(dtype="int8")),
     "e3m0": (2, "tp x zero 3", STREAMING | outer(dtype="e3m0")),
@@ -26,8 +25,11 @@ CASES: dict[str, tuple[int, str, Keys]] = {
     "tied": (2, "pp x tp", STREAMING | {"model__tie_embeddings": True}),
     "four islands": (4, "zero 3", STREAMING),
     "adapters": (2, "tp x zero 3", outer(every=2) | lora(3)),
+    "frozen weights": (2, "one rank", STREAMING | lora(3)),
+    "routers' biases": (2, "one rank", STREAMING | EXPERTS | outer(dtype="bfloat16")),
+    "late islands": (4, "one rank", STREAMING | outer(grace=1)),
 }
-QUICK = ("streaming", "fragments", "top_k")
+QUICK = ("streaming", "top_k", "frozen weights", "routers' biases")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n not in QUICK)) for n in CASES])
@@ -40,3 +42,14 @@ def test_is_one_process(pool: Pool, name: str) -> None:
 def test_an_island_that_misses_exchanges_joins_the_next(pool: Pool, name: str) -> None:
     islands, inside, keys = CASES[name]
     prove(pool, islands, inside, keys, missed=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "unused"),
+    [
+        (outer(every=2, offload=False), "outer.offload"),  # on a CPU the memory is the same
+        pytest.param(outer(every=2, fragments=2), "outer.fragments", marks=pytest.mark.slow),
+    ],
+)
+def test_keys_that_change_nothing_are_named(pool: Pool, keys: Keys, unused: str) -> None:
+    prove(pool, 2, "one rank", keys, unused=unused)

@@ -1,5 +1,6 @@
 """Runs on islands: what they leave, and how they go on."""
 
+import json
 import os
 import signal
 import time
@@ -9,7 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from compose.checkpoint import store
 from compose.proof.verify import whole
 from compose.runtime.islands import current
 from compose.train.metrics import StepMetrics
@@ -38,6 +42,12 @@ OUTER: dict[str, Keys] = {
     "int8, late": {"outer__dtype": "int8", "outer__delay": 3},
     "diloco": {},
 }
+
+
+DROPPED = (
+    "{}: what messages kept is of another mesh, of other codes, or of an earlier version,"
+    " and is dropped"
+)
 
 
 def run(keys: Keys, islands: int) -> list[str]:
@@ -131,13 +141,34 @@ def test_goes_on_on_another_mesh_inside_islands(pool: Pool, tmp_path: Path) -> N
     said = train(pool, tmp_path, OUTER["streaming"], mesh="tp")
     assert said[:2] == [
         f"{folder}: resumed after step 5",
-        f"{folder}: what coded messages kept is of another mesh, or of other codes, and is dropped",
+        DROPPED.format(folder),
     ]
     for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path), strict=True):
         right, found = ([line["loss"] for line in lines(run)] for run in (one, other))
         assert found[:5] == right[:5]
         assert found[5] == pytest.approx(right[5], rel=1e-5)  # the exchange on its way is lost
         assert found[5:] == pytest.approx(right[5:], rel=0.05)
+
+
+def _as_before_rows(folder: Path) -> None:
+    """Give a checkpoint's messages the label of when fragments were cut from what ranks hold."""
+    for path in folder.glob("comm-*.safetensors"):
+        with safe_open(path, "pt") as file:
+            label = json.loads(file.metadata()["of"])
+        assert label.pop() == "rows"
+        save_file(load_file(path), path, {"of": json.dumps(label)})
+    files = [path for path in folder.iterdir() if path.name != store.MANIFEST]
+    (folder / store.MANIFEST).write_text(json.dumps({"files": store.described(files)}))
+
+
+@pytest.mark.slow
+def test_messages_of_earlier_fragments_are_dropped(pool: Pool, tmp_path: Path) -> None:
+    train(pool, tmp_path, OUTER["streaming"] | {"train__stop_after": 5})
+    for one in folders(tmp_path):
+        _as_before_rows(one / "checkpoints" / "step-00000005")
+    said = train(pool, tmp_path, OUTER["streaming"])
+    assert said[1] == DROPPED.format(f"{tmp_path}/checkpoints/step-00000005")
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 11))
 
 
 @pytest.mark.slow

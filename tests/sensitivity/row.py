@@ -21,7 +21,8 @@ class Row:
     keys: of the run, as ``tests.helpers.prove_case`` takes them. place, old, new: as ``mutated`` takes
     them. quantity, names: at least one row of the report with this quantity, and a name that matches,
     must have failed. untouched: all rows with this quantity, and a name that matches, must not have.
-    raises: what the proof ends with instead, where the fault lets no step begin.
+    raises: what the proof ends with instead, where the fault lets no step begin. islands: if there are
+    several, their outer loop is proved, with ``ranks`` in all.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Row:
     untouched: tuple[str, str] | None = None
     ranks: int = 2
     raises: str = ""
+    islands: int = 1
 
     def fault(self) -> AbstractContextManager[None]:
         return mutated(self.place, self.old, self.new)
