@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from compose.base.fields import attribute, docs, toml_value, type_name
 from compose.base.own_files import open_own
+from compose.base.paths import local_path
 from compose.config import TABLES, Config, Model, table_of
 from compose.errors import ConfigError, did_you_mean
 from compose.registry import ModelConfig, ModelFolder, find_model
@@ -97,6 +98,8 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = Fal
     """
     keys = Keys()
     _read(file, keys, (), alone)
+    if alone:  # its run's place is of no use, and an older one may be a name that is now refused
+        keys.values.pop(("run", "dir"), None)
     return _config(keys, overrides, file)
 
 
@@ -179,6 +182,10 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
     if base is not None and alone:
         raise ConfigError(f"{file}: extends: is of a checkpoint, whose files stand alone")
     if isinstance(base, str) and base:
+        try:
+            base = local_path(base)
+        except ValueError as error:
+            raise ConfigError(f"{file}: extends: {toml_value(base)} {error}") from None
         _read(os.path.join(os.path.dirname(file), base), keys, (*above, place))
     elif base is not None:
         keys.problems.append(f'{file}: extends: expected a file name in quotes, as "base.toml"')

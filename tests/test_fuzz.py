@@ -306,6 +306,7 @@ def test_odd_input(valid: Valid, case_number: int, tmp_path_factory: pytest.Temp
         with (
             _inside(folder),
             mock.patch("os._exit", _exits),
+            mock.patch.dict(os.environ, {"HOME": str(folder / "runs")}),
             mock.patch("os.cpu_count", return_value=1),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(said),

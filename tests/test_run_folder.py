@@ -1,8 +1,10 @@
 """What a run leaves in its folder, and finds there: nothing lost, nothing outside, nothing silent."""
 
+import contextlib
 import dataclasses
 import errno
 import gc
+import io
 import json
 import os
 import resource
@@ -33,8 +35,8 @@ from compose.toml import dump
 from compose.train.folder import RunFolder
 from compose.train.metrics import MetricsWriter
 from compose.train.trainer import Trainer
-from tests.helpers import make_job
-from tests.pool import make_mesh
+from tests.helpers import ROOT, make_job
+from tests.pool import Pool, make_mesh
 from tests.training import STEP
 
 CPU = torch.device("cpu")
@@ -391,3 +393,55 @@ def test_a_warning_in_the_last_save(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert store.problems(tmp_path / "checkpoints" / store.name_of(2)) == []
+
+
+def _opened(folders: list[Path], saves: bool) -> str:
+    """Open a folder of the same name in each rank's own place; what is said."""
+    os.chdir(folders[dist.get_rank()])
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            RunFolder("run", saves).release()
+    except ConfigError as error:
+        said.write(str(error))
+    finally:
+        os.chdir(ROOT)
+    return said.getvalue()
+
+
+def test_a_folder_that_not_all_ranks_see(pool: Pool, tmp_path: Path) -> None:
+    """As on nodes that share no file system: refused if the run saves, or else said."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for each in (here, there):
+        (each / "run").mkdir(parents=True)
+    assert pool.run(_opened, 2, [here, here], True) == ["", ""]
+    line = (
+        "run.dir: run is not the same folder on all nodes: rank 1 on"
+        f" {os.uname().nodename} has another; "
+    )
+    cure = "give one that all share, or set checkpoint.interval = 0"
+    assert pool.run(_opened, 2, [here, there], True) == [line + cure] * 2
+    assert pool.run(_opened, 2, [here, there], False) == [f"{line}nothing can be saved there\n", ""]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
+
+
+def _trained(folders: list[Path], interval: int) -> str:
+    try:
+        os.chdir(folders[dist.get_rank()])
+        keys = {"run__dir": "run", "checkpoint__interval": interval, "metrics__tensorboard": False}
+        job = make_job(2, **SMALL, **keys, parallel__dp_shard=2, train__micro_batch=1)
+        Trainer(job, make_mesh(job.degrees), CPU).held.release()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        os.chdir(ROOT)
+    return ""
+
+
+def test_a_run_that_saves_needs_a_folder_that_all_ranks_see(pool: Pool, tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for found in pool.run(_trained, 2, folders, 1):
+        assert found.startswith("run.dir: run is not the same folder on all nodes: rank 1 on ")
+    assert pool.run(_trained, 2, folders, 0) == ["", ""]

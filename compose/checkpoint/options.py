@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compose.base.fields import NonNegative, Positive
+from compose.base.paths import LocalPath
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Checkpoint:
     """Steps between checkpoints in run.dir, one at the end besides; 0 is off."""
     resume: Literal["auto", "none"] = "auto"
     """auto: go on from the newest checkpoint in run.dir that is whole; none: run.dir must be new."""
-    load_hf: str = ""
+    load_hf: LocalPath = ""
     """Hugging Face folder (config.json, safetensors) with the weights to begin with; empty: drawn."""
     async_: bool = True
     """Write while training goes on; the step waits for a copy of the state only."""

@@ -17,6 +17,7 @@ import torch
 
 from compose import legality
 from compose.base.fields import attribute, docs, toml_value, type_name, whole_number
+from compose.base.paths import local_path
 from compose.checkpoint.store import newest_first
 from compose.config import TABLES, Config, Model
 from compose.data.datasets import OpenData, open_data
@@ -69,6 +70,9 @@ class Command:
         return self.job.config
 
 
+# The flags of all commands whose value is a path. Plain words are paths too.
+PATH_FLAGS = {"--against", "--cluster", "--config", "--json", "--original", "--out", "--report"}
+PATH_FLAGS |= {"--tokenizer", "--write"}
 # The flags of a program that trains, with the name of each flag's value.
 TRAIN_FLAGS = {"--dry-run": "", "--world-size": "N"}
 ABOUT_TRAIN = """\
@@ -181,7 +185,7 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            found.plain.append(word)
+            found.plain.append(named_path(word))
             continue
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         if name in known and not flags.get(name):
@@ -200,10 +204,29 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
                 raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
             value = rest.pop(0)
         if name in flags:
-            found.flags[name] = value
+            found.flags[name] = named_path(value, f"{name}: ") if name in PATH_FLAGS else value
         else:
             found.overrides.append((name.removeprefix("--"), value))
     return found
+
+
+def named_path(text: str, flag: str = "") -> str:
+    """Return a path of a command line, with ``~`` expanded.
+
+    Args:
+        text: The word.
+        flag: What a message says before it.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: It is no path of this machine.
+    """
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise ConfigError(f"{COMMAND_LINE}: {flag}{text} {error}") from None
 
 
 def read_arguments(

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from compose.commands.cli import read_words
+from compose.commands.cli import named_path, read_words
 from compose.commands.generate import generate as generate_text
 from compose.commands.generate import job_of, open_model
 from compose.errors import ConfigError
@@ -52,7 +52,7 @@ def _source(arguments: Sequence[str]) -> Path | None:
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            return Path(word)
+            return Path(named_path(word))
         if "=" not in word and word not in ("-h", "--help") and rest:
             rest.pop(0)
     return None

@@ -4,18 +4,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compose.base.fields import Weight
+from compose.base.paths import LocalPath, LocalPaths
 
 
 @dataclass(frozen=True)
 class Data:
     """The table [data]: what is trained on."""
 
-    path: str | tuple[str, ...] = "stdlib"
+    path: LocalPaths = "stdlib"
     """stdlib (the source text of Python's standard library), a text file or glob (read as bytes), a
     folder of compose tokenize, or a token file: .bin or .npy; several in a list are mixed."""
     weights: tuple[Weight, ...] = ()
     """Share of each of a list in what is trained on, in any unit; empty: by their sizes."""
-    validation: str = ""
+    validation: LocalPath = ""
     """What the validation loss is measured on, all of it; named as path is."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Integer type of a .bin token file."""

@@ -145,12 +145,11 @@ def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Sample
     """
     if path == "stdlib":
         return Windows(path, _stdlib(), SEPARATOR, seq_len, vocab_size, "")
-    given = os.path.expanduser(path)
-    if os.path.isdir(given):
-        if not (Path(given) / MANIFEST).exists():
-            raise ConfigError(f"{path} {_what_it_is(Path(given), path)}")
-        return _of_token_set(path, open_token_set(Path(given)), seq_len, vocab_size)
-    found = [given] if os.path.isfile(given) else glob.glob(given, recursive=True)
+    if os.path.isdir(path):
+        if not (Path(path) / MANIFEST).exists():
+            raise ConfigError(f"{path} {_what_it_is(Path(path), path)}")
+        return _of_token_set(path, open_token_set(Path(path)), seq_len, vocab_size)
+    found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
     paths = sorted(each for each in map(Path, found) if each.is_file())
     if not paths:
         raise ConfigError(f"no file at {path}")

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from compose.base.fields import NonNegative
+from compose.base.paths import LocalPath
 
 Alpha = Annotated[float, Field(ge=0)]
 
@@ -20,7 +21,7 @@ class Lora:
     """An adapter's output is multiplied by alpha / rank; 0 is 2 x rank."""
     targets: tuple[str, ...] = ()
     """Patterns, as in a plan, of the linear layers with adapters: ["layers.*.attention.w*"]."""
-    load: str = ""
+    load: LocalPath = ""
     """Folder of peft with the adapters that a new run begins with; empty: drawn."""
 
     @property

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from compose.base.fields import Decay, Epsilon, Fraction, NonNegative
+from compose.base.paths import LocalPath
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Optimizer:
     """Which of torch's AdamWs, where weights and state are float32."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where AdamW keeps its state: none: on the device; cpu: in host memory; nvme: in files."""
-    offload_dir: str = ""
+    offload_dir: LocalPath = ""
     """With offload = nvme: folder for these files, on a fast local disk; empty is run.dir/offload."""
     lr: Annotated[float, Field(ge=0)] = 3e-3
     """Highest learning rate."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from compose.base.fields import NonNegative, Positive
+from compose.base.paths import LocalPath
 from compose.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -48,7 +49,7 @@ class Parallel:
     """Tensor-parallel degree."""
     pp: int = 1
     """Pipeline-parallel degree; a step's micro-batches are those of train.micro_batch."""
-    pp_schedule: str = "1F1B"
+    pp_schedule: LocalPath = "1F1B"
     """GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, or a
     .csv file of actions."""
     pp_virtual_stages: NonNegative = 0

@@ -3,7 +3,9 @@
 import fcntl
 import os
 import stat
+import sys
 import time
+import uuid
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -51,10 +53,11 @@ class RunFolder:
     """``run.dir``, or a new folder named by the time; creating the object is a collective.
 
     The first rank creates the folder, and holds its lock until :meth:`release` or the end of the
-    process. It raises ConfigError if another run holds the lock.
+    process. It raises ConfigError if another run holds the lock, and, if the run ``saves``, unless all
+    ranks see the folder: each saves its own part there.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, saves: bool = True) -> None:
         self._lock: IO[str] | None = None
         found: list[str] = ["", ""]
         if dist.get_rank() == 0:
@@ -65,6 +68,11 @@ class RunFolder:
         if found[1]:
             raise ConfigError(*found[1].splitlines())
         self.path = Path(found[0])
+        if unseen := _unseen(self.path):
+            if saves:
+                raise ConfigError(f"{unseen}; give one that all share, or set checkpoint.interval = 0")
+            if dist.get_rank() == 0:
+                print(f"{unseen}; nothing can be saved there", file=sys.stderr)
 
     def _take(self, folder: Path) -> str:
         """Lock the folder, and return the problem if that fails."""
@@ -100,6 +108,21 @@ def _of_island(name: str) -> tuple[Path, Path]:
     own = str((Path(name) if name else _new()) if islands.index == 0 else "")
     first = Path(islands.everyone("run.dir", own)[0])
     return first, first / "islands" / str(islands.index) if islands.index else first
+
+
+def _unseen(folder: Path) -> str:
+    """Return the problem if a rank does not see a file that the first rank writes into the folder."""
+    rank, name, found = dist.get_rank(), [f".seen-{uuid.uuid4().hex}"], [""] * dist.get_world_size()
+    if len(found) > 1:
+        if rank == 0:
+            (folder / name[0]).touch()
+        dist.broadcast_object_list(name, src=0)
+        seen = os.path.exists(folder / name[0])
+        dist.all_gather_object(found, "" if seen else f"rank {rank} on {os.uname().nodename}")
+        if rank == 0:
+            (folder / name[0]).unlink(missing_ok=True)
+    who = next(filter(None, found), "")
+    return who and f"run.dir: {folder} is not the same folder on all nodes: {who} has another"
 
 
 def _new() -> Path:

@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from compose.base.fields import NonNegative, Positive
+from compose.base.paths import LocalPath
 
 
 @dataclass(frozen=True)
 class Run:
     """The table [run]."""
 
-    dir: str = ""
+    dir: LocalPath = ""
     """Folder that holds all a run leaves; empty is runs/<timestamp>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto is cuda where there is one."""

@@ -78,7 +78,7 @@ class Trainer:
         peak, devices = device_peak(device, config.precision), mesh.size() * islands.count
         # The tokens per second if every device ran at its peak.
         self.peak_rate = peak and peak * devices / shape.flops_per_token(train.seq_len)
-        self.held = RunFolder(config.run.dir)
+        self.held = RunFolder(config.run.dir, saves=config.checkpoint.interval > 0)
         self.folder = self.held.path
         self.optimizer = build_optimizer(self.composition, job, folder=self.folder)
         self.outer: OuterLoop | None = None

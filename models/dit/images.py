@@ -147,7 +147,7 @@ def folder_of_images(path: str, model: DiTConfig, skip_unreadable: bool) -> Imag
     Raises:
         ConfigError: There are no images, or more classes than the model has.
     """
-    folder = Path(os.path.expanduser(path))
+    folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"{path} is no folder of images; name one, or shapes for drawn ones")
     classes = sorted(each for each in folder.iterdir() if each.is_dir())
