@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.base.torch_versions import REDUCE_SCATTER
-from compose.comm.blocks import Blocks
-from compose.comm.layout import Packing
+from compose.comm.layout import Layout, Packing
+
+Rest = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Account:
     strayed: Tensor = field(default_factory=lambda: torch.zeros(2, 0))
     """(2, parts): the square of the norm by which remainders are not what messages lost: as found, and
     as the rounding of remainders is expected to make it."""
+    given: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    """The product of remainders with what messages added to gradients, and the remainders' square."""
 
     def clear(self) -> None:
         """Begin a step."""
@@ -36,6 +39,7 @@ class Account:
             rest = (1 - self.added) ** 2 * self.unsent if len(self.unsent) else 0.0
             self.unsent = rest + self.squares
         self.missing, self.squares, self.strayed = None, torch.zeros(0), torch.zeros(2, 0)
+        self.given = torch.zeros(2, dtype=torch.float64)
 
     @property
     def expected(self) -> list[Tensor]:
@@ -68,21 +72,21 @@ class Account:
         squares = _by_part(packing, lost)
         self.squares = squares if not len(self.squares) else self.squares + squares
 
-    def kept(self, packing: Packing, before: Tensor, lost: Tensor, after: Tensor) -> None:
-        """Note what messages have added to remainders.
+    def kept(self, layout: Layout, before: Rest, lost: Tensor, after: Rest) -> None:
+        """Note what messages of rows (R, S) have added to remainders.
 
         Args:
-            packing: The messages.
-            before: The remainders before, blocks (R, N, size) as they are rounded.
-            lost: What the messages lost, (R, S), without a loss scale.
-            after: The remainders that are kept.
+            layout: The rows.
+            before: The remainders before, and the expected square of their rounding.
+            lost: What the messages lost, without a loss scale.
+            after: The same as ``before`` of the remainders that are kept.
         """
-        rounded = Blocks(8, packing.code.size).expected(after.flatten(0, 1)).view(after.shape[:2])
-        apart = packing.code.turned(after - before) - packing.blocks_of(lost)
-        # The padding of a parameter's last block has a remainder too. It belongs to no gradient.
-        lacks = (apart * packing.blocks_of(torch.ones_like(lost))).double().square().sum(2)
-        strayed = torch.stack([_by_part(packing, lacks), _by_part(packing, rounded)])
+        squares = (after[0] - before[0] - lost).double().square(), after[1].double()
+        parts = [[x.sum() for x in layout.pieces(some)] for some in squares]
+        strayed = torch.stack([torch.stack(some) for some in parts]).cpu()
         self.strayed = strayed if not self.strayed.numel() else self.strayed + strayed
+        rest = before[0].double()
+        self.given += torch.stack([-(lost * rest).sum(), rest.square().sum()]).cpu()
 
 
 def _by_part(packing: Packing, of_blocks: Tensor) -> Tensor:

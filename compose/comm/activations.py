@@ -42,6 +42,7 @@ class Activations:
         self.places: list[Place] = []
         self.account: dict[tuple[str, bool], Lost] | None = None
         """What was lost by place and whether it was a gradient; None if nothing is noted."""
+        self.exact = True
 
     def at(self, name: str, axis: str) -> "Place":
         """Return a new place.
@@ -53,9 +54,13 @@ class Activations:
         self.places.append(Place(self, name, axis))
         return self.places[-1]
 
-    def open_account(self) -> None:
-        """Note from now on what messages lose. Their results are then those of plain messages."""
-        self.account = {}
+    def open_account(self, exact: bool = True) -> None:
+        """Note from now on what messages lose.
+
+        Args:
+            exact: Whether results are those of plain messages then; if not, they stay what they were.
+        """
+        self.account, self.exact = {}, exact
 
 
 @dataclass(eq=False)
@@ -85,10 +90,11 @@ class Place:
     def settled(
         self, coded: Tensor, gradient: bool, plain: Callable[[], Tensor], expected: Callable[[], Tensor]
     ) -> Tensor:
-        """Return what messages bring: ``coded``, or the plain result while an account is open.
+        """Return what messages bring: ``coded``, or the plain result while an exact account is open.
 
-        A composition whose account is open computes what plain messages bring, so it is compared with
-        one process to the last digits. What the codes lose on the same messages is noted beside it.
+        A composition whose account is exact computes what plain messages bring, so it is compared with
+        one process to the last digits. What the codes lose on the same messages is noted beside it. If
+        the account only notes, results are bitwise those of training, which a proof checks.
 
         Args:
             coded: What coded messages bring.
@@ -105,7 +111,7 @@ class Place:
         own.expected += float(expected())
         own.whole += float(right.double().square().sum())
         own.elements += right.numel()
-        return right
+        return right if self.owner.exact else coded
 
 
 _PLACES: WeakValueDictionary[str, Place] = WeakValueDictionary()

@@ -46,7 +46,8 @@ class Compression:
             scale: The loss scale of the gradients.
         """
         every, self.alike = self.comm.measure_every, None
-        measures = every > 0 and bool(self.stages) and self.stages[0].moment.step % every == 0
+        # A proof's accounts are open already, and it reads them after the step.
+        measures = every > 0 and any(not s.proving and s.moment.step % every == 0 for s in self.stages)
         if measures:
             self.open_accounts()
         for units in self.stages:

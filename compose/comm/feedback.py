@@ -15,6 +15,7 @@ from torch import Tensor
 from compose.comm.blocks import Blocks
 from compose.comm.codecs import SCALE_BYTES, decode_blocks, encode_with_remainder, keep_blocks
 from compose.comm.exchange import Scratch
+from compose.comm.layout import Packing
 
 KEPT = Blocks(8, 4096)
 """The code in which remainders are kept: 1 byte for an element."""
@@ -56,11 +57,15 @@ class BlockFeedback(Remainder):
         kept = self.codes.view(len(x), count, -1)[:, first : first + x.shape[1]]
         return encode_with_remainder(x, kept, scale, code.bits, code.rotate)
 
-    def blocks(self, like: Tensor) -> Tensor:
-        """Return the remainder as float32 blocks of ``like``'s shape, rotated like what is sent."""
+    def rest(self, packing: Packing, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the remainder of rows as ``like``, and the expected square of its rounding."""
         if self.codes is None:
-            return torch.zeros_like(like, dtype=torch.float32)
-        return decode_blocks(self.codes, 8).view(like.shape)
+            return torch.zeros_like(like), torch.zeros_like(like)
+        blocks = decode_blocks(self.codes, 8)
+        square = Blocks(8, packing.code.size).expected(blocks) / packing.code.size
+        both = packing.code.turned(blocks), square[:, None].expand_as(blocks)
+        rest, rounded = (packing.rows_of(x.reshape(len(like), packing.blocks, -1)) for x in both)
+        return rest, rounded
 
     def norm(self) -> Tensor:
         """Return the 2-norm of the remainder, a scalar."""
@@ -112,6 +117,15 @@ class Feedback(Remainder):
         assert self.codes is not None
         keep_blocks(self.memory.view(-1, KEPT.size), self.codes, scale)
         self.memory = None
+
+    def rest(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the remainder in ``like``'s shape, and the expected square of its rounding."""
+        if self.codes is None:
+            return torch.zeros_like(like), torch.zeros_like(like)
+        blocks = KEPT.decode(self.codes, torch.float32)
+        rounded = (KEPT.expected(blocks)[:, None] / KEPT.size).expand_as(blocks)
+        rest, square = (x.reshape(-1)[: like.numel()].view(like.shape) for x in (blocks, rounded))
+        return rest, square
 
     def norm(self) -> Tensor:
         """Return the 2-norm of the remainder, a scalar."""

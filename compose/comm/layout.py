@@ -241,6 +241,13 @@ class Packing:
         blocks = [rows[:, :0].unflatten(1, (0, self.code.size))]
         return torch.cat([*blocks, *(run.blocks_of(rows, self.code.size) for run in self.runs)], 1)
 
+    def rows_of(self, blocks: Tensor) -> Tensor:
+        """Return rows (R, S) of all blocks (R, N, size), with zeros in place of what is not coded."""
+        rows = blocks.new_zeros(len(blocks), self.layout.numel)
+        for run in self.runs:
+            run.put_back(rows, blocks[:, run.first : run.first + run.blocks])
+        return rows
+
     def _at_once(self, rows: int) -> bool:
         """Whether one call for all runs costs less than a call for each, although it needs a copy."""
         return len(self.runs) > 1 and rows * self.blocks * self.code.size <= kernels.AT_ONCE

@@ -55,11 +55,16 @@ class LowRank:
         right = dict(zip(matrices, self._summed(list(own.values()), group), strict=True))
         # An overflow must not stay in what the next step begins with.
         self.factors |= {i: torch.nan_to_num(q, 0.0, 0.0, 0.0) for i, q in right.items()}
+        rest = self.feedback.rest(rows) if self.feedback and self.account.open else None
+        missing = rows
         if self.account.open:
-            self._note(rows - wanted + self._lost(wanted.clone(), left, own), group)
+            missing = rows - wanted + self._lost(wanted.clone(), left, own)
+            self._note(missing, group)
         if self.feedback:
             self._lost(wanted, left, own)
             self.feedback.keep(scale)
+            if rest:
+                self.account.kept(self.layout, rest, missing / scale, self.feedback.rest(rows))
         # A layout of one rank is whole on each rank of the group.
         me = group.rank() if self.layout.ranks > 1 else 0
         results = self.layout.pieces(out[None])

@@ -122,21 +122,20 @@ class InBlocks:
     def _sum(
         self, rows: Tensor, group: dist.ProcessGroup, scale: float, near: int, out: Tensor
     ) -> None:
-        encode, before = None, None
+        encode, rest = None, None
         if self.feedback:
             code, count = self.packing.code, self.packing.blocks
             encode = partial(self.feedback.encode, code, count, scale)
-            if self.account.open:
-                before = self.feedback.blocks(self.packing.blocks_of(rows))
+            rest = self.feedback.rest(self.packing, rows) if self.account.open else None
         messages = self.packing.pack(rows, encode)
         if self.account.open:
             sent = torch.empty_like(rows)
             self.packing.unpack(messages, sent)
             self.account.lost(rows - sent, [group])
             self.account.expect(self.packing, rows)
-            if self.feedback and before is not None:
-                lost, after = (rows - sent).float() / scale, self.feedback.blocks(before)
-                self.account.kept(self.packing, before, lost, after)
+            if self.feedback and rest:
+                after = self.feedback.rest(self.packing, rows)
+                self.account.kept(self.packing.layout, rest, (rows - sent) / scale, after)
         self.traffic.count("gradients", messages.shape[1], group.size(), near or None)
         self.packing.sum(exchanged(messages, group), rows.dtype, out[None])
 

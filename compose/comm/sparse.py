@@ -35,9 +35,9 @@ class Largest:
 
     def __call__(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
         """Write the sum, as :class:`reductions.Reduction` says."""
-        messages = self._messages(rows, group, scale)
+        messages, lost = self._messages(rows, group, scale)
         if self.account.open:
-            self.account.lost(rows - self.unpack(messages, rows.dtype), [group])
+            self.account.lost(lost, [group])
         out.copy_(self._sum(exchanged(messages, group), rows.dtype))
 
     def everywhere(self, row: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
@@ -51,21 +51,37 @@ class Largest:
         Returns:
             (S,).
         """
-        messages = self._messages(row[None], group, scale)
+        messages, lost = self._messages(row[None], group, scale)
         if self.account.open:
-            missing = (row - self.unpack(messages, row.dtype)[0]).double()
+            missing = lost[0].double()
             dist.all_reduce(missing, group=group)
             self.account.add(missing)
         return self._sum(gathered(messages[0], group), row.dtype)
 
-    def _messages(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
+    def _messages(self, rows: Tensor, group: dist.ProcessGroup, scale: float) -> tuple[Tensor, Tensor]:
+        """Return messages (R, bytes) and, for an open account, what they should lose of rows."""
         wanted = self.feedback.added(rows, scale) if self.feedback else rows
-        messages = self.pack(wanted, rows.dtype)
+        messages, lost = self.pack(wanted, rows.dtype), rows
+        rest = self.feedback.rest(rows) if self.feedback and self.account.open else None
+        if self.account.open:
+            lost = rows - self._largest(wanted).to(rows.dtype)
         if self.feedback:
             wanted.sub_(self.unpack(messages, rows.dtype))
             self.feedback.keep(scale)
+        if self.feedback and rest:
+            self.account.kept(self.layout, rest, lost / scale, self.feedback.rest(rows))
         self.traffic.count("gradients", messages.shape[1], group.size())
-        return messages
+        return messages, lost
+
+    def _largest(self, rows: Tensor) -> Tensor:
+        """Return what messages should hold of rows, by the definition."""
+        found = rows.clone()
+        for piece, count in zip(self.layout.pieces(found), self.counts, strict=True):
+            if count:
+                sent = torch.zeros_like(piece, dtype=torch.bool)
+                sent.scatter_(1, piece.abs().topk(count, 1, sorted=False).indices, True)
+                piece.copy_(torch.where(sent, piece.bfloat16(), 0))
+        return found
 
     def _sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)

@@ -38,6 +38,7 @@ class CodedMessages:
         self.composition = composition
         self.replicas = axis_size(composition.mesh, "dp_replicate")
         self.label = ""
+        self.coded: list[bool] = []  # by step: whether gradients lost something
 
     def begin(self, step: int) -> None:
         """Open the accounts of a step, which is the first if ``step`` is 0."""
@@ -70,6 +71,7 @@ class CodedMessages:
             dist.all_gather_object(everyone, found.get(tied.name), group=group)
             if tied.name in found:
                 found[tied.name] = sum((t for t in everyone if t is not None), start=torch.zeros(()))
+        self.coded.append(any(bool(value.any()) for value in found.values()))
         return found
 
     def expected(self, weights: bool) -> dict[str, float]:
@@ -228,7 +230,7 @@ def compare_coded(
         if expected.get(name) and size:
             limit = allowed(expected[name], parameter.numel())
             what = f"lost of remainders{messages.label}"
-            comparison.value(what, name, strayed[name] / size, limit / size)
+            comparison.value(what, name, strayed[name] / size, max(limit / size, CODES))
     return Coded(_shared(received), _shared(gradients))
 
 

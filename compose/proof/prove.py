@@ -54,6 +54,13 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = 
         fill_weights(whole, job, device)
     eps = max(job.config.optimizer.eps, EPS)
     config = replace(job.config, optimizer=replace(job.config.optimizer, eps=eps))
+    # A plain step first, and then as many coded ones as there are.
+    start, notes = min(config.comm.start_step, steps - 1, 1), ()
+    if start < config.comm.start_step:
+        notes = (
+            f"comm.start_step: {config.comm.start_step}, and here {start}: {steps} steps are taken",
+        )
+        config = replace(config, comm=replace(config.comm, start_step=start))
     job = replace(job, config=config)
     train, task = config.train, task_of(config)
     batches = [
@@ -93,7 +100,8 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = 
         loss_scale=scale.value if scale else 1.0,
     )
     trial = Trial(train.micro_batch, loss_function(config), max_norm=CLIP * train.max_norm)
-    return prove_both(whole, batches, arithmetic_of(config.precision), sides, trial)
+    report = prove_both(whole, batches, arithmetic_of(config.precision), sides, trial)
+    return replace(report, notes=(*notes, *report.notes))
 
 
 def _in(arithmetic: Arithmetic, job: Job) -> Job:

@@ -35,6 +35,7 @@ from compose.precision.float8 import NOTHING as WHOLE
 from compose.precision.float8 import Choice, select_layers
 from compose.precision.options import Precision
 from compose.proof.coded_messages import CODES, CodedMessages, compare_coded
+from compose.proof.comm_keys import compare_keys, compare_unwatched, locals_of
 from compose.proof.one_process import (
     EXACT,
     Arithmetic,
@@ -244,23 +245,35 @@ def compare(
     def expected(of: Callable[[References], Expected]) -> Expected | None:
         return of(reference) if reference else None
 
+    def run_batch(here: Composition, step: int) -> Tensor:
+        share = {name: _slice(value, index, count) for name, value in batches[step].items()}
+        return forward_backward(
+            here,
+            share,
+            micro_batch=micro_batch,
+            loss_function=trial.loss_function,
+            loss_scale=loss_scale,
+            dropout=DropoutKey(step),
+        )
+
+    def train(again: Composition) -> None:
+        other = run.sides.optimizer(arithmetic, again)
+        for step in range(len(batches)):
+            run_batch(again, step)
+            clip_grad_norm_(again, max_norm, loss_scale)
+            other.step()
+            other.zero_grad()
+
     messages = CodedMessages(composition) if composition.compression else None
+    begin = locals_of(composition) if messages and not run.label else None
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     differences: list[Difference] = []
     for step, batch in enumerate(batches):
-        share = {name: _slice(value, index, count) for name, value in batch.items()}
         if messages:
             messages.begin(step)
         with watch(composed) as recorder:
-            loss = forward_backward(
-                composition,
-                share,
-                micro_batch=micro_batch,
-                loss_function=trial.loss_function,
-                loss_scale=loss_scale,
-                dropout=DropoutKey(step),
-            )
+            loss = run_batch(composition, step)
         seen: dict[str, list[Choices]] = {}
         if routers(model):
             calls = ids_of_calls(composition, batch["targets"].shape[:2], micro_batch)
@@ -314,6 +327,11 @@ def compare(
         comparison.tensor("update", name, changes, parameter.shape, right, allowed)
     for tied in composition.pipeline.ties if composition.pipeline else ():
         comparison.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
+    if composition.compression and messages:
+        compare_keys(composition.compression, messages.coded, comparison)
+    if begin is not None:
+        compose = partial(run.sides.compose, arithmetic)
+        compare_unwatched(comparison, begin, composition, compose, train)
     return comparison.report(differences, reference.tie if reference else tolerance.loss)
 
 

@@ -269,5 +269,5 @@ BY_KEY = {
     "outer.density": CODES[-3:-2],
     "outer.grace": GRACE,
 }
-"""By key of the table. outer.offload changes nothing on a CPU, and the proof says so."""
+SILENT = {"outer.offload": "it moves memory; on a CPU it changes nothing, and the proof says so"}
 FAULTS = {"outer": [*EVERY, *RATES, *FRAGMENTS, *DELAY, *MIX, *CODES, *GRACE, *BUFFERS]}
