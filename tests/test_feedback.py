@@ -2,13 +2,14 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from compose.errors import ConfigError
-from compose.planning.cluster import load_cluster
-from compose.planning.feedback import against, corrected
+from compose.planning.cluster import Copy, Measured, Product, load_cluster
+from compose.planning.feedback import Row, against, corrected
 from compose.planning.writing import as_toml
 from compose.toml import dump
 from tests.helpers import make_config
@@ -99,13 +100,19 @@ def test_a_run_is_not_read_through_links_and_pipes(made: Path, tmp_path: Path) -
     assert _refusal(made) == f"{made}/metrics.jsonl: cannot be read: is no file"
 
 
-@pytest.mark.parametrize("rate", ["1e-18", "1e24"])
-def test_a_corrected_cluster_can_be_read(made: Path, rate: str) -> None:
+RATIOS = [(1e24, 1e-18), (1.0, 1e24), (1e-18, 1e24), (5e-324, 1e24), (0.0, 1.0), (1.0, 0.0)]
+PRODUCTS = tuple(Product("float32", 64, 64, 64, 1, seconds) for seconds in (1e10, 1e-10))
+COPIES = (Copy(1e6, 1e10), Copy(1e6, 1e-10))
+
+
+@pytest.mark.parametrize("measured", [Measured(), Measured(products=PRODUCTS, copies=COPIES)])
+@pytest.mark.parametrize(("real", "predicted"), RATIOS)
+def test_a_corrected_cluster_can_be_read(
+    tmp_path: Path, real: float, predicted: float, measured: Measured
+) -> None:
     """Whatever the run measured."""
-    (made / "metrics.jsonl").write_bytes(STEP.replace(b"2048.5", rate.encode()) * 3)
-    (made / "traces/step2-2_summary.json").write_text(
-        summary_of(1e-18, **dict.fromkeys(SHARES, 1e-300))
-    )
-    cluster = load_cluster("cpu")
-    (made / "corrected.toml").write_text(as_toml(corrected(cluster, against(made, cluster)), []))
-    assert load_cluster(str(made / "corrected.toml")).node == cluster.node
+    cluster = replace(load_cluster("cpu"), measured=measured)
+    names = ("product", "attention", "other")
+    rows = [Row("step", 1.0, 1e20, "s"), *(Row(name, predicted, real, "s") for name in names)]
+    (tmp_path / "corrected.toml").write_text(as_toml(corrected(cluster, rows), []))
+    assert load_cluster(str(tmp_path / "corrected.toml")).node == cluster.node
