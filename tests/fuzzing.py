@@ -8,8 +8,10 @@ import resource
 import shutil
 import signal
 import stat
+import struct
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -19,7 +21,8 @@ from typing import Any
 # What stands in for a value. TOML and JSON have some alike; a case may put either into either.
 ODD = [
     *("null", "true", "false", "0", "-1", "1", "7", "2.5", "-0.0", "1e-400", "1e999", "-1e308"),
-    *("NaN", "nan", "inf", "-Infinity", str(2**31), str(2**63), str(-(2**63) - 1), "9" * 500),
+    *("9" * 5000, "1e-300", "1e300", "5e-324", "9" * 500, "NaN", "nan", "inf", "-Infinity"),
+    *(str(2**31), str(2**63), str(-(2**63) - 1)),
     *('""', '" "', '"x"', '"1"', '".."', '"../x"', '"/"', '"~"', '"a\\u0000b"', '"\\u001b[2J"'),
     *('"\\ud800"', '"*"', '"["', '"[0-9"', '"{}"', '"%s"', '"ß日本"', '"' + "y" * 5000 + '"'),
     *("[]", "{}", "[[]]", '[""]', "[1, 2, 3]", "[-1]", "[null]", '{"a": 1}', "{ a = 1 }", "[0.5]"),
@@ -166,6 +169,12 @@ def odd_file(random: Random, path: Path, outside: Path | None = None) -> None:
         length = int.from_bytes(content[:8], "little")
         header = odd_json(random, content[8 : 8 + length])
         changed = len(header).to_bytes(8, "little") + header + content[8 + length :]
+    elif name.endswith((".png", ".jpg")):
+        changed = odd_image(random, content)
+    elif name.endswith(".jsonl"):
+        changed = odd_lines(random, content)
+    elif name.endswith(".csv"):
+        changed = odd_table(random, content)
     elif name.endswith(".npy"):
         changed = content[:10] + _odd_text(random, content[10:128]) + content[128:]
     else:
@@ -320,6 +329,50 @@ def odd_toml(random: Random, content: bytes) -> bytes:
         else:
             lines[at] = f"{key}= {random.choice(ODD)}"
     return "\n".join(lines).encode(errors="replace")
+
+
+def odd_image(random: Random, content: bytes) -> bytes:
+    """A PNG with an odd chunk, or odd bytes, or what other decoders of Pillow would take for theirs."""
+    way = random.randrange(4)
+    if way == 0:
+        return odd_bytes(random, content)
+    if way == 1:
+        start = random.choice([b"%!PS-Adobe-3.0 EPSF-3.0\n", b"DDS |", b"GIF89a"])
+        return start + random.randbytes(200)
+    kinds = ["iCCP", "cHRM", "tRNS", "PLTE", "tEXt", "zTXt", "iTXt", "eXIf", "acTL", "fcTL", "fdAT"]
+    name, data = (
+        random.choice(kinds).encode(),
+        random.randbytes(random.choice([0, 1, 4, 8, 12, 26, 40])),
+    )
+    chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    at = random.choice([8, 33, len(content) - 12])
+    return content[:at] + chunk + content[at:]
+
+
+def odd_table(random: Random, content: bytes) -> bytes:
+    """A schedule's .csv with an odd cell, or odd bytes."""
+    if random.random() < 0.3:
+        return odd_bytes(random, content)
+    cells = content.split(b",")
+    odd = [
+        *ODD,
+        " " * 140_000,
+        f"{'9' * 5000}F0",
+        "0F99999999999999999",
+        '"',
+        "1F0\n\n",
+        "0F0" * 60_000,
+    ]
+    cells[random.randrange(len(cells))] = random.choice(odd).encode(errors="replace")
+    return b",".join(cells)
+
+
+def odd_lines(random: Random, content: bytes) -> bytes:
+    """Lines of JSON, one of them odd."""
+    lines = content.splitlines()
+    at = random.randrange(len(lines))
+    lines[at] = odd_json(random, lines[at]) if random.random() < 0.8 else b"\xff" + lines[at]
+    return b"\n".join(lines) + b"\n"
 
 
 def odd_words(random: Random, words: Sequence[str], keys: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ import faulthandler
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 import train
 from compose.__main__ import main
@@ -28,9 +30,12 @@ from compose.commands.cli import parse
 from compose.commands.generate import Sampling, sample_token
 from compose.config import TABLES
 from compose.data import training_batches
+from compose.data.datasets import open_data
 from compose.errors import ConfigError
 from compose.huggingface.conversion import export
+from compose.planning.cluster import FOLDER
 from compose.runtime.processes import TrainingError
+from compose.toml import load
 from tests.fuzzing import TooSlow, Watch, limits, odd_file, odd_toml, odd_words
 from tests.helpers import ROOT
 from tests.tokenizers_made import save_tokenizer
@@ -61,6 +66,20 @@ NUMBERS = ["optimizer.lr", "optimizer.eps", "optimizer.beta1", "train.max_norm",
 NUMBERS += ["train.seed", "optimizer.weight_decay", "train.loss_chunk", "optimizer.min_lr"]
 VALUES = ["0", "1", "-1", "1e-38", "1e30", "1e300", "2", "0.5", "9223372036854775807", "3"]
 STEP = "run/checkpoints/step-00000002"
+PROFILE = {
+    "ranks": [
+        {
+            "seconds_per_step": 0.5,
+            "time": dict.fromkeys(("matmul", "attention", "communication", "optimizer", "other"), 0.2),
+            "memory": {
+                "peak": 9,
+                "at_peak": dict.fromkeys(
+                    ("weights", "gradients", "optimizer", "communication", "activations"), 1
+                ),
+            },
+        }
+    ]
+}
 GIVEN = ["in/train.toml", "--run.dir=run", "--train.stop_after=3", "--data.path=in/set"]
 
 
@@ -120,6 +139,16 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Valid:
         step = folder / "run/checkpoints/step-00000002"
         export(step, there / "whole", original=there / "tokenizer")
         export(step, there / "parts", original=there / "tokenizer", shard_bytes=4000)
+    (there / "cluster.toml").write_text((FOLDER / "h100_sxm.toml").read_text())
+    (there / "table.csv").write_text("0F0,,0B0\n,1F0,1B0\n")
+    (there / "images").mkdir()
+    for number in range(2):
+        Image.new("RGB", (9, 7)).save(there / f"images/{number}.png")
+    with (folder / "run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "tokens_per_second": 9.5}\n')
+    traces = folder / "run/traces"
+    traces.mkdir()
+    (traces / "step1-1_summary.json").write_text(json.dumps(PROFILE))
     (there / "ids.bin").write_bytes(bytes(range(256)) * 2)
     header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (64,), }"
     header = header.ljust(117) + b"\n"
@@ -247,6 +276,44 @@ class Case:
 
         return read
 
+    def odd_images(self) -> Command:
+        odd_file(self.random, self.folder / f"in/images/{self.random.randrange(2)}.png")
+        skip = self.random.choice(["true", "false"])
+        words = [("model.name", "dit"), ("data.path", "in/images"), ("data.skip_unreadable", skip)]
+        config = load(str(ROOT / "train.toml"), words)
+
+        def read() -> None:
+            samples = open_data(config).sets[0]
+            for number in range(len(samples)):
+                samples.read(number)
+
+        return read
+
+    def odd_table(self) -> Command:
+        odd_file(self.random, self.folder / "in/table.csv")
+        words = ["in/train.toml", "--parallel.pp=2", "--parallel.pp_schedule=in/table.csv"]
+        words += ["--train.micro_batch=1", "--model.n_layers=2"]
+        return lambda: main(["schedule", *words, "--out=out/x.svg"])
+
+    def odd_cluster(self) -> Command:
+        path = self.folder / "in/cluster.toml"
+        path.write_bytes(odd_toml(self.random, path.read_bytes()))
+        words = ["in/train.toml", "--cluster=in/cluster.toml", "--world-size=1", "--as-is"]
+
+        def plan() -> None:
+            main(["plan", *words, "--json=out/plan.json", "--report=out/plan.html"])
+            text = (self.folder / "out/plan.json").read_text()
+            assert not re.search("NaN|Infinity", text), text
+
+        return plan
+
+    def odd_measured(self) -> Command:
+        run = self.folder / "run"
+        names = ["metrics.jsonl", "traces/step1-1_summary.json", "config.toml", "traces"]
+        odd_file(self.random, run / self.random.choice([*names[:2], *names]), self.outside)
+        words = ["plan", "--against=run", "--cluster=cpu", "--write=out/corrected.toml"]
+        return lambda: main(words)
+
     def odd_tokenizer(self) -> Command:
         folder = self.folder / "in/tokenizer"
         odd_file(self.random, self.random.choice(sorted(folder.iterdir())), self.outside)
@@ -268,6 +335,10 @@ KINDS: dict[str, tuple[int, Callable[[Case], Command]]] = {
     "model": (8, Case.odd_model),
     "tokens": (7, Case.odd_tokens),
     "tokenizer": (5, Case.odd_tokenizer),
+    "images": (2, Case.odd_images),
+    "table": (1, Case.odd_table),
+    "cluster": (1, Case.odd_cluster),
+    "measured": (1, Case.odd_measured),
 }
 
 

@@ -15,10 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from compose.base.own_files import write_whole
+from compose.base.own_files import open_own, write_whole
 from compose.checkpoint import store
 from compose.composition.state import Composition
 from compose.config import Config
+from compose.errors import ConfigError
 from compose.outer.loop import OuterLoop
 
 PREFIX = "comm-"
@@ -58,6 +59,9 @@ class Kept:
 
         Returns:
             Empty; or one line, if it cannot be carried over and is dropped.
+
+        Raises:
+            ConfigError: The file holds what no messages keep.
         """
         if self.compression is None and self.outer is None:
             return ""
@@ -66,7 +70,7 @@ class Kept:
         path = folder / f"{PREFIX}{group.rank():05d}.safetensors"
         state: dict[str, Tensor] | None = None
         try:
-            with safe_open(path, "pt") as file:
+            with open_own(path), safe_open(path, "pt") as file:
                 if (file.metadata() or {}).get("of") == _label(self.config):
                     state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
@@ -78,12 +82,18 @@ class Kept:
                 f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier"
                 " version, and is dropped"
             )
-        outer = {name: value for name, value in state.items() if name.startswith(_OUTER)}
-        if self.outer:
-            self.outer.restore({name.removeprefix(_OUTER): v for name, v in outer.items()})
-        if self.compression:
-            others = {name: v.to(self.device) for name, v in state.items() if name not in outer}
-            self.compression.restore(others)
+        outer = {n.removeprefix(_OUTER): v for n, v in state.items() if n.startswith(_OUTER)}
+        others = {n: v.to(self.device) for n, v in state.items() if not n.startswith(_OUTER)}
+        try:
+            if self.outer:
+                self.outer.restore(outer, step)
+            if self.compression:
+                self.compression.restore(others)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        unknown = [*(() if self.outer else outer), *(() if self.compression else others)]
+        if unknown:
+            raise ConfigError(f"{path}: {unknown[0]} is no name of what messages keep")
         return ""
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from compose.base.local_tensor import local_tensor
 from compose.comm.activations import Activations
 from compose.comm.exchange import Traffic
+from compose.comm.forms import check
 from compose.comm.gathers import DifferenceGather
 from compose.comm.options import Comm
 from compose.comm.row_codes import RowCode
@@ -130,7 +131,8 @@ class Compression:
         }
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` returned."""
-        for number, units in enumerate(self.stages):
-            begin = f"{number}."
+        """Take what :meth:`state` returned. Raises ConfigError for anything else."""
+        stages = tuple(f"{number}." for number, _ in enumerate(self.stages))
+        check({name: v for name, v in state.items() if not name.startswith(stages)}, {})
+        for begin, units in zip(stages, self.stages, strict=True):
             units.restore({k.removeprefix(begin): v for k, v in state.items() if k.startswith(begin)})

@@ -15,6 +15,7 @@ from compose.comm.all_reduce import CodedSum, PlainSum
 from compose.comm.blocks import Blocks
 from compose.comm.exchange import OwnMemory, Scratch, Traffic
 from compose.comm.feedback import Feedback
+from compose.comm.forms import Forms, check, forms_of
 from compose.comm.gathers import CodedGather, DifferenceGather
 from compose.comm.layout import Layout
 from compose.comm.low_rank import LowRank
@@ -199,10 +200,14 @@ class Units:
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what :meth:`state` returned. Units that do not exist yet take it when they are made."""
         self.kept = state
+        if self.units:
+            check(state, {name: form for unit in self.units for name, form in _forms(unit).items()})
         for unit in self.units:
             self._restore(unit)
 
     def _restore(self, unit: Unit) -> None:
+        forms = _forms(unit)
+        check({name: value for name, value in self.kept.items() if name in forms}, forms)
         for kind, part in unit.parts.items():
             begin = f"{unit.cut.names[0]}.{kind}."
             part.restore(
@@ -251,6 +256,12 @@ class Units:
         feedback = comm.error_feedback and kind == "int4"
         near = self._blocks(8) if kind == "int4" else code
         return InBlocks(layout, code, traffic, feedback, levels, near)
+
+
+def _forms(unit: Unit) -> Forms:
+    """Return the forms of what a unit keeps, by whole names."""
+    begin, parts = unit.cut.names[0], unit.parts.items()
+    return {f"{begin}.{kind}.{name}": f for kind, p in parts for name, f in forms_of(p).items()}
 
 
 class ShardSum(OwnMemory):

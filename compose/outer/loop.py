@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose.base.local_tensor import local_tensor
+from compose.comm.forms import Forms, check
 from compose.composition.state import Composition
 from compose.outer.codes import Code, code_of
 from compose.outer.exchange import Exchange
@@ -290,8 +291,25 @@ class OuterLoop:
                     found[f"{key}.{island}"] = message
         return found
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` returned."""
+    def _forms(self, step: int) -> Forms:
+        """Return the forms of what :meth:`state` may return after a step."""
+        found: Forms = {}
+        for fragment, spans in enumerate(self.fragments):
+            size = sum(end - begin for begin, end in (span.own for span in spans))
+            if self.options.dtype == "top_k":
+                found[f"lost.{fragment}"] = (size,), self.dtype
+            message = CHECK + self.code.size(size) + 4 * self._averaged(fragment).numel()
+            for due in range(step + 1, step + self.options.delay + 1):
+                for island in range(self.islands.count):
+                    found[f"pending.{fragment}.{due}.{island}"] = (message,), torch.uint8
+        return found
+
+    def restore(self, state: dict[str, Tensor], step: int) -> None:
+        """Take what :meth:`state` returned after a step. Raises ConfigError for anything else."""
+        check(state, self._forms(step))
+        begun = [name for name in sorted(state) if name.startswith("pending.")]
+        same = tuple(f"{name.rpartition('.')[0]}." for name in begun[:1])
+        check({name: state[name] for name in begun if not name.startswith(same)}, {})
         messages: list[Tensor | None] = [None] * self.islands.count
         for name, value in state.items():
             kind, *numbers = name.split(".")

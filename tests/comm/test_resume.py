@@ -23,6 +23,8 @@ RUNS: dict[str, tuple[Keys, Keys]] = {
     "zero 3": (INT4, {"parallel__dp_shard": 2}),
     "hsdp": (INT4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2}),
     "ddp": ({"comm__gradients": "powersgd"}, {"parallel__dp_replicate": 2, "parallel__zero": 0}),
+    "two levels": (INT4 | {"comm__near": 2}, {"parallel__dp_shard": 4}),
+    "low rank": ({"comm__gradients": "powersgd", "comm__rank": 2}, {"parallel__dp_shard": 2}),
     "warm-up": (
         {"comm__gradients": "top_k", "comm__start_step": 3},
         {"parallel__dp_shard": 2, "parallel__zero": 1},
