@@ -5,13 +5,16 @@ import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from compose import (
     ActivationCheckpoint,
+    Compile,
     ConfigError,
     DropoutKey,
     Options,
@@ -34,13 +38,18 @@ from compose import (
     forward_backward,
     verify,
 )
+from compose.compiler.compilation import graphs_compiled
 from compose.composition.rules import check_setup
 from compose.composition.setup import Setup
 from compose.operators.dropout import SAMPLES, Masks, dropouts
 from compose.parallel.context_parallel import ContextParallel
 from compose.plan import resolve
 from compose.proof.report import Report
+from compose.registry import ModelFolder, find_model
+from compose.train import trainer
+from models import gpt2
 from models.layers.attention import AttentionCore
+from tests import training
 from tests.helpers import agreed, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
@@ -232,15 +241,15 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "zero 2",
     ),
     "a rank's tokens begin at 0": (
-        "compose.operators.dropout:_Dropout.forward",
+        "compose.operators.dropout:Masks.drop",
         "mesh.get_local_rank()",
         "0",
         "sequence",
     ),
     "the tokens of a rank of cp in another order": (
-        "compose.parallel.sequence:places_of",
-        "for start in starts",
-        "for start in starts[::-1]",
+        "compose.train.step:_with_masks",
+        "for start in starts]",
+        "for start in starts[::-1]]",
         "cp",
     ),
     "another micro-batch when it runs again": (
@@ -407,8 +416,8 @@ def _refused() -> list[str]:
 
 def test_what_is_refused(pool: Pool) -> None:
     assert pool.run(_refused, 1)[0] == [
-        "dropout: drop needs the number of the step, or each step would drop the same elements; give"
-        " forward_backward dropout=DropoutKey(step), or call model.eval()",
+        "dropout: drop would drop the same elements in every step; give forward_backward"
+        " dropout=DropoutKey(step), or call model.eval()",
         "dropout: drop runs in training mode outside of forward_backward, which numbers its samples;"
         " call model.eval()",
         "dropout: drop takes (6, 64), and masks belong to samples: it should take (2, ...); reshape its"
@@ -444,3 +453,135 @@ def test_evaluation_drops_nothing(pool: Pool) -> None:
     for found, expected, drops in pool.run(_evaluated, 2):
         assert found == pytest.approx(expected, rel=1e-6)
         assert drops
+
+
+class Twice(Small):
+    """It runs one nn.Dropout twice, and the function twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.drop(self.into(x)).relu())
+        return self.head(F.dropout(F.dropout(hidden, 0.3, self.training), 0.4, self.training))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Twice(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def _twice() -> tuple[Report, float]:
+    """The proof of such a model that recomputes, and how often two calls of one module agree."""
+    torch.manual_seed(0)
+    mesh, trial = make_mesh(Parallel(dp_shard=2)), Trial(micro_batch=1, loss_function=_summed)
+    batch = {"x": torch.randn(4, 5), "targets": torch.arange(4) % 3}
+    options = Options(Parallel(dp_shard=2), activation_checkpoint=FULL)
+    report = verify(Stack(), Plan(checkpoint=["first"]), mesh, [batch, batch], options, trial)
+    model = nn.Sequential(nn.Dropout(0.5))
+    masks = Masks(model, [], ["0"])
+    masks.samples = masks.begin(KEY, torch.arange(50), None)[SAMPLES]
+    ones = torch.ones(50, 400)
+    return report, float((model(ones) == model(ones)).double().mean())
+
+
+def test_a_module_that_drops_twice(pool: Pool) -> None:
+    results = pool.run(_twice, 2)
+    report = agreed([report for report, _ in results])
+    assert report.ok, str(report)
+    assert abs(results[0][1] - 0.5) < 5 * 0.5 / 20_000**0.5
+
+
+def _functions_refused() -> str:
+    model, mesh = Twice(), make_mesh(Parallel(tp=2, dp_shard=1))
+    plan = Plan(
+        tensor={"into": ColwiseParallel(output_layouts=Replicate())}, replicate=["drop", "head"]
+    )
+    composition = apply(model, plan, mesh, Options(Parallel(tp=2, dp_shard=1)))
+    batch = {"x": torch.randn(2, 5), "targets": torch.arange(2)}
+    return _said(
+        lambda: forward_backward(composition, batch, loss_function=_summed, dropout=DropoutKey(0))
+    )
+
+
+def test_a_function_under_tensor_parallel(pool: Pool) -> None:
+    line = (
+        "dropout: with tp, Twice calls torch.nn.functional.dropout, and no style says on which part of"
+        " a tensor; use nn.Dropout with a style of plan.tensor"
+    )
+    assert pool.run(_functions_refused, 2) == [line] * 2
+
+
+def _compiled(mode: str, recompute: str) -> tuple[bool, int, int]:
+    """Whether four steps have the gradients of those without a compiler; graphs; breaks of graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    mesh, found = make_mesh(Parallel(dp_shard=1)), []
+    for options in (Compile(), Compile(mode, backend="aot_eager")):  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        how = Options(compile=options, activation_checkpoint=ActivationCheckpoint(recompute))  # type: ignore[arg-type]
+        composition = apply(Model(3), PLAN, mesh, replace(how, parallel=Parallel(dp_shard=1)))
+        for step in range(4):
+            forward_backward(composition, _batch(), micro_batch=2, dropout=DropoutKey(step))
+        found.append([p.grad for p in composition.model.parameters()])
+    same = all(bool(torch.allclose(one, other)) for one, other in zip(*found, strict=True))
+    return same, graphs_compiled(), sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.slow
+def test_layers_share_a_graph_for_all_steps(pool: Pool, recompute: str) -> None:
+    assert pool.run(_compiled, 1, "block", recompute) == [(True, 1, 0)]
+
+
+def _inductor() -> bool:
+    """Whether a compiled mask is the mask of an eager run."""
+    model = nn.Sequential(nn.Dropout(0.3))
+    masks = Masks(model, [], ["0"])
+    masks.samples = masks.begin(DropoutKey(3), torch.arange(5), None)[SAMPLES]
+    x = torch.randn(5, 7, 33)
+    eager = model(x)
+    model[0].dropout_calls = 0
+    return torch.equal(torch.compile(model[0].forward, fullgraph=True)(x), eager)
+
+
+@pytest.mark.slow
+def test_inductor_draws_the_same_masks(pool: Pool) -> None:
+    assert pool.run(_inductor, 1) == [True]
+
+
+class Dropping(gpt2.Model):
+    """The GPT-2 of this project with dropout behind its embeddings."""
+
+    def __init__(self, config: gpt2.Config) -> None:
+        super().__init__(config)
+        self.embeddings.tokens = nn.Sequential(self.embeddings.tokens, nn.Dropout(0.3))
+
+
+def _trained(folder: str, steps: list[int]) -> tuple[list[float], list[DropoutKey]]:
+    """Losses of a run that stops and resumes, and the keys of its steps."""
+    keys: list[DropoutKey] = []
+    real = trainer.forward_backward
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        keys.append(kwargs["dropout"])
+        return real(*args, **kwargs)
+
+    def find(name: str) -> ModelFolder:
+        return replace(find_model(name), Model=Dropping, plan=lambda config, parallel: Plan())
+
+    settings = {"run__dir": folder, "train__steps": 4, "train__seed": 9, "checkpoint__interval": 1}
+    for stop in steps:
+        with (
+            mock.patch("compose.legality.job.find_model", find),
+            mock.patch.object(trainer, "forward_backward", noted),
+        ):
+            training.train({"model__name": "gpt2", **settings, "train__stop_after": stop})
+    return [line["loss"] for line in training.lines(Path(folder))], keys
+
+
+def test_a_resumed_run_drops_what_it_would_have(pool: Pool, tmp_path: Path) -> None:
+    losses, keys = pool.run(_trained, 2, str(tmp_path / "whole"), [4])[0]
+    assert keys == [DropoutKey(step, 9) for step in range(4)]
+    assert pool.run(_trained, 1, str(tmp_path / "parts"), [2, 4])[0] == (pytest.approx(losses), keys)

@@ -67,10 +67,9 @@ def _dropouts(setup: Setup) -> None:
     placed = {*dict(setup.resolved.tensor), *setup.resolved.replicate}
     unplaced = [name for name in dropouts(setup.model) if name not in placed]
     if setup.degrees.tp > 1 and unplaced:
-        more = f" and {len(unplaced) - 1} more" if len(unplaced) > 1 else ""
         raise ConfigError(
-            f"plan.tensor: no style says which part of its input the dropout {unplaced[0]}{more} has on"
-            " a rank; list it in replicate if all, or give it SequenceParallel(sequence_dim=n,"
+            f"plan.tensor: no style says which part of its input the dropout {unplaced[0]} has on a"
+            " rank; list it in replicate if all, or give it SequenceParallel(sequence_dim=n,"
             " use_local_output=True) if a part of dim n"
         )
 

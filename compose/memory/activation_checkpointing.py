@@ -33,6 +33,8 @@ from compose.errors import ConfigError, did_you_mean
 from compose.memory.activation_bytes import UnitCost, unit_costs
 
 Operators = frozenset[torch._ops.OpOverload]
+Forward = Callable[..., Any]
+Held = Callable[[Forward], Forward]
 
 # Operators of aten, or of another namespace, by the name of their group in ``keep``.
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -155,21 +157,15 @@ def within(costs: Mapping[str, UnitCost], budget: float) -> dict[str, tuple[str,
         chosen[name] = number
 
 
-Forward = Callable[..., Any]
-
-
 def apply_activation_checkpointing(
-    model: nn.Module,
-    units: Mapping[str, Operators],
-    held: Callable[[Forward], Forward] | None = None,
+    model: nn.Module, units: Mapping[str, Operators], held: Held | None = None
 ) -> None:
     """Recompute units of a model in backward, except the kept results.
 
     Args:
         model: The model.
         units: For each unit, the operators whose results are kept.
-        held: Called in forward with a unit's forward. Returns what runs then and again in backward: it
-            holds what the forward depends on besides its inputs.
+        held: Returns a unit's forward with what it depends on besides its inputs, as it is now.
     """
     for name, kept in units.items():
         module = model.get_submodule(name)
@@ -180,9 +176,7 @@ def apply_activation_checkpointing(
         module.forward = _recomputing(module.forward, held, options)
 
 
-def _recomputing(
-    forward: Forward, held: Callable[[Forward], Forward] | None, options: Mapping[str, Any]
-) -> Forward:
+def _recomputing(forward: Forward, held: Held | None, options: Mapping[str, Any]) -> Forward:
     # A function, since torch.compile does not look into a partial of checkpoint, its own function.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(held(forward) if held else forward, *args, **options, **kwargs)

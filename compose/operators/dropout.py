@@ -5,19 +5,22 @@ element's place: its sample in the global batch, its token in the whole sequence
 There is no generator with a state. So ranks, micro-batches, stages and recomputation draw the masks of
 one process, and so does a run that resumes.
 
-The hash is the 32-bit integer hash of two multiplications that "Hash Prospector" (C. Wellons 2018)
-rates best, once for each dim.
+The hash is one of 32 bits and two multiplications of "Hash Prospector" (C. Wellons 2018), for each dim.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
 
 from compose.errors import ConfigError
 
@@ -40,54 +43,47 @@ class DropoutKey:
 class Masks:
     """The masks of one model's dropout, as this rank draws them."""
 
-    def __init__(self, model: nn.Module, parts: Sequence[nn.Module], names: Sequence[str]) -> None:
-        """Tie each dropout of ``model``.
+    def __init__(
+        self, model: nn.Module, parts: Sequence[nn.Module], names: Sequence[str], functions: str = "tie"
+    ) -> None:
+        """Tie each nn.Dropout of ``model``, which is run by calls of ``parts``, its stages.
 
-        Args:
-            model: The model, or what this rank's stages run of it.
-            parts: The modules that are called: the model, or its stages.
-            names: The names of all dropouts of the whole model.
+        ``names`` are the dropouts of the whole model. ``functions`` says what to do with calls of
+        torch.nn.functional.dropout: "tie", "refuse" or "ignore" them.
         """
-        self.model, self.names = model, names
+        self.model, self.names, self.functions = model, names, functions
+        self.step = ""
         self.samples: Tensor | None = None
         self.places: Tensor | None = None
-        here = dict(model.named_modules())
-        self.modules = {name: cast(_Dropout, here[name]) for name in names if name in here}
-        for name, module in self.modules.items():
-            module.__class__ = _Dropout
-            module.name, module.masks = name, self
-            # On the host: a number for the kernels, and for a compiler a tensor, so no constant.
-            module.key = torch.zeros((), dtype=torch.int32, device="cpu")
+        self.name_of = {id(module): name for name, module in model.named_modules()}
+        self.tied: list[Any] = []
+        self.functional = False
+        for module in model.modules():
+            if type(module) is nn.Dropout:
+                module.__class__ = _Dropout
+                cast(_Dropout, module).masks = self
+                self._tie(module)
         for part in parts:
             part.forward = self._numbered(part.forward)
 
     def begin(
         self, key: DropoutKey | None, samples: Tensor, places: Tensor | None
-    ) -> Mapping[str, Tensor]:
-        """Begin a step.
+    ) -> dict[str, Tensor]:
+        """Begin a step, and return an entry for the batch; none if the model is in evaluation mode.
 
-        Args:
-            key: The step's masks.
-            samples: The numbers in the mesh's batch of the samples that this rank sees, (B,).
-            places: The places in the sequence of the tokens that this rank sees, (L,), if not all.
-
-        Returns:
-            Another entry of the batch; empty if nothing is dropped.
-
-        Raises:
-            ConfigError: There is no key, and the model is in training mode.
+        ``samples`` (B,) are the numbers of this rank's samples in the batch of the mesh. ``places``
+        (L,) are those of its tokens in the sequence, if it has a part. ConfigError: there is no key.
         """
         if not self.model.training:
             return {}
         if key is None:
-            others = len(self.names) - 1
-            who = f"{self.names[0]} and {others} more need" if others else f"{self.names[0]} needs"
             raise ConfigError(
-                f"dropout: {who} the number of the step, or each step would drop the same elements;"
-                " give forward_backward dropout=DropoutKey(step), or call model.eval()"
+                f"dropout: {self.names[0]} would drop the same elements in every step; give"
+                " forward_backward dropout=DropoutKey(step), or call model.eval()"
             )
-        for name, module in self.modules.items():
-            module.key.fill_(_hashed(f"{key.seed}/{key.step}/{name}"))
+        self.step = f"{key.seed}/{key.step}"
+        for module in self.tied:
+            module.dropout_key.fill_(self._hashed(module))
         self.places = None if places is None else places.to(torch.int32)
         return {SAMPLES: (samples + key.first).to(torch.int32)}
 
@@ -95,84 +91,150 @@ class Masks:
         """Return ``forward`` with the micro-batch of now, for when it runs again in backward."""
         if torch.compiler.is_compiling():  # a graph keeps the numbers as its inputs
             return forward
-        samples = self.samples
+        samples, calls = self.samples, {module: module.dropout_calls for module in self.tied}
 
         def again(*args: Any, **kwargs: Any) -> Any:
             self.samples = samples
-            return forward(*args, **kwargs)
+            for module in self.tied:
+                module.dropout_calls = calls.get(module, 0)
+            with _Functional(self) if self.functional else nullcontext():
+                return forward(*args, **kwargs)
 
         return again
 
     def _numbered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        unseen = [] if self.functions == "ignore" else [forward]
+
         @wraps(forward)
         def numbered(*args: Any, **kwargs: Any) -> Any:
             self.samples = kwargs.pop(SAMPLES, None)
-            return forward(*args, **kwargs)
+            for module in self.tied:
+                module.dropout_calls = 0
+            # A first forward shows whether it calls the function. The mode costs time at each operator.
+            first = forward in unseen and self.samples is not None
+            if first:
+                unseen.remove(forward)
+            with _Functional(self) if first or self.functional else nullcontext():
+                return forward(*args, **kwargs)
 
         return numbered
 
+    def _tie(self, module: Any) -> None:
+        # On the host: a number for the kernels, and for a compiler a tensor, so no constant.
+        module.dropout_key = torch.full((), self._hashed(module), dtype=torch.int32, device="cpu")
+        module.dropout_calls = 0
+        self.tied.append(module)
+
+    def _hashed(self, module: nn.Module) -> int:
+        digest = hashlib.sha256(f"{self.step}/{self.name_of[id(module)]}".encode()).digest()
+        return int.from_bytes(digest[:4], "big", signed=True)
+
+    def function(
+        self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        """Take the place of ``torch.nn.functional.dropout``."""
+        if not training or p == 0:
+            return x
+        module, self.functional = self.caller(), True
+        if module not in self.tied:
+            self._tie(module)
+        if self.functions == "refuse" and not isinstance(x, DTensor):
+            raise ConfigError(
+                f"dropout: with tp, {type(module).__name__} calls torch.nn.functional.dropout, and no"
+                " style says on which part of a tensor; use nn.Dropout with a style of plan.tensor"
+            )
+        return self.drop(x, p, module)
+
+    def caller(self) -> Any:
+        """Return the innermost module of the model in whose forward this is called."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            for name in ("self", "module"):  # the latter is that of functions of transformers
+                if id(frame.f_locals.get(name)) in self.name_of:
+                    return frame.f_locals[name]
+            frame = frame.f_back
+        return self.model
+
+    def drop(self, x: Tensor, p: float, module: Any) -> Tensor:
+        """Return ``x`` (samples, ...) without the elements that ``module`` drops in this call."""
+        key = module.dropout_key
+        key = _mixed(key + module.dropout_calls) if module.dropout_calls else key
+        if not torch.compiler.is_compiling():  # a graph that recomputes may not count
+            module.dropout_calls += 1
+        if p == 1:
+            return x * 0.0
+        local, first = x, [0] * x.ndim
+        if isinstance(x, DTensor):
+            if x.placements[0].is_partial():
+                x = x.redistribute(placements=[Replicate()])
+            local, mesh, placement = x.to_local(), x.device_mesh, cast(Any, x.placements[0])
+            if placement.is_shard():
+                dim = placement.dim % x.ndim
+                first[dim] = mesh.get_local_rank() * -(-x.shape[dim] // mesh.size())
+        parts = zip(self._indices(x.shape, module), first, local.shape, strict=True)
+        samples, *others = [index.narrow(0, start, size) for index, start, size in parts]
+        hashed = samples ^ key
+        for index in others:
+            hashed = _mixed(hashed)[..., None] ^ _mixed(index)
+        # int32 is from -2^31 to 2^31 - 1.
+        kept = _half_mixed(hashed) >= round(p * 2**32) - 2**31
+        dropped = torch.where(kept, local / (1 - p), 0.0)
+        if not isinstance(x, DTensor):
+            return dropped
+        return DTensor.from_local(
+            dropped, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
+
+    def _indices(self, shape: torch.Size, module: nn.Module) -> list[Tensor]:
+        """Return the indices along each dim of a tensor that is whole but for its samples and cp."""
+        if self.samples is None:
+            raise ConfigError(
+                f"dropout: {self.name_of[id(module)]} runs in training mode outside of"
+                " forward_backward, which numbers its samples; call model.eval()"
+            )
+        known = [self.samples] if self.places is None else [self.samples, self.places]
+        if list(shape[: len(known)]) != [len(index) for index in known]:
+            wanted = ", ".join(str(len(index)) for index in known)
+            raise ConfigError(
+                f"dropout: {self.name_of[id(module)]} takes {tuple(shape)}, and masks belong to samples"
+                f"{' and tokens' if len(known) > 1 else ''}: it should take ({wanted}, ...); reshape"
+                " its input, or use p = 0"
+            )
+        whole = partial(torch.arange, dtype=torch.int32, device=self.samples.device)
+        return known + [whole(size) for size in shape[len(known) :]]
+
 
 class _Dropout(nn.Dropout):
-    name: str
     masks: Masks
-    key: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return input
-        if not isinstance(input, DTensor):
-            return self._drop(input, input.shape, [0] * input.ndim)
-        if any(placement.is_partial() for placement in input.placements):
-            input = input.redistribute(placements=[Replicate()])
-        (placement,), mesh = input.placements, input.device_mesh
-        first = [0] * input.ndim
-        if placement.is_shard():
-            dim = cast(Any, placement).dim % input.ndim
-            first[dim] = mesh.get_local_rank() * -(-input.shape[dim] // mesh.size())
-        local = self._drop(input.to_local(), input.shape, first)
-        return DTensor.from_local(
-            local, mesh, [placement], run_check=False, shape=input.shape, stride=input.stride()
-        )
+        return self.masks.drop(input, self.p, self)
 
-    def _drop(self, x: Tensor, shape: torch.Size, first: Sequence[int]) -> Tensor:
-        """Drop elements of ``x``, the part of a tensor of ``shape`` that begins at ``first``."""
-        samples, places = self.masks.samples, self.masks.places
-        if samples is None:
+
+@dataclass
+class _Functional(TorchFunctionMode):
+    """Ties ``torch.nn.functional.dropout``, and refuses attention that drops inside its kernel."""
+
+    masks: Masks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self.masks.function(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or any(args[4:5])):
+            name = self.masks.name_of[id(self.masks.caller())]
             raise ConfigError(
-                f"dropout: {self.name} runs in training mode outside of forward_backward, which numbers"
-                " its samples; call model.eval()"
+                f"dropout: {name} drops inside scaled_dot_product_attention, which takes no mask; have"
+                ' it drop nothing, or use attn_implementation="eager" of transformers'
             )
-        wanted = [len(samples)] if places is None else [len(samples), len(places)]
-        if list(shape[: len(wanted)]) != wanted:
-            raise ConfigError(
-                f"dropout: {self.name} takes {tuple(shape)}, and masks belong to samples"
-                f"{' and tokens' if len(wanted) > 1 else ''}: it should take"
-                f" ({', '.join(map(str, wanted))}, ...); reshape its input, or use p = 0"
-            )
-        if self.p == 1:
-            return x * 0.0
-        indices = [
-            torch.arange(start, start + size, dtype=torch.int32, device=x.device)
-            for start, size in zip(first, x.shape, strict=True)
-        ]
-        indices[0] = samples
-        if places is not None:
-            indices[1] = places.narrow(0, first[1], x.shape[1])
-        hashed = indices[0] ^ self.key
-        for index in indices[1:]:
-            hashed = _mixed(hashed)[..., None] ^ _mixed(index)
-        # int32 is from -2^31 to 2^31 - 1.
-        kept = _half_mixed(hashed) >= round(self.p * 2**32) - 2**31
-        return torch.where(kept, x / (1 - self.p), 0.0)
+        return func(*args, **kwargs)
 
 
 def dropouts(model: nn.Module) -> list[str]:
-    """Return the names of the dropouts of ``model`` that drop anything."""
+    """Return the names of the modules of ``model`` that drop elements."""
     return [name for name, m in model.named_modules() if type(m) is nn.Dropout and m.p > 0]
-
-
-def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big", signed=True)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -60,21 +60,6 @@ def chunk_starts(rank: int, cp: int, balance: Balance, length: int) -> tuple[int
     return tuple(chunk * (length // len(chunks)) for chunk in chunks)
 
 
-def places_of(mesh: DeviceMesh, balance: Balance, length: int) -> Tensor:
-    """Return the places in the whole sequence of a rank's tokens.
-
-    Args:
-        mesh: The 1-D mesh of cp.
-        balance: How chunks are dealt to ranks.
-        length: Tokens of a row that a rank holds.
-
-    Returns:
-        Places, (length,).
-    """
-    starts = chunk_starts(mesh.get_local_rank(), mesh.size(), balance, length)
-    return torch.cat([torch.arange(start, start + length // len(starts)) for start in starts])
-
-
 def pad_sequence(batch: Mapping[str, Tensor], unit: int) -> dict[str, Tensor]:
     """Pad every sequence of a batch at the end, where no causal attention sees it.
 

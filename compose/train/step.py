@@ -21,7 +21,7 @@ from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
 from compose.parallel.routing import begin_step, finish_step
 from compose.parallel.secondary_shards import secondary_shards
-from compose.parallel.sequence import chunk_count, pad_sequence, places_of, shard_sequence
+from compose.parallel.sequence import chunk_count, chunk_starts, pad_sequence, shard_sequence
 from compose.precision.float8 import shared_scales
 
 
@@ -58,8 +58,7 @@ def forward_backward(
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
-        ConfigError: The ranks of the mesh cannot share the sequences, or a model with dropout gets no
-            ``dropout``.
+        ConfigError: The ranks cannot share the sequences, or a model with dropout gets no key for it.
     """
     model, mesh = composition.model, composition.mesh
     targets = batch["targets"]
@@ -170,7 +169,11 @@ def _with_masks(
     first = next(iter(batch.values()))
     if axis_size(mesh, "cp") > 1:
         length = next(v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1)
-        places = places_of(mesh["cp"], composition.balance, length).to(first.device)
+        starts = chunk_starts(
+            mesh.get_local_rank("cp"), axis_size(mesh, "cp"), composition.balance, length
+        )
+        pieces = [torch.arange(start, start + length // len(starts)) for start in starts]
+        places = torch.cat(pieces).to(first.device)
     samples = torch.arange(len(first), device=first.device) + index * len(first)
     return {**batch, **composition.dropout.begin(key, samples, places)}
 
