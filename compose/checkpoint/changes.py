@@ -1,6 +1,7 @@
 """Tells which keys of a config have changed since a checkpoint was saved."""
 
 from pathlib import Path
+from typing import Any
 
 from compose.base.fields import toml_value
 from compose.base.own_files import open_own
@@ -23,6 +24,24 @@ _SAME_TRAINING = {
 }
 
 
+def _config(folder: Path) -> dict[str, Any]:
+    """Return the tables of a checkpoint's config.toml; none if it lacks the file or has another."""
+    try:
+        with open_own(folder / "config.toml") as file:
+            return tomllib.load(file)
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def islands_of(folder: Path) -> int:
+    """Return how many islands the run of a checkpoint had; 0 if it does not say."""
+    was = _config(folder)
+    try:
+        return int(was["parallel"]["dp_replicate"]) if was["outer"]["every"] else 1
+    except (KeyError, TypeError, ValueError):
+        return 0
+
+
 def changes(folder: Path, config: Config) -> list[str]:
     """List the keys that decide how a run trains on, and that have changed since a checkpoint.
 
@@ -35,12 +54,7 @@ def changes(folder: Path, config: Config) -> list[str]:
     Returns:
         One text for each key, with its value now and its value then.
     """
-    try:
-        with open_own(folder / "config.toml") as file:
-            was = tomllib.load(file)
-    except (OSError, ValueError, RecursionError):
-        return []  # a checkpoint may lack this file
-    now, found = tomllib.loads(dump(config)), []
+    was, now, found = _config(folder), tomllib.loads(dump(config)), []
     for table in ("model", "train", "optimizer", "precision", "outer"):
         before = was.get(table)
         for key, value in now[table].items() if isinstance(before, dict) else ():

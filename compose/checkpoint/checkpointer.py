@@ -7,6 +7,7 @@ is whole before anything reads or deletes it by name (store.py).
 
 import contextlib
 import json
+import math
 import platform
 import shutil
 import threading
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.base.own_files import write_whole
 from compose.checkpoint import coded_messages, store
-from compose.checkpoint.changes import changes
+from compose.checkpoint.changes import changes, islands_of
 from compose.checkpoint.coded_messages import Kept
 from compose.checkpoint.loading import (
     cause_of,
@@ -149,6 +150,8 @@ class Checkpointer:
         if self.rank == 0:
             store.clean(self.root)
         folders = self._agreed(self._candidates() if self.rank == 0 else [])
+        if folders and isinstance(folders[0], str):
+            raise ConfigError(folders[0])
         for folder in folders:
             problems = self._damage(folder)
             if not problems:
@@ -162,6 +165,8 @@ class Checkpointer:
                 lost = kept.restore(folder, self.group, progress.step)
                 if lost:
                     self._say(lost)
+                if self.rank == 0 and current().count > 1:
+                    self._set_aside(folders, progress.step)
                 if self.rank == 0 and progress.step and (changed := changes(folder, self.config)):
                     self._say(f"{folder}: goes on with {', '.join(changed)}")
                 return progress
@@ -226,7 +231,8 @@ class Checkpointer:
             left = self.config.checkpoint.fail_after - self.failures
             self._say(
                 f"checkpoint of step {report.step} failed: {report.problem}; training goes on"
-                f"{f', and stops after {left} more' if left > 0 else ''}"
+                f"{f', and stops after {left} more' if left > 0 else ''}",
+                own=True,
             )
         return report
 
@@ -235,19 +241,40 @@ class Checkpointer:
         """Whether ``checkpoint.fail_after`` saves have failed."""
         return 0 < self.config.checkpoint.fail_after <= self.failures
 
-    def _candidates(self) -> list[Path]:
-        """Return the checkpoints from which this island may go on, the newest first.
+    def _candidates(self) -> list[Path | str]:
+        """Return the checkpoints from which this island may go on, the newest first, or why none is.
 
-        All islands go on from the same step. If there is none that all have, as after a run on fewer
-        islands, all go on from those of the first.
+        All islands go on from the same step, each from its own state. On another number of islands all
+        go on from the checkpoints of the first.
         """
         own, islands = store.newest_first(self.root), current()
-        names = [folder.name for folder in own]
-        everyone = [json.loads(one) for one in islands.everyone("checkpoints", json.dumps(names))]
-        if common := set.intersection(*map(set, everyone)):
+        names, before = [folder.name for folder in own], next(filter(None, map(islands_of, own)), 0)
+        said = islands.everyone("checkpoints", json.dumps([names, before]))
+        everyone = [names for names, _ in map(json.loads, said)]
+        before = next(filter(None, (many for _, many in map(json.loads, said))), 0)
+        common = set.intersection(*map(set, everyone))
+        if common and before in (0, islands.count):
             return [folder for folder in own if folder.name in common]
         first = self.root if islands.index == 0 else self.root.parents[2] / self.root.name
+        if before == islands.count > 1:
+            steps = [", ".join(str(store.step_of(Path(n))) for n in one) or "none" for one in everyone]
+            held = "; ".join(f"island {i}: {some}" for i, some in enumerate(steps))
+            return [
+                f"run.dir: {first.parent}: its islands have no checkpoint of the same step ({held}),"
+                " and none may lose what it has learned: put a folder back, or copy one into the"
+                " checkpoints of all islands to go on from it alone"
+            ]
         return [first / name for name in everyone[0]]
+
+    def _set_aside(self, folders: list[Path], step: int) -> None:
+        """Rename this island's checkpoints after ``step``, which others lack and this run will redo."""
+        for folder in store.newest_first(self.root):
+            if store.step_of(folder) > step and folder not in folders:
+                try:
+                    kept = store.set_aside(folder, "earlier")
+                except OSError as error:
+                    raise ConfigError(f"{folder}: cannot be renamed: {cause_of(error)}") from None
+                self._say(f"{folder}: other islands lack this step; kept as {kept.name}", own=True)
 
     def _damage(self, folder: Path) -> list[str]:
         """Return a line for each damage of a checkpoint, of any island's; the same on every rank."""
@@ -319,11 +346,17 @@ class Checkpointer:
         return ["", sum(entry["size"] for entry in everything.values())]
 
     def _prune(self, newest: Path) -> None:
-        keep = self.config.checkpoint
+        keep, before = self.config.checkpoint, math.inf
+        if current().count > 1:  # islands go on from a step that all have
+            names = [folder.name for folder in store.newest_first(self.root)]
+            told = current().told("checkpoints", json.dumps(names))
+            common = set.intersection(*(set(json.loads(one)) for one in told)) if told else set()
+            before = max((store.step_of(Path(name)) for name in common), default=0)
         try:
-            store.prune(self.root, keep.keep_last, keep.keep_every, newest)
+            store.prune(self.root, keep.keep_last, keep.keep_every, newest, before)
         except OSError as error:
-            self._say(f"{self.root}: an old checkpoint could not be removed: {cause_of(error)}")
+            problem = f"an old checkpoint could not be removed: {cause_of(error)}"
+            self._say(f"{self.root}: {problem}", own=True)
 
     def _described(self, progress: Progress) -> dict[str, Any]:
         original = self.config.checkpoint.load_hf
@@ -365,9 +398,12 @@ class Checkpointer:
         if problem[0]:
             raise OSError(problem[0])
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, own: bool = False) -> None:
+        """Print a line once for the job; one about an island's ``own`` files once for that island."""
         if speaks():
             print(text, flush=True)
+        elif own and self.rank == 0:
+            print(f"island {current().index}: {text}", flush=True)
 
 
 def _progress(known: store.State) -> Progress:

@@ -6,6 +6,7 @@ the size and checksum of every file. Then it is published by renaming, which is 
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -181,16 +182,17 @@ def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
     for path in (*folder.iterdir(), folder):
         _flush(path)
     final = folder.with_name(folder.name.removeprefix(".writing-"))
-    if os.path.lexists(final):  # a damaged checkpoint of this step is kept under another name
-        aside = next(
-            p
-            for i in range(1, 10**6)
-            if not os.path.lexists(p := final.with_name(f"{final.name}.damaged-{i}"))
-        )
-        final.rename(aside)
+    if os.path.lexists(final):
+        set_aside(final, "damaged")
     folder.rename(final)
     _flush(final.parent)
     return final
+
+
+def set_aside(folder: Path, why: str) -> Path:
+    """Give a checkpoint's folder a name that nothing reads, with a word on why; return it."""
+    names = (folder.with_name(f"{folder.name}.{why}-{i}") for i in range(1, 10**6))
+    return folder.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 def mark(run: Path) -> None:
@@ -296,7 +298,7 @@ def _problem(path: Path, entry: Entry) -> str:
     return ""
 
 
-def prune(root: Path, keep_last: int, keep_every: int, newest: Path) -> None:
+def prune(root: Path, keep_last: int, keep_every: int, newest: Path, before: float = math.inf) -> None:
     """Delete old checkpoints.
 
     A folder without a manifest is never deleted.
@@ -306,9 +308,11 @@ def prune(root: Path, keep_last: int, keep_every: int, newest: Path) -> None:
         keep_last: Number of newest checkpoints to keep.
         keep_every: Keep those of every so many steps too; 0 keeps none of them.
         newest: The checkpoint just published, which is kept in any case.
+        before: Keep those of this step and of later ones too.
     """
     for place, folder in enumerate(newest_first(root)):
         kept = place < keep_last or (keep_every and step_of(folder) % keep_every == 0)
+        kept = kept or step_of(folder) >= before
         others = folder.is_symlink() or not (folder / MANIFEST).exists()
         if kept or folder == newest or others:
             continue

@@ -5,12 +5,16 @@ within an island needs to know nothing of islands. Ranks of different islands me
 of them began with, and in the groups of compose/outer/exchange.py.
 """
 
+import time
 from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
 
 _STOP = "stop"
+_LEFT = "left"
+FAILED = "compose/failed"
+_LOOK = 0.05  # seconds between two looks into the store
 _PATIENCE = timedelta(minutes=30)  # for islands that are still starting
 
 
@@ -79,6 +83,29 @@ class Islands:
         self.store.wait(keys, _PATIENCE)
         said = [tuple(map(int, self.store.get(key).decode().split())) for key in keys]
         return max(why for _, why in said), max(last for last, _ in said)
+
+    def told(self, key: str, value: str) -> list[str] | None:
+        """Note a value of this island; return the newest of each, or None if one has none yet."""
+        keys = [f"told/{key}/{island}" for island in range(self.count)]
+        self.store.set(keys[self.index], value)
+        return [self.store.get(key).decode() for key in keys] if self.store.check(keys) else None
+
+    def leave(self, rank: int, ranks: int, patience: float) -> None:
+        """Note that a rank has ended; the first waits for all others, since it may hold the store.
+
+        Args:
+            rank: The rank in its island.
+            ranks: The ranks of an island.
+            patience: Seconds that it waits at most.
+        """
+        if self.count == 1:
+            return
+        left, until = self.store.add(_LEFT, 1), time.monotonic() + patience
+        while rank == self.index == 0 and left < ranks * self.count and time.monotonic() < until:
+            if self.store.check([FAILED]):
+                return
+            time.sleep(_LOOK)
+            left = self.store.add(_LEFT, 0)
 
     def finished(self) -> None:
         """Tell the others that this island takes no more steps; only first ranks call it."""

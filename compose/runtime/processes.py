@@ -18,11 +18,11 @@ from compose.comm.options import Comm
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.runtime.heartbeat import Watch, launcher, set_limit, store_in_first_rank
-from compose.runtime.islands import current, divide
+from compose.runtime.islands import FAILED, current, divide
 from compose.runtime.stragglers import Stragglers, behind, default_store
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
-_FAILED, _SAID = "compose/failed", "compose/said"
+_SAID = "compose/said"
 
 
 def start_timeout(comm: Comm) -> timedelta:
@@ -113,6 +113,8 @@ def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
         os._exit(2 if isinstance(error, ConfigError) else 1)
     watch.stop()
     dist.destroy_process_group()
+    with contextlib.suppress(RuntimeError):  # the store has ended, and with it the job
+        current().leave(rank, world_size, timeout.total_seconds())
 
 
 def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int) -> None:
@@ -128,15 +130,15 @@ def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int) -
         _wait_for_first(store)
     # If the store is in this rank, it stays until the others know that they are not the first.
     end = time.monotonic() + _SKEW if rank == 0 and store_in_first_rank() else 0.0
-    while time.monotonic() < end and store.add(_FAILED, 0) < world_size:
+    while time.monotonic() < end and store.add(FAILED, 0) < world_size:
         time.sleep(0.05)
 
 
 def _first_to_fail(store: dist.Store) -> bool:
     """Note that a rank has failed; return whether it is the first, of all islands."""
-    first = store.add(_FAILED, 1) == 1
+    first = store.add(FAILED, 1) == 1
     islands = current()
-    return first and (islands.count == 1 or islands.store.add(_FAILED, 1) == 1)
+    return first and (islands.count == 1 or islands.store.add(FAILED, 1) == 1)
 
 
 def _wait_for_first(store: dist.Store) -> None:

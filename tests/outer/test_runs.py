@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,11 +16,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from compose.checkpoint import store
+from compose.config import Config
+from compose.errors import ConfigError
 from compose.proof.verify import whole
 from compose.runtime.islands import current
+from compose.runtime.processes import process_group
 from compose.train.metrics import StepMetrics
 from compose.train.trainer import Trainer
 from tests.checkpoints import shards
+from tests.command_lines import free_port
+from tests.forks import forks
 from tests.helpers import Keys, make_job
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines
@@ -32,6 +39,7 @@ RUN: Keys = {
     "outer__every": 4,
 }
 MESHES: dict[str, tuple[int, Keys]] = {
+    "one rank": (1, {}),
     "zero 3": (2, {"parallel__dp_shard": 2}),
     "tp": (2, {"parallel__tp": 2, "parallel__dp_shard": 1}),
 }
@@ -58,6 +66,33 @@ def run(keys: Keys, islands: int) -> list[str]:
     with mock.patch("builtins.print", lambda text, **_: said.append(text)):
         Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
     return said
+
+
+def outcome(keys: Keys, broken_from: int = 0) -> list[str]:
+    """Train; what is said on this rank, or why it cannot begin. Saves of the second island may fail."""
+    said: list[str] = []
+    real = store.publish
+
+    def publish(folder: Path, files: Any) -> Path:
+        if broken_from and current().index == 1 and int(folder.name[-8:]) >= broken_from:
+            raise OSError(28, "No space left on device")
+        return real(folder, files)
+
+    job = make_job(dist.get_world_size() * 2, **{"parallel__dp_replicate": 2, **keys})
+    with (
+        mock.patch("builtins.print", lambda text, **_: said.append(text)),
+        mock.patch.object(store, "publish", publish),
+    ):
+        try:
+            Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
+        except ConfigError as error:
+            return list(error.problems)
+    return said
+
+
+def steps(run_dir: Path) -> list[str]:
+    """The names of a run's checkpoints, those set aside too."""
+    return sorted(p.name.removeprefix("step-000000") for p in (run_dir / "checkpoints").iterdir())
 
 
 def train(pool: Pool, folder: Path, keys: Keys, mesh: str = "zero 3", islands: int = 2) -> list[str]:
@@ -236,3 +271,81 @@ def test_an_island_that_is_late_joins_the_next_exchange(pool: Pool, tmp_path: Pa
     for took_part, weights in found:
         assert took_part == [1, 2]  # the exchange after the last step waits for all
         assert all(torch.equal(weights[name], value) for name, value in found[0][1].items())
+
+
+DRIFT: Keys = {
+    "train__steps": 8,
+    "outer__every": 8,
+    "checkpoint__interval": 2,
+    "checkpoint__keep_last": 8,
+}
+
+
+def _without(run_dir: Path, *gone: int) -> None:
+    for step in gone:
+        shutil.rmtree(run_dir / "checkpoints" / store.name_of(step))
+
+
+def test_islands_without_a_common_step_do_not_begin(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_for(tmp_path, **(RUN | DRIFT))
+    pool.run(outcome, 2, keys | {"train__stop_after": 6}, islands=2)
+    first, second = folders(tmp_path)
+    _without(first, 2)
+    _without(second, 4, 6)
+    said = pool.run(outcome, 2, keys, islands=2)
+    line = (
+        f"run.dir: {tmp_path}: its islands have no checkpoint of the same step (island 0: 6, 4;"
+        " island 1: 2), and none may lose what it has learned: put a folder back, or copy one into the"
+        " checkpoints of all islands to go on from it alone"
+    )
+    assert said == [[line], [line]]
+    assert (steps(first), steps(second)) == (["04", "06"], ["02"])
+    shutil.copytree(*(one / "checkpoints" / store.name_of(4) for one in (first, second)))
+    said = pool.run(outcome, 2, keys, islands=2)  # the cure
+    root = first / "checkpoints"
+    assert said[0][:2] == [
+        f"{root}/step-00000004: resumed after step 4",
+        f"{root}/step-00000006: other islands lack this step; kept as step-00000006.earlier-1",
+    ]
+    assert steps(first) == ["04", "06", "06.earlier-1", "08"]
+    assert steps(second) == ["02", "04", "06", "08"]
+
+
+@pytest.mark.slow
+def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> None:
+    """The second island's saves fail from step 4 on, and it says so; the first one keeps step 2."""
+    keys = keys_for(tmp_path, **(RUN | DRIFT | {"checkpoint__keep_last": 1}))
+    said = pool.run(outcome, 2, keys, 4, islands=2)
+    first, second = folders(tmp_path)
+    assert (steps(first), steps(second)) == (["02", "04", "06", "08"], ["02"])
+    assert not any("failed" in line for line in said[0])
+    assert said[1] == [
+        f"island 1: checkpoint of step {step} failed: No space left on device; training goes on"
+        for step in (4, 6, 8)
+    ]
+    said = pool.run(outcome, 2, keys, islands=2)
+    assert said[0][0] == f"{first}/checkpoints/step-00000002: resumed after step 2"
+    # What the first island had learned after step 2 is whole, and not called damaged.
+    kept = {"04.earlier-1", "06.earlier-1", "08", "08.earlier-1"}
+    assert kept <= set(steps(first)) <= kept | {"06"}
+    assert "08" in steps(second)
+
+
+def _leave(index: int, port: int) -> None:
+    """One of two islands without torchrun; the second one asks the store once more, late."""
+    place = {"RANK": index, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    with process_group(Config(), 2):
+        if index == 1:
+            time.sleep(0.5)
+            current().told("last", "word")
+
+
+def test_the_island_with_the_store_leaves_last() -> None:
+    port = free_port()
+    both = [forks().Process(target=_leave, args=(index, port)) for index in (0, 1)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
