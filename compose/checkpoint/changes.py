@@ -56,7 +56,7 @@ def changes(folder: Path, config: Config) -> list[str]:
     """
     was, now, found = _config(folder), tomllib.loads(dump(config)), []
     for table in ("model", "train", "optimizer", "precision", "outer"):
-        before = was.get(table)
+        before: Any = was.get(table)
         for key, value in now[table].items() if isinstance(before, dict) else ():
             same = key not in before or before[key] == value
             if not same and f"{table}.{key}" not in _SAME_TRAINING:

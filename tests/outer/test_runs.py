@@ -300,7 +300,8 @@ def test_islands_without_a_common_step_do_not_begin(pool: Pool, tmp_path: Path) 
     )
     assert said == [[line], [line]]
     assert (steps(first), steps(second)) == (["04", "06"], ["02"])
-    shutil.copytree(*(one / "checkpoints" / store.name_of(4) for one in (first, second)))
+    whole, lacking = (one / "checkpoints" / store.name_of(4) for one in (first, second))
+    shutil.copytree(whole, lacking)
     said = pool.run(outcome, 2, keys, islands=2)  # the cure
     root = first / "checkpoints"
     assert said[0][:2] == [
