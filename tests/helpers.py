@@ -1,7 +1,7 @@
 """Configs for tests: train.toml with a model and a batch small enough for a matrix of runs."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,21 @@ def make_job(world_size: int, **keys: object) -> Job:
 
     A key is written as ``parallel__tp=2``.
     """
+    return legality.check(load(str(ROOT / "train.toml"), overrides(keys)), world_size)
+
+
+def overrides(keys: Mapping[str, object]) -> list[tuple[str, str]]:
+    """SMALL, as far as the model has such sizes, and ``keys`` on top, as a command line has them."""
     given = {name.replace("__", "."): value for name, value in keys.items()}
     kind = find_model(str(given.get("model.name", "llama"))).Config
     fields = {f"model.{field.name}" for field in dataclasses.fields(kind)}
     small = {
         key: value for key, value in SMALL.items() if key in fields or not key.startswith("model.")
     }
-    values = small | given
-    overrides = [
+    return [
         (name, str(value).lower() if isinstance(value, bool) else str(value))
-        for name, value in values.items()
+        for name, value in (small | given).items()
     ]
-    return legality.check(load(str(ROOT / "train.toml"), overrides), world_size)
 
 
 def prove_case(keys: dict[str, object]) -> Report:

@@ -176,6 +176,17 @@ def test_budget_is_kept_and_used(which: str, budget: float) -> None:
     assert all(groups is None for groups in kept.values()) is (budget == 1)
 
 
+def test_experts_in_one_product_cost_as_much() -> None:
+    """In bfloat16 one kernel multiplies the rows of all experts."""
+    with torch.device("meta"):
+        model = models.qwen3.Model(models.qwen3.PRESETS["debug_moe"])
+    found = [
+        [unit.flops["matmul"] for unit in unit_costs(model.to(dtype), ["layers.0"], 64).values()]
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert found[0] == found[1]
+
+
 def test_greedy_takes_the_most_flops_for_a_byte() -> None:
     unit = UnitCost(10, 90, {"attention": 20, "matmul": 30}, {"attention": 60.0, "matmul": 30.0})
     cheap = UnitCost(10, 90, {"attention": 20, "matmul": 30}, {"attention": 20.0, "matmul": 60.0})

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from compose.runtime.islands import current
 from compose.runtime.processes import TrainingError
 from compose.train import trainer as trainer_module
 from compose.train.metrics import StepMetrics
@@ -30,7 +31,7 @@ STEP = StepMetrics(
 
 def train(keys: dict[str, object]) -> None:
     """On every rank of a pool: a run of train.toml with ``keys``."""
-    job = make_job(dist.get_world_size(), **keys)
+    job = make_job(dist.get_world_size() * current().count, **keys)
     Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
 
 

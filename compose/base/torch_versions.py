@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.torch_version import TorchVersion
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """The all-gather of torch.distributed, used by FSDP too. 2.13 renamed and deprecated the old name."""
@@ -28,6 +29,16 @@ functional_reduce_scatter = (
     getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 )
 """The reduce-scatter that returns its result. 2.13 renamed it too."""
+
+
+def _grouped_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    """Count a grouped product: each row, or each column if ``b`` has them in groups, meets one matrix."""
+    return 2 * (a[-2:] if len(b) < len(a) else a).numel() * b[-1]
+
+
+# Up to 2.13 torch.utils.flop_counter does not know the operator.
+if torch.ops.aten._grouped_mm not in flop_registry:
+    register_flop_formula(torch.ops.aten._grouped_mm)(_grouped_flops)
 
 
 def splits_functions() -> bool:
