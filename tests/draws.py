@@ -183,6 +183,9 @@ def _model(rng: random.Random, mesh: Keys, float8: bool) -> Keys:
             "model__bias_rate": rng.choice([0.0, 0.01]),
             "model__capacity_factor": rng.choice([0.0, 0.0, 0.0, 1.0]),
         }
+        if keys["model__top_k"] == 1 and keys["model__normalize_weights"]:
+            # The weight is always 1. Without a loss of its own the router would not be trained.
+            keys["model__balance_weight"] = 0.1
     return keys
 
 

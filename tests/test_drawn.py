@@ -1,4 +1,4 @@
-"""Drawn compositions: each is equal to one process, in a proof and in training, or refused in a line."""
+"""Drawn compositions: each equals one process, in a proof and in training, or is refused in a line."""
 
 import shutil
 from collections import Counter
@@ -17,7 +17,8 @@ from compose.proof.outer_loop import prove_outer_loop
 from compose.proof.prove import prove
 from compose.proof.report import Report, joined, tolerance_of
 from compose.runtime.islands import current
-from tests.draws import AXES, MODELS, Draw, Keys, draw, one_process, other_mesh
+from tests.draws import Draw, Keys, draw, one_process, other_mesh
+from tests.dropping import prove_drop
 from tests.helpers import agreed, make_config, make_job, tier
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train
@@ -121,11 +122,18 @@ def features(keys: Keys) -> set[str]:
 _DEGREES = [f"parallel__{axis}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")]
 _SWITCHES = [
     "activation_checkpoint__offload",
+    "comm__measure_every",
     "comm__prefetch",
+    "comm__start_step",
     "model__capacity_factor",
+    "model__lora__rank",
     "model__tie_embeddings",
     "optimizer__lr_scale",
     "optimizer__weight_decay_scale",
+    "outer__delay",
+    "outer__every",
+    "outer__fragments",
+    "outer__mix",
     "parallel__pp_layers",
     "parallel__zero3_reshard",
     "train__loss_chunk",
@@ -134,9 +142,14 @@ _SWITCHES = [
 # Each with values that enough draws must have.
 _CHOICES: dict[str, list[Any]] = {
     "activation_checkpoint__mode": ["none", "full", "every_k", "selective", "budget"],
+    "comm__activations": ["int8", "float8"],
+    "comm__error_feedback": [True, False],
+    "comm__gradients": ["bfloat16", "int8", "int4", "powersgd", "top_k"],
+    "comm__weights": ["int8", "int4_diff"],
     "compile__mode": ["block"],
     "optimizer__name": ["adamw", "muon"],
     "optimizer__offload": ["cpu", "nvme"],
+    "outer__dtype": ["float32", "bfloat16", "int8", "e3m0", "top_k"],
     "parallel__cp_balance": ["headtail", "none"],
     "parallel__cp_method": ["ring", "allgather", "ulysses"],
     "parallel__loss": [True, False],
@@ -152,19 +165,30 @@ _CHOICES: dict[str, list[Any]] = {
     "train__max_norm": [0.0],
     "train__micro_batch": [1, 2, 3],
 }
-_MODELS = ["llama", "qwen3", "qwen3 with experts", "deepseek_v3 with experts"]
-AT_LEAST = 4
+_MODELS = ["llama", "qwen3", "gemma3", "gpt2", "dit"]
+_WITH_EXPERTS = ["qwen3", "deepseek_v3", "mixtral", "gpt_oss"]
+AT_LEAST = 3
 
 
 @pytest.mark.full
 def test_draws_cover_what_there_is() -> None:
-    drawn = [draw(number) for number in NUMBERS]
-    legal = [(ranks, keys) for ranks, keys in drawn if not problems_of(ranks, keys)]
-    assert len(drawn) == 200
-    assert len(legal) >= 0.6 * len(drawn)
-    assert {ranks for ranks, _ in legal} == {1, 2, 3, 4, 6, 8}
-    assert all(ranks <= 4 for ranks, _ in drawn[:IN_THE_SUITE])
-    count = Counter(feature for _, keys in legal for feature in features(keys))
+    everything = [drawn(number) for number in NUMBERS]
+    legal = [one for one in everything if not one.problems]
+    assert len(everything) == 300
+    assert len(legal) >= 0.8 * len(everything)
+    assert {one.ranks for one in legal} == {1, 2, 3, 4, 6, 8}
+    assert all(one.ranks <= 4 for one in everything[:IN_THE_SUITE])
+    assert sum(one.trained for one in legal) >= len(legal) / 4
+    count = Counter(feature for one in legal for feature in features(one.keys))
     wanted = [f"{name}={value}" for name, values in _CHOICES.items() for value in values]
-    wanted += [*_DEGREES, *_SWITCHES, *_MODELS]
+    wanted += [*_DEGREES, *_SWITCHES, *_MODELS, *(f"{name} with experts" for name in _WITH_EXPERTS)]
     assert {name: count[name] for name in wanted if count[name] < AT_LEAST} == {}
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=tier(slow=True, full=n > 2)) for n in range(12)]
+)
+def test_dropout_is_equal(pool: Pool, number: int) -> None:
+    """Models of the library that drop; those of the folders have none."""
+    for report in pool.run(prove_drop, (1, 2, 4)[number % 3], number):
+        assert report.ok, str(report)

@@ -32,7 +32,7 @@ functional_reduce_scatter = (
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
-    """Count a grouped product: each row, or each column if ``b`` has them in groups, meets one matrix."""
+    """Return the FLOPs of a grouped product: a row (a column if ``b`` is 2-D) meets one matrix."""
     return 2 * (a[-2:] if len(b) < len(a) else a).numel() * b[-1]
 
 
