@@ -2,7 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _SHOWN = 200  # characters of a word
 _LONG = re.compile(rf"\S{{{2 * _SHOWN},}}")
@@ -19,6 +21,22 @@ class ConfigError(Exception):
     def __init__(self, *problems: str) -> None:
         self.problems = [shortened(printable(problem)) for problem in problems]
         super().__init__("\n".join(self.problems))
+
+
+@contextmanager
+def refused_if(line: str) -> Iterator[None]:
+    """Turn what a model raises into a ConfigError: ``line``, with the cause and its place for {}."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ConfigError) or "OutOfMemory" in type(error).__name__:
+            raise
+        cause = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        forwards = [f for f in frames if f.f_code.co_name == "forward" and "self" in f.f_locals]
+        if forwards:
+            cause += f" (in forward of {type(forwards[-1].f_locals['self']).__name__})"
+        raise ConfigError(line.replace("{}", cause)) from error
 
 
 def printable(text: str) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,8 @@ from compose import (
     forward_backward,
     verify,
 )
+from compose.composition.rules import check_setup
+from compose.composition.setup import Setup
 from compose.errors import ConfigError
 from compose.loss.output import CrossEntropy
 from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwise
@@ -72,6 +75,38 @@ def test_llama_of_transformers(pool: Pool, schedule: str) -> None:
     report = agreed(pool.run(_transformers_llama, 2, schedule, (4 // stages,) * stages))
     assert report.ok, str(report)
     assert sum(row.quantity == "gradient" for row in report.rows) == 3 + 4 * 9
+
+
+def _transformers_cut(name: str) -> Report:
+    """BERT as it is, or GPT-2's modules in the model of docs/plan.md."""
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    tokens = torch.randint(32, (4, 9))
+    shape: Any = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    parallel = Parallel(pp=2)
+    if name == "bert":
+        dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model: nn.Module = BertForMaskedLM(BertConfig(**shape, intermediate_size=24, **dropout))
+        plan = Plan(pipeline=Pipeline(["bert.embeddings"], "bert.encoder.layer", ["cls"]))
+    else:
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=4, n_head=2, **dropout)
+        page = (ROOT / "docs" / "plan.md").read_text()
+        found: dict[str, Any] = {}
+        exec(next(b for b in page.split("```python") if "class Cut" in b).split("```")[0], found)
+        model, plan = found["Cut"](GPT2LMHeadModel(config)), found["cut"]
+    name = next(iter(signature(model.forward).parameters))
+    batch = {name: tokens[:, :-1], "targets": tokens[:, 1:]}
+    # Layers are shared out by weights, since neither model runs on meta.
+    return verify(model, plan, make_mesh(parallel), batch, Options(parallel), Trial(micro_batch=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_models_of_transformers_in_stages(pool: Pool, name: str) -> None:
+    report = agreed(pool.run(_transformers_cut, 2, name))
+    assert report.ok, str(report)
 
 
 class Pairs(nn.Module):
@@ -202,3 +237,72 @@ def test_a_new_architecture_is_one_folder(tmp_path: Path) -> None:
         losses[name] = [json.loads(line)["loss"] for line in lines]
     assert len(losses["mine"]) > 1
     assert losses["mine"] == losses["llama"]
+
+
+class Warm(nn.Module):
+    """With a learned temperature in each layer, and one of the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.head = nn.Linear(4, 4), nn.Linear(4, 6)
+        self.layers = nn.ModuleList(WarmLayer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class WarmLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh() * self.temperature
+
+
+def _warm(parallel: Parallel, micro_batch: int) -> Report:
+    shard = ["into", "layers.*", "head"]
+    plan = Plan(shard=shard, pipeline=Pipeline(["into"], "layers", ["head"]))
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        {
+            "x": torch.randn(8, 3, 4, generator=generator),
+            "targets": torch.randint(6, (8, 3), generator=generator),
+        }
+        for _ in range(2)
+    ]
+    options, trial = Options(parallel), Trial(micro_batch=micro_batch)
+    return verify(Warm(), plan, make_mesh(parallel), batches, options, trial)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (2, Parallel(dp_shard=2)),
+        pytest.param(2, Parallel(dp_shard=2, zero=1), marks=pytest.mark.slow),
+        pytest.param(4, Parallel(dp_replicate=2, dp_shard=2, zero=2), marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            Parallel(pp=2, dp_shard=2, pp_schedule="ZBVZeroBubble", pp_layers=(0, 1, 1, 0)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["zero 3", "zero 1", "hsdp", "backward in two parts"],
+)
+def test_parameters_without_dims(pool: Pool, ranks: int, parallel: Parallel) -> None:
+    report = agreed(pool.run(_warm, ranks, parallel, 2 if parallel.pp == 1 else 1))
+    assert report.ok, str(report)
+
+
+def test_parameters_without_dims_stay_on_the_device() -> None:
+    options = Options(Parallel(dp_shard=2, offload="cpu"))
+    model = Warm()
+    with pytest.raises(ConfigError) as caught:
+        check_setup(Setup(model, resolve(Plan(), model), options, 2, "cpu"))
+    assert str(caught.value) == (
+        'parallel.offload: "cpu" moves shards, and parameter layers.0.temperature has no dims to be cut'
+        ' along; give it the shape (1,), or use parallel.offload = "none"'
+    )

@@ -55,6 +55,7 @@ def test_the_other_ranks_end(tmp_path: Path, way: str, schedule: str, kind: str,
     assert seconds < SECONDS
     if way == "own loop":
         assert "the fault of this test" in said[fails]
+        assert "Full Schedule" not in "".join(said)
     else:
         assert sum(text.count("ArithmeticError: the fault of this test") for text in said) == 1
 

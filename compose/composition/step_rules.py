@@ -146,7 +146,7 @@ def _float8_split(setup: Setup) -> None:
 
 
 def _offload(setup: Setup) -> None:
-    check_offload(setup.degrees.zero, setup.degrees.offload)
+    check_offload(setup.model, setup.degrees.zero, setup.degrees.offload)
 
 
 STEP: list[Rule[Setup]] = [
@@ -224,8 +224,8 @@ STEP: list[Rule[Setup]] = [
         upstream="torch/distributed/pipelining/_backward.py, stage_backward_input",
     ),
     Rule(
-        "with parallel.offload, zero is 3",
-        "other stages hold whole parameters on the device",
+        "with parallel.offload, zero is 3, and every parameter has dims",
+        "other stages hold whole parameters on the device, and a parameter without dims has no shards",
         _offload,
     ),
 ]

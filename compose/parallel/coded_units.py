@@ -30,7 +30,8 @@ class CodedUnits:
             found: dict[str, nn.Parameter] = {}
             for name in unit:
                 for leaf, parameter in _in_order(model.get_submodule(name)):
-                    if parameter not in seen:  # a tied one counts once
+                    # A tied one counts once, and one without dims is not sent by FSDP.
+                    if parameter not in seen and parameter.ndim:
                         seen.add(parameter)
                         found[f"{name}.{leaf}" if name else leaf] = parameter
             self.cuts[model.get_submodule(unit[0])] = Cut(

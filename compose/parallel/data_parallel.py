@@ -12,7 +12,7 @@ gradients are reduced:
 Over dp_replicate the (sharded) gradients are all-reduced once a step in every stage.
 
 If there is nothing to shard and nothing to cast, FSDP would only copy. Then gradient_sum.py does the
-all-reduce.
+all-reduce. It does so for parameters without dims in any case.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from compose.comm.units import Units
 from compose.errors import ConfigError
 from compose.parallel.coded_units import CodedUnits
 from compose.parallel.gradient_sum import gradient_sum_of, sum_gradients
-from compose.parallel.mesh import axis_size
+from compose.parallel.mesh import BATCH_AXES, axis_size
 from compose.parallel.secondary_shards import SecondaryGather, SecondaryGroups
 
 _UNITS: WeakKeyDictionary[nn.Module, Units] = WeakKeyDictionary()
@@ -79,16 +79,23 @@ class Sharding:
     """The groups of neighbours for it."""
 
 
-def check_offload(zero: int, offload: str) -> None:
+def check_offload(model: nn.Module, zero: int, offload: str) -> None:
     """Raise ConfigError unless ZeRO's stage ``zero`` leaves parameters free to be in host memory.
 
     Args:
+        model: The whole model.
         zero: The ZeRO stage.
         offload: The value of parallel.offload.
 
     Raises:
-        ConfigError: Offload is asked for in a stage other than 3.
+        ConfigError: Offload is asked for in a stage other than 3, or a parameter has no dims.
     """
+    for name, parameter in model.named_parameters():
+        if offload != "none" and parameter.ndim == 0:
+            raise ConfigError(
+                f'parallel.offload: "{offload}" moves shards, and parameter {name} has no dims to be cut'
+                ' along; give it the shape (1,), or use parallel.offload = "none"'
+            )
     if offload != "none" and zero != 3:
         raise ConfigError(
             f"parallel.zero: {zero} keeps whole parameters on the device, and parallel.offload ="
@@ -126,10 +133,15 @@ def apply_data_parallel(
     zero, near = how.zero, how.near
     if _only_sums(mesh, how):
         copies = [axis for axis in ("dp_replicate", "cp") if axis_size(mesh, axis) > 1]
-        group = _joined(mesh, copies).get_group() if copies else None
-        sum_gradients(model, units, group, how.units, how.levels)
+        groups = [_joined(mesh, copies).get_group()] if copies else []
+        sum_gradients(model, units, groups, how.units, how.levels)
         model.register_forward_pre_hook(partial(_cast_inputs, how.param_dtype), with_kwargs=True)
         return []
+    # FSDP cannot shard a parameter without dims, which stays whole.
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    if scalars:
+        over = [mesh.get_group(axis) for axis in (*BATCH_AXES, "cp") if axis_size(mesh, axis) > 1]
+        sum_gradients(model, (), over, scalars=True)
     copies, shards = _data_meshes(mesh, zero)
     data_mesh = shards
     coded = None
@@ -152,7 +164,7 @@ def apply_data_parallel(
         policy = MixedPrecisionPolicy(
             how.param_dtype, how.reduce_dtype, cast_forward_inputs=cast_inputs
         )
-        more |= {"mp_policy": policy, "offload_policy": where}
+        more |= {"mp_policy": policy, "offload_policy": where, "ignored_params": scalars}
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **more)  # type: ignore[arg-type]
 
     gathers: list[SecondaryGather] = []
@@ -293,12 +305,12 @@ def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
         zero: The ZeRO stage.
         last: Whether this was the last micro-batch of the optimizer step.
     """
-    sums = gradient_sum_of(model)
-    if sums and last:
-        sums.finish()
     if isinstance(model, FSDPModule):
         prepare_micro_batch(model, zero, last)
         finish_fsdp_backward(model)
+    sums = gradient_sum_of(model)
+    if sums and last:
+        sums.finish()
 
 
 def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:

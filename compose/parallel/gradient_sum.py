@@ -29,26 +29,28 @@ _SUMS: WeakKeyDictionary[nn.Module, "GradientSum"] = WeakKeyDictionary()
 def sum_gradients(
     model: nn.Module,
     units: Sequence[Sequence[str]],
-    group: dist.ProcessGroup | None,
+    groups: Sequence[dist.ProcessGroup],
     coded: Units | None = None,
     levels: Levels | None = None,
+    scalars: bool = False,
 ) -> None:
     """Let the gradients of ``model`` be summed over ranks at the end of each step's backward.
 
-    A gradient that is a DTensor and a partial sum is completed too, whatever ``group`` is.
+    A gradient that is a DTensor and a partial sum is completed too, whatever ``groups`` are.
 
     Args:
         model: A stage, or the whole model. It may still be on meta.
         units: Names of the modules of each unit, in order of use. What is in no unit makes the last.
-        group: The ranks with a copy of the parameters; None if there is no other. If a gradient is None
-            on one of them, it must be None on all.
+        groups: The ranks with a copy of the parameters; if they are several groups, the sum goes over
+            one after the other. If a gradient is None on one rank, it must be None on all.
         coded: What sums in fewer bytes, if anything does.
         levels: The groups of neighbours for it.
+        scalars: Whether only parameters without dims are summed, since FSDP shards all others.
     """
-    _SUMS[model] = sums = GradientSum(model, units, group)
-    if coded and group and coded.comm.gradients != "off":
+    _SUMS[model] = sums = GradientSum(model, units, groups, scalars)
+    if coded and groups and coded.comm.gradients != "off":
         coded.module = model
-        sums.coded = partial(coded.whole, group=group, levels=levels)
+        sums.coded = partial(coded.whole, group=groups[0], levels=levels)
 
 
 def gradient_sum_of(model: nn.Module) -> "GradientSum | None":
@@ -60,12 +62,16 @@ class GradientSum:
     """The sum of one model's gradients. Gradients that it had before a step are sums already."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Sequence[str]], group: dist.ProcessGroup | None
+        self,
+        model: nn.Module,
+        units: Sequence[Sequence[str]],
+        groups: Sequence[dist.ProcessGroup],
+        scalars: bool,
     ) -> None:
         modules = [[model.get_submodule(name) for name in unit] for unit in units]
         # Backward runs the units in this order.
         self.modules = [[model], *modules][::-1]
-        self.model, self.group = model, group
+        self.model, self.groups, self.scalars = model, groups, scalars
         self.units: list[list[nn.Parameter]] = []
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.begun = self.last = self.queued = False
@@ -117,7 +123,7 @@ class GradientSum:
         units = []
         for modules in self.modules:
             found = dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)
-            units.append([p for p in found if p not in seen])
+            units.append([p for p in found if p not in seen and not (self.scalars and p.ndim)])
             seen |= set(found)
         units = [unit for unit in units if unit]
         if [list(map(id, unit)) for unit in units] == [list(map(id, unit)) for unit in self.units]:
@@ -145,7 +151,7 @@ class GradientSum:
 
     def _send(self) -> None:
         parameters = [p for p in self.units[len(self.sent)] if p.grad is not None]
-        if self.group is None or not parameters:
+        if not self.groups or not parameters:
             self.sent.append((parameters, torch.empty(0), None))
             return
         with record_function("compose::sum_gradients"):
@@ -155,7 +161,9 @@ class GradientSum:
                 _put(parameters, flat)
                 self.sent.append((parameters, flat, None))
                 return
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            for group in self.groups[:-1]:
+                dist.all_reduce(flat, group=group)
+            work = dist.all_reduce(flat, group=self.groups[-1], async_op=True)
         self.sent.append((parameters, flat, work))
 
     def _coded_sum(self, parameters: Sequence[nn.Parameter]) -> ReplicaSum:

@@ -10,6 +10,7 @@ For each micro-batch and cut, one activation goes forward and its gradient comes
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,10 +23,11 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from torch.distributed.tensor import DTensor
 
 from compose.base.batch import Sample
-from compose.errors import ConfigError
+from compose.errors import ConfigError, refused_if
 from compose.loss.output import StepLoss
 from compose.parallel.data_parallel import finish_backward
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
+from compose.pipeline.shell import check_shell, spied
 from compose.pipeline.split import Stage, Tied, balanced, split
 from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
 from compose.plan import Pipeline
@@ -51,16 +53,13 @@ def apply_pipeline_parallel(
 
     Returns:
         What runs the stages.
-
-    Raises:
-        ConfigError: The FLOPs of the model's layers cannot be counted.
     """
     ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
     layers = schedule.layers or balanced(model, pipeline, len(ranks), seq_len)
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
-    stages, ties = split(model, pipeline, layers, mine)
+    stages, ties, shell = split(model, pipeline, layers, mine)
     model.forward = _not_whole
-    return PipelineRunner(stages, ties, ranks, schedule, mesh, zero)
+    return PipelineRunner(stages, ties, ranks, schedule, mesh, zero, (shell, pipeline.layers))
 
 
 def _not_whole(*args: Any, **kwargs: Any) -> Any:
@@ -82,8 +81,11 @@ class PipelineRunner:
         schedule: Schedule,
         mesh: DeviceMesh,
         zero: int,
+        shell: tuple[nn.Module, str],
     ) -> None:
         self.stages, self.ties = stages, ties
+        # The model without the stages' modules, and the name of the layers' container.
+        self.shell, self.layers = shell
         self.placement, self.schedule, self.zero = placement, schedule, zero
         self.device_type = mesh.device_type
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
@@ -139,13 +141,20 @@ class PipelineRunner:
         earlier = self._take_tied_gradients()
         losses: list[Tensor] = []
         arguments = (first,) if self.placement[0] == self.rank else ()
-        self.runtime[1].step(
-            *arguments,
-            target=targets,
-            losses=losses,
-            return_outputs=False,
-            **cast(Any, {**inputs, "targets": targets}),
-        )
+        try:
+            self.runtime[1].step(
+                *arguments,
+                target=targets,
+                losses=losses,
+                return_outputs=False,
+                **cast(Any, {**inputs, "targets": targets}),
+            )
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            # What a stage raised is the cause of PyTorch's own error.
+            error.__cause__.add_note(str(error).strip().splitlines()[0])
+            raise error.__cause__ from None
         self._sum_tied_gradients(earlier)
         total = torch.zeros((), device=targets.device)
         return total + sum(x.detach() for x in losses)
@@ -201,6 +210,8 @@ class PipelineRunner:
             finish_backward(module, self.zero, last=True)
 
     def _runtime(self, first: Tensor, inputs: Mapping[str, Any], micro_batch: int) -> Runtime:
+        # After an error PyTorch logs the whole schedule, which hides the error.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         count = len(first) // micro_batch
         name, per_rank = self.schedule.name, len(self.placement) // self.pp
         table = build_table(name, self.pp, per_rank, count)
@@ -261,8 +272,7 @@ class PipelineRunner:
         source = self.placement[0]
         if source == self.rank:
             try:
-                with torch.no_grad():
-                    output = plain_stream(self.stages[0].module(first, **inputs))
+                output = self._first_stage(first, inputs)
                 found = [(output.shape, output.dtype)]
             except ConfigError as error:
                 found = [error.problems]
@@ -273,6 +283,18 @@ class PipelineRunner:
             raise ConfigError(*found[0])
         shape, dtype = found[0]
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    @torch.no_grad()
+    def _first_stage(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Return what the first stage hands on, once forward was seen to leave the stream alone."""
+        stage = self.stages[0].module
+        eagerly = torch.compiler.set_stance("force_eager")  # graphs are for forwards with gradients
+        with refused_if("plan.pipeline: {}: the first stage fails; does the model run by itself?"):
+            with eagerly, spied(stage.get_submodule(self.layers)) as spy:
+                output = stage(first, **inputs)
+        if spy and not first.is_meta:
+            check_shell(self.shell, self.layers, spy, self.first_argument, first, inputs)
+        return plain_stream(output)
 
     def _take_tied_gradients(self) -> dict[str, Tensor]:
         """Take the gradients that tied parameters already have, by name; they are sums already."""

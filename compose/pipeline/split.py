@@ -1,6 +1,7 @@
 """The cut of a pipeline: the layers of each stage, and the parts of the model that a rank keeps."""
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,7 +114,8 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: Sample)
     """Return the layers of each stage such that the slowest stage does the fewest FLOPs.
 
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
-    output projection. An embedding's look-up costs none.
+    output projection. An embedding's look-up costs none. For a model that cannot run so, the weights of
+    its matrices count in their place.
 
     Args:
         model: The whole model.
@@ -125,7 +127,7 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: Sample)
         The layers of each stage.
 
     Raises:
-        ConfigError: There are fewer layers than ``stages`` need, or FLOPs cannot be counted.
+        ConfigError: There are fewer layers than ``stages`` need.
     """
     check_stages(stages, stages, len(layer_names(model, pipeline)))
     first, layers, last = _costs(model, pipeline, seq_len)
@@ -133,7 +135,7 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: Sample)
 
 
 def _costs(model: nn.Module, pipeline: Pipeline, sample: Sample) -> tuple[float, list[float], float]:
-    """Return the forward FLOPs of one sample: before the layers, of each layer, after them."""
+    """Return the forward FLOPs of one sample, or weights: before the layers, of each, after them."""
     layers = [f"{pipeline.layers}.{name}" for name in layer_names(model, pipeline)]
     spent = dict.fromkeys([*pipeline.first, *layers, *pipeline.last], 0.0)
     counter = FlopCounterMode(display=False)
@@ -155,16 +157,19 @@ def _costs(model: nn.Module, pipeline: Pipeline, sample: Sample) -> tuple[float,
     try:
         with counter, torch.no_grad():
             torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=True)
-    except Exception as error:
-        raise ConfigError(
-            f"parallel.pp_layers: cannot count the FLOPs of {type(model).__name__}"
-            f" ({str(error).splitlines()[0]}); give the layers of each stage"
-        ) from None
+    except Exception:  # not every model runs on meta, nor on any number of tokens
+        spent = {name: _weights(model.get_submodule(name)) for name in spent}
     finally:
         for handle in handles:
             handle.remove()
     first, last = (sum(spent[name] for name in part) for part in (pipeline.first, pipeline.last))
     return first, [spent[name] for name in layers], last
+
+
+def _weights(module: nn.Module) -> float:
+    """Return the weights that a token is multiplied with; it looks one row up in an embedding."""
+    parts = [part for part in module.modules() if not isinstance(part, nn.Embedding)]
+    return float(sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim > 1))
 
 
 def _fewest_at_most(first: float, layers: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
@@ -192,7 +197,7 @@ def _fewest_at_most(first: float, layers: Sequence[float], last: float, stages: 
 
 def split(
     model: nn.Module, pipeline: Pipeline, layers: Sequence[int], mine: Sequence[int]
-) -> tuple[list[Stage], list[Tied]]:
+) -> tuple[list[Stage], list[Tied], nn.Module]:
     """Remove from ``model``, in place, all that is not part of this rank's stages.
 
     The identity replaces what a stage lacks between its ends. Where a module takes several inputs, it
@@ -206,7 +211,7 @@ def split(
         mine: The stages of this rank.
 
     Returns:
-        This rank's stages, and the parameters that stages share.
+        This rank's stages, the parameters that stages share, and the model without any stage's modules.
     """
     names = layer_names(model, pipeline)
     last = len(layers) - 1
@@ -223,7 +228,9 @@ def split(
         module = _twin(model, "", {pipeline.layers, *map(_parent, stage_of)})
         _remove(module, absent, pipeline)
         stages.append(Stage(stage, module, absent))
-    return stages, ties
+    shell = _twin(model, "", {pipeline.layers, *map(_parent, stage_of)})
+    _remove(shell, set(stage_of), pipeline)
+    return stages, ties, shell
 
 
 def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
@@ -251,8 +258,12 @@ def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
 class _Elsewhere(nn.Identity):
     """The identity in place of a module that another stage holds: it returns its first input."""
 
-    def forward(self, input: Any, *others: Any, **named: Any) -> Any:
-        return input
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.argument = next(iter(inspect.signature(module.forward).parameters), "")
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return args[0] if args else named[self.argument]
 
 
 def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: Pipeline) -> None:
@@ -262,7 +273,8 @@ def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: Pipeli
         if path == pipeline.layers:
             parent._modules.pop(leaf, None)
         else:
-            parent._modules[leaf] = _Elsewhere()
+            module = parent.get_submodule(leaf)
+            parent._modules[leaf] = module if isinstance(module, _Elsewhere) else _Elsewhere(module)
 
 
 def _parent(name: str) -> str:
