@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import (
     Options,
@@ -106,6 +106,93 @@ def _transformers_cut(name: str) -> Report:
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_models_of_transformers_in_stages(pool: Pool, name: str) -> None:
     report = agreed(pool.run(_transformers_cut, 2, name))
+    assert report.ok, str(report)
+
+
+def _bert(tensor: dict[str, Any], replicate: list[str]) -> Report:
+    """Attention and networks are cut as Megatron cuts them, and the output as the arguments say."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    layers = "bert.encoder.layer.*"
+    columns = (f"{layers}.attention.self.[qkv]*", f"{layers}.intermediate.dense")
+    rows = (f"{layers}.attention.output.dense", f"{layers}.output.dense")
+    plan = Plan(
+        tensor={
+            **{name: ColwiseParallel() for name in columns},
+            **{name: RowwiseParallel() for name in rows},
+            **tensor,
+        },
+        replicate=[
+            "bert.embeddings.[pt]*",
+            "bert.embeddings.LayerNorm",
+            f"{layers}.attention.output.LayerNorm",
+            f"{layers}.output.LayerNorm",
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.LayerNorm",
+            *replicate,
+        ],
+    )
+    config = BertConfig(
+        vocab_size=33,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=25,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    tokens = torch.randint(33, (4, 9))
+    batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return verify(BertForMaskedLM(config), plan, make_mesh(Parallel(tp=2, dp_shard=1)), batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["whole", "by rows"])
+def test_bert_whose_bias_has_a_second_name(pool: Pool, way: str) -> None:
+    """The name is ``cls.predictions.bias``, of a module without a style."""
+    ends = ["bert.embeddings.word_embeddings", "cls.predictions.decoder"]
+    tensor = {
+        ends[0]: RowwiseParallel(input_layouts=Replicate()),
+        ends[1]: ColwiseParallel(output_layouts=Replicate()),
+    }
+    given: Any = ({}, ends) if way == "whole" else (tensor, [])
+    report = agreed(pool.run(_bert, 2, *given))
+    assert report.ok, str(report)
+
+
+class Holder(nn.Module):
+    """It only holds what the layer inside it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 7)
+        self.bias = self.up.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).relu()
+
+
+class Odd(nn.Module):
+    """Two ranks do not divide its 7 columns, and their bias has a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder, self.down = Holder(), nn.Linear(7, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.holder(x))
+
+
+def _odd() -> Report:
+    plan = Plan(tensor={"holder.up": ColwiseParallel(), "down": RowwiseParallel()})
+    generator = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(2, 3, 4, generator=generator), "targets": torch.tensor([[0, 1, 2]] * 2)}
+    return verify(Odd(), plan, make_mesh(Parallel(tp=2, dp_shard=1)), batch)
+
+
+def test_an_uneven_width(pool: Pool) -> None:
+    report = agreed(pool.run(_odd, 2))
     assert report.ok, str(report)
 
 

@@ -91,7 +91,7 @@ def _batch() -> dict[str, Tensor]:
 
 
 def _verified() -> Report:
-    """With layers that are shared out by their weights, since FLOPs of 2048 tokens are counted on meta."""
+    """Its layers are shared out by FLOPs."""
     mesh, options = make_mesh(Parallel(pp=2)), Options(Parallel(pp=2))
     return verify(Model(), Plan(pipeline=PIPELINE), mesh, _batch(), options, Trial(micro_batch=1))
 

@@ -93,8 +93,8 @@ def check_offload(model: nn.Module, zero: int, offload: str) -> None:
     for name, parameter in model.named_parameters():
         if offload != "none" and parameter.ndim == 0:
             raise ConfigError(
-                f'parallel.offload: "{offload}" moves shards, and parameter {name} has no dims to be cut'
-                ' along; give it the shape (1,), or use parallel.offload = "none"'
+                f'parallel.offload: "{offload}" moves shards, and parameter {name} has no dims to be'
+                ' cut along; give it the shape (1,), or use parallel.offload = "none"'
             )
     if offload != "none" and zero != 3:
         raise ConfigError(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -214,19 +215,43 @@ def apply_tensor_parallel(
     for name, style in styles:
         module = model.get_submodule(name)
         frozen = [leaf for leaf, p in module.named_parameters() if not p.requires_grad]
+        if (
+            type(style)._apply is RowwiseParallel._apply
+            and style.input_layouts == (Shard(-1),)
+            and isinstance(module, nn.Linear)
+            and module.in_features % mesh.size()
+        ):
+            module.register_forward_pre_hook(partial(_uneven_input, mesh, module.in_features))
         with without_adapter(module):
             parallelize_module(module, mesh, style, src_data_rank=None)
         for leaf in frozen:  # some of PyTorch's styles make every weight one that is trained
             module.get_parameter(leaf).requires_grad_(False)
-    for first, *others in ties:
+    for names in ties:
+        # BERT's output has its bias' name too: a module without a style may hold what another uses.
+        first, *others = sorted(names, key=lambda name: not _placed(model, name))
         for other in others:
             placements = [_placements(model.get_parameter(name)) for name in (first, other)]
-            if placements[0] != placements[1]:
+            holder = model.get_submodule(other.rpartition(".")[0])
+            used = _placed(model, other) or isinstance(holder, (nn.Linear, nn.Embedding))
+            if used and placements[0] != placements[1]:
                 raise ConfigError(
                     f"plan.tensor: {first} and {other} are one tied parameter but are placed"
                     f" differently: {placements[0]} and {placements[1]}"
                 )
         tie(model, [first, *others])
+
+
+def _placed(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_parameter(name), DTensor)
+
+
+def _uneven_input(mesh: DeviceMesh, columns: int, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Say that a plain input is a part of ``columns``; PyTorch takes all ranks' parts for equal."""
+    if isinstance(inputs[0], DTensor):
+        return inputs
+    whole = torch.empty((*inputs[0].shape[:-1], columns), device="meta")
+    how: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(inputs[0], mesh, [Shard(-1)], **how), *inputs[1:]
 
 
 def _placements(parameter: nn.Parameter) -> Any:

@@ -23,11 +23,11 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from torch.distributed.tensor import DTensor
 
 from compose.base.batch import Sample
-from compose.errors import ConfigError, refused_if
+from compose.errors import ConfigError
 from compose.loss.output import StepLoss
 from compose.parallel.data_parallel import finish_backward
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
-from compose.pipeline.shell import check_shell, spied
+from compose.pipeline.shell import try_first_stage
 from compose.pipeline.split import Stage, Tied, balanced, split
 from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
 from compose.plan import Pipeline
@@ -70,7 +70,8 @@ class PipelineRunner:
     """Runs this rank's stages, in step with those of the other ranks of the pp axis.
 
     ``placement`` is the pp rank of every stage. ``ties`` are the parameters that stages share, the same
-    list on every rank.
+    list on every rank. ``shell`` is the model without the stages' modules, and the name of the layers'
+    container.
     """
 
     def __init__(
@@ -84,8 +85,7 @@ class PipelineRunner:
         shell: tuple[nn.Module, str],
     ) -> None:
         self.stages, self.ties = stages, ties
-        # The model without the stages' modules, and the name of the layers' container.
-        self.shell, self.layers = shell
+        self.shell = shell
         self.placement, self.schedule, self.zero = placement, schedule, zero
         self.device_type = mesh.device_type
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
@@ -272,7 +272,8 @@ class PipelineRunner:
         source = self.placement[0]
         if source == self.rank:
             try:
-                output = self._first_stage(first, inputs)
+                module = self.stages[0].module
+                output = plain_stream(try_first_stage(module, *self.shell, first, inputs))
                 found = [(output.shape, output.dtype)]
             except ConfigError as error:
                 found = [error.problems]
@@ -283,18 +284,6 @@ class PipelineRunner:
             raise ConfigError(*found[0])
         shape, dtype = found[0]
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-
-    @torch.no_grad()
-    def _first_stage(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Return what the first stage hands on, once forward was seen to leave the stream alone."""
-        stage = self.stages[0].module
-        eagerly = torch.compiler.set_stance("force_eager")  # graphs are for forwards with gradients
-        with refused_if("plan.pipeline: {}: the first stage fails; does the model run by itself?"):
-            with eagerly, spied(stage.get_submodule(self.layers)) as spy:
-                output = stage(first, **inputs)
-        if spy and not first.is_meta:
-            check_shell(self.shell, self.layers, spy, self.first_argument, first, inputs)
-        return plain_stream(output)
 
     def _take_tied_gradients(self) -> dict[str, Tensor]:
         """Take the gradients that tied parameters already have, by name; they are sums already."""

@@ -1,13 +1,12 @@
-"""The check that a model can be cut: outside the modules of its stages, forward leaves the stream alone.
+"""The check that a model can be cut: its forward leaves the stream to the modules of stages.
 
 A stage is the model's own forward with the identity in place of what other stages hold. So forward
-without all these modules, the shell, has to return the stream that it gets as its first argument, and to
-call layers as the first stage does. Otherwise a later stage fails, or is wrong without an error.
+without all these modules, the shell, has to return the stream that it gets as its first argument, and
+to call layers as the first stage does. Otherwise a later stage fails, or is wrong without an error.
 """
 
-import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,95 +19,69 @@ from compose.pipeline.stage import plain_stream
 _CURE = "or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"
 
 
-class Spy(nn.Module):
-    """A layer's double: it notes what it is called with, and runs the layer or ends the forward."""
-
-    def __init__(self, layer: nn.Module, run: bool) -> None:
-        super().__init__()
-        self.layer, self.run = layer, run
-        self.names = list(inspect.signature(layer.forward).parameters)
-        self.stream: Any = None
-        self.others: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # forward may ask a layer of what kind it is
-            return getattr(super().__getattr__("layer"), name)
-
-    def forward(self, *args: Any, **named: Any) -> Any:
-        """Return what the layer returns, if it runs."""
-        self.others = {**dict(zip(self.names, args, strict=False)), **named}
-        self.stream = arrived(self.others.pop(self.names[0], None))
-        if self.run:
-            return self.layer(*args, **named)
-        raise _Called
-
-
 class _Called(Exception):
     """A forward has come to its first layer."""
 
 
-@contextmanager
-def spied(container: nn.Module, layer: nn.Module | None = None) -> Iterator[Spy | None]:
-    """Have a spy on the first layer in ``container``; on ``layer``, which does not run, if it has none."""
-    kept = dict(container._modules)
-    name, layer = next(iter(kept.items()), ("0", layer))
-    spy = Spy(layer, run=bool(kept)) if layer else None
-    if spy:
-        container._modules[name] = spy
-    try:
-        yield spy
-    finally:
-        container._modules.clear()
-        container._modules.update(kept)
-
-
-def check_shell(
-    shell: nn.Module, layers: str, ran: Spy, argument: str, first: Tensor, inputs: Mapping[str, Any]
-) -> None:
-    """Raise ConfigError if ``shell`` changes the stream, or calls layers unlike the first stage.
-
-    Args:
-        shell: The model without its layers and ends.
-        layers: The name of the container of layers.
-        ran: The spy of the first stage.
-        argument: The name of the model's first argument.
-        first: Its value in the first stage.
-        inputs: The model's other inputs.
-
-    Raises:
-        ConfigError: The model cannot be cut so.
-    """
-    name, stream = type(shell).__name__, ran.stream
+@torch.no_grad()
+def try_first_stage(
+    stage: nn.Module, shell: nn.Module, layers: str, first: Tensor, inputs: Mapping[str, Any]
+) -> Any:
+    """Return what the first stage returns, once forward was seen to leave the stream alone."""
+    layer = next(stage.get_submodule(layers).children(), None)
+    line = "plan.pipeline: {}: the first stage fails; does the model run by itself?"
+    with refused_if(line), torch.compiler.set_stance("force_eager"):  # graphs are for training
+        if layer is None or first.is_meta:
+            return stage(first, **inputs)
+        output, stream, others = _noted(layer, False, lambda: stage(first, **inputs))
     if type(stream) is not Tensor:
-        return  # the first stage cannot hand it on either
+        return output
+    name, argument = type(shell).__name__, next(iter(signature(shell.forward).parameters))
     instead = f"a later stage calls {name} with the stream {_form(stream)} in place of {argument}"
     if first.ndim == stream.ndim - 1 and first.shape != stream.shape[:-1]:
         instead += " (with SequenceParallel the stream is L / tp long)"
     cure = f"take lengths, positions and masks from other inputs of the model, {_CURE}"
+    container = shell.get_submodule(layers)._modules
+    container.clear()
     with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"):
-        output = plain_stream(shell(stream, **inputs))
-        with spied(shell.get_submodule(layers), ran.layer) as later, suppress(_Called):
-            shell(stream, **inputs)
-    if output.shape != stream.shape or not torch.equal(output.to(stream.dtype), stream):
+        alone = plain_stream(shell(stream, **inputs))
+        container["0"] = layer
+        _, _, later = _noted(layer, True, lambda: shell(stream, **inputs))
+    if alone.shape != stream.shape or not torch.equal(alone.to(stream.dtype), stream):
         raise ConfigError(
             f"plan.pipeline: {name} does something to the stream outside the modules of first, layers"
-            f" and last: without them it takes {_form(stream)} and returns {_form(output)}, not the same;"
-            f" do that in a module of first or last, {_CURE}"
+            f" and last: without them it takes {_form(stream)} and returns {_form(alone)}, not the"
+            f" same; do that in a module of first or last, {_CURE}"
         )
-    for key, here in ran.others.items():
-        there = later.others.get(key) if later else here
-        if isinstance(here, Tensor) and isinstance(there, Tensor) and not _same(here, there):
+    for key, here in others.items():
+        there = later.get(key)
+        tensors = isinstance(here, Tensor) and isinstance(there, Tensor)
+        if tensors and not local_tensor(here).equal(local_tensor(there)):  # nor if shapes differ
             raise ConfigError(
-                f"plan.pipeline: layers get {key} = {_form(here)} in the first stage, and {_form(there)},"
-                f" not the same, in others: {instead}; {cure}"
+                f"plan.pipeline: layers get {key} = {_form(here)} in the first stage, and"
+                f" {_form(there)}, not the same, in others: {instead}; {cure}"
             )
+    return output
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and local_tensor(one).equal(local_tensor(other))
+def _noted(layer: nn.Module, ends: bool, run: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return what ``run`` returns, and the first and other arguments of ``layer``, where it may end."""
+    names, call = list(signature(layer.forward).parameters), dict[str, Any]()
+
+    def note(module: nn.Module, args: Any, named: Any) -> None:
+        call.update({**dict(zip(names, args, strict=False)), **named})
+        if ends:
+            raise _Called
+
+    handle = layer.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+    try:
+        output = run()
+    except _Called:
+        output = None
+    finally:
+        handle.remove()
+    return output, arrived(call.pop(names[0], None)), call
 
 
 def _form(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)}"
+    return str(tuple(tensor.shape))
