@@ -174,6 +174,11 @@ def _with_degrees(options: Options | None, mesh: DeviceMesh) -> Options:
 def _check_types(model: nn.Module, master: torch.dtype) -> None:
     wide = torch.promote_types(torch.float32, master)
     for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError(
+                f"parameter {name} is {parameter.dtype}, which FSDP does not take; hold real numbers,"
+                " and use torch.view_as_complex in forward"
+            )
         if parameter.is_floating_point() and parameter.dtype not in (torch.float32, wide):
             raise ConfigError(
                 f"parameter {name} is {parameter.dtype}: master weights are float32; call"

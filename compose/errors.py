@@ -31,7 +31,8 @@ def refused_if(line: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ConfigError) or "OutOfMemory" in type(error).__name__:
             raise
-        cause = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        lines = str(error).strip().splitlines() or [""]
+        cause = f"{type(error).__name__}: {lines[-1 if lines[0].endswith(':') else 0]}"
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         forwards = [f for f in frames if f.f_code.co_name == "forward" and "self" in f.f_locals]
         if forwards:

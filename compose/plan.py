@@ -311,7 +311,10 @@ def _unfit_pipeline(pipeline: Pipeline, model: nn.Module) -> list[str]:
     ]
     if problems:
         return problems
-    if not list(model.get_submodule(pipeline.layers).children()):
+    container = model.get_submodule(pipeline.layers)
+    if len(container._modules) > len(list(container.children())):
+        return [f"plan.pipeline: {pipeline.layers} holds a layer twice; make it two with tied weights"]
+    if not list(container.children()):
         return [f"plan.pipeline: {pipeline.layers} holds no layers"]
     return [
         f"plan.pipeline: parameter {name} is of no stage; name its module in first or last"

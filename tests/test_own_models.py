@@ -26,6 +26,7 @@ from compose import (
     forward_backward,
     verify,
 )
+from compose.apply import _check_types
 from compose.composition.rules import check_setup
 from compose.composition.setup import Setup
 from compose.errors import ConfigError
@@ -393,3 +394,55 @@ def test_parameters_without_dims_stay_on_the_device() -> None:
         'parallel.offload: "cpu" moves shards, and parameter layers.0.temperature has no dims to be cut'
         ' along; give it the shape (1,), or use parallel.offload = "none"'
     )
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+def _recurrent(frozen: bool) -> str:
+    """An LSTM that a plan makes DTensors of, beside plain states; or one without a trained weight."""
+    head = ColwiseParallel(output_layouts=Replicate())
+    batch = {"x": torch.ones(2, 3, 4), "targets": torch.tensor([[0, 1, 2]] * 2)}
+    mesh = make_mesh(Parallel(tp=2, dp_shard=1))
+    model = Recurrent().requires_grad_(not frozen)
+    with pytest.raises(ConfigError) as caught:
+        verify(model, Plan(tensor={"head": head}, replicate=["lstm"]), mesh, batch)
+    return str(caught.value)
+
+
+def test_what_fails_in_a_composition_is_one_line(pool: Pool) -> None:
+    lines = pool.run(_recurrent, 2, False)
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("plan: RuntimeError: aten.")
+    assert lines[0].endswith(
+        "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling"
+        " distributed operators! (in forward of LSTM): the model fails in this composition; does it run"
+        " by itself? else see docs/plan.md"
+    )
+    assert (
+        pool.run(_recurrent, 2, True)
+        == ["model: no parameter is trained, so that nothing can be proved"] * 2
+    )
+
+
+def test_complex_weights_and_a_layer_twice() -> None:
+    model = nn.Module()
+    model.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ConfigError) as caught:
+        _check_types(model, torch.float32)
+    assert str(caught.value) == (
+        "parameter turn is torch.complex64, which FSDP does not take; hold real numbers, and use"
+        " torch.view_as_complex in forward"
+    )
+    layer = nn.Linear(2, 2)
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer, layer])})
+    with pytest.raises(ConfigError) as caught:
+        resolve(Plan(pipeline=Pipeline([], "layers", [])), model)
+    line = "plan.pipeline: layers holds a layer twice; make it two with tied weights"
+    assert str(caught.value) == line

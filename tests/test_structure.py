@@ -297,8 +297,8 @@ def test_every_option_is_a_field_of_the_config() -> None:
 OTHER_INPUT = {
     "the model": (
         "apply._check_types weights.materialize memory.activation_bytes.unit_costs"
-        " pipeline.split._costs pipeline.stage.plain_stream pipeline.pipeline_parallel._try_stream"
-        " loss.cross_entropy.cross_entropy"
+        " pipeline.shell.try_first_stage pipeline.stage.plain_stream"
+        " pipeline.pipeline_parallel._try_stream loss.cross_entropy.cross_entropy"
     ),
     "the plan's styles": (
         "plan.resolve apply._tensor parallel.tensor_parallel.apply_tensor_parallel"
