@@ -19,7 +19,9 @@ State = dict[str, Tensor]
 SMALL: Keys = {"model__hidden_dim": 192, "train__seq_len": 16, "train__global_batch": 8}
 STEPS = 2
 NONE = "is no name of what messages keep"
-DROPPED = "what coded messages kept is of another mesh, or of other codes, and is dropped"
+DROPPED = (
+    "what messages kept is of another mesh, of other codes, or of an earlier version, and is dropped"
+)
 
 
 def _faults(kept: Kept) -> list[tuple[State, str]]:
