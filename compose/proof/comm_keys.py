@@ -39,8 +39,11 @@ def compare_keys(compression: Compression, coded: list[bool], comparison: Compar
     comm, activations = compression.comm, compression.activations
     parts: list[Any] = [p for s in compression.stages for u in s.units for p in u.parts.values()]
     blocks = [p for p in parts if isinstance(p, InBlocks | CodedGather)]
-    low, largest = ([p for p in parts if isinstance(p, kind)] for kind in (LowRank, Largest))
-    lossy = low + largest + [p for p in blocks if isinstance(p, InBlocks) and p.packing.code.bits == 4]
+    low = [p for p in parts if isinstance(p, LowRank)]
+    largest = [p for p in parts if isinstance(p, Largest)]
+    lossy: list[Any] = [*low, *largest] + [
+        p for p in blocks if isinstance(p, InBlocks) and p.packing.code.bits == 4
+    ]
     counts = [pair for p in largest for pair in zip(p.counts, p.layout.parts, strict=True)]
     right: dict[str, list[bool]] = {
         "weights": [
@@ -48,7 +51,7 @@ def compare_keys(compression: Compression, coded: list[bool], comparison: Compar
         ],
         "activations": [True] * bool(activations and activations.account),
         "block": [p.packing.code.size == comm.block for p in blocks],
-        "near": [p.levels.near.size() == comm.near for p in blocks if getattr(p, "levels", None)],
+        "near": [p.levels.near.size() == comm.near for p in parts if getattr(p, "levels", None)],
         "rank": [q.shape[1] == comm.rank for p in low for q in p.factors.values()],
         "density": [n == math.ceil(comm.density * part.numel) for n, part in counts if part.coded],
         "error_feedback": [(p.feedback is not None) == comm.error_feedback for p in lossy],
