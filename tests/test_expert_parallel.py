@@ -154,10 +154,10 @@ def _style_alone(counts_of: list[list[int]]) -> float:
     mesh = make_mesh(Parallel(tp=len(counts_of)))["tp"]
     rank, n_experts = mesh.get_local_rank(), len(counts_of[0])
     torch.manual_seed(0)
-    whole, experts = Experts(n_experts, 6, 5), Experts(n_experts, 6, 5)
+    whole, experts = Experts(n_experts, 6, 5).double(), Experts(n_experts, 6, 5).double()
     experts.load_state_dict(whole.state_dict())
     parallelize_module(experts, mesh, ExpertParallel())
-    rows = [torch.randn(sum(counts), 6) for counts in counts_of]
+    rows = [torch.randn(sum(counts), 6, dtype=torch.float64) for counts in counts_of]
     mine = rows[rank].clone().requires_grad_()
     found = experts(mine, torch.tensor(counts_of[rank]))
     weight = [torch.randn_like(part) for part in rows]
@@ -189,11 +189,12 @@ def _style_alone(counts_of: list[list[int]]) -> float:
         [[0, 0, 4, 3], [0, 0, 2, 2]],  # a rank whose experts get none
         [[0, 0, 0, 0], [3, 0, 0, 2]],  # a rank that has none
         [[0, 0, 0, 0], [0, 0, 0, 0]],
+        [[300, 0, 30, 1], [270, 1, 0, 90]],  # more than any small limit
     ],
-    ids=["uneven", "idle experts", "idle rank", "silent rank", "nothing at all"],
+    ids=["uneven", "idle experts", "idle rank", "silent rank", "nothing at all", "many"],
 )
 def test_style_alone(pool: Pool, counts: list[list[int]]) -> None:
-    assert max(pool.run(_style_alone, 2, counts)) < 1e-5
+    assert max(pool.run(_style_alone, 2, counts)) < 1e-12
 
 
 def _own_model() -> Any:

@@ -84,6 +84,21 @@ def test_equals_a_loop_over_tokens(config: MoEConfig, shared: bool) -> None:
         torch.testing.assert_close(gradient, torch.zeros_like(gradient) if want is None else want)
 
 
+@pytest.mark.parametrize("config", [SOFTMAX, replace(SOFTMAX, n_experts=1, top_k=1)], ids=["5", "1"])
+def test_many_rows_of_an_expert(config: MoEConfig) -> None:
+    """Each row of an expert counts, however many it has."""
+    moe, x = make(config), inputs(2, 150).requires_grad_()
+    found, expected = moe(x), by_hand(moe, x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    weight = inputs(2, 150, seed=2)
+    given = [x, *moe.experts.parameters()]
+    gradients = torch.autograd.grad((found * weight).sum(), given)
+    for gradient, want in zip(
+        gradients, torch.autograd.grad((expected * weight).sum(), given), strict=True
+    ):
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5)
+
+
 def test_experts_without_tokens_and_a_lone_token() -> None:
     moe = make(replace(SOFTMAX, top_k=1))
     moe.router.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0, 0.0]))
@@ -116,13 +131,13 @@ def relative(value: Tensor, expected: Tensor) -> float:
     return float(((value - expected).norm() / expected.norm()).detach())
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0]])
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0], [3, 0, 300, 1]])
 def test_kernel_equals_the_loop(counts: list[int]) -> None:
     """In bfloat16, aligned rows are one grouped kernel's; else a loop's."""
     torch.manual_seed(0)
     aligned, odd = Experts(4, 16, 24).bfloat16(), Experts(4, 15, 23).bfloat16()
     for experts, dim in ((aligned, 16), (odd, 15)):
-        x = torch.randn(9, dim, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(sum(counts), dim, dtype=torch.bfloat16, requires_grad=True)
         given = torch.tensor(counts)
         found = experts(x, given)
         exact = copy.deepcopy(experts).float()
