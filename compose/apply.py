@@ -61,7 +61,7 @@ def apply(
     Raises:
         ConfigError: The plan does not fit the model, or the options do not fit the mesh.
     """
-    options = _with_degrees(options, mesh)
+    options = with_degrees(options, mesh)
     parallel, precision, recompute = options.parallel, options.precision, options.activation_checkpoint
     zero, ep, compile = parallel.zero, parallel.ep, options.compile
     offload, float8 = parallel.offload == "cpu", precision.float8
@@ -163,7 +163,8 @@ def apply(
     )
 
 
-def _with_degrees(options: Options | None, mesh: DeviceMesh) -> Options:
+def with_degrees(options: Options | None, mesh: DeviceMesh) -> Options:
+    """Return ``options``, or the defaults, with the degrees of ``mesh``."""
     if options is not None:
         check_same_degrees(options.parallel, mesh)
     options = options or Options()

@@ -7,16 +7,25 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from tests.helpers import prove_case
+from tests.helpers import prove_whole
 from tests.mutation import function_at
 from tests.outer.cases import proof
 from tests.pool import Pool
-from tests.sensitivity import comm, context, data_tensor, outer, pipeline_experts, precision, steps
+from tests.sensitivity import (
+    comm,
+    context,
+    data_tensor,
+    optimizer,
+    outer,
+    pipeline_experts,
+    precision,
+    steps,
+)
 from tests.sensitivity.row import Row
 
 TABLE: dict[str, list[Row]] = {
     group: rows
-    for faults in (comm, data_tensor, context, pipeline_experts, precision, steps, outer)
+    for faults in (comm, data_tensor, context, pipeline_experts, precision, optimizer, steps, outer)
     for group, rows in faults.FAULTS.items()
 }
 # Of unlike kinds, and cheap; `-m full` runs the others.
@@ -77,7 +86,7 @@ def _proved(row: Row) -> tuple[str, list[tuple[str, str, bool]], str]:
     try:
         with row.fault():
             report = (
-                proof(row.islands, dict(row.keys)) if row.islands > 1 else prove_case(dict(row.keys))
+                proof(row.islands, dict(row.keys)) if row.islands > 1 else prove_whole(dict(row.keys))
             )
     except RuntimeError as error:
         if not row.raises:
@@ -108,7 +117,8 @@ def test_the_table_is_whole() -> None:
     names = [row.name for rows in TABLE.values() for row in rows]
     assert len(names) == len(set(names)) >= 60
     assert set(names) >= QUICK
-    reduced = [row for row in TABLE["precision"] if any("precision__" in key for key in row.keys)]
+    precisions = [row for key in TABLE if key.startswith("precision.") for row in TABLE[key]]
+    reduced = [row for row in precisions if any("precision__" in key for key in row.keys)]
     assert len(reduced) >= 12
     # The files of which each has a technique.
     places = {row.place.partition(":")[0] for rows in TABLE.values() for row in rows}

@@ -6,13 +6,22 @@ from types import ModuleType
 import pytest
 
 from compose.comm.options import Comm
+from compose.memory.activation_checkpointing import ActivationCheckpoint
+from compose.optimizer.options import Optimizer
 from compose.outer.options import Outer
+from compose.precision.options import Precision
 from compose.proof.comm_keys import SILENT
-from tests.sensitivity import comm, outer
+from tests.sensitivity import comm, optimizer, outer, precision, steps
 
 # BY_KEY of a module holds faults by key, as "comm.rank". SILENT holds the keys that change no number,
 # each with the reason.
-TABLES: dict[str, tuple[type, ModuleType]] = {"comm": (Comm, comm), "outer": (Outer, outer)}
+TABLES: dict[str, tuple[type, ModuleType]] = {
+    "comm": (Comm, comm),
+    "outer": (Outer, outer),
+    "optimizer": (Optimizer, optimizer),
+    "precision": (Precision, precision),
+    "activation_checkpoint": (ActivationCheckpoint, steps),
+}
 
 
 @pytest.mark.parametrize("table", TABLES)

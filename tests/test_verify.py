@@ -61,7 +61,8 @@ def test_equals_one_process(
     report = agreed(pool.run(prove_step, ranks_of(mesh), keys))
     assert report.ok, str(report)
     quantities = {row.quantity for row in report.rows}
-    assert quantities == {"initial weight", "gradient", "loss", "grad_norm", "update", "copies"}
+    expected = {"initial weight", "gradient", "loss", "grad_norm", "update", "copies", "trained"}
+    assert quantities == expected
     parameters = 2 + 2 * 9 + (not tied)
     assert sum(row.quantity == "gradient" for row in report.rows) == parameters
 

@@ -74,14 +74,15 @@ class Moved:
 
 
 class OffloadedAdamW(MakesState):
-    """torch's fused AdamW (arXiv:1711.05101), float32, whose state is not on the device.
+    """torch's fused AdamW (arXiv:1711.05101), whose state is not on the device.
 
     ``state`` has tensors as any optimizer's has. Those in files are mapped, and take no memory until
     they are read. ``moved`` describes the last step. The first step raises ConfigError if the folder is
     in use, has no room, or was not made by a run.
 
     Args:
-        params: Groups of parameters, plain or DTensors, as torch's optimizers take them; float32.
+        params: Groups of parameters, plain or DTensors, as torch's optimizers take them: float32, or
+            float64 without files.
         lr: The learning rate.
         betas: Decay of the running means of the gradient and of its square.
         eps: A number added to the root of the squared gradient's mean.
@@ -196,14 +197,16 @@ class OffloadedAdamW(MakesState):
                 files.append(TensorFile(self.scratch, f"{len(self.files):05d}.{key}", count))
                 held = files[-1].mapped()
             else:
-                held = torch.zeros(count, pin_memory=self._on_gpu)
+                held = torch.zeros(count, dtype=parameter.dtype, pin_memory=self._on_gpu)
             state[key] = _placed_as(parameter, held.view(local_tensor(parameter).shape))
         self.files[parameter] = files
         return state
 
     def _slot(self) -> Slot:
         host = [page_aligned(CHUNK, pinned=self._on_gpu) for _ in MEANS] if self.folder else []
-        return Slot(host, [torch.empty(CHUNK, device=self.device) for _ in MEANS if self._on_gpu])
+        like = self.param_groups[0]["params"][0]
+        there = [torch.empty(CHUNK, dtype=like.dtype, device=self.device) for _ in MEANS]
+        return Slot(host, there if self._on_gpu else [])
 
     def _means(self, piece: Piece) -> list[Tensor]:
         return [piece.of(self.state[piece.parameter][key]) for key in MEANS]

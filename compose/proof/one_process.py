@@ -6,7 +6,7 @@ be from one process.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -20,11 +20,12 @@ from compose.operators.dropout import DropoutKey, Masks, dropouts
 from compose.parallel.routing import routers
 from compose.precision.float8 import NOTHING, Choice, Recipe, apply_float8
 from compose.precision.options import Precision
+from compose.proof.examine import check_repeats, float64_problem, in_float64
+from compose.proof.optimizers import Named
 from compose.proof.plain_attention import PlainAttention
 from compose.proof.routing_trace import Choices, follow
 
-Named = Iterable[tuple[str, nn.Parameter]]
-State = Literal["", "zero", "unused"]
+State = Literal["", "zero", "unused", "loose", "coarse"]
 
 # float64 rounds 2^29 times more finely than float32.
 _FINER = 2.0**-29
@@ -95,7 +96,6 @@ def precision_of(arithmetic: Arithmetic) -> Precision:
 EXACT = Arithmetic(torch.float64, torch.float64, torch.float64, torch.float64)
 """The arithmetic of a proof's logic: its rounding is too small to hide a fault."""
 
-OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 OptimizerOf = Callable[[Arithmetic, Named], torch.optim.Optimizer]
 """Makes one process's optimizer for some arithmetic, from named whole parameters."""
 
@@ -118,7 +118,8 @@ class OneProcess:
     Where a routing is a tie, it follows the composition.
 
     ``micro_batch`` is the number of samples of one forward; None is all. ``tie`` is the margin of a
-    routing up to which its choice is as good as random.
+    routing up to which its choice is as good as random. ``widens``: what float64 it computes with needs
+    ``examine.Widened``.
     """
 
     def __init__(
@@ -133,11 +134,13 @@ class OneProcess:
         loss_scale: float,
         tie: float,
         float8: Choice = NOTHING,
+        widens: bool = False,
     ) -> None:
         self.model = copy.deepcopy(model)
         drops = dropouts(self.model)
         self.dropout = Masks(self.model, [self.model], drops) if drops else None
         self.arithmetic, self.loss_function = arithmetic, loss_function
+        self.widens = widens and arithmetic == EXACT
         self.max_norm, self.micro_batch = max_norm, micro_batch
         self.loss_scale, self.tie = loss_scale, tie
         if arithmetic.float8 != "off":
@@ -172,15 +175,12 @@ class OneProcess:
         self.received = coded.received if coded else {}
         targets = batch["targets"]
         count = count_targets(targets).clamp(min=1)
-        batch = self._numbered(batch)
-        routing = routers(self.model).values()
-        for router in routing:
-            router.tokens_per_step, router.loss_scale = targets.shape[:2].numel(), self.loss_scale
+        batch = self.begin(batch)
         ids = _ids(targets)
         calls = ids.split(self.micro_batch or len(ids))
-        with follow(self.model, found, calls, self.tie) as self.choices:
-            self.losses.append(self._accumulate(batch, count))
-        for router in routing:
+        with follow(self.model, found, calls, self.tie) as self.choices, in_float64(self.widens):
+            self.losses.append(self.accumulate(batch, count))
+        for router in routers(self.model).values():
             router.finish_step(router.tally)
         found_gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         for gradient in found_gradients.values():
@@ -194,23 +194,25 @@ class OneProcess:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _numbered(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Begin the masks of the next step, if the model has dropout."""
+    def begin(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tell routers and dropout that a step begins; return the batch with what dropout needs."""
+        targets = batch["targets"]
+        for router in routers(self.model).values():
+            router.tokens_per_step, router.loss_scale = targets.shape[:2].numel(), self.loss_scale
         if self.dropout is None:
             return batch
-        samples = torch.arange(len(batch["targets"]), device=batch["targets"].device)
+        samples = torch.arange(len(targets), device=targets.device)
         return {**batch, **self.dropout.begin(DropoutKey(len(self.losses)), samples, None)}
 
-    def _accumulate(self, batch: Mapping[str, Tensor], count: Tensor) -> Tensor:
+    def accumulate(self, batch: Mapping[str, Tensor], count: Tensor) -> Tensor:
+        """Add the gradient of a batch, and return its loss: sums over targets, divided by ``count``."""
         total = torch.zeros((), dtype=torch.float64, device=count.device)
         samples = len(batch["targets"])
         size = self.micro_batch or samples
         for start in range(0, samples, size):
             part = {name: value[start : start + size] for name, value in batch.items()}
             targets = part.pop("targets")
-            output = self._forward(part)
-            if not self.norms and not start and self.arithmetic == EXACT:
-                _check_sum(self.loss_function, output, targets)
+            output = self.forward(part)
             loss = self.loss_function(output, targets) / count
             (loss * self.loss_scale).backward()
             total += loss.detach()
@@ -223,16 +225,17 @@ class OneProcess:
     @torch.no_grad()
     def natural(self, batch: Mapping[str, Tensor]) -> dict[str, Choices]:
         """Return what routers choose by themselves, by their names."""
-        inputs = {name: value for name, value in self._numbered(batch).items() if name != "targets"}
+        inputs = {name: value for name, value in self.begin(batch).items() if name != "targets"}
         targets = batch["targets"]
         ids = _ids(targets)
         size = self.micro_batch or len(ids)
-        with follow(self.model, {}, ids.split(size), 0.0) as choices:
+        with follow(self.model, {}, ids.split(size), 0.0) as choices, in_float64(self.widens):
             for start in range(0, len(ids), size):
-                self._forward({n: v[start : start + size] for n, v in inputs.items()})
+                self.forward({n: v[start : start + size] for n, v in inputs.items()})
         return choices
 
-    def _forward(self, inputs: Mapping[str, Tensor]) -> Any:
+    def forward(self, inputs: Mapping[str, Tensor]) -> Any:
+        """Run the model on a part of a batch, without its targets."""
         kind = self.arithmetic.param
         inputs = {n: v.to(kind) if v.is_floating_point() else v for n, v in inputs.items()}
         held = {n: self._received(n, p) for n, p in self.parameters.items()}
@@ -272,6 +275,48 @@ def _check_sum(loss_function: LossFunction, output: object, targets: Tensor) -> 
         )
 
 
+def examine(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    loss_function: LossFunction,
+    micro_batch: int | None,
+) -> tuple[bool, str]:
+    """Check that a model and a loss can be compared, and return whether they run in float64.
+
+    Args:
+        model: The whole model.
+        batch: The global batch.
+        loss_function: The loss function.
+        micro_batch: Samples in one forward; None is all.
+
+    Returns:
+        As ``examine.float64_problem``.
+
+    Raises:
+        ConfigError: The loss is a mean, or the model's result is not a function of the batch.
+    """
+
+    def run(kind: Arithmetic) -> tuple[OneProcess, Mapping[str, Tensor]]:
+        one = OneProcess(
+            model, kind, loss_function, _none, max_norm=0.0, micro_batch=1, loss_scale=1.0, tie=0.0
+        )
+        return one, one.begin(batch)
+
+    one, given = run(Arithmetic())
+    inputs = {name: value[:micro_batch] for name, value in given.items() if name != "targets"}
+    check_repeats(one.model, lambda: one.forward(inputs))
+    with torch.no_grad():
+        _check_sum(loss_function, one.forward(inputs), batch["targets"][:micro_batch])
+    exact, given = run(EXACT)
+    sample = {name: value[:1] for name, value in given.items()}
+    count = torch.ones((), device=batch["targets"].device)
+    return float64_problem(lambda: exact.accumulate(sample, count))
+
+
+def _none(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
+
+
 @dataclass(frozen=True)
 class Expected:
     """A value that one process found."""
@@ -292,6 +337,7 @@ class References:
 
     In a reduced precision the ``own`` run takes the composition's micro-batches, so that it rounds as
     often. Otherwise it takes other micro-batches, since a correct result does not depend on them.
+    ``finest`` is the most exact arithmetic that the model can compute in.
     """
 
     def __init__(
@@ -307,23 +353,26 @@ class References:
         loss_scale: float,
         tie: float,
         float8: Choice = NOTHING,
+        finest: Arithmetic = EXACT,
+        widens: bool = False,
     ) -> None:
         self.model, self.tie = model, tie
         run = partial(
             OneProcess, model, loss_function=loss_function, optimizer=optimizer, max_norm=max_norm
         )
-        run = partial(run, loss_scale=loss_scale, tie=tie)
+        run = partial(run, loss_scale=loss_scale, tie=tie, widens=widens)
         other = _other_split(micro_batch, samples)
-        self.exact = run(EXACT, micro_batch=other)
+        self.exact = run(finest, micro_batch=other)
         self.again: OneProcess | None = None
-        if arithmetic == EXACT:
+        if arithmetic == finest:
             self.own = self.exact
-            self.again = run(EXACT, micro_batch=micro_batch)
-            self.coarse = run(Arithmetic(), micro_batch=other)
+            self.again = run(finest, micro_batch=micro_batch)
+            self.coarse = run(Arithmetic(), micro_batch=other) if finest == EXACT else self.again
         else:
             split = micro_batch if arithmetic.reduced else other
             self.own = self.coarse = run(arithmetic, micro_batch=split, float8=float8)
-        self.initial_buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+        self.zeros: set[str] = set()
+        self.moving: dict[str, int] = {}  # elements of a parameter that have a gradient
 
     @property
     def _runs(self) -> list[OneProcess]:
@@ -358,8 +407,6 @@ class References:
         rounding = _distance(coarse, exact)
         size = float(exact.double().norm())
         state: State = "zero" if size <= _ZERO * rounding else ""
-        if size == 0 and rounding == 0:
-            state = "unused"
         if self.again:
             rounding = max(rounding * _FINER, _distance(of(self.again), own))
         return Expected(own, rounding, exact, state)
@@ -367,16 +414,20 @@ class References:
     def gradient(self, name: str) -> Expected:
         """Return the gradient of a parameter in the last step."""
         like = self.model.get_parameter(name)
-        return self.expected(lambda run: run.gradients.get(name, torch.zeros_like(like)))
+        found = self.expected(lambda run: run.gradients.get(name, torch.zeros_like(like)))
+        if found.state == "zero":
+            self.zeros.add(name)
+        self.moving[name] = max(self.moving.get(name, 0), int(found.value.count_nonzero()))
+        return found if name in self.own.gradients else replace(found, state="unused")
 
     def update(self, name: str) -> Expected:
         """Return the change of a parameter over all steps.
 
-        Its state is never "unused": a learning rate of 0 also leaves a weight as it was, and that is a
-        result like others. A parameter without a gradient is reported in its gradient's row.
+        A gradient that is only rounding makes AdamW's steps random. So the state of the gradient is the
+        update's too, and its error says nothing of other updates.
         """
         found = self.expected(lambda run: run.change(name))
-        return replace(found, state="") if found.state == "unused" else found
+        return replace(found, state="zero") if name in self.zeros else found
 
     def buffer(self, name: str) -> Expected:
         """Return a buffer after all steps."""
@@ -420,21 +471,3 @@ def _other_split(micro_batch: int | None, samples: int) -> int | None:
     if micro_batch is not None and micro_batch < samples:
         return None
     return (samples + 1) // 2
-
-
-class RoundedWeights(torch.optim.Optimizer):
-    """An optimizer's steps on weights of a coarser type. Wide parameters hold the coarse values."""
-
-    def __init__(self, make: OptimizerFactory, dtype: torch.dtype, named: Named) -> None:
-        self.pairs = [(name, p, nn.Parameter(p.detach().to(dtype))) for name, p in named]
-        super().__init__([p for _, p, _ in self.pairs], {})
-        self.inner = make([(name, rounded) for name, _, rounded in self.pairs])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take the inner optimizer's step, and copy the weights that it left."""
-        for _, wide, rounded in self.pairs:
-            rounded.grad = None if wide.grad is None else wide.grad.to(rounded.dtype)
-        self.inner.step()
-        for _, wide, rounded in self.pairs:
-            wide.copy_(rounded)

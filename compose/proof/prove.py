@@ -5,19 +5,22 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.composition.state import Composition
 from compose.data.task import task_of
 from compose.legality.job import Job
-from compose.optimizer.reference import Reference
-from compose.optimizer.rules import parameter_rules
+from compose.lora.options import Lora
+from compose.optimizer.lr_schedule import learning_rate, set_learning_rate
+from compose.optimizer.options import Optimizer
 from compose.precision.float8 import select_layers
 from compose.precision.loss_scale import first_scale
 from compose.precision.options import Precision
-from compose.proof.one_process import EXACT, Arithmetic, Named, arithmetic_of, precision_of
-from compose.proof.report import Report
+from compose.proof.one_process import EXACT, Arithmetic, arithmetic_of, precision_of
+from compose.proof.optimizers import Named, Reference, is_named, stated_rate, stated_rules
+from compose.proof.report import Report, Row
 from compose.proof.verify import Sides, Trial, prove_both
 
 STEPS = 2
@@ -29,7 +32,9 @@ EPS = 1e-6
 CLIP = 0.1
 
 
-def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = None) -> Report:
+def prove(
+    job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = None, logic: bool = True
+) -> Report:
     """Compare a job on ``mesh`` with one process over some steps on random documents.
 
     The composition is made from meta, as training makes it. So initial weights are compared too.
@@ -40,6 +45,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = 
         device: This rank's device.
         steps: Optimizer steps; None: two, or three with coded messages. The second shows what the first
             left behind, such as optimizer state; differences of weights are sent from the second on.
+        logic: Whether the float64 proof of the logic comes before that of the job's own types.
 
     Returns:
         What was compared, and the verdict; the same on every rank.
@@ -71,7 +77,8 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = 
         for step in range(steps)
     ]
     scale = first_scale(config.precision)
-    rules = parameter_rules(job.model, job.plan, config.optimizer)
+    rules = stated_rules(whole, job.plan, config.optimizer)
+    proved = proved_steps(config.optimizer, train.steps, steps)
 
     def compose(arithmetic: Arithmetic) -> Composition:
         options = replace(job.options, precision=precision_of(arithmetic))
@@ -86,7 +93,11 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = 
 
     def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
         here = _in(arithmetic, job).config
-        return Reference(dict(named), rules, here.optimizer, here.precision, train.seed)
+        rates = [stated_rate(step, train.steps, config.optimizer) for step in proved]
+        return Reference(dict(named), rules, here.optimizer, here.precision, train.seed, rates)
+
+    def begin_step(step: int, optimizer: torch.optim.Optimizer) -> None:
+        set_learning_rate(optimizer, learning_rate(proved[step], train.steps, config.optimizer))
 
     sides = Sides(
         compose,
@@ -95,13 +106,50 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device, steps: int | None = 
         float8=select_layers(
             job.model, job.resolved, job.degrees.tp, config.precision.float8, mesh.device_type
         ),
-        # The offloaded optimizer's memory and files are float32.
-        logic=EXACT if config.optimizer.offload == "none" else Arithmetic(),
+        # Files of the offloaded optimizer are float32.
+        logic=Arithmetic() if config.optimizer.offload == "nvme" else EXACT,
         loss_scale=scale.value if scale else 1.0,
+        begin_step=begin_step,
     )
     trial = Trial(train.micro_batch, loss_function(config), max_norm=CLIP * train.max_norm)
-    report = prove_both(whole, batches, arithmetic_of(config.precision), sides, trial)
-    return replace(report, notes=(*notes, *report.notes))
+    report = prove_both(whole, batches, arithmetic_of(config.precision), sides, trial, logic)
+    rows = [*report.rows, _trained(whole, config.model.lora)]
+    return replace(report, rows=rows, notes=(*notes, *report.notes))
+
+
+def proved_steps(options: Optimizer, steps: int, count: int) -> list[int]:
+    """Return the steps of the schedule that a proof takes, counted from 0.
+
+    The first is in the middle of warmup, the others are spread over what follows. If the rate is
+    constant before it decays, that is the decay.
+
+    Args:
+        options: The table [optimizer].
+        steps: All steps of the schedule.
+        count: The number of steps of the proof.
+
+    Returns:
+        The steps.
+    """
+    begin = options.warmup
+    if options.schedule == "constant":
+        begin = max(begin, steps - options.decay)
+    later = [begin + (steps - begin) * number // (count + 1) for number in range(1, count)]
+    return [min(step, steps - 1) for step in (options.warmup // 2, *later)]
+
+
+def _trained(model: nn.Module, lora: Lora) -> Row:
+    """Return the row that says whether just the parameters are trained that the config means."""
+    meant = {name for name, _ in model.named_parameters()}
+    if lora.rank:
+        layers = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and is_named(name, lora.targets)
+        ]
+        meant = {f"{name}.lora.{part}" for name in layers for part in "AB"}
+    wrong = sorted({name for name, p in model.named_parameters() if p.requires_grad} ^ meant)
+    return Row("trained", wrong[0] if wrong else "all that should be", float(len(wrong)), 0.0, 0)
 
 
 def _in(arithmetic: Arithmetic, job: Job) -> Job:

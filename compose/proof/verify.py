@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compose.apply import apply
+from compose.apply import apply, with_degrees
 from compose.base.local_tensor import local_tensor
 from compose.composition.options import Options
 from compose.composition.state import Composition
@@ -33,21 +34,20 @@ from compose.parallel.routing import routers
 from compose.plan import Plan, resolve
 from compose.precision.float8 import NOTHING as WHOLE
 from compose.precision.float8 import Choice, select_layers
-from compose.precision.options import Precision
 from compose.proof.coded_messages import CODES, CodedMessages, compare_coded
 from compose.proof.comm_keys import compare_keys, compare_unwatched, locals_of
+from compose.proof.examine import in_float64
 from compose.proof.one_process import (
     EXACT,
     Arithmetic,
     Expected,
-    Named,
-    OptimizerFactory,
     OptimizerOf,
     References,
-    RoundedWeights,
     arithmetic_of,
+    examine,
     precision_of,
 )
+from compose.proof.optimizers import Named, OptimizerFactory, RoundedWeights
 from compose.proof.report import Comparison, Report, Tolerance, joined, tolerance_of
 from compose.proof.routing_trace import (
     Choices,
@@ -62,6 +62,7 @@ from compose.weights import local_shard, named_generator
 
 # The standard deviation of the noise that is added to a parameter whose elements are all alike.
 _SPREAD = 0.02
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def verify(
 ) -> Report:
     """Prove that ``plan`` on ``mesh`` trains ``model`` as one process does.
 
-    Every option takes part. A reduced precision is run twice: in float64 without float8, and as it is.
+    Every option takes part. The composition runs twice: in float64 without float8, and as it is.
 
     Args:
         model: The weights of rank 0 count; it is left as it was. A parameter whose elements are all
@@ -112,12 +113,13 @@ def verify(
     trial = trial or Trial()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model: no parameter is trained, so that nothing can be proved")
-    asked = options.precision if options else Precision()
+    given = with_degrees(options, mesh)
+    asked = given.precision
     chosen = replace(arithmetic_of(asked), state=asked.master_dtype)
     resolved = resolve(plan, model)
 
     def compose(arithmetic: Arithmetic) -> Composition:
-        here = options if options is None else replace(options, precision=precision_of(arithmetic))
+        here = replace(given, precision=precision_of(arithmetic))
         return apply(copy.deepcopy(model), resolved, mesh, here)
 
     def optimizer_for(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
@@ -155,9 +157,11 @@ class Sides:
     float8: Choice = WHOLE
     """The layers that compute in float8 on one process."""
     logic: Arithmetic = EXACT
-    """The arithmetic in which the logic of a reduced precision runs."""
+    """The arithmetic in which the logic runs, if the model can."""
     loss_scale: float = 1.0
     """The factor of the loss before backward."""
+    begin_step: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None
+    """Tells the composition's optimizer that step ``step`` begins, counted from 0."""
 
 
 def prove_both(
@@ -166,8 +170,9 @@ def prove_both(
     arithmetic: Arithmetic,
     sides: Sides,
     trial: Trial,
+    logic: bool = True,
 ) -> Report:
-    """Prove a composition in ``arithmetic``; if this is reduced, prove its logic first.
+    """Prove a composition's logic in float64, and then the composition in ``arithmetic``.
 
     Args:
         model: The whole model; only rank 0's weights count.
@@ -175,27 +180,44 @@ def prove_both(
         arithmetic: The types that the composition computes in.
         sides: How the composition and the one process are made.
         trial: The training step.
+        logic: Whether to prove the logic by itself too.
 
     Returns:
         What was compared, and the verdict; the same on every rank.
     """
+    _check_batches(batches)
+    widens, problem = _on_first_rank(
+        lambda: examine(model, batches[0], trial.loss_function, trial.micro_batch)
+    )
+    own, finest = sides.logic if logic else arithmetic, EXACT
+    if problem:
+        own = finest = Arithmetic()
     reports = []
-    for kind in [sides.logic, arithmetic] if arithmetic.reduced else [arithmetic]:
+    for kind in dict.fromkeys([own, arithmetic]):
         composition = sides.compose(kind)
         # The caller's tolerance is for the run in the asked types only.
-        how = trial if kind is arithmetic else replace(trial, tolerance=None)
-        label = f"{kind} " if arithmetic.reduced and kind is sides.logic else ""
-        reports.append(compare(model, composition, batches, Run(kind, sides, label), how))
-    return joined(reports)
+        how = trial if kind == arithmetic else replace(trial, tolerance=None)
+        run = Run(kind, sides, "" if kind == arithmetic else f"{kind} ", kind == own, finest, widens)
+        reports.append(compare(model, composition, batches, run, how))
+    report = joined(reports)
+    note = f"the logic is proved in float32: the model does not run in float64 ({problem})"
+    return replace(report, notes=(*report.notes, note)) if problem else report
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a proof, in one arithmetic; ``label`` begins each quantity."""
+    """One run of a proof, in one arithmetic."""
 
     arithmetic: Arithmetic
     sides: Sides
     label: str = ""
+    """Begins each quantity."""
+    logic: bool = True
+    """Whether this run proves the logic."""
+    finest: Arithmetic = EXACT
+    """The most exact arithmetic that the model runs in."""
+    widens: bool = False
+    """Whether float64 needs ``examine.Widened``."""
 
 
 def compare(
@@ -220,10 +242,13 @@ def compare(
     optimizer = run.sides.optimizer(arithmetic, composition)
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    _check_batches(batches, mesh)
-    tolerance = trial.tolerance or tolerance_of(arithmetic)
     index, count = batch_share(mesh)
-    comparison = Comparison(torch.device(mesh.device_type), tolerance, run.label)
+    samples = {len(value) for batch in batches for value in batch.values()}
+    if any(number % count for number in samples):
+        raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
+    tolerance = trial.tolerance or tolerance_of(arithmetic)
+    loose = "loose" if run.logic else "" if arithmetic.reduced else "coarse"
+    comparison = Comparison(torch.device(mesh.device_type), tolerance, run.label, loose)
     held = _held(composition)
     first = dist.get_rank() == 0
 
@@ -244,6 +269,8 @@ def compare(
             loss_scale=loss_scale,
             tie=tolerance.loss,
             float8=run.sides.float8,
+            finest=run.finest,
+            widens=run.widens,
         )
 
     def expected(of: Callable[[References], Expected]) -> Expected | None:
@@ -251,22 +278,28 @@ def compare(
 
     def run_batch(here: Composition, step: int) -> Tensor:
         share = {name: _slice(value, index, count) for name, value in batches[step].items()}
-        return forward_backward(
-            here,
-            share,
-            micro_batch=micro_batch,
-            loss_function=trial.loss_function,
-            loss_scale=loss_scale,
-            dropout=DropoutKey(step),
-        )
+        with in_float64(run.widens and arithmetic == EXACT):
+            return forward_backward(
+                here,
+                share,
+                micro_batch=micro_batch,
+                loss_function=trial.loss_function,
+                loss_scale=loss_scale,
+                dropout=DropoutKey(step),
+            )
 
     def train(again: Composition) -> None:
         other = run.sides.optimizer(arithmetic, again)
         for step in range(len(batches)):
+            run.sides.begin_step(step, other)
             run_batch(again, step)
             clip_grad_norm_(again, max_norm, loss_scale)
             other.step()
             other.zero_grad()
+
+    def step_of(*given: Any) -> None:
+        if reference:
+            reference.step(*given)
 
     messages = CodedMessages(composition) if composition.compression else None
     begin = locals_of(composition) if messages and not run.label else None
@@ -276,6 +309,7 @@ def compare(
     for step, batch in enumerate(batches):
         if messages:
             messages.begin(step)
+        run.sides.begin_step(step, optimizer)
         with watch(composed) as recorder:
             loss = run_batch(composition, step)
         seen: dict[str, list[Choices]] = {}
@@ -288,7 +322,7 @@ def compare(
             got = {name: _gradient(some[0]) / loss_scale for name, some in held.items()}
             masters = {name: whole(some[0]) for name, some in held.items()}
             sent = compare_coded(messages, comparison, model, got, missing, masters)
-        _on_first_rank(partial(reference.step, batch, seen, sent) if reference else None)
+        _on_first_rank(lambda batch=batch, seen=seen, sent=sent: step_of(batch, seen, sent))
         if reference:
             for name, natural in reference.own.choices.items():
                 differences += compare_choices(name, step + 1, natural, seen.get(name, []))
@@ -327,7 +361,8 @@ def compare(
             comparison.value("frozen weight", name, max(moved, default=None), 0.0)
             continue
         right = expected(lambda r, name=name: r.update(name))
-        allowed = tolerance.update_of(parameter.numel()) if arithmetic.reduced else tolerance.update
+        moving = reference.moving.get(name, 0) if reference else 0  # the first rank's count
+        allowed = tolerance.update_of(moving) if arithmetic.reduced else tolerance.update
         comparison.tensor("update", name, changes, parameter.shape, right, allowed)
     for tied in composition.pipeline.ties if composition.pipeline else ():
         comparison.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
@@ -361,11 +396,7 @@ def _buffers(model: nn.Module, composed: nn.Module) -> Iterator[tuple[str, torch
         yield name, buffer.shape, [here[name]] if name in here else []
 
 
-def _check_batches(batches: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh) -> None:
-    _, count = batch_share(mesh)
-    samples = {len(value) for batch in batches for value in batch.values()}
-    if any(number % count for number in samples):
-        raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
+def _check_batches(batches: Sequence[Mapping[str, Tensor]]) -> None:
     for batch in batches:
         if not count_targets(batch["targets"]):
             raise ConfigError(
@@ -419,12 +450,12 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return whole(parameter.grad)
 
 
-def _on_first_rank(work: Callable[[], None] | None) -> None:
-    """Do rank 0's own work. If it raises, every rank raises and does not wait for rank 0."""
-    problem: list[list[str] | str | None] = [None]
+def _on_first_rank(work: Callable[[], _T]) -> _T:
+    """Do rank 0's own work, and return its result on all ranks. If it raises, every rank raises."""
+    problem: list[Any] = [None, None]
     try:
-        if work:
-            work()
+        if dist.get_rank() == 0:
+            problem[1] = work()
     except ConfigError as error:
         problem[0] = error.problems
     except Exception:
@@ -434,6 +465,7 @@ def _on_first_rank(work: Callable[[], None] | None) -> None:
         raise ConfigError(*problem[0])
     if problem[0] is not None:
         raise RuntimeError(f"the model failed on one process:\n{problem[0]}")
+    return problem[1]
 
 
 def whole(tensor: Tensor) -> Tensor:

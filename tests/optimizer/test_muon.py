@@ -18,9 +18,9 @@ from compose.config import Optimizer as Options
 from compose.config import Parallel, Precision
 from compose.optimizer import Muon, ParameterRule, adamw, muon, orthogonalized
 from compose.optimizer.assignment import Layout, Messages
-from compose.optimizer.reference import Reference
 from compose.optimizer.regions import within
 from compose.optimizer.rounding import random_bits
+from compose.proof.optimizers import Reference
 from tests.experts import QWEN
 from tests.faults import Fault, assert_named, with_fault
 from tests.helpers import agreed, prove_case, tier

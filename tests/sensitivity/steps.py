@@ -1,136 +1,9 @@
-"""Faults of optimizers, of the loss, and of what saves memory."""
+"""Faults of the loss, and of what saves memory."""
 
 from tests.sensitivity.row import TP, Keys, Row
 
 ONE: Keys = {"train__global_batch": 8}
-MUON: Keys = ONE | {"optimizer__name": "muon"}
 
-OPTIMIZER = [
-    Row(
-        "another learning rate",
-        ONE,
-        "compose.build:build_optimizer",
-        "set_learning_rate(optimizer, config.optimizer.lr)",
-        "set_learning_rate(optimizer, 1.01 * config.optimizer.lr)",
-        "update",
-        untouched=("gradient", "*"),
-        ranks=1,
-    ),
-    Row(
-        "lr_scale is forgotten",
-        ONE | {"optimizer__lr_scale": '["output=0.5"]'},
-        "compose.optimizer.lr_schedule:set_learning_rate",
-        'group.get("lr_scale", 1.0)',
-        "1.0",
-        "update",
-        "output.weight",
-        ranks=1,
-    ),
-    Row(
-        "another eps",
-        ONE | {"precision__param": "bfloat16"},
-        "compose.build:_adamw",
-        '"eps": options.eps,',
-        '"eps": 2 * options.eps,',
-        "float64 update",
-        untouched=("float64 gradient", "*"),
-        ranks=1,
-    ),
-    Row(
-        "another beta1",
-        ONE,
-        "compose.build:_adamw",
-        "(options.beta1, options.beta2)",
-        "(options.beta1 - 0.01, options.beta2)",
-        "update",
-        untouched=("gradient", "*"),
-        ranks=1,
-    ),
-    Row(
-        "all weights decay",
-        ONE,
-        "compose.optimizer.groups:grouped",
-        '"weight_decay": rule.weight_decay}',
-        '"weight_decay": 0.1}',
-        "update",
-        "*norm.weight",
-        untouched=("gradient", "*"),
-        ranks=1,
-    ),
-    Row(
-        "clipping acts on one gradient alone",
-        ONE,
-        "compose.train.step:clip_grad_norm_",
-        "for gradient, _ in found:",
-        "for gradient, _ in found[:1]:",
-        "update",
-        untouched=("grad_norm", "step 1"),
-        ranks=1,
-    ),
-    Row(
-        "offloaded AdamW counts from the second step",
-        ONE | {"optimizer__offload": "cpu"},
-        "compose.optimizer.offload:OffloadedAdamW._update",
-        '["step"] - 1',
-        '["step"]',
-        "update",
-        untouched=("gradient", "*"),
-        ranks=1,
-    ),
-    Row(
-        "offloaded AdamW reads no file",
-        ONE | {"optimizer__offload": "nvme"},
-        "compose.optimizer.offload:OffloadedAdamW._load",
-        "file.read(piece.start, memory)",
-        "pass",
-        "update",
-        untouched=("gradient", "*"),
-        ranks=1,
-    ),
-    Row(
-        "offloaded AdamW has no weight decay",
-        ONE | {"optimizer__offload": "cpu", "parallel__offload": "cpu"},
-        "compose.optimizer.offload:OffloadedAdamW._update",
-        'weight_decay=group["weight_decay"]',
-        "weight_decay=0.0",
-        "update",
-        untouched=("gradient", "*"),
-        ranks=1,
-    ),
-    Row(
-        "Muon does not look ahead",
-        MUON,
-        "compose.optimizer.muon:Muon._momentum",
-        'g.add(momentum, alpha=options["momentum"])',
-        "momentum",
-        "update",
-        "layers.*.attention.wq.weight",
-        untouched=("gradient", "*"),
-        ranks=1,
-    ),
-    Row(
-        "Muon scales by the shorter side",
-        MUON,
-        "compose.optimizer.muon:Muon._update",
-        "max(shape[1:])",
-        "min(shape[1:])",
-        "update",
-        "layers.*.feed_forward.w1.weight",
-        untouched=("gradient", "*"),
-        ranks=1,
-    ),
-    Row(
-        "Muon has no weight decay",
-        MUON,
-        "compose.optimizer.muon:Muon._update",
-        '(1 - lr * options["weight_decay"])',
-        "1",
-        "update",
-        "layers.*.attention.wq.weight",
-        untouched=("gradient", "*"),
-        ranks=1,
-    ),
-]
 LOSS = [
     Row(
         "the loss is that of the last chunk",
@@ -166,50 +39,88 @@ LOSS = [
 ]
 # Enough of a micro-batch that its activations are worth a copy.
 LARGE: Keys = ONE | {"train__seq_len": 128, "train__micro_batch": 4}
-MEMORY = [
-    Row(
-        "recomputed layers hand no gradient back",
-        ONE | {"activation_checkpoint__mode": "full"},
-        "compose.memory.activation_checkpointing:_recomputing",
-        "*args,",
-        "*(x.detach() if hasattr(x, 'detach') else x for x in args),",
-        "gradient",
-        "tok_embeddings.weight",
-        untouched=("loss", "step 1"),
-        ranks=1,
-    ),
-    Row(
-        "backward finds other products than forward kept",
-        ONE | {"activation_checkpoint__mode": "selective", "activation_checkpoint__keep": '["matmul"]'},
-        "compose.memory.activation_checkpointing:_Only.__torch_dispatch__",
-        "return self.mode.__torch_dispatch__(func, types, args, kwargs)",
-        "y = self.mode.__torch_dispatch__(func, types, args, kwargs); "
-        "return y * 1.01 if 'Cached' in type(self.mode).__name__ else y",
-        "gradient",
-        "layers.*",
-        untouched=("loss", "step 1"),
-        ranks=1,
-    ),
-    Row(
-        "activations are rounded on their way to the host",
-        LARGE | {"activation_checkpoint__offload": True},
-        "compose.memory.activation_offload:ActivationOffload.out_of",
-        "copy = tensor.clone()",
-        "copy = tensor.bfloat16().to(tensor.dtype)",
-        "gradient",
-        "layers.*",
-        untouched=("loss", "step 1"),
-        ranks=1,
-    ),
-    Row(
-        "a compiled layer gets no documents",
-        TP | {"compile__mode": "block", "model__n_layers": 1},
-        "compose.compiler.compilation:apply_compile",
-        "_settled(torch.compile(module.forward, fullgraph=True, **how))",
-        "(lambda f: lambda *a, **k: f(a[0], a[1], a[2], None))"
-        "(_settled(torch.compile(module.forward, fullgraph=True, dynamic=False, backend='aot_eager')))",
-        "loss",
-        "step 1",
-    ),
-]
-FAULTS = {"optimizer": OPTIMIZER, "loss": LOSS, "memory": MEMORY}
+MEMORY: dict[str, list[Row]] = {
+    "activation_checkpoint.mode": [
+        Row(
+            "recomputed layers hand no gradient back",
+            ONE | {"activation_checkpoint__mode": "full"},
+            "compose.memory.activation_checkpointing:_recomputing",
+            "*args,",
+            "*(x.detach() if hasattr(x, 'detach') else x for x in args),",
+            "gradient",
+            "tok_embeddings.weight",
+            untouched=("loss", "step 1"),
+            ranks=1,
+        ),
+    ],
+    "activation_checkpoint.every": [
+        Row(
+            "a layer that runs again has another input, every_k",
+            ONE | {"activation_checkpoint__mode": "every_k", "activation_checkpoint__every": 2},
+            "compose.memory.activation_checkpointing:_recomputing",
+            "*args,",
+            "*(x.detach() if hasattr(x, 'detach') else x for x in args),",
+            "gradient",
+            "layers.0.*",
+            untouched=("loss", "step 1"),
+            ranks=1,
+        ),
+    ],
+    "activation_checkpoint.keep": [
+        Row(
+            "backward finds other products than forward kept",
+            ONE
+            | {"activation_checkpoint__mode": "selective", "activation_checkpoint__keep": '["matmul"]'},
+            "compose.memory.activation_checkpointing:_Only.__torch_dispatch__",
+            "return self.mode.__torch_dispatch__(func, types, args, kwargs)",
+            "y = self.mode.__torch_dispatch__(func, types, args, kwargs); "
+            "return y * 1.01 if 'Cached' in type(self.mode).__name__ else y",
+            "gradient",
+            "layers.*",
+            untouched=("loss", "step 1"),
+            ranks=1,
+        ),
+    ],
+    "activation_checkpoint.budget": [
+        Row(
+            "a layer that runs again has another input, budget",
+            ONE | {"activation_checkpoint__mode": "budget", "activation_checkpoint__budget": 0.1},
+            "compose.memory.activation_checkpointing:_recomputing",
+            "*args,",
+            "*(x.detach() if hasattr(x, 'detach') else x for x in args),",
+            "gradient",
+            "tok_embeddings.weight",
+            untouched=("loss", "step 1"),
+            ranks=1,
+        ),
+    ],
+    "activation_checkpoint.offload": [
+        Row(
+            "activations are rounded on their way to the host",
+            LARGE | {"activation_checkpoint__offload": True},
+            "compose.memory.activation_offload:ActivationOffload.out_of",
+            "copy = tensor.clone()",
+            "copy = tensor.bfloat16().to(tensor.dtype)",
+            "gradient",
+            "layers.*",
+            untouched=("loss", "step 1"),
+            ranks=1,
+        ),
+    ],
+    "compile": [
+        Row(
+            "a compiled layer gets no documents",
+            TP | {"compile__mode": "block", "model__n_layers": 1},
+            "compose.compiler.compilation:apply_compile",
+            "_settled(torch.compile(module.forward, fullgraph=True, **how))",
+            "(lambda f: lambda *a, **k: f(a[0], a[1], a[2], None))"
+            "(_settled(torch.compile(module.forward, fullgraph=True, dynamic=False,"
+            " backend='aot_eager')))",
+            "loss",
+            "step 1",
+        ),
+    ],
+}
+FAULTS = {"loss": LOSS, **MEMORY}
+BY_KEY = FAULTS
+SILENT: dict[str, str] = {}
