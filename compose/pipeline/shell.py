@@ -43,6 +43,10 @@ def try_first_stage(
     cure = f"take lengths, positions and masks from other inputs of the model, {_CURE}"
     container = shell.get_submodule(layers)._modules
     container.clear()
+    taken = signature(shell.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        # A stage may take more than its model, as the numbers of samples.
+        inputs = {name: value for name, value in inputs.items() if name in taken}
     with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"):
         alone = plain_stream(shell(stream, **inputs))
         container["0"] = layer
