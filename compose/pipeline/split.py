@@ -260,7 +260,8 @@ class _Elsewhere(nn.Identity):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.argument = next(iter(inspect.signature(module.forward).parameters), "")
+        first = next(iter(inspect.signature(module.forward).parameters), "")
+        self.argument = module.argument if isinstance(module, _Elsewhere) else first
 
     def forward(self, *args: Any, **named: Any) -> Any:
         return args[0] if args else named[self.argument]
@@ -273,8 +274,8 @@ def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: Pipeli
         if path == pipeline.layers:
             parent._modules.pop(leaf, None)
         else:
-            module = parent.get_submodule(leaf)
-            parent._modules[leaf] = module if isinstance(module, _Elsewhere) else _Elsewhere(module)
+            # A new one each time: the loss replaces forward of the model's own.
+            parent._modules[leaf] = _Elsewhere(parent.get_submodule(leaf))
 
 
 def _parent(name: str) -> str:
