@@ -16,11 +16,14 @@ from tests.helpers import ROOT
 PRIVATE = {
     "torch.utils._python_dispatch.TorchDispatchMode": ("2.16", "no public name is known"),
     "torch.utils._pytree.tree_leaves": ("2.16", "a walk of our own over lists and dicts"),
+    "torch.utils._pytree.tree_flatten": ("2.16", "a walk of our own over lists and dicts"),
+    "torch.utils._pytree.tree_map": ("2.16", "a walk of our own over lists and dicts"),
     "torch.utils._pytree.tree_map_only": ("2.16", "a walk of our own over lists and dicts"),
     "torch.Tensor._is_view": ("2.16", "a copy, whether it is a view or not"),
     "torch.Tensor._version": ("2.16", "no public name is known"),
     "torch.UntypedStorage._cdata": ("2.16", "data_ptr, where there is memory"),
     "torch.nn.Module._modules": ("2.16", "named_children and setattr"),
+    "torch.nn.modules.batchnorm._BatchNorm": ("2.16", "the public classes, one by one"),
     "torch._ops.OpOverload": ("2.16", "type(torch.ops.aten.mm.default)"),
     "torch._ops.OpOverloadPacket": ("2.16", "type(torch.ops.aten.mm)"),
     "torch._dynamo.reset": ("2.16", "torch.compiler.reset"),
@@ -36,11 +39,16 @@ PRIVATE = {
         "torch.distributed.nn.functional",
     ),
     "torch.ops._c10d_functional": ("2.16", "the same operators under another namespace"),
+    "torch.distributed.distributed_c10d._get_default_group": ("2.16", "torch.distributed.group.WORLD"),
     "torch.distributed.distributed_c10d._get_default_store": ("2.16", "a store of compose's own"),
     "torch.distributed.distributed_c10d._world": ("2.16", "groups that compose makes and keeps itself"),
     # Data parallel.
     "torch.distributed.device_mesh.DeviceMesh._concatenate": ("2.16", "dp_mesh_dims of fully_shard"),
     "torch.distributed.device_mesh.DeviceMesh._flatten": ("2.16", "dp_mesh_dims of fully_shard"),
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": (
+        "2.16",
+        "the mesh of experts, kept by the composition",
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": (
         "2.16",
         "FSDPModule.finalize_backward of 2.15, once it reduces over a part of the ranks",
@@ -128,6 +136,7 @@ PRIVATE = {
     "torch.utils._python_dispatch._disable_current_modes": ("2.16", "the same"),
     "torch.distributed.distributed_c10d._resolve_process_group": ("2.16", "a table of groups by name"),
     "torch.ops.aten.mm.default._schema": ("2.16", "str(operator)"),
+    "torch.ops.aten._grouped_mm": ("2.16", "no public name is known"),
     "torch.ops.aten._scaled_dot_product_efficient_attention": ("2.16", "no public name is known"),
     "torch.ops.aten._scaled_dot_product_attention_math": ("2.16", "no public name is known"),
     # Attention's kernels, of which the log-sum-exp is wanted.

@@ -107,9 +107,13 @@ def layout_of(
     else:
         over, names = own, tuple(map(str, range(own.ndim)))
     ranks = dist.get_process_group_ranks(group) if group else []
-    if over is own and sorted(ranks) != sorted(over.mesh.flatten().tolist()):
+    if over is own and len(ranks) > own.size() and own.mesh_dim_names:
+        # Copies of experts lie along other axes of the mesh that theirs is a part of.
+        over, names = own._get_root_mesh(), own.mesh_dim_names
+    held = set(over.mesh.flatten().tolist())
+    if (over is own and set(ranks) != held) or not set(ranks) <= held:
         raise ValueError(f"a parameter is on {own}, and not on the ranks {ranks} of the optimizer")
-    axes = (over.mesh_dim_names or ()) if over is mesh else names
+    axes = names if over is own else over.mesh_dim_names or ()
     cut = {
         name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()
     }

@@ -17,9 +17,10 @@ from compose.composition.state import Composition
 from compose.config import Optimizer as Options
 from compose.config import Parallel, Precision
 from compose.optimizer import Muon, ParameterRule, adamw, muon, orthogonalized
-from compose.optimizer.assignment import Layout, Messages
+from compose.optimizer.assignment import Layout, Messages, layout_of
 from compose.optimizer.regions import within
 from compose.optimizer.rounding import random_bits
+from compose.parallel.expert_parallel import expert_mesh
 from compose.proof.optimizers import Reference
 from tests.experts import QWEN
 from tests.faults import Fault, assert_named, with_fault
@@ -206,6 +207,21 @@ def test_elements_sent(pool: Pool) -> None:
     assert pool.run(_sent, 4) == [2400 * (1 - 1 / 2) / 4 + 2400 * (2 - 1 / 2) / 4] * 4
 
 
+def _layout_of_experts() -> Layout:
+    mesh = make_mesh(Parallel(dp_replicate=4))
+    experts = expert_mesh(mesh, 2)["expert_shard", "ep"]
+    placed = [Replicate(), Shard(0)]
+    parameter = DTensor.from_local(torch.zeros(3, 4, 5), experts, placed, run_check=False)
+    return layout_of(parameter, dist.group.WORLD, mesh)
+
+
+def test_copies_of_experts(pool: Pool) -> None:
+    """Ranks 0 and 2 hold the same three of six experts, and 1 and 3 the others."""
+    for layout in pool.run(_layout_of_experts, 4):
+        assert [layout.regions[rank][0] for rank in range(4)] == [slice(0, 3), slice(3, 6)] * 2
+        assert layout.replica == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
 MUON: dict[str, object] = {"optimizer__name": "muon", "train__global_batch": 8}
 HALF: dict[str, object] = {
     "precision__param": "bfloat16",
@@ -239,6 +255,7 @@ PROOFS: dict[str, tuple[int, dict[str, object]]] = {
         8,
         {"parallel__pp": 2, "parallel__dp_shard": 4, "parallel__ep": 2, **EXPERTS},
     ),
+    "copies of experts": (4, {"parallel__dp_replicate": 4, "parallel__ep": 2, **EXPERTS}),
     "all in bfloat16": (2, {"parallel__pp": 2, "model__tie_embeddings": True, **HALF}),
     "AdamW in bfloat16": (
         4,
@@ -256,6 +273,7 @@ SLOW = (
     "uneven and strided",
     "experts",
     "experts and a pipeline",
+    "copies of experts",
     "AdamW in bfloat16",
     "AdamW with means in bfloat16",
     "all in bfloat16",
