@@ -105,7 +105,7 @@ def _of_mesh(name: str) -> bool:
 
 
 def _mesh(rng: random.Random, ranks: int, but: str = "") -> Keys:
-    degrees = dict.fromkeys(AXES, 1)
+    degrees: dict[str, int] = dict.fromkeys(AXES, 1)
     left = ranks
     for prime in (2, 2, 2, 3):
         if left % prime == 0:

@@ -52,7 +52,7 @@ PLAN = Plan(
 def prove_drop(number: int) -> Report:
     """On every rank: the proof of the composition of a number, over two steps."""
     rng = random.Random(number)
-    degrees = {"dp_shard": 1, "dp_replicate": 1, "pp": 1}
+    degrees: dict[str, Any] = {"dp_shard": 1, "dp_replicate": 1, "pp": 1}
     for _ in range(dist.get_world_size().bit_length() - 1):
         degrees[rng.choice(list(degrees))] *= 2
     mode: Any = rng.choice(["none", "full", "selective"])

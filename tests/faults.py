@@ -324,12 +324,12 @@ def a_parameter_is_on_no_rank() -> Iterator[None]:
     """As if no stage had taken it."""
     # The package has a function of this name.
     module = importlib.import_module("compose.proof.verify")
-    real = module._held
+    real = module.parameters_of
 
     def fake(composition: Composition) -> dict[str, list[nn.Parameter]]:
         return {name: held for name, held in real(composition).items() if name != "norm.weight"}
 
-    with mock.patch.object(module, "_held", fake):
+    with mock.patch.object(module, "parameters_of", fake):
         yield
 
 

@@ -36,7 +36,8 @@ SIZES: dict[str, Any] = {
 def _gpt2(attention: str = "eager") -> tuple[nn.Module, Plan]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
+    make: Any = GPT2Config
+    config = make(
         vocab_size=11,
         n_embd=16,
         n_layer=2,
@@ -56,7 +57,8 @@ def _gpt2(attention: str = "eager") -> tuple[nn.Module, Plan]:
 def _bert() -> tuple[nn.Module, Plan]:
     from transformers import BertConfig, BertForTokenClassification
 
-    config = BertConfig(
+    make: Any = BertConfig
+    config = make(
         vocab_size=11, max_position_embeddings=8, num_labels=11, attn_implementation="eager", **SIZES
     )
     return BertForTokenClassification(config), Plan(checkpoint=["bert.encoder.layer.*"])
@@ -65,7 +67,8 @@ def _bert() -> tuple[nn.Module, Plan]:
 def _vit() -> tuple[nn.Module, Plan]:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
+    make: Any = ViTConfig
+    config = make(
         image_size=8, patch_size=4, num_channels=1, num_labels=3, attn_implementation="eager", **SIZES
     )
     return ViTForImageClassification(config), Plan(checkpoint=["vit.layers.*"])

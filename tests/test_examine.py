@@ -60,6 +60,8 @@ class Counts(nn.Module):
 class Fourier(nn.Module):
     """A float32 buffer in a product."""
 
+    frequencies: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer(

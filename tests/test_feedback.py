@@ -17,7 +17,9 @@ from tests.helpers import make_config
 STEP = b'{"step": 1, "tokens_per_second": 2048.5, "grad_norm": NaN}\n'
 NESTED = b'{"a":' * 50000 + b"1" + b"}" * 50000 + b"\n"
 SHARES = dict.fromkeys(("matmul", "attention", "communication", "optimizer", "other"), 0.1)
-KEPT = dict.fromkeys(("weights", "gradients", "optimizer", "communication", "activations"), 1)
+KEPT: dict[str, object] = dict.fromkeys(
+    ("weights", "gradients", "optimizer", "communication", "activations"), 1
+)
 
 
 def summary_of(seconds: object = 1, kept: dict[str, object] = KEPT, **shares: object) -> str:

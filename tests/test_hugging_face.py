@@ -21,7 +21,7 @@ from compose.checkpoint.state import named_tensors
 from compose.commands.cli import parse
 from compose.errors import ConfigError
 from compose.huggingface.folder import find_hf, load_hf, name_of, published
-from compose.proof.verify import whole
+from compose.proof.held import whole
 from compose.registry import model_names
 from models import deepseek_v3, llama
 from tests.helpers import ROOT, make_config, make_job

@@ -216,7 +216,8 @@ def apply_tensor_parallel(
         module = model.get_submodule(name)
         frozen = [leaf for leaf, p in module.named_parameters() if not p.requires_grad]
         if (
-            type(style)._apply is RowwiseParallel._apply
+            isinstance(style, RowwiseParallel)
+            and type(style)._apply is RowwiseParallel._apply
             and style.input_layouts == (Shard(-1),)
             and isinstance(module, nn.Linear)
             and module.in_features % mesh.size()

@@ -152,9 +152,7 @@ class PipelineRunner:
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
-            # What a stage raised is the cause of PyTorch's own error.
-            error.__cause__.add_note(str(error).strip().splitlines()[0])
-            raise error.__cause__ from None
+            raise error.__cause__ from None  # PyTorch's own error holds the whole schedule
         self._sum_tied_gradients(earlier)
         total = torch.zeros((), device=targets.device)
         return total + sum(x.detach() for x in losses)

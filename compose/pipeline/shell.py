@@ -59,8 +59,9 @@ def try_first_stage(
         )
     for key, here in others.items():
         there = later.get(key)
-        tensors = isinstance(here, Tensor) and isinstance(there, Tensor)
-        if tensors and not local_tensor(here).equal(local_tensor(there)):  # nor if shapes differ
+        if not isinstance(here, Tensor) or not isinstance(there, Tensor):
+            continue
+        if not local_tensor(here).equal(local_tensor(there)):  # nor if shapes differ
             raise ConfigError(
                 f"plan.pipeline: layers get {key} = {_form(here)} in the first stage, and"
                 f" {_form(there)}, not the same, in others: {instead}; {cure}"

@@ -126,7 +126,7 @@ def _rate(folder: Path) -> float:
     rates = []
     for number, line in enumerate(lines, 1):
         try:
-            rate = json.loads(line.decode("utf-8"))["tokens_per_second"] if line else None
+            rate: Any = json.loads(line.decode("utf-8"))["tokens_per_second"] if line else None
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"{path}: line {number} is no step") from None
         if line and (type(rate) not in (int, float) or not LEAST <= rate <= MOST):

@@ -20,8 +20,8 @@ from compose.comm.compression import Compression
 from compose.comm.units import Unit
 from compose.composition.state import Composition
 from compose.parallel.mesh import axis_size
+from compose.proof.comparison import Comparison
 from compose.proof.one_process import Coded
-from compose.proof.report import Comparison
 
 CODES = 1e-6
 """The relative error of what is computed with codes, in float32 whatever the gradient's type is."""

@@ -18,7 +18,7 @@ from compose.comm.reductions import InBlocks
 from compose.comm.sparse import Largest
 from compose.comm.units import LOSSY
 from compose.composition.state import Composition
-from compose.proof.report import Comparison
+from compose.proof.comparison import Comparison
 
 SILENT = {"timeout", "start_timeout", "prefetch", "check_every", "measure_every"}
 """The keys that change no number."""

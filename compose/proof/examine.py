@@ -31,17 +31,17 @@ class Widened(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function on float64 where any of its arguments is float64."""
-        kwargs = kwargs or {}
-        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        named = dict(kwargs or {})
+        given = [x for x in tree_flatten((args, named))[0] if isinstance(x, Tensor)]
         if not any(x.dtype == torch.float64 for x in given):
-            return func(*args, **kwargs)
+            return func(*args, **named)
         if self.widens:
             name = getattr(func, "__name__", "")
             if func is torch.Tensor.float:
                 func = torch.Tensor.double
             if not (name.endswith("_") and not name.endswith("__")):  # those work in place
-                args, kwargs = tree_map(_widened, (tuple(args), dict(kwargs)))
-        result = func(*args, **kwargs)
+                args, named = tree_map(_widened, (tuple(args), named))
+        result = func(*args, **named)
         if any(x.requires_grad and x.dtype == torch.float64 for x in given):
             self.narrowed += [
                 resolve_name(func) or str(func)
@@ -62,7 +62,7 @@ def in_float64(widens: bool) -> AbstractContextManager[Any]:
     return Widened() if widens else nullcontext()
 
 
-def float64_problem(train: Callable[[], None]) -> tuple[bool, str]:
+def float64_problem(train: Callable[[], object]) -> tuple[bool, str]:
     """Return whether a model needs ``Widened`` for float64, and why it cannot run in float64 at all.
 
     Args:

@@ -26,9 +26,10 @@ from compose.outer.exchange import Misses, nobody
 from compose.outer.loop import OuterLoop
 from compose.outer.options import Outer
 from compose.proof.coded_messages import CODES, allowed
+from compose.proof.comparison import Comparison
 from compose.proof.one_process import EXACT, precision_of
 from compose.proof.outer_codes import received
-from compose.proof.report import Comparison, Report, tolerance_of
+from compose.proof.report import Report, tolerance_of
 from compose.runtime.islands import Islands, current
 from compose.runtime.processes import start_timeout
 from compose.weights import local_shard, named_generator

@@ -9,20 +9,17 @@ logic cannot hide behind rounding.
 import copy
 import logging
 import math
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from compose.apply import apply, with_degrees
-from compose.base.local_tensor import local_tensor
 from compose.composition.options import Options
 from compose.composition.state import Composition
 from compose.errors import ConfigError, refused_if
@@ -36,19 +33,27 @@ from compose.precision.float8 import NOTHING as WHOLE
 from compose.precision.float8 import Choice, select_layers
 from compose.proof.coded_messages import CODES, CodedMessages, compare_coded
 from compose.proof.comm_keys import compare_keys, compare_unwatched, locals_of
+from compose.proof.comparison import Comparison
 from compose.proof.examine import in_float64
+from compose.proof.held import (
+    buffers_of,
+    gradient_of,
+    on_first_rank,
+    parameters_of,
+    share_of,
+    spread,
+    whole,
+)
 from compose.proof.one_process import (
     EXACT,
     Arithmetic,
-    Expected,
     OptimizerOf,
-    References,
     arithmetic_of,
-    examine,
     precision_of,
 )
 from compose.proof.optimizers import Named, OptimizerFactory, RoundedWeights
-from compose.proof.report import Comparison, Report, Tolerance, joined, tolerance_of
+from compose.proof.references import Expected, References, examine
+from compose.proof.report import Report, State, Tolerance, joined, tolerance_of
 from compose.proof.routing_trace import (
     Choices,
     Difference,
@@ -58,11 +63,6 @@ from compose.proof.routing_trace import (
     watch,
 )
 from compose.train.step import clip_grad_norm_, forward_backward
-from compose.weights import local_shard, named_generator
-
-# The standard deviation of the noise that is added to a parameter whose elements are all alike.
-_SPREAD = 0.02
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def prove_both(
         What was compared, and the verdict; the same on every rank.
     """
     _check_batches(batches)
-    widens, problem = _on_first_rank(
+    widens, problem = on_first_rank(
         lambda: examine(model, batches[0], trial.loss_function, trial.micro_batch)
     )
     own, finest = sides.logic if logic else arithmetic, EXACT
@@ -247,14 +247,14 @@ def compare(
     if any(number % count for number in samples):
         raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
     tolerance = trial.tolerance or tolerance_of(arithmetic)
-    loose = "loose" if run.logic else "" if arithmetic.reduced else "coarse"
+    loose: State = "loose" if run.logic else "" if arithmetic.reduced else "coarse"
     comparison = Comparison(torch.device(mesh.device_type), tolerance, run.label, loose)
-    held = _held(composition)
+    held = parameters_of(composition)
     first = dist.get_rank() == 0
 
     model = copy.deepcopy(model) if first else model
     _compare_beginning(comparison, model, composition, arithmetic if first else None)
-    _spread(model, composition, first)
+    spread(model, composition, first)
 
     reference: References | None = None
     if first:
@@ -277,7 +277,7 @@ def compare(
         return of(reference) if reference else None
 
     def run_batch(here: Composition, step: int) -> Tensor:
-        share = {name: _slice(value, index, count) for name, value in batches[step].items()}
+        share = {name: share_of(value, index, count) for name, value in batches[step].items()}
         with in_float64(run.widens and arithmetic == EXACT):
             return forward_backward(
                 here,
@@ -319,15 +319,15 @@ def compare(
         missing, sent = {}, None
         if messages:
             missing = {name: value / loss_scale for name, value in messages.missing().items()}
-            got = {name: _gradient(some[0]) / loss_scale for name, some in held.items()}
+            got = {name: gradient_of(some[0]) / loss_scale for name, some in held.items()}
             masters = {name: whole(some[0]) for name, some in held.items()}
             sent = compare_coded(messages, comparison, model, got, missing, masters)
-        _on_first_rank(lambda batch=batch, seen=seen, sent=sent: step_of(batch, seen, sent))
+        on_first_rank(lambda batch=batch, seen=seen, sent=sent: step_of(batch, seen, sent))
         if reference:
             for name, natural in reference.own.choices.items():
                 differences += compare_choices(name, step + 1, natural, seen.get(name, []))
         for name, parameter in trained.items() if step == 0 or messages else ():
-            gradients = [_gradient(p) / loss_scale for p in held.get(name, ())]
+            gradients = [gradient_of(p) / loss_scale for p in held.get(name, ())]
             if name in missing:
                 gradients = [gradient + missing[name] for gradient in gradients]
             right = expected(lambda r, name=name: r.gradient(name))
@@ -347,7 +347,7 @@ def compare(
     reduces = arithmetic.reduce.itemsize < 4 and axis_size(mesh, "cp") * count > 1
     if arithmetic.param.itemsize < 4 or arithmetic.float8 != "off" or reduces:
         comparison.same_rounding()
-    for name, shape, values in _buffers(model, composed):
+    for name, shape, values in buffers_of(model, composed):
         right = expected(lambda r, name=name: r.buffer(name))
         comparison.tensor("buffer after", name, values, shape, right, tolerance.loss)
     after = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
@@ -378,22 +378,15 @@ def _compare_beginning(
     comparison: Comparison, model: nn.Module, composition: Composition, arithmetic: Arithmetic | None
 ) -> None:
     """Compare weights and buffers before the first step; only rank 0 has ``arithmetic``."""
-    held = _held(composition)
+    held = parameters_of(composition)
     for name, parameter in model.named_parameters():
         values = [whole(p) for p in held.get(name, [])]
         right = arithmetic and Expected(parameter.detach().to(arithmetic.kept(parameter)))
         comparison.tensor("initial weight", name, values, parameter.shape, right, 0.0)
     whole_buffers = dict(model.named_buffers())
-    for name, shape, values in _buffers(model, composition.model):
+    for name, shape, values in buffers_of(model, composition.model):
         right = Expected(whole_buffers[name]) if arithmetic else None
         comparison.tensor("buffer", name, values, shape, right, 0.0)
-
-
-def _buffers(model: nn.Module, composed: nn.Module) -> Iterator[tuple[str, torch.Size, list[Tensor]]]:
-    """Yield name and shape of each buffer of the whole model, and what this rank has of it."""
-    here = dict(composed.named_buffers())
-    for name, buffer in model.named_buffers():
-        yield name, buffer.shape, [here[name]] if name in here else []
 
 
 def _check_batches(batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -405,76 +398,7 @@ def _check_batches(batches: Sequence[Mapping[str, Tensor]]) -> None:
             )
 
 
-@torch.no_grad()
-def _spread(model: nn.Module, composition: Composition, first: bool) -> None:
-    """Add noise to each parameter whose elements are all alike, on the whole model and on every rank.
-
-    Zeros would hide the modules behind them, and ones would hide a wrong order of shards.
-    """
-    alike = [
-        name
-        for name, p in model.named_parameters()
-        if first and p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all())
-    ]
-    shared = [alike]
-    dist.broadcast_object_list(shared, src=0)
-    for name, parameter in [
-        *composition.named_parameters(),
-        *(model.named_parameters() if first else ()),
-    ]:
-        if name in shared[0]:
-            noise = torch.empty(parameter.shape, dtype=torch.float32)
-            noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
-            local = local_tensor(parameter)
-            changed = local.float() + local_shard(noise, parameter).to(local.device)
-            local.copy_(changed)
-
-
-def _held(composition: Composition) -> dict[str, list[nn.Parameter]]:
-    """Return this rank's parameters by their names in the whole model; one may have several copies."""
-    held: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in composition.named_parameters():
-        held.setdefault(name, []).append(parameter)
-    return held
-
-
 def _batches(
     batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
 ) -> Sequence[Mapping[str, Tensor]]:
     return [batch] if isinstance(batch, Mapping) else batch
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros(parameter.shape, device=parameter.device)
-    return whole(parameter.grad)
-
-
-def _on_first_rank(work: Callable[[], _T]) -> _T:
-    """Do rank 0's own work, and return its result on all ranks. If it raises, every rank raises."""
-    problem: list[Any] = [None, None]
-    try:
-        if dist.get_rank() == 0:
-            problem[1] = work()
-    except ConfigError as error:
-        problem[0] = error.problems
-    except Exception:
-        problem[0] = traceback.format_exc()
-    dist.broadcast_object_list(problem, src=0)
-    if isinstance(problem[0], list):
-        raise ConfigError(*problem[0])
-    if problem[0] is not None:
-        raise RuntimeError(f"the model failed on one process:\n{problem[0]}")
-    return problem[1]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor (a collective), or the tensor itself, as a detached copy."""
-    if isinstance(tensor, DTensor):  # its part may be in host memory, where collectives do not work
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-    return tensor.detach().clone()
-
-
-def _slice(value: Tensor, index: int, count: int) -> Tensor:
-    share = len(value) // count
-    return value[index * share : (index + 1) * share]

@@ -18,8 +18,8 @@ from compose.data import random_batch
 from compose.parallel.mesh import batch_share
 from compose.parallel.stream_messages import send_stream
 from compose.planning.sent_bytes import sent_bytes
+from compose.proof.held import whole
 from compose.proof.report import Report
-from compose.proof.verify import whole
 from tests.comm.cases import EXPERTS, INT8, Keys, given
 from tests.helpers import agreed, make_config, make_job, prove_case, tier
 from tests.mutation import mutated

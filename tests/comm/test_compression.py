@@ -13,8 +13,8 @@ from compose.build import build
 from compose.data import random_batch
 from compose.legality.job import Job
 from compose.parallel.mesh import batch_share
+from compose.proof.held import whole
 from compose.proof.report import Report
-from compose.proof.verify import whole
 from tests.comm.cases import EXPERTS, INT4, INT8, Keys, comm, given
 from tests.helpers import agreed, make_config, make_job, prove_case, tier
 from tests.mutation import mutated

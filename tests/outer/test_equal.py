@@ -13,7 +13,7 @@ from compose.composition.state import Composition
 from compose.outer.loop import OuterLoop
 from compose.outer.options import Outer
 from compose.parallel.mesh import batch_share
-from compose.proof.verify import whole
+from compose.proof.held import whole
 from compose.runtime.islands import current
 from compose.train.step import forward_backward
 from tests.helpers import Keys, make_job, tier

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.proof.verify import whole
+from compose.proof.held import whole
 from compose.runtime.islands import current
 from compose.train import trainer as trainer_module
 from compose.train.metrics import StepMetrics

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from compose.checkpoint import store
 from compose.config import Config
 from compose.errors import ConfigError
-from compose.proof.verify import whole
+from compose.proof.held import whole
 from compose.runtime.islands import current
 from compose.runtime.processes import process_group
 from compose.train.metrics import StepMetrics

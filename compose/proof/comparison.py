@@ -1,0 +1,252 @@
+"""The comparison of what each rank has with what one process has, gathered from every rank."""
+
+import math
+import statistics
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.proof.references import Expected
+from compose.proof.report import (
+    LOOSE,
+    SAME_ROUNDING,
+    Report,
+    Row,
+    State,
+    Tolerance,
+    or_infinite,
+    unused,
+)
+from compose.proof.routing_trace import Difference
+
+_NOT_HELD = -1.0  # the error of a tensor of which this rank has no part
+
+
+class Comparison:
+    """Compares what each rank has with what rank 0 expects.
+
+    ``prefix`` begins each row's quantity. ``loose`` is the state of a row whose allowed error is above
+    ``LOOSE``.
+    """
+
+    def __init__(
+        self, device: torch.device, tolerance: Tolerance, prefix: str = "", loose: State = ""
+    ) -> None:
+        self.device, self.tolerance, self.prefix, self.loose = device, tolerance, prefix, loose
+        self.compared: list[Row] = []
+        self.errors: list[float] = []
+        self.own: list[float] = []  # one process's error of each row, relative
+        # The size of an element of each row, a root mean square; 0 if one process has no such value.
+        self.scales: list[float] = []
+        self.sums: dict[str, list[int]] = {}  # checksums of this rank's copies, by name
+        # The distance of gradients from float64: this rank's, and one process's.
+        self.from_exact: list[float] = []
+        self.own_from_exact: list[float] = []
+        self.gradients_size = 0.0
+        self.unused: list[str] = []  # keys of the config that took no part, the same on every rank
+
+    def tensor(
+        self,
+        quantity: str,
+        name: str,
+        values: Sequence[Tensor],
+        shape: torch.Size,
+        expected: Expected | None,
+        tolerance: float,
+    ) -> None:
+        """Compare one tensor of the composition with one process's; a collective.
+
+        The error is ||value - expected|| / ||expected||, in Frobenius norms.
+
+        Args:
+            quantity: What it is, as "gradient".
+            name: The name of the parameter or buffer, or the step.
+            values: The whole tensors that this rank holds; there may be none.
+            shape: The shape of the whole tensor.
+            expected: What one process found; only rank 0's counts.
+            tolerance: The allowed error. Unless it is 0, it grows with one process's own error
+                (``Tolerance.allowed``).
+        """
+        self._tensor(quantity, name, values, shape, expected, tolerance, source=0)
+
+    def _tensor(
+        self,
+        quantity: str,
+        name: str,
+        values: Sequence[Tensor],
+        shape: torch.Size,
+        expected: Expected | None,
+        tolerance: float,
+        source: int,
+    ) -> None:
+        right = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        state: State = ""
+        if expected is not None:
+            right.copy_(expected.value)
+            state = expected.state
+        rounding = torch.tensor(expected.rounding if expected else 0.0, dtype=torch.float64)
+        rounding = rounding.to(self.device)
+        dist.broadcast(right, src=source)
+        dist.broadcast(rounding, src=source)
+        root = max(shape.numel(), 1) ** 0.5
+        size = float(right.norm()) or float(rounding)
+        if not size:  # all zeros: the error is an element's, a root mean square
+            size, tolerance = root, 0.0
+        errors = [_relative(value.double(), right, size) for value in values]
+        self.compared.append(Row(self.prefix + quantity, name, 0.0, tolerance, 0, state))
+        self.own.append(float(rounding) / size if size else 0.0)
+        self.scales.append(size / root)
+        self.errors.append(max(map(or_infinite, errors), default=_NOT_HELD))
+
+    def value(self, quantity: str, name: str, error: float | None, tolerance: float) -> None:
+        """Note an error that this rank has found itself; no collective.
+
+        Args:
+            quantity: What it is.
+            name: The name of the parameter.
+            error: The error; None if this rank does not hold it.
+            tolerance: The allowed error, the same on every rank.
+        """
+        self.compared.append(Row(self.prefix + quantity, name, 0.0, tolerance, 0))
+        self.own.append(0.0)
+        self.scales.append(0.0)
+        self.errors.append(_NOT_HELD if error is None else error)
+
+    def rounding(self, values: Sequence[Tensor], shape: torch.Size, expected: Expected | None) -> None:
+        """Note how far a gradient is from float64, for :meth:`same_rounding`; a collective.
+
+        Args:
+            values: The whole gradients that this rank holds; there may be none.
+            shape: The shape of the whole gradient.
+            expected: What one process found; only rank 0's counts.
+        """
+        exact = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        if expected is not None and expected.exact is not None:
+            exact.copy_(expected.exact)
+            self.own_from_exact.append(expected.rounding)
+        dist.broadcast(exact, src=0)
+        distances = [float((value.double() - exact).norm()) for value in values]
+        self.from_exact.append(max(distances, default=0.0))
+
+    def same_rounding(self) -> None:
+        """Check that all gradients together are as far from float64 as one process's; a collective.
+
+        A type that is not applied makes them more exact; one that is applied too often, less exact.
+        """
+        worst = torch.tensor(self.from_exact, dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        found, own = float(worst.norm()), math.hypot(*self.own_from_exact)
+        ratio = max(found / own, own / found) if found and own else float(found != own) * math.inf
+        self.compared.append(Row(self.prefix + "rounding", "all gradients", 0.0, SAME_ROUNDING, 0))
+        self.own.append(0.0)
+        self.scales.append(0.0)
+        self.errors.append(ratio if dist.get_rank() == 0 else _NOT_HELD)
+
+    def same_everywhere(self, name: str, values: Sequence[Tensor]) -> None:
+        """Note a parameter's checksums, to check that ranks hold the same bits of it; no collective.
+
+        Args:
+            name: The parameter's name.
+            values: The whole parameters that this rank holds; there may be none.
+        """
+        flat = [v.cpu().contiguous().flatten().view(torch.uint8) for v in values]
+        self.sums[name] = [zlib.crc32(each.numpy().tobytes()) for each in flat]
+
+    def copies(self, name: str, values: Sequence[Tensor], shape: torch.Size) -> None:
+        """Check that all ranks' copies of a tied parameter have the same bits; a collective.
+
+        Args:
+            name: The parameter's name.
+            values: The whole copies that this rank holds; there may be none.
+            shape: The shape of the whole parameter.
+        """
+        holds: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(holds, bool(values))
+        source = holds.index(True)
+        expected = Expected(values[0]) if dist.get_rank() == source else None
+        self._tensor("tied copies", name, values, shape, expected, 0.0, source)
+
+    def _copies(self) -> list[Row]:
+        """Compare all ranks' checksums: the error is 0 where they are the same, else infinite."""
+        everyone: list[dict[str, list[int]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, self.sums)
+        rows = []
+        for name in self.sums:
+            held = [(rank, value) for rank, sums in enumerate(everyone) for value in sums[name]]
+            others = [rank for rank, value in held if value != held[0][1]]
+            error = math.inf if others else 0.0
+            rows.append(Row(f"{self.prefix}copies", name, error, 0.0, min(others, default=0)))
+        return rows
+
+    def _same_bits(self, rows: Sequence[Row]) -> Row:
+        """Return the median over parameters of an update's error, in units of one process's own.
+
+        A median is taken because the gradients of a few parameters may be only rounding.
+        """
+        pairs = zip(rows, self.own, strict=False)
+        errors = [row.error / own for row, own in pairs if row.quantity.endswith("update") and own]
+        middle = statistics.median(errors) if errors else 0.0
+        return Row(f"{self.prefix}rounding", "all updates", middle, self.tolerance.same_bits, 0)
+
+    def _means(self) -> dict[str, float]:
+        """Return one process's error by quantity: its root mean square over values that are not 0."""
+        found: dict[str, list[float]] = {}
+        for row, own in zip(self.compared, self.own, strict=True):
+            found.setdefault(row.quantity, []).append(0.0 if row.state else own)
+        return {name: math.hypot(*own) / len(own) ** 0.5 for name, own in found.items()}
+
+    def _elements_errors(self) -> dict[str, float]:
+        """Return one process's error of an element by quantity, over values that are not 0."""
+        found: dict[str, list[float]] = {}
+        for row, own, scale in zip(self.compared, self.own, self.scales, strict=True):
+            if not row.state:
+                found.setdefault(row.quantity, []).append(own * scale)
+        return {name: math.hypot(*own) / len(own) ** 0.5 for name, own in found.items()}
+
+    def report(self, routing: Sequence[Difference], tie: float) -> Report:
+        """Gather the errors of all ranks, and return the report; a collective.
+
+        Args:
+            routing: The differences of each router and step; only rank 0's count.
+            tie: The margin up to which a choice of a router is as good as random.
+
+        Returns:
+            The report, the same on every rank.
+        """
+        everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, self.errors)
+        rows, means, elements = [], self._means(), self._elements_errors()
+        each = zip(self.compared, self.own, self.scales, zip(*everyone, strict=True), strict=True)
+        for row, own, scale, errors in each:
+            rank = max(range(len(errors)), key=errors.__getitem__)
+            lost = errors[rank] == _NOT_HELD
+            error = math.inf if lost else errors[rank]
+            allowed = self.tolerance.allowed(row.tolerance, own, means[row.quantity])
+            state = row.state
+            if not state and scale and row.tolerance and allowed > LOOSE:
+                state = self.loose
+            if state == "zero" and scale:
+                # Terms cancel here, and their rounding is left. It depends on the kernels, and one
+                # process's may be very small by chance, or none. So the rounding of other values is
+                # allowed.
+                allowed = max(allowed, elements.get(row.quantity, 0.0) / scale)
+            rows.append(replace(row, error=error, rank=rank, tolerance=allowed, state=state))
+        rows += [
+            Row(f"{self.prefix}{d.kind}", f"{d.router}, step {d.step}", d.margin, tie, 0)
+            for d in routing
+        ]
+        if self.tolerance.same_bits:
+            rows.append(self._same_bits(rows))
+        rows += [*self._copies(), *map(unused, self.unused)]
+        notes = [f"{d}{': a tie' if d.margin <= tie else ''}" for d in routing if d.tokens]
+        shared = [rows, notes]
+        dist.broadcast_object_list(shared, src=0)
+        return Report(shared[0], tuple(shared[1]))
+
+
+def _relative(value: Tensor, expected: Tensor, size: float) -> float:
+    return float((value - expected).norm()) / size
