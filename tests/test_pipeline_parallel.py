@@ -51,7 +51,7 @@ def test_every_schedule(pool: Pool, schedule: str, pp: int, tied: bool) -> None:
     report = agreed(pool.run(prove_step, pp, keys))
     assert report.ok, str(report)
     quantities = {row.quantity for row in report.rows}
-    usual = {"initial weight", "gradient", "loss", "grad_norm", "update", "copies"}
+    usual = {"initial weight", "gradient", "loss", "grad_norm", "update", "copies", "trained"}
     assert quantities == (usual | {"tied copies"} if tied else usual)
     parameters = 2 + 6 * 9 + (not tied)
     assert sum(row.quantity == "gradient" for row in report.rows) == parameters

@@ -418,7 +418,7 @@ def test_a_launcher_dies_if_the_parent_changes(monkeypatch: pytest.MonkeyPatch) 
                 monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
             launcher.cache_clear()
             assert not launcher_died()
-            with mock.patch("os.getppid", return_value=1):
+            with mock.patch("os.getppid", return_value=os.getppid() + 1):
                 assert launcher_died() == torchrun
     finally:
         launcher.cache_clear()
