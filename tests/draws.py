@@ -359,7 +359,13 @@ def _comm(rng: random.Random, keys: Keys) -> Keys:
     level = copies == 1 or keys["parallel__zero"] == 0
     if level and (gradients in ("bfloat16", "int8", "int4") or weights == "int4_diff"):
         ranks = copies * parts
-        found["comm__near"] = rng.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
+        near = rng.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
+        if near < ranks:  # else there is one level
+            found["comm__near"] = near
+    # Shards send int8 where replicas send less; else these have no blocks.
+    plain = weights == found.get("comm__activations", "off") == "off" and min(copies, parts) == 1
+    if plain and gradients in ("powersgd", "top_k"):
+        del found["comm__block"]
     return found
 
 

@@ -184,7 +184,8 @@ def _coded(tensor: Tensor, kind: str, group: Any, key: str, gradient: bool) -> T
 
 @operator("compose::send_coded")
 def _send_coded(tensor: Tensor, kind: str, group: str, key: str, gradient: bool) -> Tensor:
-    return _coded(tensor, kind, group, key, gradient)
+    # A graph relies on the strides that the fake has, and decoded rows may be a slice of padded ones.
+    return _coded(tensor, kind, group, key, gradient).contiguous()
 
 
 @_send_coded.register_fake

@@ -281,7 +281,8 @@ def prove_outer_loop(
                 float((local_tensor(found).cpu() - local_shard(right, held[name][0])).norm())
                 for found in copies
             ]
-            error = max(apart) / float(right.norm()) if apart else None
+            # What begins at zero stays there if no message has any of it; then nothing may be apart.
+            error = max(apart) / (float(right.norm()) or 1.0) if apart else None
             limit = _SINGLE if name in one.averaged else comparison.tolerance.update
             comparison.value(quantity, name, error, limit)
     if options.dtype != "float32":

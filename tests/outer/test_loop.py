@@ -7,6 +7,12 @@ from tests.lora import lora
 from tests.outer.cases import EXPERTS, STREAMING, outer, prove
 from tests.pool import Pool
 
+BIASED: Keys = {
+    "model__name": "gpt_oss",
+    "model__n_layers": 4,
+    "model__dim": 32,
+    "model__head_dim": 16,
+} | {f"model__{key}": 2 for key in ("n_heads", "n_kv_heads", "n_experts", "top_k")}
 CASES: dict[str, tuple[int, str, Keys]] = {
     "diloco": (2, "tp x zero 3", outer(every=3)),
     "mean of weights": (4, "one rank", outer(every=2, lr=1.0, momentum=0.0)),
@@ -19,6 +25,8 @@ CASES: dict[str, tuple[int, str, Keys]] = {
     "e3m0": (2, "tp x zero 3", STREAMING | outer(dtype="e3m0")),
     "top_k": (2, "zero 3", STREAMING | outer(dtype="top_k")),
     "top_k, replicas": (2, "tp x zero 3", outer(every=2, dtype="top_k", density=0.0078125)),
+    # Of a bias that begins at zero, and moves less than the others, nothing is sent.
+    "a weight stays zero": (2, "one rank", outer(every=1, dtype="top_k", density=0.0625) | BIASED),
     "zero 0": (2, "replicas", outer(every=2, dtype="int8")),
     "context": (2, "cp", outer(every=2, dtype="e3m0")),
     "experts": (2, "experts", outer(every=2, dtype="int8")),
