@@ -185,10 +185,6 @@ class Checkpointer:
 
         If another save is still going on, this first waits for its end: two would take twice the
         memory.
-
-        Args:
-            progress: How far the run has come.
-            wait: Wait for the end of this save too.
         """
         begun = time.perf_counter()
         self.wait()

@@ -148,11 +148,6 @@ def lora_fields(config: Config) -> store.Adapters | None:
 def load_outer(folder: Path, outer: OuterLoop, group: dist.ProcessGroup) -> None:
     """Fill the state of the outer loop; if the checkpoint has none, it begins with the weights.
 
-    Args:
-        folder: The checkpoint.
-        outer: The outer loop.
-        group: All ranks.
-
     Raises:
         ConfigError: The state cannot be read.
     """

@@ -108,13 +108,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Keep what DCP gives each planner.
-
-        Args:
-            state_dict: The parts to read, by name.
-            metadata: The description of the checkpoint.
-            is_coordinator: Whether this is the first rank.
-        """
+        """Keep what DCP gives each planner."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:

@@ -82,15 +82,7 @@ class _Described:
 
 
 def description(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> str:
-    """Return the text of ``metadata.json`` for a checkpoint.
-
-    Args:
-        metadata: DCP's description of the tensors.
-        places: The place of each region.
-
-    Returns:
-        JSON.
-    """
+    """Return the text of ``metadata.json`` for a checkpoint."""
     return json.dumps({"tensors": _plain(metadata.state_dict_metadata, places)})
 
 

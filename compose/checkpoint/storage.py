@@ -55,26 +55,13 @@ class PartsWriter(FileSystemWriter):
         self.entries: dict[str, dict[str, int]] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's parts, and flush them to the device.
-
-        Args:
-            plan: The parts to write.
-            planner: The planner that holds their tensors.
-
-        Returns:
-            A finished future with the place of each part.
-        """
+        """Write this rank's parts, and flush them to the device."""
         done: TorchFuture[list[WriteResult]] = TorchFuture()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the description of the whole checkpoint; only the first rank calls this, at the end.
-
-        Args:
-            metadata: DCP's description of the tensors.
-            results: The places of the parts, from every rank.
-        """
+        """Write the description of the whole checkpoint; only the first rank calls this, at the end."""
         places = {result.index: result.storage_data for each in results for result in each}
         write_whole(Path(self.path) / METADATA, description(metadata, places))
 
@@ -182,27 +169,12 @@ class PartsReader(FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Keep the description of the tensors.
-
-        Args:
-            metadata: The description of the checkpoint.
-            is_coordinator: Whether this is the first rank.
-            *args: As DCP gives them.
-            **kwargs: As DCP gives them.
-        """
+        """Keep the description of the tensors."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self.tensors = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        """Fill the planner's tensors, several at once.
-
-        Args:
-            plan: The parts to read.
-            planner: The planner that holds the tensors.
-
-        Returns:
-            A finished future.
-        """
+        """Fill the planner's tensors, several at once."""
         if any(not info.relative_path.endswith(SUFFIX) for info in self.storage_data.values()):
             return super().read_data(plan, planner)
         with ThreadPoolExecutor(_READERS) as readers:

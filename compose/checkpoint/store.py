@@ -165,13 +165,6 @@ def described(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
 def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
     """Write the manifest, flush all files to the device, and give the folder its final name.
 
-    Args:
-        folder: The folder that was written.
-        files: The manifest's entry of each file.
-
-    Returns:
-        The folder under its final name.
-
     Raises:
         OSError: A file is not as long as ``files`` says, or something cannot be written.
     """

@@ -45,12 +45,7 @@ class Activations:
         self.exact = True
 
     def at(self, name: str, axis: str) -> "Place":
-        """Return a new place.
-
-        Args:
-            name: The module whose messages these are.
-            axis: The axis that they go over.
-        """
+        """Return a new place."""
         self.places.append(Place(self, name, axis))
         return self.places[-1]
 

@@ -41,11 +41,7 @@ class Compression:
 
     @contextmanager
     def optimizer_step(self, scale: float) -> Iterator[None]:
-        """Let gradients be those of one optimizer step; weights must not change inside.
-
-        Args:
-            scale: The loss scale of the gradients.
-        """
+        """Let gradients be those of one optimizer step; weights must not change inside."""
         every, self.alike = self.comm.measure_every, None
         # A proof's accounts are open already, and it reads them after the step.
         measures = every > 0 and any(not s.proving and s.moment.step % every == 0 for s in self.stages)

@@ -14,16 +14,7 @@ class OwnMemory:
     """The part that custom messages of FSDP have in common: the memory that they fill."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an empty tensor, as FSDP's own does.
-
-        Args:
-            size: The shape.
-            dtype: The type.
-            device: The device.
-
-        Returns:
-            The tensor.
-        """
+        """Return an empty tensor, as FSDP's own does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -39,16 +30,7 @@ class Scratch:
         self.kept: dict[torch.dtype, Tensor] = {}
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor (numel,), which is valid until the next call.
-
-        Args:
-            numel: The number of elements.
-            dtype: The type.
-            device: The device.
-
-        Returns:
-            The tensor.
-        """
+        """Return a tensor (numel,), which is valid until the next call."""
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         if dtype not in self.kept or self.kept[dtype].numel() < numel:

@@ -109,9 +109,6 @@ class Feedback(Remainder):
 
         If a value is not finite, its block's remainder stays what it was. Such a step is skipped, and
         it must not spoil those that follow.
-
-        Args:
-            scale: The loss scale of it.
         """
         assert self.memory is not None
         assert self.codes is not None

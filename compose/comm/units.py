@@ -139,16 +139,7 @@ class Units:
                 account.clear()
 
     def attach(self, module: FSDPModule, cut: Cut, place: Place) -> CodedGather | None:
-        """Let FSDP send a unit's weights and gradients so.
-
-        Args:
-            module: The first module of the unit, which ``fully_shard`` has cut.
-            cut: The unit's parameters.
-            place: The ranks that hold it.
-
-        Returns:
-            The gather of the weights, if they are coded.
-        """
+        """Let FSDP send a unit's weights and gradients so."""
         unit = Unit(cut, ranks=place.shards, replicas=place.replicas)
         self.units.append(unit)
         layout = cut.layout(place.shards, trained=True)
@@ -174,13 +165,7 @@ class Units:
         return unit.gather
 
     def whole(self, cut: Cut, group: dist.ProcessGroup, levels: Levels | None) -> "ReplicaSum":
-        """Return the all-reduce of the gradients of a unit that FSDP does not cut.
-
-        Args:
-            cut: The unit's parameters.
-            group: The ranks that hold it.
-            levels: The groups of two levels among them, if any.
-        """
+        """Return the all-reduce of the gradients of a unit that FSDP does not cut."""
         unit = Unit(cut)
         self.units.append(unit)
         traffic = self.traffic.among(self.comm.near)

@@ -48,11 +48,7 @@ class KeyValues:
     """
 
     def __init__(self, options: AttentionOptions) -> None:
-        """Begin with no token.
-
-        Args:
-            options: Those of the core.
-        """
+        """Begin with no token."""
         self.window = options.window
         # The one query sees all keys that are kept.
         self.options = replace(options, causal=False, window=None)
@@ -109,11 +105,7 @@ class Cache:
     """
 
     def __init__(self, composition: Composition) -> None:
-        """Begin with no token.
-
-        Args:
-            composition: The model.
-        """
+        """Begin with no token."""
         self.length = 0
         """Tokens so far."""
         self.of = {core: KeyValues(core.options) for core in attention_cores(composition).values()}

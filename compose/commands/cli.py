@@ -213,13 +213,6 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
 def named_path(text: str, flag: str = "") -> str:
     """Return a path of a command line, with ``~`` expanded.
 
-    Args:
-        text: The word.
-        flag: What a message says before it.
-
-    Returns:
-        The path.
-
     Raises:
         ConfigError: It is no path of this machine.
     """
@@ -340,15 +333,7 @@ def usage_text(program: str, flags: Mapping[str, str], about: str) -> str:
 
 
 def help_text(model: str, tables: Iterable[str]) -> str:
-    """Return every key of some tables with its type, default and description.
-
-    Args:
-        model: The model whose config's fields are listed too.
-        tables: The names of the tables.
-
-    Returns:
-        The text.
-    """
+    """Return every key of some tables with its type, default and description."""
     lines: list[str] = []
     for table in tables:
         lines += [f"[{table}]", *_help_rows(TABLES[table]), ""]

@@ -77,16 +77,7 @@ def _stage(job: Job, rank: int) -> list[Placed]:
 
 
 def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Placed]:
-    """Return every parameter of a model that was cut.
-
-    Args:
-        model: The model, cut over ``mesh``.
-        mesh: The mesh of ``compose.init_mesh``.
-        config: The config with the dtypes.
-
-    Returns:
-        The parameters of this rank.
-    """
+    """Return every parameter of a model that was cut."""
     width = getattr(torch, config.precision.param).itemsize
     stage = mesh["pp"].get_local_rank()
     result = []

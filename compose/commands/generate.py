@@ -209,15 +209,6 @@ def open_model(
     The weights come from the first whole checkpoint in ``folders``. Damaged checkpoints before it are
     named on standard error. Without folders the weights come from ``checkpoint.load_hf``.
 
-    Args:
-        job: The job of the model.
-        folders: Checkpoints, newest first.
-        mesh: The mesh of ``compose.init_mesh``.
-        device: The device of this rank.
-
-    Returns:
-        The composition with its weights.
-
     Raises:
         ConfigError: No checkpoint is whole.
     """
@@ -329,14 +320,6 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], found: Iterable[int]) -
     """Yield the text of ``prompt``, and then the text that each token adds.
 
     The bytes of an unfinished character wait for the rest of it.
-
-    Args:
-        tokenizer: The tokenizer.
-        prompt: The ids of the prompt.
-        found: The ids that follow.
-
-    Returns:
-        An iterator over pieces of text.
     """
     known, shown = list(prompt), 0
     for more in itertools.chain([[]], ([token] for token in found)):

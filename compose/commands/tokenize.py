@@ -92,12 +92,7 @@ class ProgressBar:
         self.terminal = sys.stderr.isatty()
 
     def __call__(self, done: int, counts: Counts) -> None:
-        """Show how far the job is.
-
-        Args:
-            done: Bytes of the input that are done.
-            counts: The counts so far.
-        """
+        """Show how far the job is."""
         passed = time.monotonic() - self.begun
         if self.first is None:
             self.first = done

@@ -184,13 +184,6 @@ def _source(tokenizer: JsonTokenizer) -> tuple[Path, str]:
 def read_messages(row: Mapping[str, Any], field: str) -> tuple[list[Message], dict[str, Any]]:
     """Return the messages of a chat, and the other values in its row for the template.
 
-    Args:
-        row: One row of the data.
-        field: The field of the row that holds the messages.
-
-    Returns:
-        The messages, and a dict with ``tools`` if the row has them.
-
     Raises:
         ValueError: The field is not a list of messages with a role and content.
     """
@@ -206,15 +199,7 @@ def read_messages(row: Mapping[str, Any], field: str) -> tuple[list[Message], di
 
 
 def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], list[bool]]:
-    """Encode a text, and mark the tokens to learn: those that begin inside a reply.
-
-    Args:
-        tokenizer: The tokenizer of the template.
-        rendered: The text and its replies.
-
-    Returns:
-        The ids, and for each id whether it is learnt.
-    """
+    """Encode a text, and mark the tokens to learn: those that begin inside a reply."""
     ids, starts = tokenizer.encode_markup(rendered.text)
     learnt = [any(first <= start < stop for first, stop in rendered.replies) for start in starts]
     return ids, learnt

@@ -27,12 +27,6 @@ class Conversations:
     def __init__(self, name: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> None:
         """Choose and pack the conversations.
 
-        Args:
-            name: Name of the set, for messages.
-            token_set: A token set of chats.
-            seq_len: Tokens in a sample.
-            vocab_size: Size of the model's vocabulary.
-
         Raises:
             ConfigError: No conversation has anything to learn.
         """

@@ -120,15 +120,7 @@ def training_batches(config: Config, data: OpenData, share: tuple[int, int] = (0
 
 
 def described(batches: Batches, config: Config) -> dict[str, Any]:
-    """Return what decides which tokens sample n of a run holds, for a checkpoint to remember.
-
-    Args:
-        batches: The batches of the run.
-        config: The config of the run.
-
-    Returns:
-        A dict that can be written as JSON.
-    """
+    """Return what decides which tokens sample n of a run holds, for a checkpoint to remember."""
     return {
         "tokenizer": next(
             (each.tokenizer for each in batches.sets if each.tokenizer is not None), None
@@ -143,11 +135,6 @@ def described(batches: Batches, config: Config) -> dict[str, Any]:
 
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
     """Copy the token files of ``checkpoint.load_hf`` and the tokenizer of the data into a folder.
-
-    Args:
-        config: The config of the run.
-        batches: The batches of the run.
-        folder: The folder to copy into.
 
     Raises:
         ConfigError: ``folder`` is a link (it may lead anywhere), or it cannot be written.

@@ -57,10 +57,6 @@ def _blocks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
 def json_texts(unit: Unit, field: str) -> Iterator[str]:
     """Yield the text of each row of JSON lines.
 
-    Args:
-        unit: The unit of the file.
-        field: The field of a row that holds the text.
-
     Yields:
         The texts.
 
@@ -132,10 +128,6 @@ def text_blocks(unit: Unit) -> Iterator[str]:
 
 def parquet_texts(unit: Unit, field: str) -> Iterator[str]:
     """Yield the text of each row of a Parquet file.
-
-    Args:
-        unit: The unit of the file, which is the whole file.
-        field: The column that holds the text.
 
     Yields:
         The texts; a row without a value is an empty one.

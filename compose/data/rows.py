@@ -25,14 +25,7 @@ class Stored:
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> None:
-        """Remember where the array lies; nothing is read.
-
-        Args:
-            path: The file.
-            dtype: The type of an element.
-            count: The number of elements.
-            offset: Bytes in the file before the first element.
-        """
+        """Remember where the array lies; nothing is read."""
         self.path, self.dtype, self.count, self.offset = path.absolute(), dtype, count, offset
 
     def __len__(self) -> int:
@@ -119,11 +112,6 @@ class Row:
 
 def check_ids(tokens: np.ndarray, name: str, vocab_size: int) -> None:
     """Raise ConfigError if an id in ``tokens`` is outside the vocabulary.
-
-    Args:
-        tokens: The ids, an integer array.
-        name: Name of the set, for the message.
-        vocab_size: Size of the model's vocabulary.
 
     Raises:
         ConfigError: An id is negative, or is ``vocab_size`` or more.

@@ -131,15 +131,6 @@ class Windows:
 def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Samples:
     """Open the samples at ``path``.
 
-    Args:
-        path: A name as in ``data.path``.
-        data: The options to read it with.
-        seq_len: Tokens in a sample.
-        vocab_size: Size of the model's vocabulary.
-
-    Returns:
-        The set of samples.
-
     Raises:
         ConfigError: The samples cannot be opened. The message does not name the key of the config.
     """

@@ -50,16 +50,7 @@ def task_of(config: Config) -> Task:
 
 
 def batch_on_meta(config: Config, samples: int = 1, documents: bool = False) -> dict[str, Tensor]:
-    """Return a batch of the run without values.
-
-    Args:
-        config: The tables of the run.
-        samples: Samples of the batch.
-        documents: Whether it tells where documents begin, if the task's does.
-
-    Returns:
-        The tensors by name, on meta.
-    """
+    """Return a batch of the run without values."""
     one = task_of(config).random_batch(config, 1, 0)
     return {
         name: torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")

@@ -51,13 +51,6 @@ def open_npy(path: Path, name: str) -> Stored:
 
     Its format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html.
 
-    Args:
-        path: The file.
-        name: Its name in messages.
-
-    Returns:
-        The integers, not read yet.
-
     Raises:
         ConfigError: The array is not one row of integers, or the file is shorter than the array.
         OSError: The file cannot be read.

@@ -194,10 +194,6 @@ def carry(source: Path, target: Path, named: Path | None = None) -> None:
 def keep(source: Path, folder: Path) -> None:
     """Copy the files of a Hugging Face folder that describe tokens; an export reads only the copy.
 
-    Args:
-        source: The Hugging Face folder.
-        folder: The folder to copy into, which is made.
-
     Raises:
         ConfigError: As :func:`carry`.
         OSError: As :func:`carry`.

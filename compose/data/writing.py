@@ -70,17 +70,6 @@ def describe_job(
 ) -> Job:
     """Return the job of tokenizing ``files``.
 
-    Args:
-        tokenizer: The tokenizer.
-        kind: "text" or "chat".
-        field: The field of a row that holds the document.
-        end: The id that is put after a document of text.
-        files: The input files.
-        unit: Bytes of a file in one unit.
-
-    Returns:
-        The job.
-
     Raises:
         ConfigError: With a line for each file that cannot be read.
     """
@@ -264,14 +253,6 @@ def _tokenizer(job: Job) -> JsonTokenizer:
 
 def make_shard(job: Job, target: Path, unit: Unit) -> Counts:
     """Write the shard of one unit, whole or not at all.
-
-    Args:
-        job: The job.
-        target: The folder of the job.
-        unit: The unit to tokenize.
-
-    Returns:
-        The counts of the shard.
 
     Raises:
         BadLine: A line cannot be used.

@@ -43,13 +43,6 @@ class Merged:
     ) -> None:
         """Find the frozen weights.
 
-        Args:
-            folder: The checkpoint.
-            known: The content of its state.json.
-            model: The whole model on meta, without adapters.
-            hf_name: Hugging Face's name of our parameter.
-            read: Reads the checkpoint.
-
         Raises:
             ConfigError: The frozen weights are not there, or are others.
         """
@@ -67,15 +60,7 @@ class Merged:
         self.adapters = adapted(model, known.lora)
 
     def weight(self, name: str, like: Tensor) -> Tensor:
-        """Return a whole tensor, float32 on the CPU.
-
-        Args:
-            name: The parameter's name in the model.
-            like: A tensor of its shape.
-
-        Returns:
-            The tensor.
-        """
+        """Return a whole tensor, float32 on the CPU."""
         if self.files:
             part = torch.empty(like.shape, dtype=torch.float32)
             origin = torch.Size([0] * like.ndim)

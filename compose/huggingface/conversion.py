@@ -75,14 +75,6 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
 
     The checkpoint holds only the model, in float32. A run begins with it.
 
-    Args:
-        source: The Hugging Face folder.
-        target: The run's folder to make.
-        config: The config of the run, with the model.
-
-    Returns:
-        What was written.
-
     Raises:
         ConfigError: ``source`` holds another model, or ``target`` exists or cannot be written.
     """

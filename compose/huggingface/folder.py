@@ -149,13 +149,6 @@ def source_problems(job: Job) -> list[str]:
 def name_of(name: str, config: Any) -> HfName:
     """Return the ``hf_name`` function of a model with this config.
 
-    Args:
-        name: The name of the model's folder under ``models/``.
-        config: The model's config.
-
-    Returns:
-        A function from our name to Hugging Face's name.
-
     Raises:
         ConfigError: The model has no hf.py.
     """
@@ -219,13 +212,7 @@ def load_hf(
 
 @torch.no_grad()
 def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
-    """Read this rank's part of a tensor in the files.
-
-    Args:
-        files: The tensors of a folder.
-        place: The tensor's place in the files.
-        part: The part to fill.
-    """
+    """Read this rank's part of a tensor in the files."""
     if part.local.numel() == 0:
         return
     region = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]

@@ -30,16 +30,7 @@ class Mxfp4:
     def problems(
         self, name: str, shape: Sequence[int], entries: Mapping[str, Entry]
     ) -> list[tuple[str, str]]:
-        """Return what is wrong with the stored tensors.
-
-        Args:
-            name: Hugging Face's name of the tensor.
-            shape: The shape of ours.
-            entries: The tensors in the files.
-
-        Returns:
-            The names of stored tensors, each with the words about it.
-        """
+        """Return what is wrong with the stored tensors."""
         groups = (*shape[:-1], -(-shape[-1] // _BLOCK))
         blocks, scales = self.names(name)
         wanted = {blocks: (*groups, _BLOCK // 2), scales: groups}
@@ -64,14 +55,7 @@ class Mxfp4:
         region: Sequence[slice],
         read: Callable[[str, Sequence[slice]], Tensor],
     ) -> None:
-        """Fill a part of our tensor, one matrix after another.
-
-        Args:
-            target: The part.
-            name: Hugging Face's name of the tensor.
-            region: The place of the part, one slice for each dim.
-            read: Reads a region of a stored tensor.
-        """
+        """Fill a part of our tensor, one matrix after another."""
         blocks, scales = self.names(name)
         stack, *rows, last = region
         groups = slice(last.start // _BLOCK, -(-last.stop // _BLOCK))

@@ -70,13 +70,6 @@ def target_modules(model: nn.Module, hf_name: HfName) -> list[str]:
 
     peft takes a word for the end of a name. A layer has its whole name if its last word would also name
     a layer without an adapter.
-
-    Args:
-        model: The whole model, on any device.
-        hf_name: Hugging Face's name of our parameter.
-
-    Returns:
-        The words, sorted.
     """
     names = [name for name, _ in model.named_parameters() if is_adapter(name)]
     layers = {stored(hf_name(f"{n.rsplit('.', 2)[0]}.weight")).name for n in names}
@@ -176,10 +169,6 @@ def adapter_problems(job: Job) -> list[str]:
 
 def named_adapters(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, Tensor]]:
     """Yield peft's name and the tensor of each parameter of an adapter.
-
-    Args:
-        whole: A model, or a composition, which has this rank's part.
-        hf_name: Hugging Face's name of our parameter.
 
     Yields:
         The name, and the parameter.

@@ -44,14 +44,7 @@ class Coded(Protocol):
         region: Sequence[slice],
         read: Callable[[str, Sequence[slice]], Tensor],
     ) -> None:
-        """Fill a part of ours.
-
-        Args:
-            target: The part.
-            name: Hugging Face's name of the tensor.
-            region: The place of the part in ours, one slice for each dim.
-            read: Reads a region of a tensor in the files.
-        """
+        """Fill a part of ours."""
         ...
 
 
@@ -76,14 +69,7 @@ class Stored:
         assert 0 <= self.part < self.parts, "the part is one of the parts"
 
     def names(self, shape: Sequence[int]) -> list[str]:
-        """Return the name of each tensor that holds a part of ours.
-
-        Args:
-            shape: The shape of ours.
-
-        Returns:
-            A name for each slice of a stack, or one name.
-        """
+        """Return the name of each tensor that holds a part of ours."""
         return [self.name.format(i) for i in range(shape[0])] if self.stacked else [self.name]
 
     @property
@@ -110,15 +96,7 @@ class Stored:
         return code if code and any(name in files for name in code.names(self.name)) else None
 
     def found(self, name: str, files: Container[str]) -> str:
-        """Return the name under which ``files`` hold the tensor ``name``, or ``name`` if they lack it.
-
-        Args:
-            name: One of :meth:`names`.
-            files: The names in the files.
-
-        Returns:
-            The name, with or without ``base``.
-        """
+        """Return the name under which ``files`` hold a tensor, or its own name if they lack it."""
         short = name.removeprefix(self.base)
         return short if name not in files and short in files else name
 

@@ -65,15 +65,6 @@ def adapt(model: nn.Module, plan: Plan, lora: Lora, tp: int = 1) -> Plan:
 def find_targets(model: nn.Module, plan: Plan, lora: Lora, names: Sequence[str]) -> list[str]:
     """Return the layers that get adapters, in the model's order.
 
-    Args:
-        model: The model.
-        plan: Its plan.
-        lora: The table [model.lora].
-        names: The names of all modules.
-
-    Returns:
-        The names.
-
     Raises:
         ConfigError: A pattern names no linear layer, or one that cannot have an adapter of this rank.
     """

@@ -157,11 +157,6 @@ class StepLoss:
 def step_loss(function: LossFunction, count: Tensor, output: Output | None) -> Iterator[StepLoss]:
     """Yield the loss for one step; ``output`` returns losses meanwhile if the function asks for it.
 
-    Args:
-        function: The loss function.
-        count: The number of targets in the step.
-        output: The model's projection, if Plan.output names one.
-
     Yields:
         The loss of each micro-batch.
 

@@ -37,12 +37,6 @@ class Rows:
     def of(weight: DTensor) -> "Rows":
         """Return the rows of a weight (V, D).
 
-        Args:
-            weight: A DTensor on one axis.
-
-        Returns:
-            The rows.
-
         Raises:
             ConfigError: The weight is neither whole nor sharded over the vocabulary.
         """
@@ -58,12 +52,6 @@ class Rows:
     @staticmethod
     def of_logits(logits: DTensor) -> "Rows":
         """Return the rows of logits (..., V).
-
-        Args:
-            logits: A DTensor on one axis.
-
-        Returns:
-            The rows.
 
         Raises:
             ValueError: The logits are neither whole nor sharded over the vocabulary.

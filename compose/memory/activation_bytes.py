@@ -69,14 +69,6 @@ def unit_costs(model: nn.Module, units: Sequence[str], seq_len: Sample) -> dict[
 
     Attention counts as the flash kernels do it: they save q, k, v, their output and its log-sum-exp.
 
-    Args:
-        model: The whole model.
-        units: Names of the units.
-        seq_len: The tokens of the sample, or what makes its inputs.
-
-    Returns:
-        The costs by unit.
-
     Raises:
         ConfigError: The model does not run on meta tensors.
     """

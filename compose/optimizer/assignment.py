@@ -163,16 +163,7 @@ def assigned(layouts: Mapping[int, Layout]) -> list[list[Slab]]:
 
 
 def flops(rows: int, columns: int, iterations: int = 5) -> float:
-    """Return the FLOPs of orthogonalizing a matrix: three products in each iteration.
-
-    Args:
-        rows: The matrix' rows.
-        columns: Its columns.
-        iterations: Iterations of Newton and Schulz.
-
-    Returns:
-        The FLOPs.
-    """
+    """Return the FLOPs of orthogonalizing a matrix: three products in each iteration."""
     small, large = sorted((rows, columns))
     return iterations * (4.0 * small**2 * large + 2.0 * small**3)
 

@@ -19,13 +19,6 @@ def stage_group(mesh: DeviceMesh, timeout: int) -> dist.ProcessGroup:
     """Return the ranks that share this rank's stage of the pipeline; a collective.
 
     These are the ranks of all axes except pp.
-
-    Args:
-        mesh: The mesh of ``compose.init_mesh``.
-        timeout: Seconds after which a collective of the group fails.
-
-    Returns:
-        The process group.
     """
     stages = mesh.mesh.reshape(axis_size(mesh, "pp"), -1).tolist()
     if len(stages) == 1:

@@ -31,15 +31,7 @@ def size(region: Sequence[slice]) -> int:
 
 
 def within(region: Sequence[slice], outer: Sequence[slice]) -> Region:
-    """Return the places of a region counted from where another region begins.
-
-    Args:
-        region: The region.
-        outer: A region that contains it.
-
-    Returns:
-        The shifted region.
-    """
+    """Return the places of a region counted from where another region begins."""
     return tuple(
         slice(held.start - base.start, held.stop - base.start)
         for held, base in zip(region, outer, strict=True)

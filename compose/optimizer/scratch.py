@@ -75,26 +75,13 @@ class Scratch:
             ) from None
 
     def create(self, name: str, text: str = "") -> None:
-        """Create a file.
-
-        Args:
-            name: The file's name.
-            text: Its content.
-        """
+        """Create a file."""
         fd = self.open(name, os.O_CREAT | os.O_EXCL)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
 
     def open(self, name: str, flags: int = 0) -> int:
-        """Open a file of the folder to read and to write.
-
-        Args:
-            name: The file's name.
-            flags: Further flags of ``os.open``.
-
-        Returns:
-            The descriptor.
-        """
+        """Open a file of the folder to read and to write."""
         return os.open(name, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600, dir_fd=self.fd)
 
     def remove(self) -> None:

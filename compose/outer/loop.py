@@ -67,15 +67,7 @@ class OuterLoop:
         islands: Islands,
         timeout: timedelta,
     ) -> None:
-        """Prepare; :meth:`start` must follow when the weights are there.
-
-        Args:
-            options: The table [outer].
-            composition: The composed model of this island.
-            layers: Names of the layers of the whole model, in order.
-            islands: This island among all.
-            timeout: How long an island may wait for the others.
-        """
+        """Prepare; :meth:`start` must follow when the weights are there."""
         self.options, self.composition, self.islands = options, composition, islands
         self.lr = options.lr or best_lr(islands.count)
         self.fragments = fragments_of(composition, layers, options.fragments)

@@ -244,12 +244,6 @@ class _AllGather(torch.autograd.Function):
 def check_ulysses(n_heads: int, n_kv_heads: int, cp: int, tp: int = 1) -> None:
     """Raise ConfigError unless each of cp x tp ranks can hold whole heads.
 
-    Args:
-        n_heads: Query heads.
-        n_kv_heads: Key/value heads.
-        cp: Ranks on the cp axis.
-        tp: Ranks on the tp axis.
-
     Raises:
         ConfigError: The heads do not divide.
     """

@@ -82,11 +82,6 @@ class Sharding:
 def check_offload(model: nn.Module, zero: int, offload: str) -> None:
     """Raise ConfigError unless ZeRO's stage ``zero`` leaves parameters free to be in host memory.
 
-    Args:
-        model: The whole model.
-        zero: The ZeRO stage.
-        offload: The value of parallel.offload.
-
     Raises:
         ConfigError: Offload is asked for in a stage other than 3, or a parameter has no dims.
     """

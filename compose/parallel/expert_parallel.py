@@ -89,10 +89,6 @@ class GatherSequence(ParallelStyle):
 def check_experts(n_experts: int, ep: int) -> None:
     """Raise ConfigError unless ``ep`` ranks can hold equally many of ``n_experts``.
 
-    Args:
-        n_experts: Experts of a layer.
-        ep: Ranks on the ep axis.
-
     Raises:
         ConfigError: ``ep`` does not divide ``n_experts``.
     """
@@ -106,10 +102,6 @@ def check_experts(n_experts: int, ep: int) -> None:
 
 def check_expert_ranks(ep: int, ranks: int) -> None:
     """Raise ConfigError unless ``ep`` divides the ``ranks`` of the data, context and tensor axes.
-
-    Args:
-        ep: Ranks on the ep axis.
-        ranks: dp_replicate x dp_shard x cp x tp.
 
     Raises:
         ConfigError: ``ep`` does not divide ``ranks``; the message names the nearest degree.

@@ -59,16 +59,7 @@ class Ring:
         return self.length // len(self.starts[0])
 
     def reached(self, rank: int, source: int, window: int) -> tuple[int, ...]:
-        """Return which chunks of ``source`` the queries of another rank reach.
-
-        Args:
-            rank: The rank that holds the queries.
-            source: The rank that holds the keys.
-            window: Keys that a query sees.
-
-        Returns:
-            Places in the list of chunks that ``source`` holds.
-        """
+        """Return which chunks of ``source`` the queries of another rank reach."""
         return tuple(
             place
             for place, k in enumerate(self.starts[source])

@@ -72,24 +72,13 @@ def routers(model: nn.Module) -> dict[str, Router]:
 
 
 def begin_step(model: nn.Module, tokens: int, loss_scale: float) -> None:
-    """Tell every router how many tokens the whole batch has, and how its losses are scaled.
-
-    Args:
-        model: The model, or this rank's stages.
-        tokens: Tokens of the whole batch.
-        loss_scale: The factor of the loss before backward.
-    """
+    """Tell every router how many tokens the whole batch has, and how its losses are scaled."""
     for router in routers(model).values():
         router.tokens_per_step, router.loss_scale = tokens, loss_scale
 
 
 def finish_step(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum what routers counted over all ranks, in one message, and let the routers act on the sums.
-
-    Args:
-        model: The model, or this rank's stages.
-        mesh: The mesh of ``compose.init_mesh``.
-    """
+    """Sum what routers counted over all ranks, in one message, and let the routers act on the sums."""
     found = list(routers(model).values())
     if not found:
         return

@@ -18,16 +18,7 @@ Balance = Literal["headtail", "none"]
 
 
 def chunks_of(rank: int, cp: int, balance: Balance) -> list[int]:
-    """Return the chunks of the sequence that a rank holds, in order.
-
-    Args:
-        rank: The rank on the cp axis.
-        cp: Ranks on the cp axis.
-        balance: How chunks are dealt to ranks.
-
-    Returns:
-        Indices of chunks.
-    """
+    """Return the chunks of the sequence that a rank holds, in order."""
     return [rank, 2 * cp - 1 - rank] if balance == "headtail" else [rank]
 
 
@@ -45,17 +36,7 @@ def chunk_count(cp: int, balance: Balance) -> int:
 
 
 def chunk_starts(rank: int, cp: int, balance: Balance, length: int) -> tuple[int, ...]:
-    """Return the first tokens of a rank's chunks.
-
-    Args:
-        rank: The rank on the cp axis.
-        cp: Ranks on the cp axis.
-        balance: How chunks are dealt to ranks.
-        length: Tokens of a row that a rank holds.
-
-    Returns:
-        Places in the whole sequence.
-    """
+    """Return the first tokens of a rank's chunks."""
     chunks = chunks_of(rank, cp, balance)
     return tuple(chunk * (length // len(chunks)) for chunk in chunks)
 

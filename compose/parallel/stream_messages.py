@@ -35,16 +35,7 @@ class SendsActivations:
 def with_codes(
     styles: Iterable[tuple[str, ParallelStyle]], activations: Activations, axis: str
 ) -> list[tuple[str, ParallelStyle]]:
-    """Return ``styles`` with copies of those that can send in a code, which do so.
-
-    Args:
-        styles: Styles by the names of modules.
-        activations: The coded activations of the composition.
-        axis: The axis of the styles.
-
-    Returns:
-        The new styles.
-    """
+    """Return ``styles`` with copies of those that can send in a code, which do so."""
     found = []
     for name, style in styles:
         if isinstance(style, SendsActivations):

@@ -130,11 +130,6 @@ class SharedByHeads(ParallelStyle):
 def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
     """Raise ConfigError unless ``tp`` ranks can each hold whole query and key/value heads.
 
-    Args:
-        n_heads: Query heads.
-        n_kv_heads: Key/value heads.
-        tp: Ranks on the tp axis.
-
     Raises:
         ConfigError: ``tp`` is not among the degrees that the message names.
     """
@@ -156,11 +151,6 @@ def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]],
     Columns, or rows of an embedding, are cut as Tensor.chunk cuts them, so the last ranks may get none:
     10 columns over 8 ranks are 2 for each of 5. FSDP then takes the rank's shard for one without rows
     and columns, and a DTensor collective that asks for all columns never ends (torch 2.11 to 2.15).
-
-    Args:
-        model: The whole model.
-        styles: Styles by the names of modules.
-        tp: Ranks on the tp axis.
 
     Raises:
         ConfigError: A rank gets no part of a weight.

@@ -67,15 +67,7 @@ class LocalOutput(SendsActivations, ColwiseParallel):
 
 
 def placed_input(module: nn.Module, hidden: Tensor) -> Tensor:
-    """Return the input of ``module`` as a DTensor if the module has the style LocalOutput.
-
-    Args:
-        module: A module.
-        hidden: Its input, this rank's part of the stream.
-
-    Returns:
-        The DTensor, or ``hidden`` itself for any other module.
-    """
+    """Return the input of ``module`` as a DTensor if the module has the style LocalOutput."""
     if not isinstance(module, _ColumnOutput):
         return hidden
     return DTensor.from_local(hidden, module.over, [module.stream], run_check=False)

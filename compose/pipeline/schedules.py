@@ -216,10 +216,6 @@ def forwards(ranks: Sequence[int], micro_batches: int) -> list[Action]:
 
     In each turn a rank runs the deepest of its stages that has an input. So few activations wait
     between stages, and the ranks of a V-schedule are busy too.
-
-    Args:
-        ranks: The rank of each stage.
-        micro_batches: How many micro-batches.
     """
     # For each stage the micro-batches that have come to it; after the last, those that are done.
     come = [micro_batches, *[0] * len(ranks)]
@@ -262,12 +258,7 @@ def read_table(path: str) -> Table:
 
 
 def write_table(table: Table, path: str) -> None:
-    """Write a table to a CSV file that :func:`read_table` reads.
-
-    Args:
-        table: The table.
-        path: The file.
-    """
+    """Write a table to a CSV file that :func:`read_table` reads."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([map(str, row) for row in table])
 
@@ -334,10 +325,6 @@ def check_table(table: Table, name: str) -> None:
     Every stage runs each micro-batch forward once. Then it runs B once, or I and then W. Every stage is
     on one rank. The last stage runs forwards in order, by which PyTorch's runtime finds the losses. No
     two ranks wait for each other.
-
-    Args:
-        table: The table.
-        name: Its name in messages.
     """
 
     def refuse(problem: str) -> ConfigError:
@@ -377,12 +364,7 @@ def check_table(table: Table, name: str) -> None:
 
 
 def needs(action: Action, last_stage: int) -> list[set[Action]]:
-    """Return what must have run before an action: one action of each set.
-
-    Args:
-        action: The action.
-        last_stage: The index of the last stage.
-    """
+    """Return what must have run before an action: one action of each set."""
     stage, kind, micro_batch = action
     if kind == "F":
         return [{Action(stage - 1, "F", micro_batch)}] if stage > 0 else []

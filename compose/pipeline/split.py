@@ -40,15 +40,7 @@ class Tied:
 
 
 def layer_names(model: nn.Module, pipeline: Pipeline) -> list[str]:
-    """Return the layers' names within their container, in the order they run.
-
-    Args:
-        model: The whole model.
-        pipeline: How it can be cut.
-
-    Returns:
-        The names.
-    """
+    """Return the layers' names within their container, in the order they run."""
     return [name for name, _ in model.get_submodule(pipeline.layers).named_children()]
 
 
@@ -56,11 +48,6 @@ def check_layers(layers: Sequence[int], stages: int, n_layers: int) -> None:
     """Raise ConfigError unless ``layers`` gives each stage its layers and leaves no stage idle.
 
     The first and the last stage may hold no layer, since they hold the model's ends.
-
-    Args:
-        layers: Layers of each stage.
-        stages: How many stages.
-        n_layers: Layers of the model.
 
     Raises:
         ConfigError: The numbers do not fit.
@@ -82,11 +69,6 @@ def check_stages(stages: int, pp: int, n_layers: int) -> None:
     """Raise ConfigError unless the model has enough layers for all stages.
 
     The first and the last stage need none.
-
-    Args:
-        stages: How many stages.
-        pp: Ranks on the pp axis.
-        n_layers: Layers of the model.
 
     Raises:
         ConfigError: There are too few layers.
@@ -116,15 +98,6 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: Sample)
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
     output projection. An embedding's look-up costs none. For a model that cannot run so, the weights of
     its matrices count in their place.
-
-    Args:
-        model: The whole model.
-        pipeline: How it can be cut.
-        stages: How many stages.
-        seq_len: The tokens of a sample, or what makes its inputs.
-
-    Returns:
-        The layers of each stage.
 
     Raises:
         ConfigError: There are fewer layers than ``stages`` need.

@@ -87,16 +87,7 @@ class RuntimeStage(StageOverrides, PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run a backward, or a half of it, with FSDP as its ZeRO stage says.
-
-        Args:
-            backward_type: "full", "input" or "weight".
-            bwd_kwargs: As PyTorch's runtime passes them.
-            last_backward: Whether this is the stage's last backward of the step.
-
-        Returns:
-            What PyTorch's own method returns.
-        """
+        """Run a backward, or a half of it, with FSDP as its ZeRO stage says."""
         module = cast(PlainStage, self.submod).stage
         if backward_type == "full":
             prepare_micro_batch(module, self.zero, last=last_backward)

@@ -121,15 +121,6 @@ def textbook(
       for PP = 2p stages): idle for 2(p-1), where the overlapped pair F&B takes F+B and ends as one. A
       table runs the pair's forward first and hands its output on at once. This halves the idle time:
       (p-1)/(6m+p-1).
-
-    Args:
-        schedule: The name of a schedule, or of a CSV file.
-        pp: p.
-        virtual_stages_per_rank: v.
-        micro_batches: m.
-
-    Returns:
-        The formula and its value.
     """
     if schedule not in _TEXTBOOK:
         return None
@@ -185,14 +176,6 @@ def as_text(slots: list[Slot], colour: bool, width: int) -> str:
     In colour an action is its micro-batch's number. Without colour it is a letter and the number, after
     the stage's number if ranks hold several stages. A dot is one idle unit. A dash is one more unit of
     an action.
-
-    Args:
-        slots: The actions on the clock.
-        colour: Whether to use a terminal's colours.
-        width: The most characters of a line.
-
-    Returns:
-        The text.
     """
     places = _places(slots)
     several = any(places.values())
@@ -294,15 +277,7 @@ def _picture(slots: list[Slot], title: str) -> tuple[int, int, list[_Box], list[
 
 
 def as_svg(slots: list[Slot], title: str) -> str:
-    """Return the timeline as an SVG picture, with each action's times as a tooltip.
-
-    Args:
-        slots: The actions on the clock.
-        title: The title.
-
-    Returns:
-        The SVG text.
-    """
+    """Return the timeline as an SVG picture, with each action's times as a tooltip."""
     width, height, boxes, texts = _picture(slots, title)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
@@ -330,13 +305,7 @@ def as_svg(slots: list[Slot], title: str) -> str:
 
 
 def write_png(slots: list[Slot], title: str, path: str) -> None:
-    """Write the picture of :func:`as_svg` as a PNG file.
-
-    Args:
-        slots: The actions on the clock.
-        title: The title.
-        path: The file.
-    """
+    """Write the picture of :func:`as_svg` as a PNG file."""
     from PIL import Image, ImageDraw, ImageFont  # only pictures need it
 
     width, height, boxes, texts = _picture(slots, title)

@@ -125,15 +125,7 @@ def parts_of(use: Mapping[str, Any]) -> list[tuple[str, str, float]]:
 
 
 def memory_chart(use: Mapping[str, Any], capacity: float | None) -> str:
-    """Return a bar for each pipeline rank, by category, against the capacity.
-
-    Args:
-        use: The ``memory`` of a candidate.
-        capacity: Bytes that a process can use, if known.
-
-    Returns:
-        HTML.
-    """
+    """Return a bar for each pipeline rank, by category, against the capacity."""
     stages = use.get("by_stage") or [use]
     bars = [parts_of(stage) for stage in stages]
     totals = [sum(size for _, _, size in bar) for bar in bars]
@@ -266,12 +258,6 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Return the indices of the points that no other beats, in ascending order of the first value.
 
     A point beats another if neither of its two values is larger and one is smaller.
-
-    Args:
-        points: Pairs of values of which less is better.
-
-    Returns:
-        Indices into ``points``.
     """
     front: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: points[i]):
@@ -291,15 +277,7 @@ class Dot(NamedTuple):
 
 
 def front_chart(dots: Sequence[Dot], capacity: float | None) -> str:
-    """Return a chart of time and memory of all candidates, with the line of those that none beats.
-
-    Args:
-        dots: The candidates.
-        capacity: Bytes that a process can use, if known.
-
-    Returns:
-        HTML.
-    """
+    """Return a chart of time and memory of all candidates, with the line of those that none beats."""
     if not dots:
         return "<p>No candidate has both a time and a memory.</p>"
     longest = max(dot.seconds for dot in dots)

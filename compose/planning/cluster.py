@@ -269,14 +269,6 @@ def _content(file: Path, shown: str) -> dict[str, Any]:
 def read_cluster(content: Mapping[str, Any], name: str, shown: str) -> Cluster:
     """Return the cluster that the tables of a file describe.
 
-    Args:
-        content: The tables.
-        name: The cluster's name.
-        shown: The file's name in messages.
-
-    Returns:
-        The cluster.
-
     Raises:
         ConfigError: Every problem found.
     """

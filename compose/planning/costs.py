@@ -103,17 +103,6 @@ def product_seconds(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype:
     that is lower for small tiles, and a time to fill and to drain, which short k cannot hide. The best
     tile is taken. The memory's bandwidth is a lower bound (roofline: Williams et al. 2009).
 
-    Args:
-        cluster: The cluster.
-        m: Rows of the left matrix.
-        n: Columns of the right one.
-        k: Columns of the left one.
-        batch: Number of products.
-        dtype: Type of the matrices.
-
-    Returns:
-        Seconds on one device.
-
     Raises:
         ConfigError: The cluster states no rate for the type.
     """

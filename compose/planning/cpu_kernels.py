@@ -31,12 +31,6 @@ def casts(
     """Return the bytes of copies in a common type, which an elementwise kernel makes on a CPU.
 
     Kernels of a GPU cast what they load and store.
-
-    Args:
-        operator: The operator's name, as add_.
-        given: The tensors that it was given.
-        changed: Those of them that it writes to.
-        made: What it returned.
     """
     if operator not in _MIXED or len({t.dtype for t in given}) < 2:
         return 0
@@ -56,13 +50,7 @@ def casts(
 
 
 def chunk_copies(given: Sequence[Tensor], chunks: int, out: Tensor) -> int:
-    """Return the bytes of copies that FSDP's chunk_cat makes on a CPU: padded ones, and in one piece.
-
-    Args:
-        given: The gradients of a unit.
-        chunks: Into how many parts each is cut.
-        out: Where they go.
-    """
+    """Return the bytes of copies of FSDP's chunk_cat on a CPU: padded ones, and in one piece."""
     size = 0
     for each in given:
         rows = each.shape[0]

@@ -92,11 +92,7 @@ class Estimate:
 
 
 def schedule_rows(job: Job) -> list[list[Action]]:
-    """Return the actions of each pipeline rank in order; without a pipeline one micro-batch at a time.
-
-    Args:
-        job: The checked job.
-    """
+    """Return the actions of each pipeline rank in order; without one, micro-batches in turn."""
     parallel, count = job.degrees, job.micro_batches
     if parallel.pp == 1:
         return [[Action(0, kind, i) for i in range(count) for kind in "FB"]]
@@ -290,13 +286,7 @@ def _kept(runs: Runs | None, stages: Sequence[int], ranks: int) -> list[Runs | N
 def stream_of(
     job: Job, cluster: Cluster, otherwise: Otherwise | None = None
 ) -> tuple[torch.Size, torch.dtype]:
-    """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch.
-
-    Args:
-        job: The checked job, of a pipeline.
-        cluster: The cluster.
-        otherwise: What another program does otherwise.
-    """
+    """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch."""
     runs = runs_of(job)
     task = Task(job, cluster, 0, runs, runs and runs.fewest(), otherwise=otherwise)
     with get_context("fork").Pool(1, _begin) as pool:

@@ -23,13 +23,6 @@ def alternatives(space: Space, best: Candidate) -> list[str]:
     """Return one line for each neighbour of the best candidate.
 
     The differences are those of the quick estimates, which are rough.
-
-    Args:
-        space: The space of the search.
-        best: The best candidate.
-
-    Returns:
-        The lines.
     """
     facts = facts_for(space)
     now = quick(facts, best.config, space.cluster)
@@ -99,15 +92,7 @@ def _neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, 
 
 
 def reasons(space: Space, best: Candidate) -> dict[str, str]:
-    """Return a reason for each key of the best candidate, by the key.
-
-    Args:
-        space: The space of the search.
-        best: The best candidate.
-
-    Returns:
-        The reasons.
-    """
+    """Return a reason for each key of the best candidate, by the key."""
     parallel, node = best.config.parallel, space.cluster.node
     room = capacity(space.cluster) / 2**30
     within = parallel.tp <= node

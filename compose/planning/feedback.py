@@ -160,13 +160,6 @@ def corrected(cluster: Cluster, rows: list[Row]) -> Cluster:
 
     Only figures of the device change: the rates of products, of attention and of the memory. Without a
     profile all three change alike.
-
-    Args:
-        cluster: The cluster.
-        rows: What :func:`against` returned.
-
-    Returns:
-        The corrected cluster.
     """
     ratios = {row.name: row.ratio for row in rows if row.unit == "s" and row.measured > 0}
     slower = {

@@ -20,15 +20,7 @@ class RankCosts:
 
 
 def renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
-    """Return the costs of a rank with other numbers of its stages.
-
-    Args:
-        rank: The costs.
-        stage: The new number of each stage.
-
-    Returns:
-        The costs of another rank, whose stages are alike.
-    """
+    """Return the costs of a rank with other numbers of its stages."""
 
     def key(of: Key) -> Key:
         return stage.get(of[0], of[0]), of[1], of[2]

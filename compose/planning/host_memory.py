@@ -55,12 +55,7 @@ class Listener(Protocol):
 
 @contextmanager
 def host_memory(listener: Listener, kernels: str) -> Iterator[None]:
-    """Let offload run in a fake world.
-
-    Args:
-        listener: It is told what is in host memory.
-        kernels: The device that is played, "cpu" or "cuda".
-    """
+    """Let offload run in a fake world."""
     copies = _Copies(listener, kernels)
     make = OffloadedAdamW.state_of
     real, state = FSDPParamGroup.post_backward, torch.get_rng_state

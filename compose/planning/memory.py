@@ -172,10 +172,6 @@ def stand_ins(key: Key, known: Container[Key]) -> list[Key]:
 
     A table may split the backward of a micro-batch on one rank and not on another, of which there is
     one record. Then both halves stand for a whole backward, or a whole one for its first half.
-
-    Args:
-        key: The action.
-        known: The recorded actions.
     """
     stage, kind, place = key
     if key in known:
@@ -229,11 +225,6 @@ def moments(
 ) -> Iterator[tuple[int, Bytes, Bytes]]:
     """Yield the peaks of all segments of a step, in order.
 
-    Args:
-        rank: The rank's memory.
-        row: The actions of the rank in order.
-        micro_batches: Micro-batches of a step.
-
     Yields:
         The bytes; those of each category before the action; and what the action adds to them. They
             change when the next are asked for.
@@ -274,9 +265,6 @@ def recorded_peak(record: Record) -> tuple[int, Mapping[str, int]]:
 
 def recorded_moments(record: Record) -> Iterator[tuple[int, Bytes, Bytes]]:
     """Yield the bytes after each change of a record as it is, as :func:`moments` does.
-
-    Args:
-        record: The record, whose allocations have their categories.
 
     Yields:
         The bytes, those of each category, and an empty counter.

@@ -35,10 +35,6 @@ def measure_collectives(clock: Clock, until: float) -> Iterator[Collective]:
 
     The groups of an axis all communicate at the same time, as in training.
 
-    Args:
-        clock: What times.
-        until: Part of the clock's whole time at which to stop.
-
     Yields:
         The collectives; every rank must take all.
     """

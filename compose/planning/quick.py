@@ -139,13 +139,7 @@ class Quick:
 
 
 def quick(facts: Facts, config: Config, cluster: Cluster) -> Quick:
-    """Return the rough estimate of a config whose degrees are known.
-
-    Args:
-        facts: The model's facts.
-        config: The candidate.
-        cluster: The cluster.
-    """
+    """Return the rough estimate of a config whose degrees are known."""
     return Quick(_seconds(facts, config, cluster), _bytes(facts, config))
 
 

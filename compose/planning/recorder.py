@@ -124,12 +124,7 @@ class Recorder(TorchDispatchMode):
     # Memory.
 
     def note(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Give the storages of tensors a category, and count those that were not seen yet.
-
-        Args:
-            tensors: Plain tensors, or DTensors.
-            category: The category.
-        """
+        """Give the storages of tensors a category, and count those that were not seen yet."""
         for tensor in tensors:
             place = self._hold(_local(tensor).untyped_storage())
             if place is not None:

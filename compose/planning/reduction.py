@@ -60,9 +60,6 @@ def runs_of(job: Job) -> Runs | None:
     """Return the runs of a job's stages; None if its layers are not known or may not be left out.
 
     Which layers are recomputed is chosen from the whole model, so it must be the same for all of them.
-
-    Args:
-        job: The checked job.
     """
     pipeline = job.resolved.pipeline
     if pipeline is None or job.config.activation_checkpoint.mode in ("every_k", "budget"):
@@ -86,9 +83,6 @@ def few_micro_batches(job: Job) -> list[int]:
 
     They are the first, the last, and one between. With a pipeline there is one between for each kind of
     action that a stage runs between: a table may split the backward of some micro-batches only.
-
-    Args:
-        job: The checked job.
     """
     count, parallel = job.micro_batches, job.degrees
     if count <= 3:
@@ -120,16 +114,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 
 def reduced(job: Job, runs: Runs, kept: Runs) -> nn.Module:
-    """Return a copy of the job's model on meta, with fewer layers.
-
-    Args:
-        job: The job.
-        runs: The runs of its stages.
-        kept: How many layers to keep of each run.
-
-    Returns:
-        The model.
-    """
+    """Return a copy of the job's model on meta, with fewer layers."""
     pipeline: Pipeline | None = job.resolved.pipeline
     assert pipeline is not None
     names, gone, start = layer_names(job.model, pipeline), [], 0
@@ -148,14 +133,6 @@ def places(job: Job, runs: Runs, kept: Runs) -> dict[str, list[str]]:
     """Return the places of each layer of a reduced model, from the start and the end of its run.
 
     The two layers at each end of a run have a place; one may have two.
-
-    Args:
-        job: The job.
-        runs: The runs of its stages.
-        kept: The layers that are left of each run.
-
-    Returns:
-        The places by the layer's name.
     """
     pipeline = job.resolved.pipeline
     assert pipeline is not None

@@ -132,12 +132,7 @@ def apart(seconds: Seconds, kind: str) -> tuple[float, float]:
 
 
 def seconds_of(found: Mapping[Key, Seconds], key: Key) -> Seconds:
-    """Return the time of an action, by the actions that stand for it.
-
-    Args:
-        found: The time of each recorded action.
-        key: The action.
-    """
+    """Return the time of an action, by the actions that stand for it."""
     if key in found:
         return found[key]
     whole: Seconds = defaultdict(float)
@@ -148,13 +143,7 @@ def seconds_of(found: Mapping[Key, Seconds], key: Key) -> Seconds:
 
 
 def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
-    """Return the time of one operator.
-
-    Args:
-        cluster: The devices.
-        work: The operator.
-        backward: Whether it runs in a backward.
-    """
+    """Return the time of one operator."""
     if work.kind == "product" and len(work.shape) == 4:
         batch, m, n, k = work.shape
         return costs.product_seconds(cluster, m, n, k, batch, work.dtype)
@@ -169,13 +158,7 @@ def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
 
 
 def beside_messages(cluster: Cluster, alone: float, messages: float) -> float:
-    """Return the time of an operator beside messages, which keep units of the device.
-
-    Args:
-        cluster: The devices.
-        alone: Seconds that it takes when no message runs.
-        messages: Seconds for which messages still run when it begins.
-    """
+    """Return the time of an operator beside messages, which keep units of the device."""
     left = 1 - cluster.device.message_units / cluster.device.units
     return min(alone / left, alone + max(0.0, messages) * (1 - left))
 

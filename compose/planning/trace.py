@@ -132,16 +132,7 @@ def trace(played: Played) -> Traced:
 
 
 def step_batch(job: Job, micro_batches: int, documents: bool = True) -> dict[str, Tensor]:
-    """Return a rank's batch on meta.
-
-    Args:
-        job: The checked job.
-        micro_batches: How many micro-batches it holds.
-        documents: Whether it tells where documents begin.
-
-    Returns:
-        The tensors by name.
-    """
+    """Return a rank's batch on meta."""
     samples = max(1, micro_batches) * job.config.train.micro_batch
     return batch_on_meta(job.config, samples, documents)
 

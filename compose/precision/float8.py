@@ -100,16 +100,6 @@ def select_layers(
     multiple of 16. Unless float8 is emulated, it is left out too if CROSSOVERS has that part as too
     small to gain.
 
-    Args:
-        model: The whole model.
-        plan: Its plan.
-        tp: Ranks on the tp axis.
-        recipe: How products are scaled.
-        device_type: "cpu" or "cuda".
-
-    Returns:
-        The choice.
-
     Raises:
         ConfigError: torchao is not installed.
     """

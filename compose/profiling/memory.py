@@ -120,13 +120,6 @@ def snapshot(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str
     """Return for a CPU what ``torch.cuda.memory._snapshot`` returns on a GPU, as far as it is known.
 
     The viewer colours by category. The ranges of the trace are in the place of Python's stack.
-
-    Args:
-        found: The allocations.
-        before: Bytes of each category at the start.
-
-    Returns:
-        The snapshot.
     """
     events: list[tuple[float, dict[str, Any]]] = []
     # The viewer fails on categories without "unknown".

@@ -9,15 +9,7 @@ from compose.profiling.shares import KINDS
 
 
 def as_text(summary: Mapping[str, Any], folder: Path) -> str:
-    """Return the lines that ``Profiler`` prints.
-
-    Args:
-        summary: The summary.
-        folder: The folder that it was written to.
-
-    Returns:
-        The text.
-    """
+    """Return the lines that ``Profiler`` prints."""
     first, last = summary["steps"]
     lines = [f"profile of steps {first} to {last}, in {folder}"]
     times, memories = [["time, %", "s/step", *KINDS]], [["memory, MiB", "all", *CATEGORIES]]

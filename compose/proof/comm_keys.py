@@ -29,13 +29,7 @@ _ON_GPU = 1e-2
 
 
 def compare_keys(compression: Compression, coded: list[bool], comparison: Comparison) -> None:
-    """Note a row for each key that took part, and the names of the others; a collective.
-
-    Args:
-        compression: The coded messages, after the last step.
-        coded: Whether this rank's gradients lost something, by step.
-        comparison: Gets the rows.
-    """
+    """Note a row for each key that took part, and the names of the others; a collective."""
     comm, activations = compression.comm, compression.activations
     parts: list[Any] = [p for s in compression.stages for u in s.units for p in u.parts.values()]
     blocks = [p for p in parts if isinstance(p, InBlocks | CodedGather)]
@@ -93,13 +87,6 @@ def compare_unwatched(
     """Compare the weights after a proof's steps with those after the same steps without accounts.
 
     An account may only note, so they are the same bit by bit. A collective.
-
-    Args:
-        comparison: Gets the row.
-        begin: What this rank held before the first step.
-        watched: The composition after the steps.
-        compose: Makes it anew.
-        train: Takes the steps.
     """
 
     def trained(noting: bool) -> list[Tensor]:

@@ -89,10 +89,6 @@ def float64_problem(train: Callable[[], object]) -> tuple[bool, str]:
 def check_repeats(model: nn.Module, forward: Callable[[], Any]) -> None:
     """Check that a model gives the same bits twice, and does not depend on how a batch is cut.
 
-    Args:
-        model: The whole model, as it is trained. Its buffers may change.
-        forward: Runs it on a part of the batch, and returns its output.
-
     Raises:
         ConfigError: A module draws random numbers, or keeps statistics of the batch.
     """

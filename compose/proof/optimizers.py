@@ -34,14 +34,6 @@ def stated_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, 
     """Return how each parameter of the whole model should be trained, by its first name.
 
     These are the rules of docs/optimizers.md.
-
-    Args:
-        model: The whole model.
-        plan: Its plan.
-        options: The table [optimizer], which is valid.
-
-    Returns:
-        The rules by name.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -122,14 +122,6 @@ def proved_steps(options: Optimizer, steps: int, count: int) -> list[int]:
 
     The first is in the middle of warmup, the others are spread over what follows. If the rate is
     constant before it decays, that is the decay.
-
-    Args:
-        options: The table [optimizer].
-        steps: All steps of the schedule.
-        count: The number of steps of the proof.
-
-    Returns:
-        The steps.
     """
     begin = options.warmup
     if options.schedule == "constant":

@@ -91,13 +91,7 @@ class Islands:
         return [self.store.get(key).decode() for key in keys] if self.store.check(keys) else None
 
     def leave(self, rank: int, ranks: int, patience: float) -> None:
-        """Note that a rank has ended; the first waits for all others, since it may hold the store.
-
-        Args:
-            rank: The rank in its island.
-            ranks: The ranks of an island.
-            patience: Seconds that it waits at most.
-        """
+        """Note that a rank has ended; the first waits for all others, since it may hold the store."""
         if self.count == 1:
             return
         left, until = self.store.add(_LEFT, 1), time.monotonic() + patience

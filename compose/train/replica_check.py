@@ -28,13 +28,6 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
     A line says which ranks differ, and in what. If two copies differ, it names both ranks; if there are
     more, it names those unlike most. Call it after gradients are complete and before the optimizer's
     step.
-
-    Args:
-        composition: What ``compose.apply`` returned.
-        optimizer: Its optimizer, whose state is compared too.
-
-    Returns:
-        The lines, the same on every rank.
     """
     by_axis: dict[tuple[DeviceMesh, int], list[tuple[str, Tensor]]] = {}
     mesh, pipeline = composition.mesh, composition.pipeline

@@ -25,12 +25,6 @@ class Report:
     def __init__(self, config: Config, held: RunFolder, batches: Batches, progress: Progress) -> None:
         """Open the files.
 
-        Args:
-            config: The config of the whole job.
-            held: The folder of the run.
-            batches: The batches, whose tokenizer is kept.
-            progress: The place where the run begins.
-
         Raises:
             ConfigError: A file cannot be written.
         """

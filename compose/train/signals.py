@@ -43,9 +43,6 @@ class Signals:
         LAUNCHER_DIED is a fault: the others' torchrun must not take the run for finished.
 
         Islands do not wait for each other after each step. If one is asked, they agree on a step.
-
-        Args:
-            step: Steps taken.
         """
         code = torch.tensor(self.code, dtype=torch.int32, device=self.device)
         if dist.get_world_size() > 1:

@@ -105,13 +105,6 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
     ``document_ids`` stay in host memory: the boundaries of documents are found there
     (:func:`local_batch`), so that no step waits for the device.
-
-    Args:
-        batch: Tensors by name, in host memory.
-        device: The device.
-
-    Returns:
-        The tensors by name.
     """
     if device.type != "cuda":
         return {name: value.to(device) for name, value in batch.items()}
@@ -127,13 +120,6 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
     A model that takes ``positions`` counts them itself if the batch has none. It cannot where it sees a
     part of a sequence, so there they are added. A model that takes ``documents`` gets the documents
     (compose.Documents) of the whole sequences in place of ``document_ids``.
-
-    Args:
-        composition: What ``compose.apply`` returned.
-        batch: This rank's share of the batch.
-
-    Returns:
-        The tensors, and the documents, by name.
 
     Raises:
         ConfigError: The ranks of tp cannot share the sequences.
