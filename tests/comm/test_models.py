@@ -37,7 +37,7 @@ IN_THE_SUITE = {(model, list(CODES)[i % len(CODES)]) for i, model in enumerate(M
 
 @pytest.mark.parametrize(
     ("model", "code"),
-    [pytest.param(m, c, marks=tier(slow=(m, c) not in IN_THE_SUITE)) for m in MODELS for c in CODES],
+    [pytest.param(m, c, marks=tier(full=(m, c) not in IN_THE_SUITE)) for m in MODELS for c in CODES],
 )
 def test_weights_and_gradients(pool: Pool, model: str, code: str) -> None:
     report = agreed(pool.run(prove_case, 2, MODELS[model] | SHARDED | CODES[code]))
@@ -47,9 +47,10 @@ def test_weights_and_gradients(pool: Pool, model: str, code: str) -> None:
 ROWS: dict[str, Keys] = {kind: {"comm__activations": kind} for kind in ("int8", "float8")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", [m for m in MODELS if m != "dit"])  # a rule refuses it
-@pytest.mark.parametrize("code", ROWS)
+@pytest.mark.parametrize(
+    "code", [pytest.param(code, marks=tier(slow=True, full=code == "float8")) for code in ROWS]
+)
 def test_activations(pool: Pool, model: str, code: str) -> None:
     """Experts send their rows, with weights and gradients in codes too; other models the stream."""
     experts = "model__n_experts" in MODELS[model]
