@@ -88,6 +88,16 @@ def _recompute_compiled(setup: Setup) -> None:
         )
 
 
+def _compiled_in_two_parts(setup: Setup) -> None:
+    mode = setup.options.compile.mode
+    if mode != "off" and _backward_in_two_parts(setup):
+        raise ConfigError(
+            f'compile.mode: "{mode}" makes graphs whose backward cannot run in two parts, as'
+            f' {setup.degrees.pp_schedule} does; use parallel.pp_schedule = "Interleaved1F1B", or'
+            ' compile.mode = "off"'
+        )
+
+
 def _compiled_whole(setup: Setup) -> None:
     check_whole(setup.options.compile.mode, setup.degrees.tp)
 
@@ -191,6 +201,12 @@ STEP: list[Rule[Setup]] = [
         " what is between them",
         _compiled_whole,
         upstream="torch/_dynamo, of hooks that torch.distributed.tensor.distribute_module adds",
+    ),
+    Rule(
+        "with torch.compile, the schedule runs backward in one piece",
+        "a graph's backward overwrites what it reads, and gives wrong gradients where it may not",
+        _compiled_in_two_parts,
+        upstream="torch/_functorch/config.py, donated_buffer",
     ),
     Rule(
         "compile.async_tp has CUDA, tp and torch.compile",
