@@ -179,8 +179,8 @@ def test_graphs_compiled_late_are_told() -> None:
             {"compile__async_tp": True, "compile__mode": "block", "parallel__tp": 2},
         ),
         (
-            'compile.mode: "block" makes graphs whose backward cannot run in two parts, as ZBVZeroBubble'
-            ' does; use parallel.pp_schedule = "Interleaved1F1B", or compile.mode = "off"',
+            'compile.mode: "block" makes graphs whose backward cannot run in two parts, as'
+            ' ZBVZeroBubble does; use parallel.pp_schedule = "Interleaved1F1B", or compile.mode = "off"',
             {"compile__mode": "block", "parallel__pp": 2, "parallel__pp_schedule": "ZBVZeroBubble"}
             | {"model__n_layers": 4},
         ),
