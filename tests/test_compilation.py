@@ -180,7 +180,8 @@ def test_graphs_compiled_late_are_told() -> None:
         ),
         (
             'compile.mode: "block" makes graphs whose backward cannot run in two parts, as'
-            ' ZBVZeroBubble does; use parallel.pp_schedule = "Interleaved1F1B", or compile.mode = "off"',
+            ' ZBVZeroBubble does; use parallel.pp_schedule = "Interleaved1F1B", or'
+            ' compile.mode = "off"',
             {"compile__mode": "block", "parallel__pp": 2, "parallel__pp_schedule": "ZBVZeroBubble"}
             | {"model__n_layers": 4},
         ),
