@@ -107,7 +107,7 @@ def layout_of(
     else:
         over, names = own, tuple(map(str, range(own.ndim)))
     ranks = dist.get_process_group_ranks(group) if group else []
-    if own and over is own and len(ranks) > own.size() and own.mesh_dim_names:
+    if mesh is not None and own and over is own and len(ranks) > own.size() and own.mesh_dim_names:
         # Copies of experts lie along other axes of the mesh that theirs is a part of.
         over, names = own._get_root_mesh(), own.mesh_dim_names
     held = set(over.mesh.flatten().tolist())
