@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,7 +37,6 @@ from compose import (
     forward_backward,
     verify,
 )
-from compose.compiler.compilation import graphs_compiled
 from compose.composition.rules import check_setup
 from compose.composition.setup import Setup
 from compose.operators.dropout import SAMPLES, Masks, dropouts
@@ -513,42 +511,18 @@ def test_a_function_under_tensor_parallel(pool: Pool) -> None:
     assert pool.run(_functions_refused, 2) == [line] * 2
 
 
-def _compiled(mode: str, recompute: str) -> tuple[bool, int, int]:
-    """Whether four steps have the gradients of those without a compiler; graphs; breaks of graphs."""
-    torch._dynamo.reset()
-    counters.clear()
-    mesh, found = make_mesh(Parallel(dp_shard=1)), []
-    for options in (Compile(), Compile(mode, backend="aot_eager")):  # type: ignore[arg-type]
-        torch.manual_seed(0)
-        how = Options(compile=options, activation_checkpoint=ActivationCheckpoint(recompute))  # type: ignore[arg-type]
-        composition = apply(Model(3), PLAN, mesh, replace(how, parallel=Parallel(dp_shard=1)))
-        for step in range(4):
-            forward_backward(composition, _batch(), micro_batch=2, dropout=DropoutKey(step))
-        found.append([p.grad for p in composition.model.parameters()])
-    same = all(bool(torch.allclose(one, other)) for one, other in zip(*found, strict=True))
-    return same, graphs_compiled(), sum(counters["graph_break"].values())
+def _compiled() -> str:
+    options = Options(compile=Compile("block"))
+    model, plan = nn.Sequential(nn.Dropout(0.3), nn.Linear(2, 2)), Plan(compile=["1"])
+    return _said(lambda: apply(model, plan, make_mesh(Parallel()), options))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.slow
-def test_layers_share_a_graph_for_all_steps(pool: Pool, recompute: str) -> None:
-    assert pool.run(_compiled, 1, "block", recompute) == [(True, 1, 0)]
-
-
-def _inductor() -> bool:
-    """Whether a compiled mask is the mask of an eager run."""
-    model = nn.Sequential(nn.Dropout(0.3))
-    masks = Masks(model, [], ["0"])
-    masks.samples = masks.begin(DropoutKey(3), torch.arange(5), None)[SAMPLES]
-    x = torch.randn(5, 7, 33)
-    eager = model(x)
-    model[0].__dict__["dropout_calls"] = 0
-    return torch.equal(torch.compile(model[0].forward, fullgraph=True)(x), eager)
-
-
-@pytest.mark.slow
-def test_inductor_draws_the_same_masks(pool: Pool) -> None:
-    assert pool.run(_inductor, 1) == [True]
+def test_compiled_layers_are_refused(pool: Pool) -> None:
+    """Inductor's masks were seen to differ from those of an eager run."""
+    assert pool.run(_compiled, 1) == [
+        'compile.mode: "block" and 0, which drops: Inductor drops other elements than one process does;'
+        ' use compile.mode = "off", or set its p to 0'
+    ]
 
 
 class Dropping(gpt2.Model):

@@ -138,6 +138,7 @@ def verify(
         lambda arithmetic, composition: optimizer_for(arithmetic, list(composition.named_parameters())),
         reference_optimizer,
         float8=select_layers(model, resolved, axis_size(mesh, "tp"), asked.float8, mesh.device_type),
+        recomputes=given.activation_checkpoint.mode != "none",
     )
     line = "plan: {}: the model fails in this composition; does it run by itself? else see docs/plan.md"
     with refused_if(line):
@@ -160,6 +161,8 @@ class Sides:
     """The arithmetic in which the logic runs, if the model can."""
     loss_scale: float = 1.0
     """The factor of the loss before backward."""
+    recomputes: bool = False
+    """Whether layers run again in backward."""
     begin_step: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None
     """Tells the composition's optimizer that step ``step`` begins, counted from 0."""
 
@@ -189,6 +192,8 @@ def prove_both(
     widens, problem = on_first_rank(
         lambda: examine(model, batches[0], trial.loss_function, trial.micro_batch)
     )
+    if widens and sides.recomputes:  # no mode acts inside PyTorch's backward
+        problem = "it mixes types, and layers run again in backward"
     own, finest = sides.logic if logic else arithmetic, EXACT
     if problem:
         own = finest = Arithmetic()

@@ -7,7 +7,7 @@ from tests.lora import lora
 from tests.outer.cases import EXPERTS, STREAMING, outer, prove
 from tests.pool import Pool
 
-BIASED: Keys = {
+BIASED: Keys = {  # type: ignore[assignment]
     "model__name": "gpt_oss",
     "model__n_layers": 4,
     "model__dim": 32,
