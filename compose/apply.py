@@ -98,11 +98,6 @@ def apply(
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
     modules = [stage.module for stage in stages]
-    if drops and compile.mode != "off":
-        raise ConfigError(
-            f'compile.mode: "{compile.mode}" and {drops[0]}, which drops: Inductor drops other elements'
-            ' than one process does; use compile.mode = "off", or set its p to 0'
-        )
     dropout = Masks(model, modules, drops, "refuse" if tp > 1 else "tie") if drops else None
     apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
     comm = options.comm
