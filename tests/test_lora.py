@@ -39,7 +39,7 @@ CASES = {
     "pp 2 ds 2 pp_schedule ZBVZeroBubble model__n_layers 4 zero 1": "slow",
     "dr 2 zero 0 model__tie_embeddings true": "full",
     "dr 2 ds 2 model__lora__rank 1 optimizer__name muon": "slow",
-    "ds 4 zero 2 comm__gradients int8 comm__weights int8": "slow",
+    "ds 4 zero 2 comm__weights int8": "slow",  # gradients of so few elements are never coded
     "ds 2 tp 2 comm__activations int8": "full",
     "ds 2 tp 2 compile__mode block": "full",
     "ds 2 parallel__offload cpu activation_checkpoint__mode full": "full",
