@@ -1,5 +1,6 @@
 """LoRA against peft: the same training on one process, and the same files."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from compose.errors import ConfigError
 from compose.huggingface.folder import name_of
 from compose.huggingface.peft_files import (
     CONFIG,
+    KEYS,
     adapter_problems,
     named_adapters,
     target_modules,
@@ -189,6 +191,17 @@ def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path) -> None:
         ({"lora_alpha": 5}, "{config}: lora_alpha is 5, not model.lora.alpha = 6"),
         ({"use_dora": True}, "{config}: use_dora: true is not supported here"),
         (
+            {"alora_invocation_tokens": [3]},
+            "{config}: alora_invocation_tokens: [3] is not supported here",
+        ),
+        ({"a new\nkey": 0.5}, '{config}: "a new\\nkey": 0.5 is not supported here'),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            '{config}: init_lora_weights: "pissa_niter_4" is not supported here, as it may change the'
+            " base weights too; save the adapters with peft's path_initial_model_for_weight_conversion,"
+            " or merge them",
+        ),
+        (
             {},
             "{folder}: base_model.model.model.layers.*.mlp.gate_proj.lora_A.weight is missing, and"
             " model.lora.targets names its layer (2 of them)",
@@ -211,6 +224,47 @@ def test_other_adapters_are_not_loaded(tmp_path: Path, changed: Any, message: st
     with pytest.raises(ConfigError) as caught:
         fill_weights(wanted.model, wanted, torch.device("cpu"))
     assert caught.value.problems[0] == f"model.lora.load: {expected}"
+
+
+def test_every_field_of_peft_is_looked_at() -> None:
+    """A new version's new field fails here until somebody has said what it is."""
+    from peft import LoraConfig
+
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert fields == KEYS.read | set(KEYS.only) | KEYS.besides
+    assert len(fields) == len(KEYS.read) + len(KEYS.only) + len(KEYS.besides)
+    assert KEYS.problems(LoraConfig(peft_type="LORA").to_dict()) == []  # type: ignore[arg-type]
+    for key, values in KEYS.only.items():
+        assert KEYS.problems(dict.fromkeys([key], values[0])) == []
+        (line,) = KEYS.problems({key: "else"})
+        assert line.startswith(f'{key}: "else" is not supported here')
+    for key in KEYS.besides:
+        assert KEYS.problems({key: "else"}) == []
+
+
+@pytest.mark.parametrize("weights", [True, False, "gaussian", "orthogonal", "pissa", "olora"])
+def test_how_adapters_began_changes_nothing_or_is_refused(
+    base: Path, tmp_path: Path, weights: Any
+) -> None:
+    """peft's logits from the same tensors, by ``init_lora_weights``."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(12)[None]
+    get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+    ).save_pretrained(tmp_path)
+
+    def logits() -> Tensor:
+        return logits_of(
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path), tokens
+        )
+
+    config = json.loads((tmp_path / CONFIG).read_text())
+    plain = logits()
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"init_lora_weights": weights}))
+    assert torch.equal(logits(), plain) == (not KEYS.problems({"init_lora_weights": weights}))
 
 
 @pytest.mark.slow

@@ -107,6 +107,15 @@ def test_every_key_means_what_the_list_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_keys_of_other_peoples_files_change_nothing(kind: str) -> None:
+    """They are in published files, and in no class of transformers."""
+    others = {"_num_labels": 2, "max_sequence_length": 2048, "moe_frequency": 1}
+    assert imported(kind, **others) == imported(kind)
+    with pytest.raises(ValueError, match=r"^moe_frequency: 2 cannot be expressed here, only 1$"):
+        imported(kind, moe_frequency=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_unknown_key_is_refused_by_name(kind: str) -> None:
     for key, value in (
         ("attention_gate", True),

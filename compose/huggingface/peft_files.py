@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compose.base.json_files import read_json
+from compose.base.known_keys import KnownKeys
 from compose.base.own_files import LEADS_OUT, leads_out
 from compose.base.safetensors_files import DTYPES, TensorFiles
 from compose.checkpoint.local_shards import local_shard_of
@@ -26,19 +27,28 @@ from compose.lora.options import Lora
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Keys of adapter_config.json that change what adapters compute, with the values that mean nothing.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "use_rslora": (False, None),
-    "use_dora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": ([], None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": ([], None),
-    "target_parameters": ([], None),
-}
+KEYS = KnownKeys(
+    read="r lora_alpha",  # they are compared with [model.lora]
+    only={
+        "peft_type": ("LORA",),
+        "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
+        "bias": ("none", None),
+        "ensure_weight_tying fan_in_fan_out lora_bias use_dora use_qalora use_rslora": (False, None),
+        "alpha_pattern layer_replication loftq_config modules_to_save rank_pattern target_parameters"
+        " trainable_token_indices": ({}, [], None),
+        "alora_invocation_tokens arrow_config corda_config eva_config kasa_config lora_ga_config"
+        " megatron_config monteclora_config use_bdlora velora_config": (None,),
+    },
+    # The names of the tensors say which layers have adapters. The rest is about how they were made.
+    besides="auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern"
+    " layers_to_transform lora_dropout megatron_core peft_version qalora_group_size revision"
+    " runtime_config target_modules task_type",
+    cures={
+        "init_lora_weights": ", as it may change the base weights too; save the adapters with peft's"
+        " path_initial_model_for_weight_conversion, or merge them"
+    },
+)
+"""The keys of adapter_config.json, which has the fields of peft's LoraConfig."""
 
 
 def peft_name(name: str, hf_name: HfName) -> str:
@@ -130,11 +140,7 @@ def peft_problems(folder: Path, lora: Lora, model: nn.Module, hf_name: HfName) -
         files = TensorFiles(folder, WEIGHTS)
     except ConfigError as error:
         return error.problems
-    problems = [
-        f"{path}: {key}: {json.dumps(values[key])} is not supported here"
-        for key, plain in _PLAIN.items()
-        if key in values and values[key] not in plain
-    ]
+    problems = [f"{path}: {line}" for line in KEYS.problems(values)]
     alpha = lora.effective_alpha
     for key, here, name in (("r", lora.rank, "rank"), ("lora_alpha", alpha, "alpha")):
         if values.get(key) != here:

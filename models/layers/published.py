@@ -21,6 +21,7 @@ _NONE_HERE: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "is_encoder_decoder": (False,),
     "mlp_bias": (False,),
+    "moe_frequency": (1,),
     "partial_rotary_factor": (1,),
     "pruned_heads": ({},),
     "quantization_config": (),
@@ -28,19 +29,19 @@ _NONE_HERE: Mapping[str, tuple[Any, ...]] = {
 # Keys that say nothing about the weights: who wrote the file, how text is generated, how results are
 # returned.
 _BESIDES = """
-_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
-attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
-chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
-do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id ep_size
+_attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
+_num_labels architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
+bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id ep_size
 exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
 gradient_checkpointing id2label initializer_range is_decoder is_llama_config label2id length_penalty
-max_length max_position_embeddings max_window_layers min_length name_or_path no_repeat_ngram_size
-num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states
-output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
-remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
-suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
-top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
-unsloth_fixed unsloth_version use_bfloat16 use_cache
+max_length max_new_tokens max_position_embeddings max_sequence_length max_window_layers min_length
+name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix
+pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
+return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # The rules that scale rotary frequencies, each with its required and its optional parameters.
