@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from compose.comm.layout import FEWEST
 from compose.errors import ConfigError
 from tests.helpers import make_config, overrides
 
@@ -347,6 +348,10 @@ def _comm(rng: random.Random, keys: Keys) -> Keys:
         return {}
     gradients, weights = found.get("comm__gradients", "off"), found.get("comm__weights", "off")
     found["comm__block"] = rng.choice([16, 64, 256])
+    if "model__vocab_size" in keys and {gradients, weights} != {"off"}:
+        # Small parameters travel plain: in a tiny model no key of [comm] would take part.
+        enough = math.ceil(FEWEST * tp / keys["model__dim"])
+        found["model__vocab_size"] = max(keys["model__vocab_size"], enough)
     if gradients in ("int4", "powersgd", "top_k"):
         found["comm__error_feedback"] = rng.random() < 0.7
     if gradients == "powersgd":

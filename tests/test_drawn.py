@@ -24,7 +24,7 @@ from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train
 
 # The slow tier runs the first, on at most 4 ranks; the others are in the full tier.
-IN_THE_SUITE, NUMBERS = 18, range(300)
+IN_THE_SUITE, NUMBERS = 40, range(300)
 STEPS, SAVED = 5, 3
 
 

@@ -39,6 +39,7 @@ class CodedMessages:
         self.replicas = axis_size(composition.mesh, "dp_replicate")
         self.label = ""
         self.coded: list[bool] = []  # by step: whether gradients lost something
+        self.lossy: set[str] = set()  # parameters whose gradient lost something in the last step
 
     def begin(self, step: int) -> None:
         """Open the accounts of a step, which is the first if ``step`` is 0."""
@@ -71,7 +72,9 @@ class CodedMessages:
             dist.all_gather_object(everyone, found.get(tied.name), group=group)
             if tied.name in found:
                 found[tied.name] = sum((t for t in everyone if t is not None), start=torch.zeros(()))
-        self.coded.append(any(bool(value.any()) for value in found.values()))
+        # The first rank, whose rows count, may hold none of them: a later stage does.
+        self.lossy = set(_greatest({n: 1.0 for n, value in found.items() if bool(value.any())}))
+        self.coded.append(bool(self.lossy))
         return found
 
     def expected(self, weights: bool) -> dict[str, float]:
