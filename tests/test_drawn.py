@@ -23,7 +23,7 @@ from tests.helpers import agreed, make_config, make_job, tier
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train
 
-# The slow tier runs the first, on at most 4 ranks; the others are in the full tier.
+# Only the first have at most 4 ranks all, and no compiler.
 IN_THE_SUITE, NUMBERS = 40, range(300)
 STEPS, SAVED = 5, 3
 
