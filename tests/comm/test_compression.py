@@ -1,6 +1,5 @@
 """Coded messages: what was lost makes results exact, faults are named, bytes are counted."""
 
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -11,13 +10,10 @@ import torch.distributed as dist
 from compose import ConfigError, forward_backward
 from compose.base.torch_versions import ALL_GATHER
 from compose.build import build
-from compose.comm.layout import FEWEST
 from compose.data import random_batch
 from compose.legality.job import Job
 from compose.parallel.mesh import batch_share
-from compose.proof.coded_messages import CODES
 from compose.proof.held import whole
-from compose.proof.prove import prove
 from compose.proof.report import Report
 from tests.comm.cases import EXPERTS, INT4, INT8, Keys, comm, given
 from tests.helpers import agreed, make_config, make_job, prove_case, tier
@@ -201,49 +197,6 @@ def test_faults_are_named(pool: Pool, fault: str) -> None:
 def _with_fault(place: str, old: str, new: str, keys: Keys) -> Report:
     with mutated(place, old, new):
         return prove_case(keys)
-
-
-# Faults of one in 10^8 and of one in 10^5, in the sums of what travels plain and of codes.
-TINY: dict[str, tuple[str, str, str]] = {
-    "plain": (
-        "compose.comm.layout:Packing._write",
-        "terms.sum(0, dtype=out.dtype)",
-        "terms.sum(0, dtype=out.dtype) * (1 + 1e-8)",
-    ),
-    "coded": (
-        "compose.comm.codecs:write_sum",
-        "add else total)",
-        "add else total * (1 + 1e-5 * (len(terms) > 1)))",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("fault", "pp"),
-    [
-        pytest.param(fault, pp, marks=tier(slow=pp > 1 or fault != "plain"))
-        for fault in ("", *TINY)
-        for pp in (1, 2)
-    ],
-)
-def test_only_what_is_coded_may_be_rounded(pool: Pool, fault: str, pp: int) -> None:
-    """Also where the first rank, whose rows count, holds none of it."""
-    keys = given(comm("int8", block=64)) | {"parallel__dp_shard": 2, "parallel__pp": pp}
-    keys |= {"model__n_layers": 1, "model__hidden_dim": 96, "train__global_batch": 4}
-    report = pool.run(_with_tiny_fault, 2 * pp, fault, keys)[0]
-    whole = make_job(2 * pp, **keys).model.named_parameters()
-    coded = {name for name, p in whole if p.ndim > 1 and p.numel() >= FEWEST}
-    rows = [row for row in report.rows if row.quantity == "float64 gradient"]
-    assert coded < {row.name for row in rows}
-    assert {row.name for row in rows if row.tolerance == CODES} == coded, str(report)
-    wrong = {row.name for row in rows if (row.name in coded) == (fault == "coded")} if fault else set()
-    assert {row.name for row in rows if not row.ok} == wrong, str(report)
-
-
-def _with_tiny_fault(fault: str, keys: Keys) -> Report:
-    with mutated(*TINY[fault]) if fault else nullcontext():
-        job = make_job(dist.get_world_size(), **keys)
-        return prove(job, make_mesh(job.degrees), torch.device("cpu"), steps=1)
 
 
 # Bytes.
