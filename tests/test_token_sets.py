@@ -11,11 +11,15 @@ import pyarrow.parquet
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from compose.__main__ import main
 from compose.base.own_files import LEADS_OUT
 from compose.config import Config, Data
+from compose.data import documents as documents_module
 from compose.data import open_data, writing
+from compose.data.batches import Batches
+from compose.data.datasets import old_sets
 from compose.data.sources import open_samples
 from compose.data.token_set import MANIFEST, open_token_set
 from compose.data.tokenizer import open_tokenizer
@@ -23,6 +27,7 @@ from compose.data.writing import Counts, describe_job, make_shard, make_token_se
 from compose.errors import ConfigError
 from compose.loss.cross_entropy import IGNORE
 from tests.data_made import sets_of
+from tests.tokenizer_kinds import KINDS, save_kind, text_of
 from tests.tokenizers_made import SPECIAL, TEXT, save_tokenizer
 
 END = SPECIAL.index("<|end|>")
@@ -341,3 +346,68 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
     loaded = open_tokenizer(tokenizer)
     loaded.vocab_size = (1 << 16) + 1
     assert np.dtype(writing._dtype(loaded)).itemsize == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_what_transformers_makes_of_them(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each kind of tokenizer: rows, and a file that is read in small parts, of several units."""
+    folder, out = save_kind(tmp_path / "tokenizer", kind), tmp_path / "out"
+    rows = [text_of(20, seed) for seed in range(5)] + [" x", "x ", "\n"]
+    text = text_of(600, 9)
+    (tmp_path / "b.txt").write_text(text, newline="")
+    files = [json_lines(tmp_path / "a.jsonl", rows), tmp_path / "b.txt"]
+    monkeypatch.setattr(documents_module, "_BLOCK", 60)
+    monkeypatch.setattr(documents_module, "_AROUND", 256)
+    tokenizer, reference = open_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.special.get("eos_token") == reference.eos_token
+    job = describe_job(tokenizer, "text", "text", tokenizer.end, files, 700)
+    make_token_set(job, out, 1, lambda done, counts: None)
+    made, found = open_token_set(out), []
+    for start, stop in zip([0, *made.ends[:-1]], made.ends, strict=True):
+        found.append(made.tokens.read(int(start), int(stop)).tolist())
+    for ids, each in zip(found, [*rows, text], strict=True):
+        expected = reference(each, split_special_tokens=True)["input_ids"]
+        assert ids == expected + ([] if expected[-1:] == [tokenizer.end] else [tokenizer.end])
+    assert len(units_of(job)) > 6
+    assert made.added is True
+
+
+def test_a_flag_turns_added_tokens_off(tmp_path: Path) -> None:
+    folder, file = save_kind(tmp_path / "t", "llama3"), json_lines(tmp_path / "a.jsonl", ["x", "x y"])
+    words = ["tokenize", "--tokenizer", str(folder), "--workers=1", str(file)]
+    assert main([*words, "--out", str(tmp_path / "with")]) == 0
+    assert main([*words, "--out", str(tmp_path / "without"), "--no-special-tokens"]) == 0
+    start, row = [0], row_of(tmp_path / "without")
+    place = row.index(open_tokenizer(folder).end) + 1
+    assert row_of(tmp_path / "with") == [*start, *row[:place], *start, *row[place:]]
+    manifests = [json.loads((tmp_path / out / MANIFEST).read_text()) for out in ("with", "without")]
+    assert [manifest["added"] for manifest in manifests] == [True, False]
+    with pytest.raises(ConfigError) as caught:
+        main([*words, "--out", "x", "--chat", "--no-special-tokens"])
+    assert str(caught.value) == (
+        "command line: --no-special-tokens: is for text; a chat has the tokens that its template writes"
+    )
+
+
+@pytest.mark.parametrize(("kind", "adds"), [("llama3", "<|begin_of_text|>"), ("qwen", "")])
+def test_old_sets_say_how_they_were_made(tmp_path: Path, kind: str, adds: str) -> None:
+    """A set whose manifest says nothing of added tokens has none."""
+    folder, out = save_kind(tmp_path / "t", kind), tmp_path / "out"
+    file = json_lines(tmp_path / "a.jsonl", ["some words", "and more of them"])
+    words = ["tokenize", "--tokenizer", str(folder), "--workers=1", str(file), "--out", str(out)]
+    assert main([*words, "--no-special-tokens"]) == 0
+
+    def notes() -> list[str]:
+        return old_sets(Batches([open_samples(str(out), Data(), 4, 500)], global_batch=1, seed=0))
+
+    assert notes() == []
+    manifest = json.loads((out / MANIFEST).read_text())
+    del manifest["added"]
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    line = (
+        f"{out}: was made by an earlier version, without {adds}, which its tokenizer adds to a text;"
+        " `python -m compose tokenize` adds it now"
+    )
+    assert notes() == [line] * bool(adds)

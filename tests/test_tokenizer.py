@@ -1,17 +1,21 @@
 """The files of a tokenizer: what is odd is named, and copying follows no link."""
 
 import dataclasses
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from transformers import AutoTokenizer
 
 from compose.config import Data
 from compose.data import Batches
 from compose.data.datasets import keep_tokenizer
 from compose.data.sources import open_samples
+from compose.data.special_tokens import KEYS, MAP_KEYS
 from compose.data.tokenizer import JsonTokenizer, carry, open_tokenizer
 from compose.errors import ConfigError
 from tests.data_made import token_set
@@ -65,6 +69,97 @@ def test_what_a_config_may_hold(tokenizer: Path) -> None:
     found = open_tokenizer(tokenizer)
     assert found.special == {"eos_token": "<|im_end|>", "bos_token": "<s>"}
     assert found.end == found.tokenizer.token_to_id("<|im_end|>")
+
+
+TOKEN = {"content": "<|end|>", "lstrip": False, "rstrip": False, "normalized": False}
+# What a folder holds beside a tokenizer.json, whose own tokens are those of SPECIAL.
+FOLDERS: dict[str, dict[str, dict[str, Any]]] = {
+    "a map alone": {"special_tokens_map": {"eos_token": "<|end|>", "bos_token": "<s>"}},
+    "a map of tokens": {"special_tokens_map": {"eos_token": TOKEN, "pad_token": "<|im_end|>"}},
+    "a map before a config": {
+        "tokenizer_config": {"eos_token": "<|im_end|>", "bos_token": "<s>", "pad_token": "<|im_end|>"},
+        "special_tokens_map": {"eos_token": "<|end|>", "bos_token": None},
+    },
+    "added tokens before a map": {
+        "tokenizer_config": {"eos_token": "<|im_end|>", "added_tokens_decoder": {"0": TOKEN}},
+        "special_tokens_map": {"eos_token": "<|end|>"},
+    },
+    "tokens that tokenizer.json lacks": {
+        "tokenizer_config": {
+            "eos_token": "<|new|>",
+            "image_token": "<|image|>",
+            "extra_special_tokens": ["<|more|>"],
+            "added_tokens_decoder": {
+                "301": {"content": "<|plain|>", "special": False, "lstrip": True},
+                "300": {"content": "<|first|>", "special": True},
+            },
+        },
+    },
+    "an older file of added tokens": {
+        "tokenizer_config": {"eos_token": "<|end|>", "additional_special_tokens": ["<|b|>"]},
+        "added_tokens": {"<|b|>": 301, "<|a|>": 300},
+    },
+    "words on the start that are ignored": {
+        "tokenizer_config": {"bos_token": "<s>", "add_bos_token": True, "add_eos_token": True}
+    },
+    "split": {"tokenizer_config": {"eos_token": "<|end|>", "split_special_tokens": True}},
+    "a class": {"tokenizer_config": {"tokenizer_class": "GPTNeoXTokenizer"}},
+    "a class that another model has": {
+        "tokenizer_config": {"tokenizer_class": "LlamaTokenizer"},
+        "config": {"model_type": "llama"},
+    },
+    "a model's class": {"config": {"model_type": "qwen3"}},
+    "a model without a class": {
+        "tokenizer_config": {"tokenizer_class": "LlamaTokenizer"},
+        "config": {"model_type": "mixtral", "eos_token_id": 2},
+    },
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_special_tokens_are_those_of_transformers(tokenizer: Path, name: str) -> None:
+    (tokenizer / "tokenizer_config.json").unlink()
+    for file, values in FOLDERS[name].items():
+        (tokenizer / f"{file}.json").write_text(json.dumps(values))
+    ours, theirs = open_tokenizer(tokenizer), AutoTokenizer.from_pretrained(tokenizer)
+    unused = ("pad_token", "unk_token")  # of these no text speaks
+    expected = {n: t for n, t in theirs.special_tokens_map.items() if n not in unused}
+    assert {n: t for n, t in ours.special.items() if n not in unused} == expected
+    if theirs.eos_token:
+        assert ours.end == theirs.eos_token_id
+    known = "<|end|> <|im_end|><s> <|new|> <|image|><|more|>  <|plain|> <|first|> <|a|><|b|> </s>"
+    for text in (known, "def add(a, b)", " a <|endoftext|>"):
+        assert ours.encode(text, markup=True) == theirs(text)["input_ids"]
+
+
+def test_every_key_of_transformers_is_looked_at() -> None:
+    """What its code takes out of tokenizer_config.json; a new key fails until it is listed."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    parts = (
+        PreTrainedTokenizerBase.__init__,
+        PreTrainedTokenizerBase._from_pretrained,
+        PreTrainedTokenizerFast.__init__,
+        PreTrainedTokenizerFast.convert_to_native_format,
+    )
+    source = "".join(inspect.getsource(part) for part in parts)
+    words = re.findall(r"kwargs(?:\.get|\.pop|\.setdefault)?[\[(]\s*\"(\w+)\"", source)
+    words += re.findall(r"\"(\w+)\" (?:not )?in (?:init_)?kwargs", source)
+    own = {"_json_truncation", "_json_padding", "_spm_precompiled_charsmap", "tokenizer"}
+    found = {*words, *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES} - own
+    assert len(found) > 40
+    assert not found - {*KEYS.read, *KEYS.only, *KEYS.besides}
+    assert not set(PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES) - MAP_KEYS.read
+
+
+def test_keys_that_may_not_be_set_are_refused(tokenizer: Path) -> None:
+    config = {"fix_mistral_regex": True, "fast_tokenizer_files": ["tokenizer.4.json"], "new": 5}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    assert refused(tokenizer) == [
+        'tokenizer_config.json: fast_tokenizer_files: ["tokenizer.4.json"] is not supported here',
+        "tokenizer_config.json: fix_mistral_regex: true is not supported here",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from compose.base.fields import whole_number
@@ -20,10 +21,12 @@ _FLAGS = {
     "--field": "NAME",
     "--chat": "",
     "--end": "TOKEN",
+    "--no-special-tokens": "",
     "--workers": "N",
 }
 USAGE = """\
-python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat] FILES...
+python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat]
+    [--end TOKEN] [--no-special-tokens] FILES...
 
 Makes DIR, which data.path and data.validation can name. A .jsonl file has a document on each line, a
 .parquet file one in each row (pip install 'dtensor-compose[parquet]'); any other file is one document
@@ -34,6 +37,9 @@ of UTF-8 text. Started again, it goes on where it was.
   --field      field or column with the text; default: text, and messages with --chat
   --chat       rows are chats, written by the tokenizer's chat template; replies alone are learnt
   --end        token that ends a document; default: the tokenizer's eos_token
+  --no-special-tokens
+               a text has only the end token; else what the tokenizer adds to a text too, such as a
+               token at its start
   --workers    processes; default: one for each core
 """
 
@@ -52,7 +58,12 @@ def tokenize(arguments: Sequence[str]) -> int:
     if whole_number(workers) < 1:
         raise ConfigError(f"{COMMAND_LINE}: --workers: {workers} is not a number of processes")
     tokenizer = open_tokenizer(Path(flags["--tokenizer"]))
-    chat = "--chat" in flags
+    chat, added = "--chat" in flags, "--no-special-tokens" not in flags
+    if chat and not added:
+        raise ConfigError(
+            f"{COMMAND_LINE}: --no-special-tokens: is for text; a chat has the tokens that its template"
+            " writes"
+        )
     end = tokenizer.end
     if "--end" in flags:
         found = tokenizer.tokenizer.token_to_id(flags["--end"])
@@ -69,7 +80,9 @@ def tokenize(arguments: Sequence[str]) -> int:
         )
     field = flags.get("--field", "messages" if chat else "text")
     kind = "chat" if chat else "text"
-    job = describe_job(tokenizer, kind, field, end, [Path(name) for name in files])
+    paths = [Path(name) for name in files]
+    job = describe_job(tokenizer, kind, field, end, paths)
+    job = job if added else replace(job, added=False)
     target = Path(flags["--out"])
     bar = ProgressBar(sum(size for _, size, _ in job.files))
     counts = make_token_set(job, target, whole_number(workers), bar)

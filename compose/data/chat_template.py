@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 from compose.base.own_files import read_file
 from compose.data.limits import TooLong, limited
-from compose.data.tokenizer import CONFIG, JsonTokenizer
+from compose.data.special_tokens import CONFIG
+from compose.data.tokenizer import JsonTokenizer
 from compose.errors import ConfigError
 
 # Limits for writing one chat, far above normal use: a template is code that comes with a download.

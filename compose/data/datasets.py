@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from compose.config import Config
 from compose.data.batches import Batches
 from compose.data.sources import Samples
+from compose.data.special_tokens import MODEL
 from compose.data.task import task_of
-from compose.data.tokenizer import FILE, MODEL, carry, keep, open_tokenizer
+from compose.data.tokenizer import FILE, carry, keep, open_tokenizer
 from compose.errors import ConfigError
 
 
@@ -131,6 +132,25 @@ def described(batches: Batches, config: Config) -> dict[str, Any]:
         "seq_len": config.train.seq_len,
         "seed": config.train.seed,
     }
+
+
+def old_sets(batches: Batches) -> list[str]:
+    """Return a line for each token set that lacks what its tokenizer adds to a text.
+
+    Earlier versions added nothing.
+    """
+    lines = []
+    for each in (one.token_set for one in batches.sets):
+        if each and each.kind == "text" and each.added is None and (each.path / FILE).exists():
+            tokenizer = open_tokenizer(each.path)
+            before, after = tokenizer.around
+            if before or after[:1] not in ([], [each.end]):
+                lines.append(
+                    f"{each.path}: was made by an earlier version, without"
+                    f" {tokenizer.decode([*before, *after])}, which its tokenizer adds to a text;"
+                    " `python -m compose tokenize` adds it now"
+                )
+    return lines
 
 
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:

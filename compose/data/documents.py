@@ -14,7 +14,8 @@ from compose.errors import ConfigError
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_BLOCK = 1 << 20  # characters of a text in one block
+_BLOCK = 1 << 20  # bytes of a text in one block
+_AROUND = 1 << 14  # bytes before and after a block that are read with it
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,63 @@ def _opened(unit: Unit) -> IO[bytes]:
         raise ConfigError(f"{unit.path}: can no longer be read: {error.strerror}") from None
 
 
-def text_blocks(unit: Unit) -> Iterator[str]:
-    """Yield the lines of a unit of a text file, many at a time. Raises BadLine."""
-    block, size = [], 0
-    for _, line in _lines(unit):
-        block.append(line)
-        size += len(line)
-        if size >= _BLOCK:
-            yield "".join(block)
-            block, size = [], 0
-    if block:
-        yield "".join(block)
+@dataclass(frozen=True)
+class Block:
+    """A part of a text, with the text around it."""
+
+    text: str
+    start: int
+    """The place in ``text`` where the part begins."""
+    stop: int
+    """The place in ``text`` where it ends."""
+
+
+def text_blocks(unit: Unit) -> Iterator[Block]:
+    """Yield the parts of a text file that belong to a unit. Raises BadLine.
+
+    A tokenizer may treat the start and the end of what it is given in a special way. So a part comes
+    with the text around it, from which a tokenizer knows that it is in the midst of a text.
+    """
+    with _opened(unit) as file:
+        place, end = _seam(file, unit.start, unit.size), _seam(file, unit.stop, unit.size)
+        while place < end:
+            stop = min(_seam(file, place + _BLOCK, unit.size), end)
+            before = min(place, _AROUND)
+            file.seek(place - before)
+            left, own, right = (file.read(size) for size in (before, stop - place, _AROUND))
+            # A character may be cut at the far ends.
+            left, right = (each.decode("utf-8", "ignore") for each in (left, right))
+            try:
+                text = own.decode("utf-8")
+            except UnicodeDecodeError as error:
+                words = f"is not UTF-8: {error.reason}"
+                raise BadLine(unit.path, place + error.start, words) from None
+            yield Block(left + text + right, len(left), len(left) + len(text))
+            place = stop
+
+
+def _seam(file: IO[bytes], place: int, size: int) -> int:
+    """Return where to cut a text file, at ``place`` or soon after.
+
+    It is between two lines where neither has white space at the cut, as tokenizers take a run of white
+    space together. If there is no such place for long, it is between any two lines.
+    """
+    if not 0 < place < size:
+        return min(place, size)
+    file.seek(place - 1)
+    nearest = 0
+    while line := file.readline():
+        here = file.tell()
+        nearest = nearest or here
+        following = file.read(1)
+        file.seek(here)
+        if not following:
+            return size
+        if here - nearest > _BLOCK:
+            return nearest
+        if line.removesuffix(b"\n").removesuffix(b"\r")[-1:].strip() and following.strip():
+            return here
+    return size
 
 
 def parquet_texts(unit: Unit, field: str) -> Iterator[str]:

@@ -54,6 +54,7 @@ class _Manifest(BaseModel):
     dtype: Literal["<u2", "<u4"]
     tokenizer: _Tokenizer
     shards: list[_Shard]
+    added: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ class TokenSet:
     """The index over the whole row: for each document the place after its last token, int64."""
     trained: Row | None
     """For chats: 1 for each token that is learnt, else 0. None for text."""
+    added: bool | None
+    """Whether documents of text have the tokens that their tokenizer adds to a text. None for chats,
+    and for sets of an earlier version, which added none."""
 
 
 def open_token_set(folder: Path) -> TokenSet:
@@ -111,6 +115,7 @@ def open_token_set(folder: Path) -> TokenSet:
         row,
         _joined(row, ends),
         Row([each.stored() for each in trained]) if chat else None,
+        manifest.added,
     )
 
 

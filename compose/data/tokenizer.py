@@ -1,20 +1,19 @@
 """Text to token ids and back: bytes, or a tokenizer.json of Hugging Face's ``tokenizers``."""
 
+import functools
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from compose.base.json_files import read_json
 from compose.base.own_files import LEADS_OUT, leads_out, read_file, write_whole
+from compose.data.special_tokens import MODEL, read_special_tokens
 from compose.errors import ConfigError
 
 SEPARATOR = 256
 """The byte tokenizer's one special token. It ends each document. The vocabulary has 257 ids."""
 FILE = "tokenizer.json"
-CONFIG = "tokenizer_config.json"
-MODEL = "config.json"
-"""The config of Hugging Face's model, which has the ids of special tokens too."""
 TOKENIZER = "tokenizer"
 """The tokenizer's folder in ``run.dir``."""
 CARRIED = (
@@ -42,8 +41,17 @@ class Tokenizer(Protocol):
     end: int
     """The id that ends a document, -1 if there is none."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of ``text``. Special tokens are neither added nor recognised."""
+    def encode(self, text: str, added: bool = True, markup: bool = False) -> list[int]:
+        """Return the ids of a text.
+
+        With both options this is ``tokenizer(text)`` of transformers.
+
+        Args:
+            text: The text.
+            added: Whether to add the tokens that the tokenizer puts around a text, such as one that
+                begins it.
+            markup: Whether special tokens in the text count as such; else they are ordinary text.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -56,7 +64,7 @@ class Bytes:
 
     name, sha256, vocab_size, end = "bytes", "", SEPARATOR + 1, SEPARATOR
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, added: bool = True, markup: bool = False) -> list[int]:
         """Return the bytes of ``text`` in UTF-8."""
         return list(text.encode())
 
@@ -74,6 +82,7 @@ class JsonTokenizer:
         Raises:
             ConfigError: The tokenizer or its config cannot be read, or a file leads out of the folder.
         """
+        from tokenizers import AddedToken
         from tokenizers import Tokenizer as Loaded
 
         carried(path.parent, path)  # raises for a link out of the folder
@@ -90,42 +99,48 @@ class JsonTokenizer:
             raise ConfigError(f"{path}: is no tokenizer.json: {_line(error)}") from None
         self.path, self.name = path, str(path)
         self.sha256 = hashlib.sha256(content).hexdigest()
+        # Some files hold the length to which texts are cut or filled up, for another use.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        found = read_special_tokens(path.parent, self.tokenizer.get_vocab(), b'"ByteLevel"' in content)
+        self.config, self.special, self.split = found.config, found.names, found.split
+        self.tokenizer.add_tokens([AddedToken(token, **options) for token, options in found.added])
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps: the model needs a row for the highest id.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        beside = path.with_name(CONFIG)
-        self.config = read_json(beside, dict[str, Any]) if beside.exists() else {}
-        self.special = self._special(beside)
         named = self.special.get("eos_token")
         candidates = (named,) if named else _ENDS
         self.end = next((vocabulary[token] for token in candidates if token in vocabulary), -1)
 
-    def _special(self, path: Path) -> dict[str, str]:
-        """Return the special tokens that tokenizer_config.json names, by a name such as "eos_token"."""
-        found = {}
-        for name, value in self.config.items():
-            # Keys such as "add_eos_token" hold true or false, and no token.
-            if not name.endswith("_token") or value is None or isinstance(value, bool):
-                continue
-            content = value.get("content") if isinstance(value, dict) else value
-            if not isinstance(content, str):
-                raise ConfigError(f"{path}: {name}: is no token: neither a string nor has it content")
-            found[name] = content
-        return found
-
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, added: bool = True, markup: bool = False) -> list[int]:
         """Return the ids of ``text``, as ``Tokenizer.encode``."""
-        return self._encoded(text, markup=False).ids
+        return self._encoded(text, added, markup).ids
+
+    def encode_part(self, text: str, start: int, stop: int) -> list[int]:
+        """Return the ids that begin between two places of a text, as ordinary text."""
+        encoding = self._encoded(text, added=False, markup=False)
+        starts = [place for place, _ in encoding.offsets]
+        first = bisect_left(starts, start) if start else 0
+        last = bisect_left(starts, stop) if stop < len(text) else len(starts)
+        return encoding.ids[first:last]
+
+    @functools.cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer adds before and after a text."""
+        encoding = self._encoded("a", added=True, markup=False)
+        own = [sequence is not None for sequence in encoding.sequence_ids]
+        first, last = (own.index(True), len(own) - own[::-1].index(True)) if any(own) else (0, 0)
+        return encoding.ids[:first], encoding.ids[last:]
 
     def encode_markup(self, text: str) -> tuple[list[int], list[int]]:
         """Return the ids of a text that may hold special tokens, and where in it each id begins."""
-        encoding = self._encoded(text, markup=True)
+        encoding = self._encoded(text, added=False, markup=True)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
-    def _encoded(self, text: str, markup: bool) -> Any:
-        self.tokenizer.encode_special_tokens = not markup
+    def _encoded(self, text: str, added: bool, markup: bool) -> Any:
+        self.tokenizer.encode_special_tokens = self.split or not markup
         try:
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return self.tokenizer.encode(text, add_special_tokens=added)
         except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"{self.path}: cannot encode a text: {_line(error)}") from None
 

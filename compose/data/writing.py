@@ -53,6 +53,8 @@ class Job:
     """The id that is put after a document of text."""
     unit: int  # bytes of a file in one unit
     files: tuple[tuple[str, int, int], ...]  # path, bytes, time of the last change
+    added: bool | None = None
+    """Whether a document of text has the tokens that the tokenizer adds to a text; None for chats."""
 
 
 @dataclass
@@ -66,7 +68,12 @@ class Counts:
 
 
 def describe_job(
-    tokenizer: JsonTokenizer, kind: str, field: str, end: int, files: Iterable[Path], unit: int = UNIT
+    tokenizer: JsonTokenizer,
+    kind: str,
+    field: str,
+    end: int,
+    files: Iterable[Path],
+    unit: int = UNIT,
 ) -> Job:
     """Return the job of tokenizing ``files``.
 
@@ -92,7 +99,8 @@ def describe_job(
     problems += [f"{name}: stands there twice" for name in {f[0] for f in found if found.count(f) > 1}]
     if problems:
         raise ConfigError(*problems)
-    return Job(str(tokenizer.path), tokenizer.sha256, kind, field, end, unit, tuple(found))
+    added = None if kind == "chat" else True
+    return Job(str(tokenizer.path), tokenizer.sha256, kind, field, end, unit, tuple(found), added)
 
 
 def units_of(job: Job) -> list[Unit]:
@@ -230,6 +238,7 @@ def _publish(job: Job, target: Path, shards: list[tuple[str, Counts]], total: Co
         "tokenizer": {"sha256": job.sha256, "vocab_size": tokenizer.vocab_size, "end": job.end},
         "tokens": total.tokens,
         "documents": total.documents,
+        "added": job.added,
         "sources": [{"path": path, "bytes": size} for path, size, _ in job.files],
         "shards": [
             {"name": name, "tokens": counts.tokens, "documents": counts.documents}
@@ -293,20 +302,24 @@ Piece = tuple[list[int], list[bool], bool]
 
 def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer) -> Iterator[Piece]:
     path = Path(unit.path)
+    before, after = tokenizer.around if job.added else ([], [])
+    ending = [] if after[-1:] == [job.end] else [job.end]
     if path.suffix == ".parquet":
         documents = parquet_texts(unit, job.field)
     elif path.suffix in JSON_LINES:
         documents = json_texts(unit, job.field)
     else:
         # The file is one document, and this unit is a part of it.
+        if unit.start == 0:
+            yield before, [], False
         for block in text_blocks(unit):
-            yield tokenizer.encode(block), [], False
+            yield tokenizer.encode_part(block.text, block.start, block.stop), [], False
         if unit.stop == unit.size:
-            yield [job.end], [], True
+            yield [*after, *ending], [], True
         return
     for text in documents:
         if text:
-            yield [*tokenizer.encode(text), job.end], [], True
+            yield [*tokenizer.encode(text, added=bool(job.added)), *ending], [], True
 
 
 def _chats(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> Iterator[Piece]:

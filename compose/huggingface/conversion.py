@@ -31,7 +31,8 @@ from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardS
 from compose.checkpoint.state import named_tensors
 from compose.checkpoint.storage import PartsReader, PartsWriter, alone
 from compose.config import Config, Model
-from compose.data.tokenizer import MODEL, TOKENIZER, carry, keep
+from compose.data.special_tokens import MODEL
+from compose.data.tokenizer import TOKENIZER, carry, keep
 from compose.errors import ConfigError
 from compose.huggingface.adapters import Merged, adapted, table_of
 from compose.huggingface.folder import (

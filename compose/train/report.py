@@ -7,7 +7,7 @@ from compose.checkpoint.checkpointer import Progress
 from compose.composition.state import Composition
 from compose.config import Config
 from compose.data.batches import Batches
-from compose.data.datasets import keep_tokenizer
+from compose.data.datasets import keep_tokenizer, old_sets
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import ConfigError
 from compose.legality.job import Job
@@ -29,6 +29,7 @@ class Report:
             ConfigError: A file cannot be written.
         """
         self.config, self.folder, train = config, held.path, config.train
+        self.notes = old_sets(batches) if dist.get_rank() == 0 else []
         self.last_step = min(train.stop_after or train.steps, train.steps)
         self.writer: MetricsWriter | None = None
         if dist.get_rank() != 0:
@@ -62,6 +63,8 @@ class Report:
             self.say(f"{job.islands} islands of {job.world_size} ranks, which train alone")
         if composition.float8.recipe != "off":
             self.say(str(composition.float8))
+        for note in self.notes:
+            self.say(note)
         if short := short_of_warmup(train.steps, self.config.optimizer):
             self.say(short)
         if crossing := crosses_nodes(job.config.parallel):

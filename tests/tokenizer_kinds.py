@@ -1,0 +1,231 @@
+"""Small tokenizers of the kinds that are published, trained on the spot."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+WORDS = [
+    "the",
+    "a",
+    "user",
+    "assistant",
+    "def",
+    "return",
+    "naïve",
+    "½",
+    "日本語",
+    "🙂",
+    "it's",
+    "1234567",
+    "x+=y;",
+    "==",
+    "===",
+    "foo.bar()",
+    "ÉCOLE",
+]
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")
+
+
+def text_of(count: int, seed: int = 0, lines: bool = True) -> str:
+    """A text of words, runs of white space, and numbers."""
+    chance = random.Random(seed)
+    gaps = [" ", " ", " ", "  ", "    ", "\t", *(["\n", "\n", "\n\n", "\n  ", "\r\n"] if lines else [])]
+    return "".join(chance.choice(WORDS) + chance.choice(gaps) for _ in range(count))
+
+
+def _trained(model: Any, trainer: Any, **parts: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        if name != "post_processor":
+            setattr(tokenizer, name, part)
+    tokenizer.train_from_iterator([text_of(400, seed) for seed in range(3)], trainer)
+    return tokenizer
+
+
+def _bpe(special: list[str], **options: Any) -> trainers.BpeTrainer:
+    return trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False, **options)
+
+
+def _bytes(special: list[str]) -> trainers.BpeTrainer:
+    return _bpe(special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+
+
+def _byte_level(pattern: str) -> Any:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _template(tokenizer: Tokenizer, single: str, *special: str) -> None:
+    pairs = [(token, tokenizer.token_to_id(token)) for token in special]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=f"{single} $B", special_tokens=pairs
+    )
+
+
+FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def gpt2() -> tuple[Tokenizer, dict[str, Any]]:
+    """Byte-level BPE, whose post-processor adds nothing."""
+    found = _trained(
+        models.BPE(),
+        _bytes(["<|endoftext|>"]),
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoder=decoders.ByteLevel(),
+    )
+    found.post_processor = processors.ByteLevel(trim_offsets=False)
+    return found, {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+
+
+def qwen() -> tuple[Tokenizer, dict[str, Any]]:
+    """A pattern of its own, NFC, and no token at the start."""
+    found = _trained(
+        models.BPE(),
+        _bytes(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+        normalizer=normalizers.NFC(),
+        pre_tokenizer=_byte_level(QWEN),
+        decoder=decoders.ByteLevel(),
+    )
+    found.post_processor = processors.ByteLevel(trim_offsets=True)
+    return found, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+def llama3() -> tuple[Tokenizer, dict[str, Any]]:
+    """A pattern with three digits together, and a token at the start."""
+    found = _trained(
+        models.BPE(ignore_merges=True),
+        _bytes(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]),
+        pre_tokenizer=_byte_level(LLAMA3),
+        decoder=decoders.ByteLevel(),
+    )
+    template = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A",
+        pair="<|begin_of_text|> $A $B",
+        special_tokens=[("<|begin_of_text|>", 0)],
+    )
+    found.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), template])
+    return found, {"eos_token": "<|eot_id|>", "bos_token": "<|begin_of_text|>"}
+
+
+def llama2() -> tuple[Tokenizer, dict[str, Any]]:
+    """No words: BPE takes the whole text, with a space before it."""
+    found = _trained(
+        models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
+        _bpe(["<unk>", "<s>", "</s>", *FALLBACK], max_token_length=8),
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        pre_tokenizer=pre_tokenizers.Split(Regex("[^▁]+▁*|▁+"), "isolated"),
+    )
+    found.pre_tokenizer = None
+    found.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    _template(found, "<s> $A", "<s>")
+    return found, {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+
+
+def gemma() -> tuple[Tokenizer, dict[str, Any]]:
+    """Spaces as a character of their own, and no space before a text."""
+    found = _trained(
+        models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
+        _bpe(["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", *FALLBACK]),
+        normalizer=normalizers.Replace(" ", "▁"),
+        pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
+        decoder=decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        ),
+    )
+    _template(found, "<bos> $A", "<bos>")
+    return found, {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"}
+
+
+def metaspace() -> tuple[Tokenizer, dict[str, Any]]:
+    """Unigram over words with a space before each, and a token at the end."""
+    found = _trained(
+        models.Unigram(),
+        trainers.UnigramTrainer(
+            vocab_size=300,
+            special_tokens=["<pad>", "</s>", "<unk>"],
+            unk_token="<unk>",
+            show_progress=False,
+        ),
+        normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]),
+        pre_tokenizer=pre_tokenizers.Metaspace(),
+        decoder=decoders.Metaspace(),
+    )
+    _template(found, "$A </s>", "</s>")
+    return found, {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+def word_piece() -> tuple[Tokenizer, dict[str, Any]]:
+    """Words without case, and a token at both sides."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    found = _trained(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False),
+        normalizer=normalizers.BertNormalizer(),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+        decoder=decoders.WordPiece(),
+    )
+    found.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return found, {
+        "sep_token": "[SEP]",
+        "cls_token": "[CLS]",
+        "unk_token": "[UNK]",
+        "eos_token": "[SEP]",
+    }
+
+
+def words() -> tuple[Tokenizer, dict[str, Any]]:
+    """Whole words, most of them unknown, cut at 16 by the file, and filled up to 16."""
+    found = _trained(
+        models.WordLevel(unk_token="<unk>"),
+        trainers.WordLevelTrainer(
+            vocab_size=12, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+        ),
+        pre_tokenizer=pre_tokenizers.Whitespace(),
+    )
+    found.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1))
+    found.enable_truncation(16)
+    found.enable_padding(length=16)
+    return found, {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+
+
+KINDS: dict[str, Callable[[], tuple[Tokenizer, dict[str, Any]]]] = {
+    each.__name__: each for each in (gpt2, qwen, llama3, llama2, gemma, metaspace, word_piece, words)
+}
+
+
+def save_kind(folder: Path, kind: str, **config: Any) -> Path:
+    """Save a tokenizer of a kind as transformers does; ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer, named = KINDS[kind]()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return folder
