@@ -98,7 +98,9 @@ def apply(
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
     modules = [stage.module for stage in stages]
-    dropout = Masks(model, modules, drops, "refuse" if tp > 1 else "tie") if drops else None
+    # A compiler would have to trace what finds the calls of functions.
+    functions = "ignore" if compile.mode != "off" else "refuse" if tp > 1 else "tie"
+    dropout = Masks(model, modules, drops, functions) if drops else None
     apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
     comm = options.comm
     compression = Compression(comm, mesh.device_type) if comm.codes else None

@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +25,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case_number", range(int(metafunc.config.getoption("--cases") or 0)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    lines = (Path(__file__).parent / "long_cases.txt").read_text().splitlines()[1:]
+    tiers = {name: tier for tier, name in (line.split(" ", 1) for line in lines)}
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if tier := tiers.pop(item.nodeid, ""):
+            item.add_marker(tier)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    whole = config.args == config.getini("testpaths") and not config.option.ignore
+    if tiers and whole:
+        raise pytest.UsageError(f"tests/long_cases.txt: no such case: {', '.join(tiers)}")

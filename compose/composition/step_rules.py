@@ -8,7 +8,6 @@ from compose.compiler.compilation import check_whole
 from compose.composition.setup import Rule, Setup
 from compose.errors import ConfigError
 from compose.memory.activation_checkpointing import ActivationCheckpoint, operators
-from compose.operators.dropout import dropouts
 from compose.parallel.data_parallel import check_offload
 from compose.pipeline.schedules import splits_backward
 from compose.precision.float8 import EXCEPTED, select_layers
@@ -96,15 +95,6 @@ def _compiled_in_two_parts(setup: Setup) -> None:
             f'compile.mode: "{mode}" makes graphs whose backward cannot run in two parts, as'
             f' {setup.degrees.pp_schedule} does; use parallel.pp_schedule = "Interleaved1F1B", or'
             ' compile.mode = "off"'
-        )
-
-
-def _compiled_dropout(setup: Setup) -> None:
-    mode, drops = setup.options.compile.mode, dropouts(setup.model)
-    if mode != "off" and drops:
-        raise ConfigError(
-            f'compile.mode: "{mode}" and {drops[0]}, which drops: Inductor drops other elements than'
-            ' one process does; use compile.mode = "off", or set its p to 0'
         )
 
 
@@ -217,12 +207,6 @@ STEP: list[Rule[Setup]] = [
         "a graph's backward overwrites what it reads, and gives wrong gradients where it may not",
         _compiled_in_two_parts,
         upstream="torch/_functorch/config.py, donated_buffer",
-    ),
-    Rule(
-        "with torch.compile, nothing drops",
-        "the masks of Inductor's graphs were seen to differ from those of an eager run",
-        _compiled_dropout,
-        upstream="torch/_inductor",
     ),
     Rule(
         "compile.async_tp has CUDA, tp and torch.compile",

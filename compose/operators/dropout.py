@@ -245,8 +245,13 @@ def _mixed(x: Tensor) -> Tensor:
 
 def _half_mixed(x: Tensor) -> Tensor:
     """Return a hash whose upper bits alone are good; products wrap, and masks make shifts unsigned."""
-    x = x ^ (x >> 16).bitwise_and_(0xFFFF)
-    x *= 0x21F0AAAD
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x *= 0x735A2D97
-    return x
+    x = _times(x ^ (x >> 16).bitwise_and_(0xFFFF), 0x21F0AAAD)
+    return _times(x ^ (x >> 15).bitwise_and_(0x1FFFF), 0x735A2D97)
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    """Return the lower 32 bits of a product, int32."""
+    if torch.compiler.is_compiling():
+        # Inductor writes C++, where int32 may not overflow: g++ then drops other elements.
+        return (x.long() * factor).int()
+    return x.mul_(factor)
