@@ -1,4 +1,4 @@
-"""What a rank holds of a whole model, and rank 0's own part of a proof."""
+"""A rank's part of a whole model, and rank 0's own part of a proof."""
 
 import traceback
 from collections.abc import Callable, Iterator

@@ -281,7 +281,7 @@ def prove_outer_loop(
                 float((local_tensor(found).cpu() - local_shard(right, held[name][0])).norm())
                 for found in copies
             ]
-            # What begins at zero stays there if no message has any of it; then nothing may be apart.
+            # A value that begins at zero stays there if no message carries it: then none may differ.
             error = max(apart) / (float(right.norm()) or 1.0) if apart else None
             limit = _SINGLE if name in one.averaged else comparison.tolerance.update
             comparison.value(quantity, name, error, limit)

@@ -1,4 +1,4 @@
-"""What a proof asks of one process: values with the error that one process itself makes."""
+"""The values that a proof asks of one process, each with the error that one process itself makes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from compose.errors import ConfigError
 from compose.loss.cross_entropy import LossFunction
 from compose.precision.float8 import NOTHING, Choice
 from compose.proof.examine import check_repeats, float64_problem
-from compose.proof.one_process import EXACT, Arithmetic, Coded, OneProcess, OptimizerOf
+from compose.proof.one_process import EXACT, Arithmetic, Coded, OneProcess
 from compose.proof.optimizers import Named
 from compose.proof.report import State
 from compose.proof.routing_trace import Choices
@@ -102,30 +102,23 @@ class References:
 
     In a reduced precision the ``own`` run takes the composition's micro-batches, so that it rounds as
     often. Otherwise it takes other micro-batches, since a correct result does not depend on them.
-    ``finest`` is the most exact arithmetic that the model can compute in.
+    ``one`` makes a run, and ``finest`` is the most exact arithmetic that the model can compute in.
     """
 
     def __init__(
         self,
         model: nn.Module,
         arithmetic: Arithmetic,
-        loss_function: LossFunction,
-        optimizer: OptimizerOf,
+        one: Callable[..., OneProcess],
         *,
-        max_norm: float,
         micro_batch: int | None,
         samples: int,
-        loss_scale: float,
         tie: float,
         float8: Choice = NOTHING,
         finest: Arithmetic = EXACT,
-        widens: bool = False,
     ) -> None:
         self.model, self.tie = model, tie
-        run = partial(
-            OneProcess, model, loss_function=loss_function, optimizer=optimizer, max_norm=max_norm
-        )
-        run = partial(run, loss_scale=loss_scale, tie=tie, widens=widens)
+        run = partial(one, tie=tie)
         other = _other_split(micro_batch, samples)
         self.exact = run(finest, micro_batch=other)
         self.again: OneProcess | None = None

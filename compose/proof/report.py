@@ -1,4 +1,4 @@
-"""What a proof found: rows of errors, and the errors that are allowed."""
+"""The result of a proof: rows of errors, and the errors that are allowed."""
 
 import math
 from collections.abc import Sequence

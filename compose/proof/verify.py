@@ -47,6 +47,7 @@ from compose.proof.held import (
 from compose.proof.one_process import (
     EXACT,
     Arithmetic,
+    OneProcess,
     OptimizerOf,
     arithmetic_of,
     precision_of,
@@ -263,19 +264,24 @@ def compare(
 
     reference: References | None = None
     if first:
+        one = partial(
+            OneProcess,
+            model,
+            loss_function=trial.loss_function,
+            optimizer=run.sides.reference_optimizer,
+            max_norm=max_norm,
+            loss_scale=loss_scale,
+            widens=run.widens,
+        )
         reference = References(
             model,
             arithmetic,
-            trial.loss_function,
-            run.sides.reference_optimizer,
-            max_norm=max_norm,
+            one,
             micro_batch=micro_batch,
             samples=len(batches[0]["targets"]),
-            loss_scale=loss_scale,
             tie=tolerance.loss,
             float8=run.sides.float8,
             finest=run.finest,
-            widens=run.widens,
         )
 
     def expected(of: Callable[[References], Expected]) -> Expected | None:
