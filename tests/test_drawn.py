@@ -19,7 +19,7 @@ from compose.proof.report import Report, joined, tolerance_of
 from compose.runtime.islands import current
 from tests.draws import Draw, Keys, draw, one_process, other_mesh
 from tests.dropping import prove_drop
-from tests.helpers import agreed, make_config, make_job, tier
+from tests.helpers import agreed, make_config, make_job, small_ones_move, tier
 from tests.pool import Pool, make_mesh
 from tests.training import keys_for, lines, train
 
@@ -37,7 +37,8 @@ def prove_draw(keys: Keys) -> Report:
     """On every rank of a pool: what ``verify`` does, with islands too."""
     job = make_job(dist.get_world_size() * current().count, **keys)
     mesh, device = make_mesh(job.degrees), torch.device("cpu")
-    reports = [prove(job, mesh, device)]
+    with small_ones_move():
+        reports = [prove(job, mesh, device)]
     if job.islands > 1:
         reports.append(prove_outer_loop(job, mesh, device))
     return joined(reports)

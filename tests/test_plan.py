@@ -115,7 +115,8 @@ def test_units_that_fully_shard_would_get_wrong() -> None:
     resolve(Plan(shard=[["layers.*.up"], "layers.*.down", "output"]), tied)
     resolve(Plan(shard=["layers.*.*", "output"]), Rooted())
     assert problems(Plan(tensor=GOOD, replicate=["output"]), Rooted()) == [
-        f"plan.tensor: parameter positions is matched by no pattern{CURE}"
+        "plan.tensor: parameter positions is the model's own, which no pattern can name; move it into a"
+        " module, and list that in replicate if its input is the same on all tp ranks"
     ]
 
 

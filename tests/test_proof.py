@@ -36,7 +36,7 @@ from compose.proof.report import Report, Row
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.faults import Fault, reduce_scatter_keeps_own_part
-from tests.helpers import tier
+from tests.helpers import small_ones_move, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -64,14 +64,16 @@ def _refused(change: str) -> str:
     batch, trial = batch_of(8, 6, 5), Trial(loss_function=SUM)
     if change == "ignored":
         batch["targets"].fill_(-100)
-    else:
+    elif change == "lacking":
+        del batch["targets"]
+    elif change == "mean":
         trial = Trial(loss_function=nn.CrossEntropyLoss(), micro_batch=2)
     with pytest.raises(ConfigError) as error:
         verify(
             layers(6, 8, 5),
             Plan(),
             make_mesh(Parallel(dp_shard=-1)),
-            batch,
+            [] if change == "nothing" else batch,
             trial=trial,
         )
     return str(error.value)
@@ -85,6 +87,8 @@ def _refused(change: str) -> str:
             "batch: no target is trained on, so that nothing can be proved; give targets other than"
             " -100, or floats other than NaN",
         ),
+        ("lacking", 'batch: has no targets, only input; give what the loss takes as "targets"'),
+        ("nothing", "batch: an empty list has no step to prove; give at least one batch"),
         (
             "mean",
             "loss_function: all targets twice give 1 times the loss, not 2: it has to return the sum"
@@ -133,7 +137,7 @@ def _proof(
     torch.manual_seed(0)
     model = make()
     before = copy.deepcopy(model.state_dict())
-    with fault():
+    with fault(), small_ones_move():
         report = verify(model, plan, make_mesh(options.parallel), batch, options, trial)
     same = [torch.equal(value, before[name]) for name, value in model.state_dict().items()]
     assert all(same), "verify changed the model"

@@ -40,6 +40,7 @@ QUICK = {
     "frozen weights are exchanged",
     "what arrives in int8 is doubled",
     "PowerSGD doubled",
+    "no layer runs again",
 }
 SLOW = {
     "PowerSGD doubled where no account is open",

@@ -82,6 +82,13 @@ class Long(Model):
         return x, torch.ones(tokens.shape[1])
 
 
+class Numbered(Model):
+    """nn.TransformerEncoder looks at its first layer so."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, None if self.layers[0].training else torch.ones(1)
+
+
 PIPELINE = Pipeline(["embedding"], "layers", ["head"])
 
 
@@ -137,6 +144,12 @@ def _refused(kind: type[Model], tp: int) -> str:
             1,
             "layers get scale = (1, 4) in the first stage, and (1, 4), not the same, in others: "
             + LATER.format("Masked", "(1, 4, 6)", ""),
+        ),
+        (
+            Numbered,
+            1,
+            "a forward looks up layers by number or name, and a stage holds only some; iterate over all"
+            f" of them, {CURE}",
         ),
         pytest.param(
             Long,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -184,6 +185,15 @@ def _no_targets() -> tuple[float, float]:
 
 def test_batch_without_targets_is_no_nan(pool: Pool) -> None:
     assert pool.run(_no_targets, 1) == [(0.0, 0.0)]
+
+
+def test_a_batch_has_targets() -> None:
+    composition = Composition(nn.Linear(2, 2), mock.Mock())
+    with pytest.raises(ConfigError) as caught:
+        forward_backward(composition, {"input": torch.ones(2, 2), "mask": torch.ones(2)})
+    assert str(caught.value) == (
+        'batch: has no targets, only input, mask; give what the loss takes as "targets"'
+    )
 
 
 def test_cross_entropy_sums_over_targets() -> None:

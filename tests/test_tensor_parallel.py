@@ -11,8 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils.parametrizations import weight_norm
 
-from compose import ConfigError, Parallel, Plan, apply
+from compose import ConfigError, Options, Parallel, Plan, apply
+from compose.composition.rules import check_setup
+from compose.composition.setup import Setup
 from compose.parallel.tensor_parallel import (
     HeadParallel,
     Replicated,
@@ -138,6 +141,21 @@ def _tied_apart() -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+@pytest.mark.parametrize("style", ["tensor", "replicate"])
+def test_weights_that_are_computed_from_others(style: str) -> None:
+    layer = weight_norm(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Sequential(layer), nn.Linear(4, 4))
+    tensor = {"1": RowwiseParallel()} | ({"0.0": ColwiseParallel()} if style == "tensor" else {})
+    resolved = resolve(Plan(tensor=tensor, replicate=["0"] if style == "replicate" else []), model)
+    check_setup(Setup(model, resolved, Options(Parallel(dp_shard=2)), 2, "cpu"))
+    with pytest.raises(ConfigError) as caught:
+        check_setup(Setup(model, resolved, Options(Parallel(tp=2)), 2, "cpu"))
+    assert caught.value.problems == [
+        "plan.tensor: 0.0 computes its weight from others (weight_norm or the like), and PyTorch has no"
+        " DTensor form of that; use parallel.tp = 1, or remove_parametrizations"
+    ]
 
 
 def test_tied_parameter_placed_two_ways(pool: Pool) -> None:

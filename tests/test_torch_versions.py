@@ -215,7 +215,7 @@ def _own(tree: ast.Module) -> Iterator[str]:
 
 
 # Of a NamedTuple; of an FSDPState, once it is made; of torchao's weights and tensors.
-OF_OTHERS = {"_replace", "_asdict", "_state_ctx"}
+OF_OTHERS = {"_replace", "_asdict", "_state_ctx", "_fsdp_param_group"}
 OF_TORCHAO = {"_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_tensor"}
 
 

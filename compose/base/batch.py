@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compose.errors import ConfigError
+
 IGNORE = -100
 """The target of a token from which nothing is learnt, as in ``torch.nn.functional.cross_entropy``."""
 
@@ -29,6 +31,20 @@ def ignored(targets: Tensor) -> Tensor:
 def ignore_all(targets: Tensor) -> Tensor:
     """Fill ``targets`` in place so that nothing is learnt from them, and return them."""
     return targets.fill_(float("nan") if targets.is_floating_point() else IGNORE)
+
+
+def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the targets of a batch.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if "targets" not in batch:
+        raise ConfigError(
+            f"batch: has no targets, only {', '.join(batch) or 'nothing'}; give what the loss takes as"
+            ' "targets"'
+        )
+    return batch["targets"]
 
 
 def on_meta(sample: Sample) -> tuple[tuple[Tensor, ...], dict[str, Any]]:

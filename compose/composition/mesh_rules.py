@@ -1,5 +1,7 @@
 """Rules of the mesh: which degrees fit together, and fit a plan."""
 
+from torch.nn.utils.parametrize import is_parametrized
+
 from compose.composition.setup import Rule, Setup
 from compose.errors import ConfigError
 from compose.operators.dropout import dropouts
@@ -10,6 +12,7 @@ from compose.parallel.secondary_shards import check_secondary
 from compose.parallel.tensor_parallel import check_columns, check_heads
 from compose.pipeline.schedules import placement, stages_per_rank
 from compose.pipeline.split import check_layers, check_stages, layer_names
+from compose.plan import inside
 
 
 def _degrees(setup: Setup) -> None:
@@ -61,6 +64,20 @@ def _heads(setup: Setup) -> None:
 
 def _columns(setup: Setup) -> None:
     check_columns(setup.model, setup.resolved.tensor, setup.degrees.tp)
+
+
+def _parametrized(setup: Setup) -> None:
+    model, placed = setup.model, {*dict(setup.resolved.tensor), *setup.resolved.replicate}
+    found = [
+        name
+        for name, module in model.named_modules()
+        if is_parametrized(module) and (name in placed or inside(name, placed))
+    ]
+    if setup.degrees.tp > 1 and found:
+        raise ConfigError(
+            f"plan.tensor: {found[0]} computes its weight from others (weight_norm or the like), and"
+            " PyTorch has no DTensor form of that; use parallel.tp = 1, or remove_parametrizations"
+        )
 
 
 def _dropouts(setup: Setup) -> None:
@@ -132,6 +149,11 @@ MESH: list[Rule[Setup]] = [
         "a rank without one has an empty shard, whose shape FSDP gets wrong",
         _columns,
         upstream="torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _get_dim_chunked_size",
+    ),
+    Rule(
+        "with tp, no weight is computed from others, as weight_norm does",
+        "styles cut a module's own parameters, and DTensor does not know such functions",
+        _parametrized,
     ),
     Rule(
         "with tp, the plan places each dropout",

@@ -5,7 +5,9 @@ without all these modules, the shell, has to return the stream that it gets as i
 to call layers as the first stage does. Otherwise a later stage fails, or is wrong without an error.
 """
 
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -47,7 +49,7 @@ def try_first_stage(
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         # A stage may take more than its model, as the numbers of samples.
         inputs = {name: value for name, value in inputs.items() if name in taken}
-    with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"):
+    with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"), _not_by_number(shell, layers):
         alone = plain_stream(shell(stream, **inputs))
         container["0"] = layer
         _, _, later = _noted(layer, True, lambda: shell(stream, **inputs))
@@ -67,6 +69,21 @@ def try_first_stage(
                 f" {_form(there)}, not the same, in others: {instead}; {cure}"
             )
     return output
+
+
+@contextmanager
+def _not_by_number(shell: nn.Module, layers: str) -> Iterator[None]:
+    """Refuse a forward that looks up a layer which this stage does not hold."""
+    try:
+        yield
+    except (IndexError, KeyError) as error:
+        callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if shell.get_submodule(layers) in callers:
+            raise ConfigError(
+                f"plan.pipeline: a forward looks up {layers} by number or name, and a stage holds only"
+                f" some; iterate over all of them, {_CURE}"
+            ) from None
+        raise
 
 
 def _noted(layer: nn.Module, ends: bool, run: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]]:

@@ -48,6 +48,7 @@ class Comparison:
         self.own_from_exact: list[float] = []
         self.gradients_size = 0.0
         self.unused: list[str] = []  # keys of the config that took no part, the same on every rank
+        self.notes: list[str] = []  # what the report says after its rows, the same on every rank
 
     def tensor(
         self,
@@ -243,7 +244,7 @@ class Comparison:
             rows.append(self._same_bits(rows))
         rows += [*self._copies(), *map(unused, self.unused)]
         notes = [f"{d}{': a tie' if d.margin <= tie else ''}" for d in routing if d.tokens]
-        shared = [rows, notes]
+        shared = [rows, notes + self.notes]
         dist.broadcast_object_list(shared, src=0)
         return Report(shared[0], tuple(shared[1]))
 

@@ -109,7 +109,8 @@ def prove(
         # Files of the offloaded optimizer are float32.
         logic=Arithmetic() if config.optimizer.offload == "nvme" else EXACT,
         loss_scale=scale.value if scale else 1.0,
-        recomputes=config.activation_checkpoint.mode != "none",
+        options=job.options,
+        units=job.resolved.checkpoint,
         begin_step=begin_step,
     )
     trial = Trial(train.micro_batch, loss_function(config), max_norm=CLIP * train.max_norm)

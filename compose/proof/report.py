@@ -223,7 +223,7 @@ def joined(reports: Sequence[Report]) -> Report:
     """Return one report made of several."""
     return Report(
         [row for report in reports for row in report.rows],
-        tuple(note for report in reports for note in report.notes),
+        tuple(dict.fromkeys(note for report in reports for note in report.notes)),
     )
 
 

@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply, with_degrees
+from compose.base.batch import targets_of
 from compose.composition.options import Options
 from compose.composition.state import Composition
 from compose.errors import ConfigError, refused_if
@@ -44,6 +45,7 @@ from compose.proof.held import (
     spread,
     whole,
 )
+from compose.proof.memory_keys import Units
 from compose.proof.one_process import (
     EXACT,
     Arithmetic,
@@ -139,7 +141,8 @@ def verify(
         lambda arithmetic, composition: optimizer_for(arithmetic, list(composition.named_parameters())),
         reference_optimizer,
         float8=select_layers(model, resolved, axis_size(mesh, "tp"), asked.float8, mesh.device_type),
-        recomputes=given.activation_checkpoint.mode != "none",
+        options=given,
+        units=resolved.checkpoint,
     )
     line = "plan: {}: the model fails in this composition; does it run by itself? else see docs/plan.md"
     with refused_if(line):
@@ -162,8 +165,10 @@ class Sides:
     """The arithmetic in which the logic runs, if the model can."""
     loss_scale: float = 1.0
     """The factor of the loss before backward."""
-    recomputes: bool = False
-    """Whether layers run again in backward."""
+    options: Options = field(default_factory=Options)
+    """The options of ``apply``."""
+    units: Sequence[str] = ()
+    """The units of activation checkpointing, of the whole model."""
     begin_step: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None
     """Tells the composition's optimizer that step ``step`` begins, counted from 0."""
 
@@ -193,7 +198,8 @@ def prove_both(
     widens, problem = on_first_rank(
         lambda: examine(model, batches[0], trial.loss_function, trial.micro_batch)
     )
-    if widens and sides.recomputes:  # no mode acts inside PyTorch's backward
+    recomputes = sides.options.activation_checkpoint.mode != "none"
+    if widens and recomputes:  # no mode acts inside PyTorch's backward
         problem = "it mixes types, and layers run again in backward"
     own, finest = sides.logic if logic else arithmetic, EXACT
     if problem:
@@ -317,11 +323,12 @@ def compare(
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     differences: list[Difference] = []
+    units = Units(run.sides.options, run.sides.units)
     for step, batch in enumerate(batches):
         if messages:
             messages.begin(step)
         run.sides.begin_step(step, optimizer)
-        with watch(composed) as recorder:
+        with watch(composed) as recorder, units.watch(composed):
             loss = run_batch(composition, step)
         seen: dict[str, list[Choices]] = {}
         if routers(model):
@@ -381,6 +388,7 @@ def compare(
         comparison.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
     if composition.compression and messages:
         compare_keys(composition.compression, messages.coded, comparison)
+    units.compare(comparison, composition)
     if begin is not None:
         compose = partial(run.sides.compose, arithmetic)
         compare_unwatched(comparison, begin, composition, compose, train)
@@ -403,8 +411,10 @@ def _compare_beginning(
 
 
 def _check_batches(batches: Sequence[Mapping[str, Tensor]]) -> None:
+    if not batches:
+        raise ConfigError("batch: an empty list has no step to prove; give at least one batch")
     for batch in batches:
-        if not count_targets(batch["targets"]):
+        if not count_targets(targets_of(batch)):
             raise ConfigError(
                 "batch: no target is trained on, so that nothing can be proved; give targets other"
                 " than -100, or floats other than NaN"

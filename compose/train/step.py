@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from compose.base.batch import targets_of
 from compose.base.local_tensor import local_tensor
 from compose.composition.state import Composition
 from compose.errors import ConfigError
@@ -61,7 +62,7 @@ def forward_backward(
         ConfigError: The ranks cannot share the sequences, or a model with dropout gets no key for it.
     """
     model, mesh = composition.model, composition.mesh
-    targets = batch["targets"]
+    targets = targets_of(batch)
     micro_batch = samples_at_once(batch, micro_batch)
     count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
     begin_step(model, targets.shape[:2].numel() * batch_share(mesh)[1], loss_scale)

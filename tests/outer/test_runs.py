@@ -15,11 +15,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from compose.checkpoint import store
+from compose.checkpoint import checkpointer, store
+from compose.checkpoint.checkpointer import Checkpointer, SaveReport
+from compose.checkpoint.options import Checkpoint
 from compose.config import Config
 from compose.errors import ConfigError
 from compose.proof.held import whole
-from compose.runtime.islands import current
+from compose.runtime.islands import Islands, current
 from compose.runtime.processes import process_group
 from compose.train.metrics import StepMetrics
 from compose.train.trainer import Trainer
@@ -330,6 +332,46 @@ def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> Non
     kept = {"04.earlier-1", "06.earlier-1", "08", "08.earlier-1"}
     assert kept <= set(steps(first)) <= kept | {"06"}
     assert "08" in steps(second)
+
+
+def _at_island(
+    index: int, shared: dist.Store, patch: pytest.MonkeyPatch, rank: int = 0, folder: Path = Path()
+) -> Checkpointer:
+    """A checkpointer that has only what it needs to prune and to speak."""
+    one, here = Checkpointer.__new__(Checkpointer), Islands(index, 2, shared)
+    one.root, one.config, one.rank = folder, Config(checkpoint=Checkpoint(keep_last=1)), rank
+    patch.setattr(checkpointer, "current", lambda: here)
+    patch.setattr(checkpointer, "speaks", lambda: rank == index == 0)
+    return one
+
+
+def test_no_island_prunes_what_another_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = dist.HashStore()
+    for step in (2, 4, 6, 8):
+        folder = tmp_path / store.name_of(step)
+        folder.mkdir()
+        (folder / store.MANIFEST).touch()
+    first = _at_island(0, shared, monkeypatch, folder=tmp_path)
+    for others, left in (([], [2, 4, 6, 8]), ([2], [2, 4, 6, 8]), ([2, 6], [6, 8]), ([8], [8])):
+        shared.set("told/checkpoints/1", json.dumps([store.name_of(step) for step in others]))
+        first._prune(tmp_path / store.name_of(8))
+        assert [store.step_of(p) for p in sorted(tmp_path.iterdir())] == left
+
+
+@pytest.mark.parametrize(
+    ("island", "rank", "said"), [(0, 0, "word\n"), (0, 1, ""), (1, 0, "island 1: word\n"), (1, 1, "")]
+)
+def test_each_island_speaks_of_its_own_files(
+    island: int, rank: int, said: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = _at_island(island, dist.HashStore(), monkeypatch, rank)
+    one.thread, one.failures = mock.Mock(is_alive=lambda: False), 0
+    one.report = SaveReport(4, 0.0, problem="No space left on device")
+    one.finished()
+    line = "checkpoint of step 4 failed: No space left on device; training goes on\n"
+    assert capsys.readouterr().out == said.replace("word\n", line)
 
 
 def _leave(index: int, port: int) -> None:

@@ -1,6 +1,6 @@
 """Faults of the loss, and of what saves memory."""
 
-from tests.sensitivity.row import TP, Keys, Row
+from tests.sensitivity.row import SHARDED, TP, Keys, Row
 
 ONE: Keys = {"train__global_batch": 8}
 
@@ -52,8 +52,44 @@ MEMORY: dict[str, list[Row]] = {
             untouched=("loss", "step 1"),
             ranks=1,
         ),
+        Row(
+            "no layer runs again",
+            ONE | {"activation_checkpoint__mode": "full"},
+            "compose.memory.activation_checkpointing:apply_activation_checkpointing",
+            "in units.items()",
+            "in ()",
+            "option",
+            "activation_checkpoint.mode",
+            ranks=1,
+        ),
+        Row(
+            "the last layer does not run again, on stages",
+            ONE
+            | {
+                "parallel__pp": 2,
+                "parallel__dp_shard": 1,
+                "model__n_layers": 4,
+                "activation_checkpoint__mode": "selective",
+            },
+            "compose.memory.activation_checkpointing:recomputed_units",
+            "dict.fromkeys(units, operators(options.keep))",
+            "dict.fromkeys(units[:-1], operators(options.keep))",
+            "runs again",
+            "layers.3",
+            untouched=("runs again", "layers.[012]"),
+        ),
     ],
     "activation_checkpoint.every": [
+        Row(
+            "the first layers run again, not the second ones",
+            ONE | {"activation_checkpoint__mode": "every_k", "activation_checkpoint__every": 2},
+            "compose.memory.activation_checkpointing:recomputed_units",
+            "units[options.every - 1 ::",
+            "units[options.every - 2 ::",
+            "runs again",
+            "layers.0",
+            ranks=1,
+        ),
         Row(
             "a layer that runs again has another input, every_k",
             ONE | {"activation_checkpoint__mode": "every_k", "activation_checkpoint__every": 2},
@@ -83,6 +119,16 @@ MEMORY: dict[str, list[Row]] = {
     ],
     "activation_checkpoint.budget": [
         Row(
+            "no layer runs again, budget",
+            ONE | {"activation_checkpoint__mode": "budget", "activation_checkpoint__budget": 0.1},
+            "compose.memory.activation_checkpointing:apply_activation_checkpointing",
+            "in units.items()",
+            "in ()",
+            "option",
+            "activation_checkpoint.mode",
+            ranks=1,
+        ),
+        Row(
             "a layer that runs again has another input, budget",
             ONE | {"activation_checkpoint__mode": "budget", "activation_checkpoint__budget": 0.1},
             "compose.memory.activation_checkpointing:_recomputing",
@@ -96,6 +142,27 @@ MEMORY: dict[str, list[Row]] = {
     ],
     "activation_checkpoint.offload": [
         Row(
+            "activations stay where they are",
+            LARGE | {"activation_checkpoint__offload": True, "activation_checkpoint__mode": "full"},
+            "compose.apply:apply",
+            "activations.wrap(model.get_submodule(name))",
+            "pass",
+            "kept in place",
+            "layers.*",
+            untouched=("runs again", "*"),
+            ranks=1,
+        ),
+        Row(
+            "no activation is worth a copy",
+            LARGE | {"activation_checkpoint__offload": True},
+            "compose.memory.activation_offload:_Unit.pack",
+            "local.nbytes < LEAST or",
+            "True or",
+            "option",
+            "activation_checkpoint.offload",
+            ranks=1,
+        ),
+        Row(
             "activations are rounded on their way to the host",
             LARGE | {"activation_checkpoint__offload": True},
             "compose.memory.activation_offload:ActivationOffload.out_of",
@@ -105,6 +172,18 @@ MEMORY: dict[str, list[Row]] = {
             "layers.*",
             untouched=("loss", "step 1"),
             ranks=1,
+        ),
+    ],
+    "parallel.offload": [
+        Row(
+            "weights stay on the device",
+            SHARDED | {"parallel__offload": "cpu"},
+            "compose.parallel.data_parallel:apply_data_parallel",
+            "if how.offload:",
+            "if False:",
+            "on the host",
+            "parallel.offload",
+            untouched=("gradient", "*"),
         ),
     ],
     "compile": [

@@ -1,0 +1,121 @@
+"""The keys that move or recompute activations and weights, in a proof: whether each took part.
+
+Results are the same whether a unit keeps its activations, computes them again or moves them. So hooks
+watch what runs. If a unit is recomputed, its inner modules run while it does not run itself. If it
+moves what it saves, its own hooks take these tensors, and hooks around them see none.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_leaves
+
+from compose.base.local_tensor import local_tensor
+from compose.composition.options import Options
+from compose.composition.state import Composition
+from compose.proof.comparison import Comparison
+
+
+class Units:
+    """The units of activation checkpointing, and what happened in which of them on this rank."""
+
+    def __init__(self, options: Options, names: Sequence[str]) -> None:
+        """Prepare to watch; ``names`` are all units of the whole model, in the order they run."""
+        self.options, self.names = options, names
+        self.ran: set[str] = set()  # in their forward an inner module ran
+        self.reached: set[str] = set()  # their output had a gradient
+        self.again: set[str] = set()  # an inner module ran outside of their forward
+        self.kept: set[str] = set()  # a tensor for backward stayed where it was
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Watch the units of ``model`` if the options ask for anything that can be seen."""
+        asked, handles = self.options.activation_checkpoint, []
+        if (asked.mode == "none" and not asked.offload) or self.options.compile.mode != "off":
+            yield  # torch.compile would trace the hooks
+            return
+        modules = dict(model.named_modules())
+        # The identity is in the place of a unit that another stage holds.
+        held = {name: modules[name] for name in self.names if name in modules}
+        held = {name: unit for name, unit in held.items() if not isinstance(unit, nn.Identity)}
+        owners = Counter(inner for unit in held.values() for inner in unit.modules())
+        for name, unit in held.items():
+            inner = [module for module in unit.modules() if module is not unit and owners[module] == 1]
+            handles += self._hooks(name, unit, inner)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks(self, name: str, unit: nn.Module, inner: Sequence[nn.Module]) -> list[Any]:
+        running: list[saved_tensors_hooks] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            self.kept.add(name)
+            return tensor
+
+        def enter(*_: Any) -> None:
+            running.append(saved_tensors_hooks(pack, lambda tensor: tensor))
+            running[-1].__enter__()
+
+        def leave(*given: Any) -> None:
+            running.pop().__exit__()
+            for tensor in tree_leaves(given[-1]):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.reached.add(name))
+
+        def run(*_: Any) -> None:
+            (self.ran if running else self.again).add(name)
+
+        ends = unit.register_forward_hook(leave, prepend=True, always_call=True)
+        begins = unit.register_forward_pre_hook(enter)
+        return [begins, ends, *(module.register_forward_pre_hook(run) for module in inner)]
+
+    def compare(self, comparison: Comparison, composition: Composition) -> None:
+        """Note a row for each unit that was watched, and the keys that took no part; a collective."""
+        asked, key = self.options.activation_checkpoint, "activation_checkpoint"
+        moved = composition.activations.bytes if composition.activations else 0
+        found = self.ran & self.reached, self.again, self.kept, moved, _on_host(composition)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+        watched, again, kept = (set[str]().union(*(one[i] for one in everyone)) for i in range(3))
+        if asked.mode != "none" and not watched:
+            compiled = self.options.compile.mode != "off"
+            why = "layers are compiled" if compiled else "no unit has parts"
+            comparison.notes.append(f"{key}.mode: not watched, as {why}")
+        elif asked.mode != "none" and not again:
+            comparison.unused.append(f"{key}.mode")
+        elif asked.mode != "none":
+            every = asked.every if asked.mode == "every_k" else 1
+            # A budget may choose any units.
+            right = again if asked.mode == "budget" else set(self.names[every - 1 :: every])
+            for name in (name for name in self.names if name in watched):
+                error = 0.0 if (name in again) == (name in right) else math.inf
+                comparison.value("runs again", name, error, 0.0)
+        if asked.offload:
+            for name in self.names:
+                comparison.value("kept in place", name, math.inf if name in kept else 0.0, 0.0)
+            if not any(one[3] for one in everyone):
+                comparison.unused.append(f"{key}.offload")
+        if self.options.parallel.offload == "cpu":
+            error = 0.0 if all(one[4] for one in everyone) else math.inf
+            comparison.value("on the host", "parallel.offload", error, 0.0)
+
+
+def _on_host(composition: Composition) -> bool:
+    """Return whether FSDP keeps all parameters of this rank in host memory."""
+    found = [local_tensor(p).device.type == "cpu" for _, p in composition.named_parameters()]
+    units = [m for m in composition.model.modules() if isinstance(m, FSDPModule)]
+    for unit in units:
+        state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+        group = state._fsdp_param_group
+        found += [parameter.offload_to_cpu for parameter in (group.fsdp_params if group else ())]
+    return bool(units) and all(found)
