@@ -63,13 +63,15 @@ def draw(number: int, large: bool) -> Draw:
     Every third is also trained. Every eighth has islands.
     """
     rng = random.Random(number)
+    compiled = large and number % 20 == 7
     ranks = rng.choice([1, 2, 2, 3, 4, 4, 4, 6, 8, 8] if large else [1, 2, 2, 3, 4, 4])
+    if compiled:  # each rank compiles for half a minute
+        ranks = rng.choice([2, 2, 4])
     islands = 2 if number % 8 == 5 else 1
     inside = max(1, ranks // islands)
     mesh = _mesh(rng, inside, but="dp_replicate" if islands > 1 else "")  # islands are the replicas
     float8 = rng.random() < 0.2
     model = _model(rng, mesh, float8)
-    compiled = large and number % 20 == 7  # each takes half a minute
     keys = mesh | model | _step(rng, mesh, model, trained=number % 3 == 0) | _precision(rng, float8)
     keys |= _memory(rng, mesh, model, compiled)
     keys |= _optimizer(rng, keys)

@@ -239,6 +239,24 @@ def test_a_fault_in_what_cancels_is_seen(pool: Pool) -> None:
     assert {row.name for row in report.failed if row.quantity == "gradient"} == {"wk.bias"}
 
 
+def _parts_that_cancel() -> Report:
+    """Sums of 1 and -0.971, which bfloat16 has as -0.969."""
+    inputs, targets = torch.ones(2, 1), torch.tensor([[1.0], [-0.96875 - 2.0**-9]])
+    batch = {"input": inputs, "targets": targets}
+    options = Options(precision=Precision(reduce="bfloat16"))
+    trial = Trial(1, lambda output, targets: (output * targets).sum())
+    mesh = make_mesh(Parallel(dp_shard=-1))
+    return verify(nn.Linear(1, 1, bias=False), Plan(), mesh, batch, options, trial)
+
+
+def test_parts_that_cancel_may_be_rounded(pool: Pool) -> None:
+    """One process rounds each part too, or its sum would be exact and that of two ranks accused."""
+    report = pool.run(_parts_that_cancel, 2)[0]
+    (row,) = (row for row in report.rows if row.quantity == "gradient")
+    assert not report.failed, str(report)
+    assert row.tolerance > 0.05
+
+
 class TopOne(nn.Module):
     """Experts of which each token goes to one, with a weight of 1."""
 

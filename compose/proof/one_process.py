@@ -138,6 +138,10 @@ class OneProcess:
         for parameter in self.parameters.values():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(arithmetic.kept(parameter)).to(wide)
+        if arithmetic.reduce.itemsize < 4:  # a rank rounds its own part, and each sum is rounded
+            for parameter in self.parameters.values():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda found: found.to(arithmetic.reduce).to(found.dtype))
         self.initial = {name: p.detach().clone() for name, p in self.parameters.items()}
         trained = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
         self.optimizer = optimizer(arithmetic, trained)
