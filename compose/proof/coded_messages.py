@@ -181,7 +181,7 @@ def compare_coded(
     gradients: Mapping[str, Tensor],
     missing: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
-) -> Coded | None:
+) -> Coded:
     """Compare what messages lost with what is expected; return what was received and sent.
 
     Args:
@@ -193,8 +193,9 @@ def compare_coded(
         weights: This rank's whole master weights.
 
     Returns:
-        The values for one process, whole, the same on every rank; None if weights and gradients are not
-        coded.
+        The values for one process, whole, the same on every rank. Its optimizer takes the gradients
+        also where activations alone are coded: of its own, AdamW's first step would make other weights
+        wherever a gradient is only rounding, and the next gradients would be compared at these.
     """
     for (name, gradient), total in sorted(messages.activations().items()):
         what = "lost of activations' gradients" if gradient else "lost of activations"
@@ -203,7 +204,7 @@ def compare_coded(
             limit = allowed(expected, total.elements)
             comparison.value(f"{what}{messages.label}", name, total.lost**0.5 / size, limit / size)
     if not messages.codes_parameters:
-        return None
+        return Coded({}, _shared(gradients))
     received = messages.received()
     for quantity, lost, whole, expected in (
         (

@@ -191,6 +191,15 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
         assert all(row.error > row.tolerance / 3 for row in rows), str(report)
 
 
+def test_one_process_takes_the_same_steps(pool: Pool) -> None:
+    """Else AdamW would step otherwise where bfloat16 gradients are only rounding."""
+    ranks, keys = CASES["tp, bfloat16"]
+    small: Keys = {"model__n_layers": 1, "train__seq_len": 16, "train__global_batch": 2}
+    report = agreed(pool.run(prove_case, ranks, given(keys) | small))
+    assert report.ok, str(report)
+    assert max(row.error for row in report.rows if row.quantity == "update") < 1e-3, str(report)
+
+
 FAULTS: dict[str, tuple[str, str, str, str, str]] = {
     "a neighbour's scale": (
         "tp 4, odd, float8",
