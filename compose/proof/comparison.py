@@ -42,6 +42,8 @@ class Comparison:
         self.own: list[float] = []  # one process's error of each row, relative
         # The size of an element of each row, a root mean square; 0 if one process has no such value.
         self.scales: list[float] = []
+        # By how much the parts of each row's sum are larger than the sum: they are what is rounded.
+        self.cancels: list[float] = []
         self.sums: dict[str, list[int]] = {}  # checksums of this rank's copies, by name
         # The distance of gradients from float64: this rank's, and one process's.
         self.from_exact: list[float] = []
@@ -101,6 +103,7 @@ class Comparison:
         self.compared.append(Row(self.prefix + quantity, name, 0.0, tolerance, 0, state))
         self.own.append(float(rounding) / size if size else 0.0)
         self.scales.append(size / root)
+        self.cancels.append(max(1.0, expected.parts / size) if expected else 1.0)
         self.errors.append(max(map(or_infinite, errors), default=_NOT_HELD))
 
     def value(self, quantity: str, name: str, error: float | None, tolerance: float) -> None:
@@ -115,6 +118,7 @@ class Comparison:
         self.compared.append(Row(self.prefix + quantity, name, 0.0, tolerance, 0))
         self.own.append(0.0)
         self.scales.append(0.0)
+        self.cancels.append(1.0)
         self.errors.append(_NOT_HELD if error is None else error)
 
     def rounding(self, values: Sequence[Tensor], shape: torch.Size, expected: Expected | None) -> None:
@@ -145,6 +149,7 @@ class Comparison:
         self.compared.append(Row(self.prefix + "rounding", "all gradients", 0.0, SAME_ROUNDING, 0))
         self.own.append(0.0)
         self.scales.append(0.0)
+        self.cancels.append(1.0)
         self.errors.append(ratio if dist.get_rank() == 0 else _NOT_HELD)
 
     def same_everywhere(self, name: str, values: Sequence[Tensor]) -> None:
@@ -221,12 +226,13 @@ class Comparison:
         everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, self.errors)
         rows, means, elements = [], self._means(), self._elements_errors()
-        each = zip(self.compared, self.own, self.scales, zip(*everyone, strict=True), strict=True)
-        for row, own, scale, errors in each:
+        numbers = zip(self.own, self.scales, self.cancels, strict=True)
+        each = zip(self.compared, numbers, zip(*everyone, strict=True), strict=True)
+        for row, (own, scale, cancels), errors in each:
             rank = max(range(len(errors)), key=errors.__getitem__)
             lost = errors[rank] == _NOT_HELD
             error = math.inf if lost else errors[rank]
-            allowed = self.tolerance.allowed(row.tolerance, own, means[row.quantity])
+            allowed = self.tolerance.allowed(row.tolerance, own, means[row.quantity] * cancels)
             state = row.state
             if not state and scale and row.tolerance and allowed > LOOSE:
                 state = self.loose

@@ -8,6 +8,7 @@ be from one process.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -138,10 +139,10 @@ class OneProcess:
         for parameter in self.parameters.values():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(arithmetic.kept(parameter)).to(wide)
-        if arithmetic.reduce.itemsize < 4:  # a rank rounds its own part, and each sum is rounded
-            for parameter in self.parameters.values():
-                if parameter.requires_grad:
-                    parameter.register_hook(lambda found: found.to(arithmetic.reduce).to(found.dtype))
+        self.parts: dict[str, Tensor] = {}  # the sum of the squares of micro-batches' gradients
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._part, name))
         self.initial = {name: p.detach().clone() for name, p in self.parameters.items()}
         trained = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
         self.optimizer = optimizer(arithmetic, trained)
@@ -165,6 +166,7 @@ class OneProcess:
             coded: What the composition received and sent, if its messages are coded.
         """
         self.received = coded.received if coded else {}
+        self.parts = {}
         targets = batch["targets"]
         count = count_targets(targets).clamp(min=1)
         batch = self.begin(batch)
@@ -185,6 +187,12 @@ class OneProcess:
         self.norms.append(nn.utils.clip_grad_norm_(list(self.parameters.values()), limit))
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def _part(self, name: str, found: Tensor) -> Tensor:
+        """Note a micro-batch's gradient; return it as a rank has it, which rounds before it sums."""
+        self.parts[name] = self.parts.get(name, 0.0) + (found.double() / self.loss_scale).square().sum()
+        narrow = self.arithmetic.reduce.itemsize < 4
+        return found.to(self.arithmetic.reduce).to(found.dtype) if narrow else found
 
     def begin(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tell routers and dropout that a step begins; return the batch with what dropout needs."""

@@ -95,6 +95,8 @@ class Expected:
     """"zero": only rounding is left, since the terms of the sum cancel. "unused": the sum has no terms.
     Neither can show a fault as other values do.
     """
+    parts: float = 0.0
+    """The norm of the parts that it is the sum of, if they are known."""
 
 
 class References:
@@ -173,6 +175,7 @@ class References:
         """Return the gradient of a parameter in the last step."""
         like = self.model.get_parameter(name)
         found = self.expected(lambda run: run.gradients.get(name, torch.zeros_like(like)))
+        found = replace(found, parts=float(self.own.parts.get(name, 0.0)) ** 0.5)
         if found.state == "zero":
             self.zeros.add(name)
         self.moving[name] = max(self.moving.get(name, 0), int(found.value.count_nonzero()))
