@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.checkpoints import MESHES, train_on
 from tests.helpers import ROOT, make_job
 from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.pool import Pool
+from tests.tokenizer_kinds import save_kind
+from tests.tokenizers_made import CHATML
 from tests.training import keys_for, lines, train
 from tests.transformers_models import (
     GEMMA3,
@@ -107,6 +110,27 @@ def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[s
         assert torch.equal(other.eval()(tokens).logits, expected)
         found = ours.eval()(tokens)
     assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_an_export_ends_where_generate_ends(tmp_path: Path) -> None:
+    """A run that was not begun with published weights: of bytes, and of a tokenizer with a template."""
+    from transformers import AutoConfig, GenerationConfig
+
+    hf, run = tmp_path / "hf", tmp_path / "run"
+    save_model(hf, {})
+    assert main(["convert", str(hf), str(run)]) == 0
+    shutil.rmtree(run / "tokenizer")
+    for kind, ends in {"": 256, "qwen": [0, 2]}.items():
+        if kind:
+            save_kind(run / "tokenizer", kind, eos_token="<|endoftext|>", chat_template=CHATML)
+            (run / "tokenizer/generation_config.json").write_text('{"top_k": 20, "eos_token_id": 0}')
+        target = tmp_path / f"back{kind}"
+        assert main(["convert", str(run), str(target)]) == 0
+        generation = GenerationConfig.from_pretrained(target)
+        config: Any = AutoConfig.from_pretrained(target)
+        assert generation.eos_token_id == config.eos_token_id == ends
+        assert generation.bos_token_id is config.bos_token_id is None
+    assert generation.top_k == 20
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def newest(run: Path) -> list[Path]:
 
 
 def _continued(
-    source: Path, folders: list[Path], meshes: dict[str, dict[str, object]], end: int = -1
+    source: Path, folders: list[Path], meshes: dict[str, dict[str, object]], ends: Sequence[int] = ()
 ) -> dict[str, list[list[int]]]:
     """Of each mesh, what is said greedily, and drawn."""
     found = {}
@@ -101,7 +101,7 @@ def _continued(
             overrides = [(f"parallel.{key}", str(value)) for key, value in keys.items()]
             job = job_of(source, folders, overrides)
             composition = open_model(job, folders, make_mesh(job.degrees), CPU)
-            found[name] = [list(sample(composition, PROMPT, how, end)) for how in (GREEDY, DRAWN)]
+            found[name] = [list(sample(composition, PROMPT, how, ends)) for how in (GREEDY, DRAWN)]
     return found
 
 
@@ -135,7 +135,7 @@ def test_the_end_token_ends_it(pool: Pool, runs: dict[str, tuple[Path, nn.Module
     run, model = runs["llama"]
     expected = plain(model, GREEDY)
     end = expected[5]
-    found = pool.run(_continued, 1, run, newest(run), {"one": {}}, end)[0]["one"][0]
+    found = pool.run(_continued, 1, run, newest(run), {"one": {}}, [end])[0]["one"][0]
     assert found == expected[: expected.index(end)]
 
 
@@ -340,7 +340,13 @@ def test_the_command(runs: dict[str, tuple[Path, nn.Module]]) -> None:
     """On two ranks, of which one speaks."""
     run, model = runs["llama"]
     words = ["generate", str(run), "--prompt", "def __init__(self):\n", "--max-tokens=12"]
-    words += ["--temperature=1.5", "--top-p=0.9", "--seed=3"]
+    words += ["--temperature=1.5", "--top-p=0.9", "--seed=3", "--prompt", "abc"]
     done = execute("-m", "compose", *words, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == Bytes().decode(PROMPT + plain(model, DRAWN)) + "\n"
+    texts = []
+    for prompt in (PROMPT, list(b"abc")):
+        ids = [*plain(model, DRAWN, prompt), Bytes.end]
+        texts.append(Bytes().decode([*prompt, *ids[: ids.index(Bytes.end)]]) + "\n")
+    assert done.stdout == "".join(texts).replace("\r", "\n")  # as a text file is read
+    said = [line for line in done.stderr.splitlines() if line.startswith("generate: a prompt")]
+    assert said == [f"generate: a prompt of {count} tokens" for count in (len(PROMPT), 3)]

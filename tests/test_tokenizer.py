@@ -247,8 +247,30 @@ def test_a_run_writes_its_tokenizer_into_no_link(tokenizer: Path, tmp_path: Path
     assert not list((tmp_path / "else").iterdir())
     folder.unlink()
     keep_tokenizer(config, batches, folder)
-    assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
+    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "generation_config.json"}
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").mkdir()
     with pytest.raises(ConfigError, match=f"run.dir: {folder}: cannot be written: Is a directory"):
         keep_tokenizer(config, batches, folder)
+
+
+def test_a_run_keeps_the_files_of_its_data(tokenizer: Path, tmp_path: Path) -> None:
+    """What the first weights' folder says of a chat goes, and the end of the documents is noted."""
+    base, data, folder = tmp_path / "base", token_set(tmp_path / "data"), tmp_path / "run" / "tokenizer"
+    carry(tokenizer, base)
+    carry(tokenizer, data)
+    (base / "config.json").write_text("{}")
+    (base / "generation_config.json").write_text('{"top_k": 3}')
+    (base / "chat_template.jinja").write_text("another")
+    (base / "special_tokens_map.json").write_text('{"eos_token": "<s>"}')
+    folder.parent.mkdir()
+    batches = Batches([open_samples(str(data), Data(), 8, 64)], global_batch=1, seed=0)
+    config = dataclasses.replace(make_config(1, checkpoint__load_hf=base), data=Data())
+    keep_tokenizer(config, batches, folder)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        *("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
+    }
+    tokens = [open_tokenizer(folder).tokenizer.token_to_id(each) for each in ("<|end|>", "<|im_end|>")]
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"top_k": 3, "eos_token_id": [*tokens, 49]}  # as the data's manifest has it

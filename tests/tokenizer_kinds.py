@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import (
+    AddedToken,
     Regex,
     Tokenizer,
     decoders,
@@ -150,7 +151,7 @@ def llama2() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def gemma() -> tuple[Tokenizer, dict[str, Any]]:
-    """Spaces as a character of their own, and no space before a text."""
+    """Spaces as a character, no space before a text, and ends of lines as added tokens."""
     found = _trained(
         models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
         _bpe(["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", *FALLBACK]),
@@ -160,6 +161,8 @@ def gemma() -> tuple[Tokenizer, dict[str, Any]]:
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         ),
     )
+    lines = ["\n" * count for count in (1, 2, 3)]
+    found.add_tokens([AddedToken(line, normalized=False, special=False) for line in lines])
     _template(found, "<bos> $A", "<bos>")
     return found, {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"}
 

@@ -39,6 +39,8 @@ class Words(NamedTuple):
     """Keys with the text of their values."""
     flags: dict[str, str]
     """The flags with their values; "" for a flag without one."""
+    given: list[tuple[str, str]]
+    """The flags in their order. One may stand there several times."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Command:
 
 # The flags of all commands whose value is a path. Plain words are paths too.
 PATH_FLAGS = {"--against", "--cluster", "--config", "--json", "--original", "--out", "--report"}
-PATH_FLAGS |= {"--tokenizer", "--write"}
+PATH_FLAGS |= {"--prompts", "--tokenizer", "--write"}
 # The flags of a program that trains, with the name of each flag's value.
 TRAIN_FLAGS = {"--dry-run": "", "--world-size": "N"}
 ABOUT_TRAIN = """\
@@ -180,7 +182,7 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
         ConfigError: An option is unknown, lacks its value, or has one where none is allowed.
     """
     known = [*flags, "--help"]
-    found = Words([], [], {})
+    found = Words([], [], {}, [])
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -205,6 +207,7 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
             value = rest.pop(0)
         if name in flags:
             found.flags[name] = named_path(value, f"{name}: ") if name in PATH_FLAGS else value
+            found.given.append((name, found.flags[name]))
         else:
             found.overrides.append((name.removeprefix("--"), value))
     return found

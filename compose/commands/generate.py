@@ -4,7 +4,7 @@ import itertools
 import os
 import sys
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -21,8 +21,10 @@ from compose.build import fill_weights, parallelize
 from compose.checkpoint.loading import damage, load
 from compose.commands.cache import Wanted, next_logits, open_cache
 from compose.commands.cli import device_problems, launched_ranks, read_words
+from compose.commands.prompts import encode_prompts, given_prompts
 from compose.composition.state import Composition
 from compose.config import Checkpoint, Comm, Compile, Config, Outer, Parallel
+from compose.data.ends import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, Tokenizer, open_tokenizer
 from compose.errors import ConfigError
 from compose.huggingface.sources import checkpoints, is_hugging_face, kept_tokenizer, model_in
@@ -49,54 +51,73 @@ class Sampling:
     """The same seed gives the same text, on every mesh."""
     cache: Wanted = "auto"
     """Keep keys and values, so that a token runs once; "auto": where the model can have it."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of tokens that are in the text already, from generation_config.json."""
 
 
 _FLAGS = {
-    "--prompt": "TEXT to continue",
+    "--prompt": "TEXT to continue; may be given several times",
+    "--prompts": "a prompt on each line of a FILE; of a .jsonl file a string, or an object with prompt",
+    "--chat": "",
     "--max-tokens": f"tokens after it, unless the text ends before; default {Sampling.max_tokens}",
     "--temperature": f"divides the logits; default {Sampling.temperature}; 0: the likeliest token",
     "--top-p": f"sample from the likeliest tokens, this much together; default {Sampling.top_p}",
     "--seed": f"the same gives the same text, on every mesh; default {Sampling.seed}",
     "--cache": "on, or off: every token runs the whole text again; default auto: on, where it can be",
+    "--no-special-tokens": "",
     "--tokenizer": "tokenizer.json or bytes; default: the run's, or Hugging Face's folder's, or bytes",
 }
+_HELP = _FLAGS | {
+    "--chat": "the prompt is a user's message, in the model's chat template; the reply alone is shown",
+    "--no-special-tokens": "encode the prompt as ordinary text, with nothing added or recognised in it",
+}
 USAGE = """\
-python -m compose generate CHECKPOINT --prompt TEXT [--max-tokens N] [--temperature T] [--top-p P]
-    [--seed S] [--cache auto|on|off] [--tokenizer FILE] [--table.key=value ...]
+python -m compose generate CHECKPOINT --prompt TEXT [--prompts FILE] [--chat] [--max-tokens N]
+    [--temperature T] [--top-p P] [--seed S] [--cache auto|on|off] [--no-special-tokens]
+    [--tokenizer FILE] [--table.key=value ...]
 
 CHECKPOINT is a checkpoint, the folder of a run, whose newest whole one is taken, or Hugging Face's
 folder. Under torchrun all ranks hold the model together: parallel.dp_shard = -1 and zero = 3, if keys
-say nothing else. Keys and values are kept, so that each token runs once. Where that cannot be, as with
-pp or cp above 1 and experts with a capacity, every token runs the whole text again.
+say nothing else. A text ends at any end token of the tokenizer, of generation_config.json, of
+config.json and of the chat template. Standard output has the texts alone; standard error says how many
+tokens a prompt has. Keys and values are kept, so that each token runs once. Where that cannot be, as
+with pp or cp above 1 and experts with a capacity, every token runs the whole text again.
 """
 
 
 def generate(arguments: Sequence[str]) -> int:
     """Continue a text with a trained model: python -m compose generate CHECKPOINT --prompt TEXT."""
     if {"--help", "-h"} & set(arguments):
-        print(USAGE, *(f"  {name:<15}{words}" for name, words in _FLAGS.items()), sep="\n")
+        print(USAGE, *(f"  {name:<20}{words}" for name, words in _HELP.items()), sep="\n")
         return 0
     words = read_words(arguments, _FLAGS)
     if len(words.plain) != 1:
         raise ConfigError(f"{COMMAND_LINE}: generate: needs one CHECKPOINT, got {len(words.plain)}")
-    prompt, source = words.flags.get("--prompt", ""), Path(words.plain[0])
-    if not prompt:
-        raise ConfigError(f"{COMMAND_LINE}: --prompt: needs a text to continue")
+    texts, source = given_prompts(words.given), Path(words.plain[0])
     sampling = _sampling(words.flags)
     folders = [] if is_hugging_face(source) else checkpoints(source)
     job = job_of(source, folders, words.overrides)
     tokenizer = _tokenizer(words.flags.get("--tokenizer", ""), source, folders, job.config)
-    ids = tokenizer.encode(prompt)
-    _check_length(len(ids), sampling.max_tokens, max_seq_len(job.config.model.config))
+    beside = kept_tokenizer(folders[0]) if folders else source
+    sampling = replace(sampling, repetition_penalty=repetition_penalty([beside]))
+    ends, chat = end_ids(tokenizer, beside), "--chat" in words.flags
+    encoded = encode_prompts(tokenizer, texts, chat, "--no-special-tokens" not in words.flags)
+    for ids in encoded:
+        _check_length(len(ids), sampling.max_tokens, max_seq_len(job.config.model.config))
     with process_group(job.config) as device:
         mesh = init_mesh(job.degrees, device.type)
         composition = open_model(job, folders, mesh, device)
-        found = sample(composition, ids, sampling, tokenizer.end)
-        for piece in text_of(tokenizer, ids, found):
-            if dist.get_rank() == 0:
-                print(piece, end="", flush=True)
-        if dist.get_rank() == 0:
-            print(flush=True)
+        speaks = dist.get_rank() == 0
+        for text, ids in zip(texts, encoded, strict=True):
+            if speaks:
+                print(f"generate: a prompt of {len(ids):,} tokens", file=sys.stderr, flush=True)
+            pieces = text_of(tokenizer, ids, sample(composition, ids, sampling, ends))
+            next(pieces)  # the prompt, with what the tokenizer has added
+            for piece in itertools.chain([] if chat else [text], pieces):
+                if speaks:
+                    print(piece, end="", flush=True)
+            if speaks:
+                print(flush=True)
     return 0
 
 
@@ -236,9 +257,9 @@ def _newest_whole(folders: Sequence[Path], group: dist.ProcessGroup) -> Path:
 
 
 def sample(
-    composition: Composition, tokens: Sequence[int], sampling: Sampling, end: int = -1
+    composition: Composition, tokens: Sequence[int], sampling: Sampling, ends: Collection[int] = ()
 ) -> Iterator[int]:
-    """Yield the tokens with which the model continues ``tokens``, up to the token ``end``.
+    """Yield the tokens with which the model continues ``tokens``, up to one of ``ends``.
 
     This is a collective: every rank must take all tokens, and gets the same ones. With a cache of keys
     and values (``Sampling.cache``) the prompt runs once, and then each token once. Without one, every
@@ -248,7 +269,7 @@ def sample(
         composition: The model.
         tokens: The ids of the prompt.
         sampling: How to continue.
-        end: The id that ends the text; it is not yielded. -1 is no id.
+        ends: The ids that end the text; they are not yielded.
 
     Returns:
         An iterator over ids.
@@ -259,15 +280,36 @@ def sample(
     known, cache = list(tokens), open_cache(composition, sampling.cache)
     for _ in range(sampling.max_tokens):
         logits = next_logits(composition, known, cache)
-        found = -1 if logits is None else sample_token(logits, len(known), sampling)
+        found = -1
+        if logits is not None:
+            logits = penalized(logits, known, sampling.repetition_penalty)
+            found = sample_token(logits, len(known), sampling)
         # Ranks with logits have the same ones, except for rounding. The other ranks send -1.
         chosen = torch.tensor(found, device=composition.mesh.device_type)
         dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
         token = int(chosen)
-        if token == end:
+        if token in ends:
             return
         known.append(token)
         yield token
+
+
+def penalized(logits: Tensor, known: Sequence[int], penalty: float) -> Tensor:
+    """Make tokens less likely that are in the text already (Keskar et al. 2019, arXiv:1909.05858).
+
+    Args:
+        logits: The model's logits (V,).
+        known: The text so far.
+        penalty: Divides a positive logit, and multiplies a negative one.
+
+    Returns:
+        Logits (V,).
+    """
+    if penalty == 1:
+        return logits
+    seen = torch.tensor(sorted(set(known)))
+    there = logits[seen]
+    return logits.index_copy(0, seen, torch.where(there < 0, there * penalty, there / penalty))
 
 
 def sample_token(logits: Tensor, position: int, sampling: Sampling) -> int:

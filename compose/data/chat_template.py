@@ -74,7 +74,7 @@ class ChatTemplate:
             raise ConfigError(f"{self.path}: the chat template{_reason(error)}") from None
         self.special = tokenizer.special
 
-    def _text(self, messages: Sequence[Message], more: Mapping[str, Any], prompt: bool = False) -> str:
+    def text(self, messages: Sequence[Message], more: Mapping[str, Any], prompt: bool = False) -> str:
         """Write a chat. Every error in the template raises ValueError with its line."""
         given = {**self.special, **more, "messages": messages, "add_generation_prompt": prompt}
         try:
@@ -110,15 +110,15 @@ class ChatTemplate:
         Raises:
             ValueError: The template refuses the chat or fails.
         """
-        whole = self._text(messages, more)
+        whole = self.text(messages, more)
         replies: list[tuple[int, int]] = []
         texts: list[Rendered] = []
         joined = True
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            prompt = self._text(messages[:i], more, prompt=True)
-            text = self._text(messages[: i + 1], more)
+            prompt = self.text(messages[:i], more, prompt=True)
+            text = self.text(messages[: i + 1], more)
             if not text.startswith(prompt):
                 raise ValueError(
                     f"message {i + 1}: the chat template does not write a reply where it asks for one"

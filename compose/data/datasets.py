@@ -1,16 +1,20 @@
 """Opens what ``[data]`` names, and checks it against the model."""
 
+import json
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compose.base.json_files import read_json
+from compose.base.own_files import write_whole
 from compose.config import Config
 from compose.data.batches import Batches
+from compose.data.ends import end_ids
 from compose.data.sources import Samples
-from compose.data.special_tokens import MODEL
+from compose.data.special_tokens import CONFIG, GENERATION, MODEL
 from compose.data.task import task_of
-from compose.data.tokenizer import FILE, carry, keep, open_tokenizer
+from compose.data.tokenizer import FILE, carried, carry, keep, open_tokenizer
 from compose.errors import ConfigError
 
 
@@ -170,5 +174,24 @@ def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
             keep(original, folder)
         if sources:  # with the chat template that the run learns
             carry(sources[0], folder)
+            _drop_others(folder, sources[0])
+            _note_ends(folder, [each.end for each in sets if each])
     except OSError as error:
         raise ConfigError(f"run.dir: {folder}: cannot be written: {error.strerror}") from None
+
+
+def _drop_others(folder: Path, source: Path) -> None:
+    """Remove files from a folder that would say something else than a tokenizer_config.json in it."""
+    own = {path.name for path in carried(source)}
+    for path in carried(folder) if CONFIG in own else ():
+        if path.name not in own and path.name.startswith(("added_", "chat_", "special_")):
+            path.unlink()
+
+
+def _note_ends(folder: Path, ends: Sequence[int]) -> None:
+    """Add the tokens that end the documents to generation_config.json, unless a file names them."""
+    path, known = folder / GENERATION, end_ids(open_tokenizer(folder))
+    more = [each for each in dict.fromkeys(ends) if each >= 0 and each not in known]
+    if more:
+        values = read_json(path, dict[str, Any]) if path.exists() else {}
+        write_whole(path, json.dumps(values | {"eos_token_id": [*known, *more]}, indent=2))

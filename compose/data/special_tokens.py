@@ -11,11 +11,13 @@ from typing import Any
 
 from compose.base.json_files import read_json
 from compose.base.known_keys import KnownKeys
+from compose.base.own_files import LEADS_OUT, leads_out
 from compose.errors import ConfigError
 
 CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
+GENERATION = "generation_config.json"
 MODEL = "config.json"
 """The config of Hugging Face's model, which has the ids of special tokens too."""
 _NAMES = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
@@ -163,3 +165,23 @@ def _defaults(config: Mapping[str, Any], folder: Path, byte_level: bool) -> Mapp
     if (name == "LlamaTokenizer" and byte_level) or model.get("model_type") in _OF_NO_CLASS:
         return {}
     return _CLASSES.get(name, {})
+
+
+def model_ends(folder: Path) -> list[int]:
+    """Return the ids that end a text, by generation_config.json and config.json of a folder.
+
+    Raises:
+        ConfigError: A file cannot be read, or an id in it is none.
+    """
+    found: list[int] = []
+    for path in (folder / GENERATION, folder / MODEL):
+        if not path.exists():
+            continue
+        if leads_out(path, folder):
+            raise ConfigError(f"{path}: {LEADS_OUT}")
+        given = read_json(path, dict[str, Any]).get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+            raise ConfigError(f"{path}: eos_token_id: is neither an id nor a list of ids")
+        found += [each for each in ids if each >= 0]
+    return found

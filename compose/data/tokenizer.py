@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from compose.base.own_files import LEADS_OUT, leads_out, read_file, write_whole
-from compose.data.special_tokens import MODEL, read_special_tokens
+from compose.data.special_tokens import MODEL, model_ends, read_special_tokens
 from compose.errors import ConfigError
 
 SEPARATOR = 256
@@ -26,7 +26,7 @@ CARRIED = (
     "generation_config.json",
 )
 """The files beside a tokenizer.json that belong to it."""
-# Candidates for the end of a document, if tokenizer_config.json does not name it.
+# Candidates for the end of a document, if no file names it.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
@@ -109,8 +109,11 @@ class JsonTokenizer:
         # Ids may have gaps: the model needs a row for the highest id.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         named = self.special.get("eos_token")
-        candidates = (named,) if named else _ENDS
-        self.end = next((vocabulary[token] for token in candidates if token in vocabulary), -1)
+        ends = [vocabulary[named]] if named in vocabulary else []
+        if not named:
+            ends += [each for each in model_ends(path.parent) if each < self.vocab_size]
+            ends += [vocabulary[token] for token in _ENDS if token in vocabulary]
+        self.end = next(iter(ends), -1)
 
     def encode(self, text: str, added: bool = True, markup: bool = False) -> list[int]:
         """Return the ids of ``text``, as ``Tokenizer.encode``."""

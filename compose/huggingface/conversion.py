@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from compose.base.json_files import parse_json
+from compose.base.json_files import parse_json, read_json
 from compose.base.own_files import write_whole
 from compose.base.safetensors_files import Planned, TensorFiles, write_files
 from compose.checkpoint import store
@@ -31,7 +31,8 @@ from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardS
 from compose.checkpoint.state import named_tensors
 from compose.checkpoint.storage import PartsReader, PartsWriter, alone
 from compose.config import Config, Model
-from compose.data.special_tokens import MODEL
+from compose.data.ends import generation_values
+from compose.data.special_tokens import GENERATION, MODEL
 from compose.data.tokenizer import TOKENIZER, carry, keep
 from compose.errors import ConfigError
 from compose.huggingface.adapters import Merged, adapted, table_of
@@ -51,8 +52,6 @@ from compose.registry import find_model, model_names
 from compose.toml import dump
 
 SHARD_BYTES = 5 * 10**9
-# Keys of config.json that are taken from the original.
-_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -208,15 +207,19 @@ def export(
     }
     if original and not original.is_dir():
         raise ConfigError(f"{original}: no such folder")
-    if original and (original / MODEL).exists():
-        there = read_config(original)
-        values |= {key: there[key] for key in _KEPT if key in there}
+    there = read_config(original) if original and (original / MODEL).exists() else {}
+    values |= {key: there[key] for key in ("max_position_embeddings",) if key in there}
+    special = generation_values(original, model.config.vocab_size)
+    values |= special
     flat = [one for part in plan for one in part]
     with _new_folder(target) as aside:
         written = write_files(aside, flat, tensors(), shard_bytes)
         (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
         if original:
             carry(original, aside)
+        how = aside / GENERATION
+        special = (read_json(how, dict[str, Any]) if how.exists() else {}) | special
+        write_whole(how, json.dumps(special, indent=2))
     return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
 
 

@@ -1,0 +1,143 @@
+"""The tokens that end a text which a model writes, by all files that name such tokens."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from compose.base.json_files import read_json
+from compose.base.known_keys import KnownKeys
+from compose.data.chat_template import ChatTemplate
+from compose.data.special_tokens import GENERATION, MODEL, model_ends
+from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
+from compose.errors import ConfigError
+
+KEYS = KnownKeys(
+    read="bos_token_id eos_token_id pad_token_id repetition_penalty",
+    # Each of these would change the likeliest text.
+    only={
+        "encoder_repetition_penalty guidance_scale num_beams num_return_sequences": (None, 1),
+        "encoder_no_repeat_ngram_size min_length min_new_tokens no_repeat_ngram_size": (None, 0),
+        "bad_words_ids begin_suppress_tokens constraints dola_layers exponential_decay_length_penalty"
+        " force_words_ids forced_bos_token_id forced_eos_token_id max_time penalty_alpha"
+        " sequence_bias stop_strings suppress_tokens token_healing watermarking_config": (
+            None,
+            False,
+            [],
+            {},
+        ),
+    },
+    # The flags of `generate` say how long a text is and how it is sampled. The rest is about beams,
+    # which are refused, a second model that saves time, caches, and what transformers returns.
+    besides="assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight"
+    " assistant_lookbehind cache_config cache_implementation compile_config continuous_batching_config"
+    " decoder_start_token_id disable_compile diversity_penalty do_sample early_stopping epsilon_cutoff"
+    " eta_cutoff is_assistant length_penalty low_memory max_cache_len max_length"
+    " max_matching_ngram_size max_new_tokens min_p num_assistant_tokens num_assistant_tokens_schedule"
+    " num_beam_groups output_attentions output_hidden_states output_logits output_scores"
+    " prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits"
+    " return_dict_in_generate speculation_type target_lookbehind temperature top_h top_k top_p"
+    " transformers_version typical_p use_cache use_mtp _commit_hash _from_model_config",
+)
+"""The keys of generation_config.json, which has the fields of transformers' GenerationConfig."""
+
+
+def end_ids(tokenizer: Tokenizer, folder: Path | None = None) -> list[int]:
+    """Return the ids that end a text.
+
+    These are the tokenizer's end token, those of generation_config.json and config.json, and what
+    ends a reply in the tokenizer's chat template.
+
+    Args:
+        tokenizer: The tokenizer.
+        folder: The folder of the model; its files count besides those beside the tokenizer.
+
+    Returns:
+        The ids, without repetition.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    found = [tokenizer.end] if tokenizer.end >= 0 else []
+    folders = [folder] if folder else []
+    if isinstance(tokenizer, JsonTokenizer):
+        folders.append(tokenizer.path.parent)
+        found += turn_ends(tokenizer)
+    for each in folders:
+        found += model_ends(each)
+    return list(dict.fromkeys(found))
+
+
+def turn_ends(tokenizer: JsonTokenizer) -> list[int]:
+    """Return the special tokens with which the tokenizer's chat template ends a reply."""
+    try:
+        template = ChatTemplate(tokenizer)
+    except ConfigError:
+        return []
+    tokens = tokenizer.tokenizer.get_added_tokens_decoder()
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    found: list[int] = []
+    # A call of a tool may end in another way.
+    for reply in ({"content": "a"}, {"content": "", "tool_calls": [call]}):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", **reply}]
+        try:
+            text = template.text(messages, {})
+        except ValueError:  # some templates want more
+            continue
+        ids, _ = tokenizer.encode_markup(text.rstrip())
+        token = tokens.get(ids[-1]) if ids else None
+        if token and (token.special or "tool_calls" not in reply):
+            found.append(ids[-1])
+    return found
+
+
+def repetition_penalty(folders: Iterable[Path]) -> float:
+    """Return what the generation_config.json of a model divides the logits of repeated tokens by.
+
+    Raises:
+        ConfigError: A key in the file would change the likeliest text, and is not supported here.
+    """
+    for path in (folder / GENERATION for folder in folders):
+        if path.exists():
+            values = read_json(path, dict[str, Any])
+            penalty = values.get("repetition_penalty") or 1.0
+            problems = KEYS.problems(values)
+            if isinstance(penalty, bool) or not isinstance(penalty, int | float) or penalty <= 0:
+                problems.append(f"repetition_penalty: {penalty!r} is no number above 0")
+            if problems:
+                raise ConfigError(*(f"{path}: {line}" for line in problems))
+            return float(penalty)
+    return 1.0
+
+
+def generation_values(folder: Path | None, vocab_size: int) -> dict[str, Any]:
+    """Return the ids of special tokens for the config.json and generation_config.json of a model.
+
+    Each is there: where a key is absent, transformers takes an id of some published model.
+
+    Args:
+        folder: The folder of its tokenizer, which may hold a config.json too; None for bytes.
+        vocab_size: Size of the model's vocabulary.
+
+    Returns:
+        ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``; None for what there is not.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    known: dict[str, Any] = {}
+    for path in (folder / MODEL, folder / GENERATION) if folder else ():
+        known |= read_json(path, dict[str, Any]) if path.exists() else {}
+    found = {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tokenizer: Tokenizer | None = None
+    if folder and (folder / FILE).exists():
+        tokenizer = open_tokenizer(folder)
+        vocabulary = tokenizer.tokenizer.get_vocab()
+        for name in ("bos_token", "pad_token"):
+            if (token := tokenizer.special.get(name)) in vocabulary:
+                found[f"{name}_id"] = vocabulary[token]
+    elif vocab_size == Bytes.vocab_size:
+        tokenizer = Bytes()
+    if tokenizer:
+        ends = [each for each in end_ids(tokenizer, folder) if each < vocab_size]
+        found["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+    return found
