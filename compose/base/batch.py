@@ -34,16 +34,10 @@ def ignore_all(targets: Tensor) -> Tensor:
 
 
 def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the targets of a batch.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Return the targets of a batch; raise ConfigError if it has none."""
     if "targets" not in batch:
-        raise ConfigError(
-            f"batch: has no targets, only {', '.join(batch) or 'nothing'}; give what the loss takes as"
-            ' "targets"'
-        )
+        names = ", ".join(batch) or "nothing"
+        raise ConfigError(f'batch: has no targets, only {names}; give what the loss takes as "targets"')
     return batch["targets"]
 
 

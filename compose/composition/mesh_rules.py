@@ -68,11 +68,8 @@ def _columns(setup: Setup) -> None:
 
 def _parametrized(setup: Setup) -> None:
     model, placed = setup.model, {*dict(setup.resolved.tensor), *setup.resolved.replicate}
-    found = [
-        name
-        for name, module in model.named_modules()
-        if is_parametrized(module) and (name in placed or inside(name, placed))
-    ]
+    computed = [name for name, module in model.named_modules() if is_parametrized(module)]
+    found = [name for name in computed if name in placed or inside(name, placed)]
     if setup.degrees.tp > 1 and found:
         raise ConfigError(
             f"plan.tensor: {found[0]} computes its weight from others (weight_norm or the like), and"

@@ -79,10 +79,8 @@ def _not_by_number(shell: nn.Module, layers: str) -> Iterator[None]:
     except (IndexError, KeyError) as error:
         callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         if shell.get_submodule(layers) in callers:
-            raise ConfigError(
-                f"plan.pipeline: a forward looks up {layers} by number or name, and a stage holds only"
-                f" some; iterate over all of them, {_CURE}"
-            ) from None
+            line = f"plan.pipeline: a forward looks up {layers} by number or name, and a stage holds"
+            raise ConfigError(f"{line} only some; iterate over all of them, {_CURE}") from None
         raise
 
 

@@ -38,16 +38,14 @@ class Units:
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Watch the units of ``model`` if the options ask for anything that can be seen."""
         asked, handles = self.options.activation_checkpoint, []
-        if (asked.mode == "none" and not asked.offload) or self.options.compile.mode != "off":
-            yield  # torch.compile would trace the hooks
-            return
-        modules = dict(model.named_modules())
+        seen = asked.mode != "none" or asked.offload
+        seen &= self.options.compile.mode == "off"  # a compiler would trace the hooks
         # The identity is in the place of a unit that another stage holds.
-        held = {name: modules[name] for name in self.names if name in modules}
-        held = {name: unit for name, unit in held.items() if not isinstance(unit, nn.Identity)}
+        modules = {n: m for n, m in model.named_modules() if not isinstance(m, nn.Identity)}
+        held = {name: modules[name] for name in self.names if seen and name in modules}
         owners = Counter(inner for unit in held.values() for inner in unit.modules())
         for name, unit in held.items():
-            inner = [module for module in unit.modules() if module is not unit and owners[module] == 1]
+            inner = [part for part in unit.modules() if part is not unit and owners[part] == 1]
             handles += self._hooks(name, unit, inner)
         try:
             yield
@@ -82,15 +80,17 @@ class Units:
     def compare(self, comparison: Comparison, composition: Composition) -> None:
         """Note a row for each unit that was watched, and the keys that took no part; a collective."""
         asked, key = self.options.activation_checkpoint, "activation_checkpoint"
-        moved = composition.activations.bytes if composition.activations else 0
+        moved = composition.activations is not None and composition.activations.bytes > 0
         found = self.ran & self.reached, self.again, self.kept, moved, _on_host(composition)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, found)
         watched, again, kept = (set[str]().union(*(one[i] for one in everyone)) for i in range(3))
+
+        def note(quantity: str, name: str, right: bool) -> None:
+            comparison.value(quantity, name, 0.0 if right else math.inf, 0.0)
+
         if asked.mode != "none" and not watched:
-            compiled = self.options.compile.mode != "off"
-            why = "layers are compiled" if compiled else "no unit has parts"
-            comparison.notes.append(f"{key}.mode: not watched, as {why}")
+            comparison.notes.append(f"{key}.mode: not watched in compiled units or units without parts")
         elif asked.mode != "none" and not again:
             comparison.unused.append(f"{key}.mode")
         elif asked.mode != "none":
@@ -98,24 +98,19 @@ class Units:
             # A budget may choose any units.
             right = again if asked.mode == "budget" else set(self.names[every - 1 :: every])
             for name in (name for name in self.names if name in watched):
-                error = 0.0 if (name in again) == (name in right) else math.inf
-                comparison.value("runs again", name, error, 0.0)
-        if asked.offload:
-            for name in self.names:
-                comparison.value("kept in place", name, math.inf if name in kept else 0.0, 0.0)
-            if not any(one[3] for one in everyone):
-                comparison.unused.append(f"{key}.offload")
+                note("runs again", name, (name in again) == (name in right))
+        for name in self.names if asked.offload else ():
+            note("kept in place", name, name not in kept)
+        if asked.offload and not any(one[3] for one in everyone):
+            comparison.unused.append(f"{key}.offload")
         if self.options.parallel.offload == "cpu":
-            error = 0.0 if all(one[4] for one in everyone) else math.inf
-            comparison.value("on the host", "parallel.offload", error, 0.0)
+            note("on the host", "parallel.offload", all(one[4] for one in everyone))
 
 
 def _on_host(composition: Composition) -> bool:
     """Return whether FSDP keeps all parameters of this rank in host memory."""
-    found = [local_tensor(p).device.type == "cpu" for _, p in composition.named_parameters()]
     units = [m for m in composition.model.modules() if isinstance(m, FSDPModule)]
-    for unit in units:
-        state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
-        group = state._fsdp_param_group
-        found += [parameter.offload_to_cpu for parameter in (group.fsdp_params if group else ())]
-    return bool(units) and all(found)
+    states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
+    params = [p for state in states if (g := state._fsdp_param_group) for p in g.fsdp_params]
+    on_cpu = [local_tensor(p).device.type == "cpu" for _, p in composition.named_parameters()]
+    return bool(params) and all(on_cpu) and all(param.offload_to_cpu for param in params)
