@@ -41,6 +41,21 @@ def test_a_prompt_is_what_transformers_makes_of_it(tmp_path: Path, kind: str) ->
     ]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"legacy": True}, {"legacy": False}, {"add_prefix_space": False}, {"model_type": "mixtral"}],
+)
+def test_llama_2s_kind_is_split_as_its_class_does(tmp_path: Path, config: dict[str, Any]) -> None:
+    """transformers' class splits texts in its own way, whatever tokenizer.json says."""
+    save_kind(tmp_path, "llama2", tokenizer_class="LlamaTokenizerFast", **config)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    tokenizer, reference = open_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in (" a", "the user", "<s>[INST] a [/INST] b </s> <s>def", "\n  x", "日本語 🙂"):
+        ids = reference(text)["input_ids"]
+        assert tokenizer.encode(text, markup=True) == ids
+        assert tokenizer.decode(ids) == reference.decode(ids)
+
+
 def test_chats_that_cannot_be_asked(tmp_path: Path) -> None:
     assert encode_prompts(Bytes(), ["a<s>"], chat=False) == [list(b"a<s>")]
     assert refused(lambda: encode_prompts(Bytes(), ["a"], chat=True)) == (

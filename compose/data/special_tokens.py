@@ -22,8 +22,8 @@ MODEL = "config.json"
 """The config of Hugging Face's model, which has the ids of special tokens too."""
 _NAMES = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
 KEYS = KnownKeys(
-    read=f"{_NAMES} added_tokens_decoder additional_special_tokens chat_template"
-    " extra_special_tokens split_special_tokens tokenizer_class",
+    read=f"{_NAMES} add_prefix_space added_tokens_decoder additional_special_tokens chat_template"
+    " extra_special_tokens legacy split_special_tokens tokenizer_class",
     only={
         "fast_tokenizer_files": (None, [], ["tokenizer.json"]),
         "fix_mistral_regex": (None, False),
@@ -31,10 +31,10 @@ KEYS = KnownKeys(
     # transformers ignores add_bos_token and add_eos_token beside a tokenizer.json, whose post-processor
     # says what is added. The rest is about padding, truncation, the text that ids make, other files, or
     # how transformers' classes were made.
-    besides="add_bos_token add_eos_token add_prefix_space auto_map backend chat_control_tokens"
+    besides="add_bos_token add_eos_token auto_map backend chat_control_tokens"
     " clean_up_tokenization_spaces"
     " clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-    " errors files_loaded gguf_file init_inputs is_local legacy local_files_only max_len max_length"
+    " errors files_loaded gguf_file init_inputs is_local local_files_only max_len max_length"
     " merges merges_file model_input_names model_max_length model_specific_special_tokens name_or_path"
     " pad_to_multiple_of pad_token_type_id padding_side post_processor processor_class response_schema"
     " response_template sp_model_kwargs spaces_between_special_tokens special_tokens_map_file stride"
@@ -46,10 +46,12 @@ MAP_KEYS = KnownKeys(
     read=f"{_NAMES} additional_special_tokens extra_special_tokens", only={}, besides=""
 )
 """The keys of special_tokens_map.json; others name tokens of images and the like."""
+LLAMA = "LlamaTokenizer"
+"""The class of Llama 2's kind."""
 # What transformers' classes name where a file names nothing.
 _S, _TEXT = {"bos_token": "<s>", "eos_token": "</s>"}, "<|endoftext|>"
 _CLASSES: Mapping[str, Mapping[str, str]] = {
-    "LlamaTokenizer": _S,
+    LLAMA: _S,
     "CodeLlamaTokenizer": _S,
     "XLMRobertaTokenizer": _S,
     "T5Tokenizer": {"eos_token": "</s>"},
@@ -81,6 +83,8 @@ class SpecialTokens:
     """Special tokens by a name such as "eos_token"."""
     added: Sequence[tuple[str, Mapping[str, bool]]]
     """Tokens to add to those of tokenizer.json, with their options; most are there already."""
+    kind: str
+    """The tokenizer's class in transformers, if it makes a tokenizer of its own; else empty."""
     split: bool
     """Whether special tokens in a text are ordinary text, whatever the text is."""
 
@@ -99,7 +103,8 @@ def read_special_tokens(folder: Path, vocabulary: Collection[str], byte_level: b
     path, problems = folder / CONFIG, list[str]()
     config = read_json(path, dict[str, Any]) if path.exists() else {}
     problems += KEYS.problems({key: config[key] for key in KEYS.only if key in config})
-    names = dict(_defaults(config, folder, byte_level))
+    kind = _class(config, folder, byte_level)
+    names = dict(_CLASSES.get(kind, {}))
     _name(names, config, path)
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     decoder = config.get("added_tokens_decoder")
@@ -133,7 +138,8 @@ def read_special_tokens(folder: Path, vocabulary: Collection[str], byte_level: b
         (content, {"special": True, **options})
         for content, options in (_token(each, path, "extra_special_tokens") for each in extra)
     ]
-    return SpecialTokens(config, names, tokens, config.get("split_special_tokens") is True)
+    split = config.get("split_special_tokens") is True
+    return SpecialTokens(config, names, tokens, kind, split)
 
 
 def _name(names: dict[str, str], values: Mapping[str, Any], path: Path, every: bool = False) -> None:
@@ -157,14 +163,14 @@ def _token(value: Any, path: Path, key: str) -> tuple[str, dict[str, bool]]:
     return content, {name: bool(options[name]) for name in known if name in options}
 
 
-def _defaults(config: Mapping[str, Any], folder: Path, byte_level: bool) -> Mapping[str, str]:
-    """Return what the tokenizer's class in transformers names by itself."""
+def _class(config: Mapping[str, Any], folder: Path, byte_level: bool) -> str:
+    """Return the class of the tokenizer in transformers, or nothing if it is tokenizer.json alone."""
     model = read_json(folder / MODEL, dict[str, Any]) if (folder / MODEL).exists() else {}
     kind = config.get("tokenizer_class") or model.get("tokenizer_class")
     name = str(kind).removesuffix("Fast") if kind else _OF_MODEL.get(str(model.get("model_type")), "")
-    if (name == "LlamaTokenizer" and byte_level) or model.get("model_type") in _OF_NO_CLASS:
-        return {}
-    return _CLASSES.get(name, {})
+    if (name == LLAMA and byte_level) or model.get("model_type") in _OF_NO_CLASS:
+        return ""
+    return name
 
 
 def model_ends(folder: Path) -> list[int]:

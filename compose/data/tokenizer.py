@@ -3,12 +3,12 @@
 import functools
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from compose.base.own_files import LEADS_OUT, leads_out, read_file, write_whole
-from compose.data.special_tokens import MODEL, model_ends, read_special_tokens
+from compose.data.special_tokens import LLAMA, MODEL, model_ends, read_special_tokens
 from compose.errors import ConfigError
 
 SEPARATOR = 256
@@ -104,6 +104,8 @@ class JsonTokenizer:
         self.tokenizer.no_padding()
         found = read_special_tokens(path.parent, self.tokenizer.get_vocab(), b'"ByteLevel"' in content)
         self.config, self.special, self.split = found.config, found.names, found.split
+        if found.kind == LLAMA:
+            _split_as_llama(self.tokenizer, self.config)
         self.tokenizer.add_tokens([AddedToken(token, **options) for token, options in found.added])
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps: the model needs a row for the highest id.
@@ -150,6 +152,26 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, special tokens included."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _split_as_llama(tokenizer: Any, config: Mapping[str, Any]) -> None:
+    """Split texts as transformers' class for Llama 2 does, whatever tokenizer.json says.
+
+    Older files put a space before each part of a text that is between special tokens.
+    """
+    from tokenizers import decoders, models, pre_tokenizers
+
+    space = config.get("add_prefix_space") in (None, True)
+    scheme = "always" if config.get("legacy") else "first"
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme=scheme if space else "never", split=False
+    )
+    strip = [decoders.Strip(" ", 1, 0)] if space else []
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(parts)
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.fuse_unk = tokenizer.model.byte_fallback = True
 
 
 def _line(error: BaseException) -> str:
