@@ -90,7 +90,7 @@ class LowRank:
         if self.layout.ranks > 1:
             self.account.lost(missing, [group])
             return
-        whole = missing[0].double()
+        whole = missing[0].to(torch.float64, copy=True)  # the remainder is compared with ``missing``
         dist.all_reduce(whole, group=group)
         self.account.add(whole)
 

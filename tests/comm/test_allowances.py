@@ -11,7 +11,7 @@ from compose.proof.coded_messages import CODES
 from compose.proof.prove import prove
 from compose.proof.report import Report
 from tests.comm.cases import Keys, comm, given
-from tests.helpers import make_job, tier
+from tests.helpers import agreed, make_job, prove_whole, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -56,3 +56,12 @@ def _with_tiny_fault(fault: str, keys: Keys) -> Report:
     with mutated(*TINY[fault]) if fault else nullcontext():
         job = make_job(dist.get_world_size(), **keys)
         return prove(job, make_mesh(job.degrees), torch.device("cpu"), steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["powersgd", "top_k", "int4"])
+def test_remainders_of_replicas_in_float64(pool: Pool, code: str) -> None:
+    """The account's sum over replicas once changed what a remainder was compared with."""
+    keys = given(comm(code)) | {"parallel__dp_replicate": 2, "model__n_layers": 1}
+    report = agreed(pool.run(prove_whole, 2, keys))
+    assert report.ok, str(report)
