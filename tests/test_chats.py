@@ -1,5 +1,6 @@
 """Chats: replies alone are learnt, as the template writes them; conversations in a sample are apart."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from transformers import AutoTokenizer
 
 from compose.__main__ import main
 from compose.config import Data
-from compose.data.chat_template import ChatTemplate, encode, read_messages
+from compose.data.chat_template import ChatTemplate
 from compose.data.chats import Conversations, pack_into_bins
+from compose.data.messages import read_chat
+from compose.data.replies import Replies, encode
 from compose.data.sources import open_samples
 from compose.data.task import LanguageModelling
 from compose.data.tokenizer import open_tokenizer
@@ -42,7 +45,7 @@ def learnt_text(folder: Path, messages: list[dict[str, Any]]) -> list[tuple[str,
     """(text, what is learnt of it, as tokens) of each text that a chat makes."""
     tokenizer = open_tokenizer(folder)
     found = []
-    for rendered in ChatTemplate(tokenizer).render(messages):
+    for rendered in Replies(tokenizer).render(read_chat({"messages": messages}, "messages")):
         ids, learnt = encode(tokenizer, rendered)
         kept = tokenizer.decode([i for i, yes in zip(ids, learnt, strict=True) if yes])
         found.append((tokenizer.decode(ids), kept))
@@ -62,7 +65,7 @@ def test_equals_transformers(tmp_path: Path, marked: bool) -> None:
     save_tokenizer(tmp_path / "ours", MARKED if marked else CHATML)
     save_tokenizer(tmp_path / "theirs", MARKED)
     tokenizer = open_tokenizer(tmp_path / "ours")
-    template = ChatTemplate(tokenizer)
+    replies = Replies(tokenizer)
     reference = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     chance = random.Random(0)
     for _ in range(50):
@@ -75,7 +78,7 @@ def test_equals_transformers(tmp_path: Path, marked: bool) -> None:
             for _ in range(turns)
             for role in ("user", "assistant")
         ]
-        (rendered,) = template.render(messages)
+        (rendered,) = replies.render(read_chat({"messages": messages}, "messages"))
         ids, learnt = encode(tokenizer, rendered)
         expected = reference.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -97,8 +100,7 @@ def test_chats_that_cannot_be_used(tmp_path: Path) -> None:
     def refused(row: dict[str, Any], template: str = CHATML) -> str:
         save_tokenizer(tmp_path, template)
         try:
-            messages, more = read_messages(row, "messages")
-            ChatTemplate(open_tokenizer(tmp_path)).render(messages, **more)
+            Replies(open_tokenizer(tmp_path)).render(read_chat(row, "messages"))
         except ValueError as error:
             return str(error)
         raise AssertionError("it was taken")
@@ -114,7 +116,8 @@ def test_chats_that_cannot_be_used(tmp_path: Path) -> None:
     )
     upside_down = "{% for m in messages|reverse %}{{ m.content }}{% endfor %}"
     assert refused({"messages": CHAT}, upside_down) == (
-        "message 3: the chat template does not write a reply where it asks for one"
+        "message 3: the chat template does not write a reply where it asks for one, after"
+        " '2 + 2? <|im_end|> Be short.'"
     )
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -137,7 +140,7 @@ def test_conversations_are_packed_whole(
     tmp_path: Path, seq_len: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = token_set(tmp_path)
-    assert capsys.readouterr().out.endswith(" 40 conversations, 1 without a reply left out\n")
+    assert " 40 conversations, 1 without a reply left out\n" in capsys.readouterr().out
     samples = open_samples(str(out), Data(), seq_len, 300)
     assert isinstance(samples, Conversations)
     whole = samples.token_set
@@ -173,6 +176,72 @@ def test_conversations_are_packed_whole(
     cut = [n for n in range(40) if samples.lengths[n] == 0]
     assert sorted(seen + cut) == list(range(40))
     assert bool(cut) == (seq_len == 33)  # of these the reply begins beyond it
+
+
+def test_what_became_of_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table at the end of the command, and at the start of a run; bad rows are left out if asked."""
+    tokenizer, file = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "chats.jsonl"
+    rows = [{"messages": CHAT}, {"messages": CHAT[:1]}, {"messages": 5}]
+    rows += [{"messages": [*CHAT[:2], {"role": "assistant", "content": "4" * n}]} for n in (1, 90)]
+    lines = [json.dumps(row) for row in rows]
+    file.write_text("\ufeff" + "\n".join([*lines, "{"]), encoding="utf-8")
+    words = ["tokenize", "--chat", "--workers=1", "--tokenizer", str(tokenizer), "--out"]
+    with pytest.raises(ConfigError, match=r"chats\.jsonl:3: has no list of messages in 'messages'$"):
+        main([*words, str(tmp_path / "1"), str(file)])
+    out = tmp_path / "2"
+    assert main([*words, str(out), "--skip-bad", str(file)]) == 0
+    made = open_samples(str(out), Data(), 64, 300)
+    assert isinstance(made, Conversations)
+    assert made.token_set is not None
+    lengths = np.diff(made.token_set.ends, prepend=0)
+    learnt = int(made.trained.read(0, len(made.trained)).sum())
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == (
+        f"{out}: {lengths.sum():,} tokens, 3 conversations, 1 without a reply left out"
+    )
+    assert [line.split()[:3] for line in printed[1:4]] == [
+        ["rows", "6"],
+        ["replies", "4", "to"],
+        ["tokens", "learnt", str(learnt)],
+    ]
+    assert printed[4:7] == [
+        f"  longest{max(lengths):>21,}  tokens; half have at most {int(np.median(lengths))}, 99 %"
+        f" {int(np.percentile(lengths, 99))}",
+        f"  empty{1:>23}  left out: no reply to learn",
+        f"  bad{2:>25}  left out (--skip-bad), for example:",
+    ]
+    assert printed[7] == f"    {file}:3: has no list of messages in 'messages'"
+    assert printed[8].startswith(f"    {file}:6: is not JSON: ")
+    cut = lengths[lengths > 65]
+    kept = int((np.concatenate([made.read(n)["targets"] for n in range(len(made))]) != IGNORE).sum())
+    assert made.table().splitlines() == [
+        f"  rows{4:>24}",
+        f"  replies{4:>21}",
+        f"  conversations{3:>15}",
+        f"  cut{len(cut):>25}  at train.seq_len 64: {(cut - 65).sum()} tokens are lost",
+        f"  left out{0:>20}  of these: nothing to learn remains",
+        f"  tokens learnt{kept:>15}  in an epoch, of {made.lengths.sum()}",
+        f"  samples{len(made):>21}  {100 * made.lengths.sum() / (64 * len(made)):.1f} % full",
+    ]
+
+
+def test_a_token_set_of_an_older_version(tmp_path: Path) -> None:
+    out = token_set(tmp_path)
+    new = open_samples(str(out), Data(), 33, 300)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for name in ("rows", "replies", "learnt", "empty", "bad"):
+        del manifest[name]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    old = open_samples(str(out), Data(), 33, 300)
+    assert isinstance(old, Conversations)
+    assert isinstance(new, Conversations)
+    assert old.content == new.content
+    lines = [
+        line
+        for line in new.table().splitlines()
+        if line.split()[0] not in ("rows", "replies", "tokens")
+    ]
+    assert old.table().splitlines() == lines
 
 
 def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def words(folder: Path, template: object) -> str:
     config.write_text(json.dumps({"chat_template": template}))
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises((ConfigError, ValueError)) as caught:
-        ChatTemplate(JsonTokenizer(folder / "tokenizer.json")).render(CHAT)
+        ChatTemplate(JsonTokenizer(folder / "tokenizer.json")).text(CHAT, {})
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     assert len(str(caught.value).splitlines()) == 1
     return str(caught.value).removeprefix(f"{config}: ").removeprefix("the chat template")

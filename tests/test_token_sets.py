@@ -266,7 +266,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (b'{"text": "a \\ud800 b"}', "holds half a character, \\ud800"),
         (b'{"text": "a", "\\uDFFF": 1}', "holds half a character, \\udfff"),
         (b'{"a": ' * 60_000, "is nested too deeply"),
-        (b'{"text": ["a"]}', "has no text in 'text' (it has 'text'); see --field"),
+        (b'{"text": ["a"]}', "has no text in 'text' (it holds a list); see --field"),
         (b"1" * 5000, "is not JSON: Exceeds the limit"),
     ],
 )
@@ -277,6 +277,34 @@ def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: bytes, words:
         make(tokenizer, tmp_path / "out", file)
     (problem,) = caught.value.problems
     assert problem.startswith(f"{file}:3: {words}")
+
+
+def test_rows_that_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --skip-bad, those of JSON lines and of Parquet; without it null is an empty text."""
+    tokenizer, lines, table = (
+        save_tokenizer(tmp_path / "t"),
+        tmp_path / "a.jsonl",
+        tmp_path / "b.parquet",
+    )
+    lines.write_bytes(
+        b'\xef\xbb\xbf{"text": "a"}\n{"text": 5}\n\xff\n{"text": null}\n{"text": "b"}\n{"a": 1}'
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": [["c"], ["d"]]}), table)
+    words = ["tokenize", "--workers=1", "--tokenizer", str(tokenizer), "--out", str(tmp_path / "out")]
+    assert main([*words, "--skip-bad", str(lines), str(table)]) == 0
+    assert row_of(tmp_path / "out") == expected(tokenizer, ["a", "b"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith(" 2 documents")
+    assert printed[-6:] == [
+        f"  bad{5:>25}  left out (--skip-bad), for example:",
+        f"    {lines}:2: has no text in 'text' (it holds a number); see --field",
+        f"    {lines}:3: is not UTF-8: invalid start byte",
+        f"    {lines}:6: has no text in 'text' (it has 'a'); see --field",
+        f"    {table}: row 1: has no text in 'text'",
+        f"    {table}: row 2: has no text in 'text'",
+    ]
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    assert [manifest[name] for name in ("rows", "empty", "bad", "documents")] == [3, 1, 5, 2]
 
 
 def test_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path) -> None:

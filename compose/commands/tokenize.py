@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from compose.base.fields import whole_number
 from compose.commands.cli import read_flags
-from compose.data.chat_template import ChatTemplate
+from compose.data.replies import Replies
+from compose.data.token_set import as_table, open_token_set
 from compose.data.tokenizer import open_tokenizer
 from compose.data.writing import Counts, describe_job, make_token_set
 from compose.errors import ConfigError
@@ -22,11 +25,12 @@ _FLAGS = {
     "--chat": "",
     "--end": "TOKEN",
     "--no-special-tokens": "",
+    "--skip-bad": "",
     "--workers": "N",
 }
 USAGE = """\
 python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat]
-    [--end TOKEN] [--no-special-tokens] FILES...
+    [--end TOKEN] [--no-special-tokens] [--skip-bad] FILES...
 
 Makes DIR, which data.path and data.validation can name. A .jsonl file has a document on each line, a
 .parquet file one in each row (pip install 'dtensor-compose[parquet]'); any other file is one document
@@ -36,10 +40,12 @@ of UTF-8 text. Started again, it goes on where it was.
   --out        folder to make
   --field      field or column with the text; default: text, and messages with --chat
   --chat       rows are chats, written by the tokenizer's chat template; replies alone are learnt
-  --end        token that ends a document; default: the tokenizer's eos_token
+  --end        token that ends a document, and a reply after which the chat template writes nothing;
+               default: the tokenizer's eos_token
   --no-special-tokens
                a text has only the end token; else what the tokenizer adds to a text too, such as a
                token at its start
+  --skip-bad   leave out rows that cannot be used, and say how many; else the first one ends the command
   --workers    processes; default: one for each core
 """
 
@@ -73,24 +79,42 @@ def tokenize(arguments: Sequence[str]) -> int:
             )
         end = found
     if chat:
-        ChatTemplate(tokenizer)  # raises if there is no template
+        Replies(tokenizer)  # raises if there is no template
     elif end < 0:
         raise ConfigError(
             f"{COMMAND_LINE}: --end: {tokenizer.name} does not say which token ends a document"
         )
     field = flags.get("--field", "messages" if chat else "text")
     kind = "chat" if chat else "text"
-    paths = [Path(name) for name in files]
-    job = describe_job(tokenizer, kind, field, end, paths)
-    job = job if added else replace(job, added=False)
+    job = describe_job(tokenizer, kind, field, end, [Path(name) for name in files])
+    job = replace(job, added=job.added if added else False, skip_bad="--skip-bad" in flags)
     target = Path(flags["--out"])
     bar = ProgressBar(sum(size for _, size, _ in job.files))
     counts = make_token_set(job, target, whole_number(workers), bar)
     bar.end()
-    left_out = f", {counts.empty:,} without a reply left out" if counts.empty else ""
+    left_out = f", {counts.empty:,} without a reply left out" if chat and counts.empty else ""
     what = "conversations" if chat else "documents"
-    print(f"{target}: {counts.tokens:,} tokens, {counts.documents:,} {what}{left_out}", flush=True)
+    print(f"{target}: {counts.tokens:,} tokens, {counts.documents:,} {what}{left_out}")
+    if chat or counts.bad:
+        print(_table(counts, np.diff(open_token_set(target).ends, prepend=0), chat))
+    sys.stdout.flush()
     return 0
+
+
+def _table(counts: Counts, lengths: np.ndarray, chat: bool) -> str:
+    """Return what became of the rows."""
+    half, most = np.percentile(lengths, [50, 99]).astype(int) if len(lengths) else (0, 0)
+    share = 100 * counts.learnt / max(1, counts.tokens)
+    lines = [
+        ("rows", counts.rows + counts.bad, ""),
+        ("replies", counts.replies if chat else None, "to learn"),
+        ("tokens learnt", counts.learnt if chat else None, f"{share:.1f} % of {counts.tokens:,}"),
+        ("longest", int(lengths.max(initial=0)), f"tokens; half have at most {half:,}, 99 % {most:,}"),
+        ("empty", counts.empty or None, "left out: " + ("no reply to learn" if chat else "no text")),
+        *(("note", count, note) for note, count in counts.notes.items()),
+        ("bad", counts.bad or None, "left out (--skip-bad), for example:"),
+    ]
+    return "\n".join([as_table(lines), *(f"    {reason}" for reason in counts.reasons)])
 
 
 class ProgressBar:

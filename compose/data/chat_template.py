@@ -1,14 +1,15 @@
-"""Chats written as text by a tokenizer's template, and the parts of the text to learn: the replies."""
+"""Chats written as text by a tokenizer's template."""
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from compose.base.own_files import read_file
+from compose.base.own_files import LEADS_OUT, leads_out, read_file
 from compose.data.limits import TooLong, limited
+from compose.data.messages import Message
 from compose.data.special_tokens import CONFIG
 from compose.data.tokenizer import JsonTokenizer
 from compose.errors import ConfigError
@@ -17,23 +18,16 @@ from compose.errors import ConfigError
 _SECONDS = 10.0
 _MEMORY = 1 << 30  # bytes
 _CHARACTERS = 1 << 26
-
-Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """The text of a chat."""
-
-    text: str
-    replies: Sequence[tuple[int, int]]
-    """The spans (start, stop) in ``text`` to learn from."""
+_TAG = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+_FOLDER = "additional_chat_templates"
 
 
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    It comes from chat_template.jinja or tokenizer_config.json beside the tokenizer.
+    It comes from chat_template.jinja or tokenizer_config.json beside the tokenizer. There may be
+    several by name: "tool_use" writes chats with tools, and "default" the others.
     """
 
     def __init__(self, tokenizer: JsonTokenizer) -> None:
@@ -42,93 +36,127 @@ class ChatTemplate:
         Raises:
             ConfigError: The tokenizer has no template, or it cannot be compiled.
         """
+        self._pieces: list[str] = []
+        self._marks: list[tuple[int, str]] = []
+        environment = self._environment()
+        self._templates: dict[str, Any] = {}
+        self._tagged: set[str] = set()
+        for name, (path, source) in _sources(tokenizer).items():
+            try:
+                with limited(_SECONDS, _MEMORY):
+                    self._templates[name] = environment.from_string(source)
+            except (Exception, TooLong) as error:  # compiling to Python may fail in many ways
+                raise ConfigError(f"{path}: the chat template{_reason(error)}") from None
+            if _TAG.search(source):
+                self._tagged.add(name)
+        self.special = tokenizer.special
+
+    def _environment(self) -> Any:
         from jinja2.ext import Extension, loopcontrols
-        from jinja2.nodes import Node
+        from jinja2.nodes import CallBlock, Node
         from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        pieces, marks = self._pieces, self._marks
+
         class Generation(Extension):
-            """The tag {% generation %}: it marks replies for transformers, and writes nothing."""
+            """The tag {% generation %}: it marks what is learnt of a chat."""
 
             tags = {"generation"}  # noqa: RUF012
 
-            def parse(self, parser: Parser) -> list[Node]:
-                """Return the nodes inside the tag."""
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            def parse(self, parser: Parser) -> Node:
+                """Return a node that writes what stands in the tag, and remembers where."""
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-        self.path, source = _source(tokenizer)
+            def _mark(self, caller: Callable[[], str]) -> str:
+                written = caller()
+                marks.append((sum(map(len, pieces)), written))
+                return written
+
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
         # As in transformers: JSON for a model is not escaped for HTML.
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-            value, ensure_ascii=False, indent=indent
-        )
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        try:
-            with limited(_SECONDS, _MEMORY):
-                self.template = environment.from_string(source)
-        except (Exception, TooLong) as error:  # compiling to Python may fail in many ways
-            raise ConfigError(f"{self.path}: the chat template{_reason(error)}") from None
-        self.special = tokenizer.special
+        return environment
 
     def text(self, messages: Sequence[Message], more: Mapping[str, Any], prompt: bool = False) -> str:
-        """Write a chat. Every error in the template raises ValueError with its line."""
-        given = {**self.special, **more, "messages": messages, "add_generation_prompt": prompt}
+        """Write messages as text.
+
+        Args:
+            messages: At least one message.
+            more: Values for the template, by name.
+            prompt: The text ends with what asks for a reply.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: The template refuses the messages or fails. The error names its line.
+        """
+        name = self._name(more)
+        # A template finds None where there are no tools or documents, as in transformers.
+        given = {"tools": None, "documents": None, **self.special, **more}
+        given |= {"messages": messages, "add_generation_prompt": prompt}
+        self._pieces.clear()
+        self._marks.clear()
         try:
             with limited(_SECONDS, _MEMORY):
-                pieces, size = [], 0
+                size, template = 0, self._templates[name]
                 # Not render(): it would build the whole text before its size is known.
-                for piece in self.template.root_render_func(self.template.new_context(given)):
-                    pieces.append(piece)
+                for piece in template.root_render_func(template.new_context(given)):
+                    self._pieces.append(piece)
                     size += len(piece)
                     if size > _CHARACTERS:
                         raise ValueError(f"writes more than {_CHARACTERS:,} characters")
-                text = "".join(pieces)
+                text = "".join(self._pieces)
                 text.encode()  # fails for half a character (a lone surrogate)
         except (Exception, TooLong) as error:
             raise ValueError(f"the chat template{_reason(error)}") from None
         return text
 
-    def render(self, messages: Sequence[Message], **more: Any) -> list[Rendered]:
-        """Return the texts that teach the replies in ``messages``, which have the role "assistant".
-
-        Usually this is one text. Some templates write an earlier reply in another way than the last one
-        (for example, they leave out the thoughts of earlier turns). Then there is one text for each
-        reply, with the messages before it. The span to learn of a reply begins where the model would
-        begin to write, and ends with the turn.
-
-        Args:
-            messages: The messages of the chat.
-            **more: More values for the template, such as ``tools``.
-
-        Returns:
-            The texts and their spans to learn. The list is empty if there are no replies.
+    def marked(
+        self, messages: Sequence[Message], more: Mapping[str, Any]
+    ) -> list[tuple[int, int]] | None:
+        """Return the spans that {% generation %} marks in the text, or None if the template has no tag.
 
         Raises:
-            ValueError: The template refuses the chat or fails.
+            ValueError: As ``text``; or a tag stands where its place in the text is not known.
         """
-        whole = self.text(messages, more)
-        replies: list[tuple[int, int]] = []
-        texts: list[Rendered] = []
-        joined = True
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            prompt = self.text(messages[:i], more, prompt=True)
-            text = self.text(messages[: i + 1], more)
-            if not text.startswith(prompt):
+        if self._name(more) not in self._tagged:
+            return None
+        text = self.text(messages, more)
+        for start, written in self._marks:
+            if not text.startswith(written, start):
                 raise ValueError(
-                    f"message {i + 1}: the chat template does not write a reply where it asks for one"
+                    "the chat template has {% generation %} in a macro, or in a block whose text is"
+                    " kept for later: it is not known what it marks"
                 )
-            # White space after the token that ends the turn is not part of the reply.
-            reply = len(prompt), len(text.rstrip())
-            replies.append(reply)
-            texts.append(Rendered(text, [reply]))
-            joined = joined and whole.startswith(text)
-        return [Rendered(whole, replies)] if joined and replies else texts
+        return [(start, start + len(written)) for start, written in self._marks if written]
+
+    def _name(self, more: Mapping[str, Any]) -> str:
+        name = _WITH_TOOLS if more.get("tools") and _WITH_TOOLS in self._templates else _DEFAULT
+        if name not in self._templates:
+            raise ValueError(
+                f"the chat template for chats without tools is missing: none is named {name!r}"
+            )
+        return name
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(words: str) -> NoReturn:
@@ -158,49 +186,42 @@ def _reason(error: BaseException) -> str:
     return f", line {line}: {words}" if line else f": {words}"
 
 
-def _source(tokenizer: JsonTokenizer) -> tuple[Path, str]:
-    """Return the template and its file. Raises ConfigError if there is none."""
+def _sources(tokenizer: JsonTokenizer) -> dict[str, tuple[Path, str]]:
+    """Return the file and the text of each template, by name. Raises ConfigError if there is none."""
     folder = tokenizer.path.parent
-    file, config = folder / "chat_template.jinja", folder / CONFIG
-    if file.exists():
-        try:
-            return file, read_file(file).decode("utf-8")
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{file}: is not UTF-8: byte {error.start}: {error.reason}") from None
+    config, named = folder / CONFIG, folder / _FOLDER
     found = tokenizer.config.get("chat_template")
+    sources: dict[str, tuple[Path, str]] = {}
     if isinstance(found, list):  # several templates, by name
-        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    if found is not None and not isinstance(found, str):
-        raise ConfigError(f"{config}: chat_template: is neither a template nor a list of them by name")
-    if found is None:
+        each = [one for one in found if isinstance(one, dict) and isinstance(one.get("name"), str)]
+        found = {one["name"]: one.get("template") for one in each}
+    elif found is not None:
+        found = {_DEFAULT: found}
+    for name, source in (found or {}).items():
+        if not isinstance(source, str):
+            raise ConfigError(
+                f"{config}: chat_template: is neither a template nor a list of them by name"
+            )
+        sources[name] = config, source
+    if leads_out(named, folder):
+        raise ConfigError(f"{named}: {LEADS_OUT}")
+    files = {path.stem: path for path in sorted(named.glob("*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        files[_DEFAULT] = folder / "chat_template.jinja"
+    if files:  # they stand in place of the config's
+        sources = {name: (path, _read(path)) for name, path in files.items()}
+    used = {name: source for name, source in sources.items() if name in (_DEFAULT, _WITH_TOOLS)}
+    if not used:
         raise ConfigError(
             f"{folder}: has no chat template, in chat_template.jinja or tokenizer_config.json"
         )
-    return config, found
+    return used
 
 
-def read_messages(row: Mapping[str, Any], field: str) -> tuple[list[Message], dict[str, Any]]:
-    """Return the messages of a chat, and the other values in its row for the template.
-
-    Raises:
-        ValueError: The field is not a list of messages with a role and content.
-    """
-    messages = row.get(field)
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"has no list of messages in {field!r}")
-    for i, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {i} has no role")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise ValueError(f"message {i} has no content")
-    return messages, {"tools": row["tools"]} if row.get("tools") else {}
-
-
-def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], list[bool]]:
-    """Encode a text, and mark the tokens to learn: those that begin inside a reply."""
-    ids, starts = tokenizer.encode_markup(rendered.text)
-    learnt = [any(first <= start < stop for first, stop in rendered.replies) for start in starts]
-    return ids, learnt
+def _read(path: Path) -> str:
+    try:
+        return read_file(path).decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8: byte {error.start}: {error.reason}") from None

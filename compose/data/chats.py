@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compose.base.batch import IGNORE
 from compose.data.rows import check_ids
-from compose.data.token_set import TokenSet
+from compose.data.token_set import TokenSet, as_table
 from compose.errors import ConfigError
 
 
@@ -55,6 +55,32 @@ class Conversations:
 
     def __len__(self) -> int:
         return len(self.bins)
+
+    def table(self) -> str:
+        """Return what a run learns of the set in an epoch, as a table."""
+        assert self.token_set is not None
+        whole, used = self.token_set, int(self.lengths.sum())
+        lost, learnt = 0, whole.learnt
+        for number in self.cut.tolist():
+            size, kept = int(whole.ends[number] - self.starts[number]) - 1, int(self.lengths[number])
+            lost += size - kept
+            if learnt is not None:
+                learnt -= int(self._learnt(number, size)[kept:].sum())
+        return as_table(
+            [
+                ("rows", whole.rows, ""),
+                ("replies", whole.replies, ""),
+                ("conversations", len(whole.ends), ""),
+                ("cut", len(self.cut), f"at train.seq_len {self.seq_len:,}: {lost:,} tokens are lost"),
+                ("left out", int((self.lengths == 0).sum()), "of these: nothing to learn remains"),
+                ("tokens learnt", learnt, f"in an epoch, of {used:,}"),
+                (
+                    "samples",
+                    len(self.bins),
+                    f"{100 * used / (len(self.bins) * self.seq_len):.1f} % full",
+                ),
+            ]
+        )
 
     def _learnt(self, number: int, length: int) -> np.ndarray:
         start = int(self.starts[number])

@@ -5,6 +5,7 @@ A unit is a range of bytes of a file, cut at the ends of lines.
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -16,6 +17,7 @@ PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLOCK = 1 << 20  # bytes of a text in one block
 _AROUND = 1 << 14  # bytes before and after a block that are read with it
+_KINDS = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
 
 
 @dataclass(frozen=True)
@@ -55,56 +57,87 @@ def _blocks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
         yield block
 
 
-def json_texts(unit: Unit, field: str) -> Iterator[str]:
+def stop_at(error: BadLine) -> None:
+    """Raise the error: no bad line is left out."""
+    raise error
+
+
+def json_texts(unit: Unit, field: str, bad: Callable[[BadLine], None] = stop_at) -> Iterator[str]:
     """Yield the text of each row of JSON lines.
 
+    Args:
+        unit: The unit.
+        field: The field with the text.
+        bad: Called with a row that has no text in ``field``, or is no JSON. If it returns, the row is
+            left out.
+
     Yields:
-        The texts.
-
-    Raises:
-        BadLine: A row has no text in ``field``, or is no JSON.
+        The texts; a row with null is an empty one.
     """
-    for place, row in json_rows(unit):
+    for place, row in json_rows(unit, bad):
         text = row.get(field)
-        if not isinstance(text, str):
-            has = ", ".join(map(repr, row)) or "nothing"
-            raise BadLine(unit.path, place, f"has no text in {field!r} (it has {has}); see --field")
-        yield text
+        if isinstance(text, str):
+            yield text
+        elif field in row and text is None:
+            yield ""
+        else:
+            names = ", ".join(map(repr, row)) or "nothing"
+            has = f"it holds {_KINDS[type(text)]}" if field in row else f"it has {names}"
+            bad(BadLine(unit.path, place, f"has no text in {field!r} ({has}); see --field"))
 
 
-def json_rows(unit: Unit) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (place, row) of each row of JSON lines. Raises BadLine."""
+def json_rows(
+    unit: Unit, bad: Callable[[BadLine], None] = stop_at
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (place, row) of each row of JSON lines; ``bad`` is called with the others."""
     for place, line in _lines(unit):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line)
-            if _SURROGATE.search(line):  # a surrogate without a pair is half a character
-                json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = ascii(error.object[error.start])
-            raise BadLine(unit.path, place, f"holds half a character, {half[1:-1]}") from None
-        except RecursionError:
-            raise BadLine(unit.path, place, "is nested too deeply") from None
-        except ValueError as error:
-            raise BadLine(unit.path, place, f"is not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise BadLine(unit.path, place, "is not an object")
-        yield place, row
+            row = _row(unit, place, line)
+        except BadLine as error:
+            bad(error)
+            continue
+        if row is not None:
+            yield place, row
 
 
-def _lines(unit: Unit) -> Iterator[tuple[int, str]]:
-    """Yield (place, text) of the lines that begin in the unit."""
+def _row(unit: Unit, place: int, content: bytes) -> dict[str, Any] | None:
+    """Return the row on a line of JSON lines, or None if the line is blank. Raises BadLine."""
+    line = _decoded(unit, place, content)
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line)
+        if _SURROGATE.search(line):  # a surrogate without a pair is half a character
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise BadLine(unit.path, place, f"holds half a character, {half[1:-1]}") from None
+    except RecursionError:
+        raise BadLine(unit.path, place, "is nested too deeply") from None
+    except ValueError as error:
+        raise BadLine(unit.path, place, f"is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise BadLine(unit.path, place, "is not an object")
+    return row
+
+
+def _decoded(unit: Unit, place: int, line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadLine(unit.path, place, f"is not UTF-8: {error.reason}") from None
+
+
+def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
+    """Yield (place, content) of the lines that begin in the unit."""
     with _opened(unit) as file:
         if unit.start:
             # If a line begins exactly here, the byte before is its newline.
             file.seek(unit.start - 1)
             file.readline()
         while (place := file.tell()) < unit.stop and (line := file.readline()):
-            try:
-                yield place, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise BadLine(unit.path, place, f"is not UTF-8: {error.reason}") from None
+            # Some editors begin a file with a byte order mark, which has no meaning.
+            yield place, line if place else line.removeprefix(BOM_UTF8)
 
 
 def _opened(unit: Unit) -> IO[bytes]:
@@ -141,7 +174,7 @@ def text_blocks(unit: Unit) -> Iterator[Block]:
             # A character may be cut at the far ends.
             left, right = (each.decode("utf-8", "ignore") for each in (left, right))
             try:
-                text = own.decode("utf-8")
+                text = own.decode("utf-8-sig" if place == 0 else "utf-8")
             except UnicodeDecodeError as error:
                 words = f"is not UTF-8: {error.reason}"
                 raise BadLine(unit.path, place + error.start, words) from None
@@ -173,8 +206,13 @@ def _seam(file: IO[bytes], place: int, size: int) -> int:
     return size
 
 
-def parquet_texts(unit: Unit, field: str) -> Iterator[str]:
+def parquet_texts(unit: Unit, field: str, bad: Callable[[BadLine], None] = stop_at) -> Iterator[str]:
     """Yield the text of each row of a Parquet file.
+
+    Args:
+        unit: The unit.
+        field: The column with the text.
+        bad: As in ``json_texts``.
 
     Yields:
         The texts; a row without a value is an empty one.
@@ -194,9 +232,10 @@ def parquet_texts(unit: Unit, field: str) -> Iterator[str]:
         row = 0
         for batch in file.iter_batches(batch_size=1024, columns=[field]):
             for text in batch.column(0).to_pylist():
-                if text is not None and not isinstance(text, str):
-                    raise BadLine(unit.path, row, f"has no text in {field!r}")
+                if text is None or isinstance(text, str):
+                    yield text or ""
+                else:
+                    bad(BadLine(unit.path, row, f"has no text in {field!r}"))
                 row += 1
-                yield text or ""
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BadLine(unit.path, 0, f"cannot be read as Parquet: {error}") from None

@@ -10,7 +10,7 @@ A document of text ends with the tokenizer's end token, and may span shards. A d
 end token, and lies in one shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,6 +55,9 @@ class _Manifest(BaseModel):
     tokenizer: _Tokenizer
     shards: list[_Shard]
     added: bool | None = None
+    rows: Count | None = None
+    replies: Count | None = None
+    learnt: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,15 @@ class TokenSet:
     """The index over the whole row: for each document the place after its last token, int64."""
     trained: Row | None
     """For chats: 1 for each token that is learnt, else 0. None for text."""
-    added: bool | None
+    added: bool | None = None
     """Whether documents of text have the tokens that their tokenizer adds to a text. None for chats,
     and for sets of an earlier version, which added none."""
+    rows: int | None = None
+    """Rows that it was made from; None if an older version made it."""
+    replies: int | None = None
+    """For chats: the replies to learn, as ``rows``."""
+    learnt: int | None = None
+    """For chats: the tokens to learn, as ``rows``."""
 
 
 def open_token_set(folder: Path) -> TokenSet:
@@ -116,6 +125,9 @@ def open_token_set(folder: Path) -> TokenSet:
         _joined(row, ends),
         Row([each.stored() for each in trained]) if chat else None,
         manifest.added,
+        manifest.rows,
+        manifest.replies,
+        manifest.learnt,
     )
 
 
@@ -158,3 +170,9 @@ def _joined(row: Row, files: Sequence[_File]) -> np.ndarray:
             raise ConfigError(f"{file.path}: is no index of the {size:,} tokens of its shard")
         found.append(ends + row.starts[number])
     return np.concatenate(found)
+
+
+def as_table(rows: Iterable[tuple[str, int | None, str]]) -> str:
+    """Return a line for each (name, number, remark); those without a number are left out."""
+    lines = [f"  {name:<14}{n:>14,}  {remark}".rstrip() for name, n, remark in rows if n is not None]
+    return "\n".join(lines)

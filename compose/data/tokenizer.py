@@ -23,6 +23,7 @@ CARRIED = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
 )
 """The files beside a tokenizer.json that belong to it."""
@@ -137,10 +138,10 @@ class JsonTokenizer:
         first, last = (own.index(True), len(own) - own[::-1].index(True)) if any(own) else (0, 0)
         return encoding.ids[:first], encoding.ids[last:]
 
-    def encode_markup(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a text that may hold special tokens, and where in it each id begins."""
+    def encode_markup(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text that may hold special tokens, and the span (start, stop) of each."""
         encoding = self._encoded(text, added=False, markup=True)
-        return encoding.ids, [start for start, _ in encoding.offsets]
+        return encoding.ids, encoding.offsets
 
     def _encoded(self, text: str, added: bool, markup: bool) -> Any:
         self.tokenizer.encode_special_tokens = self.split or not markup
@@ -206,7 +207,11 @@ def carried(folder: Path, named: Path | None = None) -> list[Path]:
         ConfigError: With a line for each file that is a link out of the folder.
     """
     found = [p for pattern in CARRIED for p in sorted(folder.glob(pattern)) if p.is_file()]
-    problems = [f"{p}: {LEADS_OUT}" for p in found if p != named and leads_out(p, folder)]
+    problems = [
+        f"{p}: {LEADS_OUT}"
+        for p in found
+        if p != named and (leads_out(p, folder) or (p.parent != folder and leads_out(p.parent, folder)))
+    ]
     if problems:
         raise ConfigError(*problems)
     return found
@@ -226,7 +231,11 @@ def carry(source: Path, target: Path, named: Path | None = None) -> None:
     """
     target.mkdir(parents=True, exist_ok=True)
     for path in carried(source, named):
-        write_whole(target / path.name, path.read_bytes())
+        copy = target / path.relative_to(source)
+        if copy.parent != target and copy.parent.is_symlink():
+            raise ConfigError(f"{copy.parent}: is a link; remove it, as files are written there")
+        copy.parent.mkdir(exist_ok=True)
+        write_whole(copy, path.read_bytes())
     if named and named.name != FILE:
         write_whole(target / FILE, named.read_bytes())
 

@@ -7,10 +7,11 @@ written again. The manifest is written last.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,7 +21,6 @@ import numpy as np
 
 from compose.base.json_files import Count, read_json
 from compose.base.own_files import LEADS_OUT, leads_out, state_of, write_whole
-from compose.data.chat_template import ChatTemplate, encode, read_messages
 from compose.data.documents import (
     JSON_LINES,
     PACKED,
@@ -30,14 +30,18 @@ from compose.data.documents import (
     json_rows,
     json_texts,
     parquet_texts,
+    stop_at,
     text_blocks,
 )
+from compose.data.messages import read_chat
+from compose.data.replies import Replies, encode
 from compose.data.token_set import FORMAT, MANIFEST
 from compose.data.tokenizer import JsonTokenizer, carry
 from compose.errors import ConfigError
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit
+_REASONS = 5  # bad rows that are shown
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,13 @@ class Job:
     field: str
     """The field of a row of JSON or Parquet that holds the document."""
     end: int
-    """The id that is put after a document of text."""
+    """The id that is put after a document of text, and after a reply that the template does not end."""
     unit: int  # bytes of a file in one unit
     files: tuple[tuple[str, int, int], ...]  # path, bytes, time of the last change
     added: bool | None = None
     """Whether a document of text has the tokens that the tokenizer adds to a text; None for chats."""
+    skip_bad: bool = False
+    """Leave out rows that cannot be used, in place of stopping at the first."""
 
 
 @dataclass
@@ -65,6 +71,17 @@ class Counts:
     documents: Count = 0
     empty: Count = 0
     """Documents that are left out, since nothing in them is learnt."""
+    rows: Count = 0
+    """Rows of JSON or Parquet, or files of text, without the bad ones."""
+    replies: Count = 0
+    learnt: Count = 0
+    """Tokens of chats that are learnt; the first of a chat is no target."""
+    bad: Count = 0
+    """Rows that are left out, since they cannot be used."""
+    reasons: list[str] = field(default_factory=list)
+    """The first bad rows, and what is wrong with them."""
+    notes: dict[str, Count] = field(default_factory=dict)
+    """What a user should know of the template, and of how many replies."""
 
 
 def describe_job(
@@ -75,7 +92,7 @@ def describe_job(
     files: Iterable[Path],
     unit: int = UNIT,
 ) -> Job:
-    """Return the job of tokenizing ``files``.
+    """Return the job of tokenizing ``files``; bad rows end it.
 
     Raises:
         ConfigError: With a line for each file that cannot be read.
@@ -179,9 +196,10 @@ def _work(job: Job, target: Path, units: Sequence[Unit], workers: int) -> Iterat
 
 
 def _add(total: Counts, more: Counts) -> None:
-    total.tokens += more.tokens
-    total.documents += more.documents
-    total.empty += more.empty
+    for name in ("tokens", "documents", "empty", "rows", "replies", "learnt", "bad"):
+        setattr(total, name, getattr(total, name) + getattr(more, name))
+    total.reasons = [*total.reasons, *more.reasons][:_REASONS]
+    total.notes = dict(Counter(total.notes) + Counter(more.notes))
 
 
 def _claim(job: Job, target: Path) -> None:
@@ -239,6 +257,10 @@ def _publish(job: Job, target: Path, shards: list[tuple[str, Counts]], total: Co
         "tokens": total.tokens,
         "documents": total.documents,
         "added": job.added,
+        "rows": total.rows,
+        "empty": total.empty,
+        "bad": total.bad,
+        **({"replies": total.replies, "learnt": total.learnt} if job.kind == "chat" else {}),
         "sources": [{"path": path, "bytes": size} for path, size, _ in job.files],
         "shards": [
             {"name": name, "tokens": counts.tokens, "documents": counts.documents}
@@ -275,14 +297,15 @@ def make_shard(job: Job, target: Path, unit: Unit) -> Counts:
         path.unlink(missing_ok=True)
     files = [path.open("xb") for path in aside]
     try:
-        pieces = _chats(job, unit, tokenizer, counts) if chat else _texts(job, unit, tokenizer)
-        for ids, learnt, ends in pieces:
+        make = _chats if chat else _texts
+        for ids, learnt, ends in make(job, unit, tokenizer, counts):
             files[0].write(np.asarray(ids, _dtype(tokenizer)).tobytes())
             counts.tokens += len(ids)
             if ends:
                 counts.documents += 1
                 files[1].write(np.asarray([counts.tokens], "<i8").tobytes())
             if chat:
+                counts.learnt += sum(learnt[1:])
                 files[2].write(np.asarray(learnt, np.uint8).tobytes())
         for file in files:
             file.flush()
@@ -300,14 +323,25 @@ Piece = tuple[list[int], list[bool], bool]
 """Ids, which of them are learnt, and whether a document ends here."""
 
 
-def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer) -> Iterator[Piece]:
-    path = Path(unit.path)
+def _bad(job: Job, counts: Counts) -> Callable[[BadLine], None]:
+    """Return what is done with a bad row."""
+
+    def left_out(error: BadLine) -> None:
+        counts.bad += 1
+        if len(counts.reasons) < _REASONS:
+            counts.reasons.append(describe_bad_line(error))
+
+    return left_out if job.skip_bad else stop_at
+
+
+def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> Iterator[Piece]:
+    path, bad = Path(unit.path), _bad(job, counts)
     before, after = tokenizer.around if job.added else ([], [])
     ending = [] if after[-1:] == [job.end] else [job.end]
     if path.suffix == ".parquet":
-        documents = parquet_texts(unit, job.field)
+        documents = parquet_texts(unit, job.field, bad)
     elif path.suffix in JSON_LINES:
-        documents = json_texts(unit, job.field)
+        documents = json_texts(unit, job.field, bad)
     else:
         # The file is one document, and this unit is a part of it.
         if unit.start == 0:
@@ -315,25 +349,31 @@ def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer) -> Iterator[Piece]:
         for block in text_blocks(unit):
             yield tokenizer.encode_part(block.text, block.start, block.stop), [], False
         if unit.stop == unit.size:
+            counts.rows += 1
             yield [*after, *ending], [], True
         return
     for text in documents:
+        counts.rows += 1
+        counts.empty += not text
         if text:
             yield [*tokenizer.encode(text, added=bool(job.added)), *ending], [], True
 
 
 def _chats(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> Iterator[Piece]:
-    template = ChatTemplate(tokenizer)
-    for place, row in json_rows(unit):
+    replies, bad = Replies(tokenizer, job.end), _bad(job, counts)
+    for place, row in json_rows(unit, bad):
         try:
-            messages, more = read_messages(row, job.field)
-            texts = template.render(messages, **more)
+            texts = replies.render(read_chat(row, job.field))
         except ValueError as error:
-            raise BadLine(unit.path, place, str(error)) from None
+            bad(BadLine(unit.path, place, str(error)))
+            continue
+        counts.rows += 1
         counts.empty += not texts
         for text in texts:
             ids, learnt = encode(tokenizer, text)
             if any(learnt[1:]):
+                counts.replies += len(text.replies)
                 yield ids, learnt, True
             else:
                 counts.empty += 1
+    counts.notes = dict(replies.notes)

@@ -7,6 +7,7 @@ from compose.checkpoint.checkpointer import Progress
 from compose.composition.state import Composition
 from compose.config import Config
 from compose.data.batches import Batches
+from compose.data.chats import Conversations
 from compose.data.datasets import keep_tokenizer, old_sets
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import ConfigError
@@ -31,6 +32,7 @@ class Report:
         self.config, self.folder, train = config, held.path, config.train
         self.notes = old_sets(batches) if dist.get_rank() == 0 else []
         self.last_step = min(train.stop_after or train.steps, train.steps)
+        self.sets = batches.sets
         self.writer: MetricsWriter | None = None
         if dist.get_rank() != 0:
             return
@@ -57,6 +59,9 @@ class Report:
                 f"{self.folder}: {resumed.step} steps are done, and train.{key} ="
                 f" {self.last_step}: nothing is left to train"
             )
+        for each in self.sets if speaks() else ():
+            if isinstance(each, Conversations):
+                self.say(f"{each.name}:\n{each.table()}")
         count = sum(p.numel() for p in job.model.parameters())
         self.say(f"{self.folder}: {count:,} parameters")
         if job.islands > 1:

@@ -1,0 +1,198 @@
+"""The rows of chats that other tools write, read as those tools read them.
+
+A row has ``messages``, as for transformers and OpenAI, or ``prompt`` and ``completion``, as for TRL.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+Message = Mapping[str, Any]
+# Names of what a model thinks before it replies. Templates read the first or the second.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_ROLE = "assistant"
+_PROBE = "zqx"  # a word that no template writes by itself
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat of a row."""
+
+    messages: Sequence[Message]
+    learnt: Sequence[int]
+    """The indices of the messages to learn: replies, unless their weight is 0."""
+    more: Mapping[str, Any]
+    """Values for the template besides the messages: tools, documents, and what the row adds."""
+
+
+def read_chat(row: Mapping[str, Any], field: str) -> Chat:
+    """Return the chat in a row.
+
+    Raises:
+        ValueError: The row has no messages with a role and content in ``field``, or other values in it
+            are not what a template can use.
+    """
+    messages, first = row.get(field), 0
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if messages is None and isinstance(prompt, list) and isinstance(completion, list):
+        messages, first = [*prompt, *completion], len(prompt)
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"has no list of messages in {field!r}")
+    read = [_message(message, number) for number, message in enumerate(messages, start=1)]
+    learnt = [i for i, m in enumerate(read) if i >= first and m["role"] == _ROLE and m.get("weight", 1)]
+    more = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        raise ValueError("chat_template_kwargs: is not an object")
+    tools, documents = (_objects(row.get(name), name) for name in ("tools", "documents"))
+    return Chat(read, learnt, {**more, "tools": tools, "documents": documents})
+
+
+def _message(message: Any, number: int) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} has no role")
+    # As transformers: a key without a value is no key.
+    message = {name: value for name, value in message.items() if value is not None}
+    content, weight = message.get("content"), message.get("weight", 1)
+    thoughts = next((message[name] for name in _THOUGHTS if name in message), None)
+    if thoughts is not None:
+        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    calls = message.get("tool_calls")
+    if isinstance(calls, str):
+        calls = message["tool_calls"] = _from_json(calls, f"message {number}: tool_calls")
+    if content is None and not calls and thoughts is None:
+        raise ValueError(f"message {number} has no content")
+    if weight not in (0, 1):
+        raise ValueError(f"message {number}: weight: {weight!r} is neither 0 nor 1")
+    if not isinstance(content, (str, list, type(None))):
+        raise ValueError(f"message {number}: content: is neither a text nor a list of texts")
+    for part in content if isinstance(content, list) and message["role"] != "tool" else ():
+        if _part(part) is None:
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(
+                f"message {number}: content: has a part that is no text: {str(kind)[:60]!r}"
+            )
+    return message
+
+
+def _objects(value: Any, name: str) -> list[dict[str, Any]] | None:
+    """Return a list of objects, each of which may be JSON text, or None if there are none."""
+    value = _from_json(value, name)
+    found = [_from_json(each, name) for each in value] if isinstance(value, list) else value
+    if found and not (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
+        raise ValueError(f"{name}: is not a list of objects")
+    return found or None
+
+
+def _from_json(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: is not JSON: {error}") from None
+
+
+def _part(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    return text if isinstance(text, str) else None
+
+
+def text_of(content: Any) -> Any:
+    """Return the texts of a list of parts as one text; other content as it is."""
+    texts = [_part(part) for part in content] if isinstance(content, list) else [None]
+    return content if None in texts else "".join(filter(None, texts))
+
+
+def calls_of(message: Message) -> list[dict[str, Any]]:
+    """Return the functions that a message calls: their name and arguments."""
+    calls = message.get("tool_calls") or []
+    found = [call.get("function", call) for call in calls if isinstance(call, dict)]
+    return [call for call in found if isinstance(call, dict)]
+
+
+def forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield the messages in each form that templates take, first as they are.
+
+    Some templates take the arguments of a tool call as an object, others as JSON text. Some take
+    content as a list of parts, others as one text alone.
+    """
+    seen: list[Sequence[Message]] = []
+    for turn, joined in product((False, True), (False, True)):
+        form = [_turned(message) if turn else message for message in messages]
+        if joined:
+            form = [{**m, "content": text_of(m["content"])} if "content" in m else m for m in form]
+        if form not in seen:
+            seen.append(form)
+            yield form
+
+
+def _turned(message: Message) -> Message:
+    """Return a message whose tool calls have objects in place of JSON text as arguments, or back."""
+    if not message.get("tool_calls"):
+        return message
+
+    def turned(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": turned(call["function"])}
+        arguments = call.get("arguments")
+        if isinstance(arguments, dict):
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        try:
+            return {**call, "arguments": json.loads(arguments)} if isinstance(arguments, str) else call
+        except ValueError:
+            return call
+
+    return {**message, "tool_calls": [turned(call) for call in message["tool_calls"]]}
+
+
+def probed(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages of the same form, with words and arguments that no template writes by itself."""
+    found = list[Message]()
+    for number, message in enumerate(messages):
+        content, word = message.get("content"), f"{_PROBE}{number}."
+        if isinstance(content, list):
+            content = [
+                part if _part(part) is None else {"type": "text", "text": word} for part in content
+            ]
+        elif content:
+            content = word
+        changed = {"content": content} if "content" in message else {}
+        if calls := message.get("tool_calls"):
+            changed["tool_calls"] = [_probed_call(call, word) for call in calls]
+        found.append({**message, **changed})
+    return found
+
+
+def _probed_call(call: Any, word: str) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _probed_call(call["function"], word)}
+    arguments = {_PROBE: word}
+    if not isinstance(call.get("arguments"), dict):
+        return {**call, "arguments": json.dumps(arguments)}
+    return {**call, "arguments": arguments}
+
+
+def count_faults(text: str, messages: Sequence[Message]) -> int:
+    """Return how many contents and arguments of messages are not in their text, or written wrongly."""
+    faults = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part for part in map(_part, content) if part]
+            faults += any(repr(part) in text for part in content if isinstance(part, dict))
+            faults += any(part not in text for part in parts)
+        elif content:
+            faults += content not in text
+        for call in calls_of(message):
+            arguments = call["arguments"]
+            if isinstance(arguments, str):  # not as a JSON text in JSON
+                faults += arguments not in text or json.dumps(arguments) in text
+            else:
+                faults += repr(arguments) in text or arguments[_PROBE] not in text
+    return faults

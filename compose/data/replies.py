@@ -1,0 +1,260 @@
+"""The parts of a chat to learn: replies, from where a model would begin to write, to the turn's end."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compose.data.chat_template import ChatTemplate
+from compose.data.messages import Chat, Message, calls_of, count_faults, forms, probed, text_of
+from compose.data.special_tokens import model_ends
+from compose.data.tokenizer import JsonTokenizer
+
+_PROBE = "zqx"  # a reply that no template writes by itself
+_WINDOW = 200  # characters that a template may write between its prompt and the words of a reply
+_CERTAIN = 4  # characters of the prompt that must stand before a reply
+_PLACE = re.compile(r"[>\]\n:▷]")  # a prompt may be shortened after one of these
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of a chat."""
+
+    text: str
+    replies: Sequence[tuple[int, int]]
+    """The spans (start, stop) in ``text`` to learn from."""
+    end: int = -1
+    """An id that ends the last reply, after the text; -1: the template ends it."""
+
+
+class Replies:
+    """Writes chats by a template, and finds the replies in their text."""
+
+    def __init__(self, tokenizer: JsonTokenizer, end: int = -1) -> None:
+        """Prepare.
+
+        Args:
+            tokenizer: The tokenizer, with its chat template beside it.
+            end: The id that ends a reply after which the template writes nothing.
+
+        Raises:
+            ConfigError: The template cannot be used.
+        """
+        self.template, self.end = ChatTemplate(tokenizer), end
+        self.notes: Counter[str] = Counter()
+        """What a user should know, and of how many replies."""
+        added = tokenizer.tokenizer.get_added_tokens_decoder()
+        self.ids = {token.content: i for i, token in added.items()}
+        ends = {token.content for token in added.values() if token.special}
+        self.ends = tuple(token for token in ends | set(tokenizer.special.values()) if token)
+        stops = model_ends(tokenizer.path.parent)
+        self.stops = [token for token, i in self.ids.items() if i in stops]
+        self.name = tokenizer.name
+
+    def render(self, chat: Chat) -> list[Rendered]:
+        """Return the texts that teach the replies of a chat.
+
+        A template with {% generation %} says itself what is learnt. With another template, each reply
+        is learnt from the place where the model would begin to write to the end of the turn. Usually
+        this is one text. Some templates write an earlier reply in another way than the last one (for
+        example, they leave out the thoughts of earlier turns). Then there is one text for each reply,
+        with the messages before it.
+
+        Args:
+            chat: The chat.
+
+        Returns:
+            The texts and their spans to learn. The list is empty if there are no replies to learn.
+
+        Raises:
+            ValueError: The template refuses the chat or fails, or does not write what would be learnt.
+        """
+        messages, whole = self._form(chat)
+        if (marks := self.template.marked(messages, chat.more)) is not None:
+            return self._tagged(chat, messages, whole, marks)
+        texts = [self._reply(messages, i, chat.more) for i in chat.learnt]
+        stops = list[int]()
+        for i, each in zip(chat.learnt, texts, strict=True):
+            stops.append(self._stop_within(whole, each, messages[:i], chat.more))
+            if stops[-1] < 0:
+                break
+        if not texts or stops[-1] < 0:
+            return texts
+        spans = [(each.replies[0][0], stop) for each, stop in zip(texts, stops, strict=True)]
+        if texts[-1].end >= 0 and not whole[stops[-1] :].strip():
+            return [Rendered(whole[: stops[-1]], spans, texts[-1].end)]
+        return [Rendered(whole, spans)]
+
+    def _form(self, chat: Chat) -> tuple[Sequence[Message], str]:
+        """Return the messages in the form that the template takes, and their text."""
+        best: tuple[int, Sequence[Message], str] | None = None
+        problem: ValueError | None = None
+        choices = list(forms(chat.messages))
+        for messages in choices:
+            try:
+                text, faults = self.template.text(messages, chat.more), 0
+                if len(choices) > 1:
+                    probe = probed(messages)
+                    faults = count_faults(self.template.text(probe, chat.more), probe)
+            except ValueError as error:
+                # Where content is a list, the last form is the most common one.
+                first = not any(isinstance(m.get("content"), list) for m in chat.messages)
+                problem = problem if first and problem else error
+                continue
+            if best is None or faults < best[0]:
+                best = faults, messages, text
+            if not faults:
+                break
+        if best is None:
+            raise problem or ValueError("holds no message")
+        return best[1:]
+
+    def _tagged(
+        self, chat: Chat, messages: Sequence[Message], whole: str, marks: list[tuple[int, int]]
+    ) -> list[Rendered]:
+        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if list(chat.learnt) != replies:
+            if len(marks) != len(replies):
+                raise ValueError(
+                    f"some of its {len(replies)} replies are not to be learnt, and {{% generation %}}"
+                    f" marks {len(marks)} parts: it is not known which"
+                )
+            marks = [mark for i, mark in zip(replies, marks, strict=True) if i in chat.learnt]
+        for _, stop in marks:
+            if not whole[:stop].rstrip().endswith(self.ends):
+                self.notes[
+                    "replies end without a token that ends them: {% generation %} leaves it out"
+                ] += 1
+        return [Rendered(whole, marks)] if marks else []
+
+    def _reply(self, messages: Sequence[Message], i: int, more: Mapping[str, Any]) -> Rendered:
+        """Return the text of a chat up to the reply at index i."""
+        text = self.template.text(messages[: i + 1], more)
+        start = self._start(messages, i, text, more)
+        # White space after the token that ends the turn is not part of the reply.
+        stop = max(start, len(text.rstrip()))
+        body, message = text[start:stop], messages[i]
+        if lost := [f for call in calls_of(message) if (f := str(call.get("name"))) not in body]:
+            raise ValueError(
+                f"message {i + 1}: the chat template does not write its tool call {lost[0]!r}"
+            )
+        content = None if calls_of(message) else text_of(message.get("content"))
+        written = not isinstance(content, str) or content.split("</think>")[-1].strip() in body
+        if not written and text == self.template.text([*messages[:i], _other(message)], more):
+            raise ValueError(f"message {i + 1}: the chat template does not write its content")
+        if body.endswith(self.ends) or self._closing(messages[:i], more) != "":
+            return Rendered(text, [(start, stop)])
+        return Rendered(text[:stop], [(start, stop)], self._end(messages, i, text[:stop], more))
+
+    def _start(self, messages: Sequence[Message], i: int, text: str, more: Mapping[str, Any]) -> int:
+        """Return where the reply at index i begins in the text that ends with it."""
+        # A template cannot write no messages: what asks for a first reply is seen after it.
+        asked = self.template.text(messages[: max(i, 1)], more, prompt=True)
+        if i and text.startswith(asked):
+            return len(asked)
+        before = self.template.text(messages[: max(i, 1)], more)
+        # Another reply to the same messages tells where the reply itself has begun at the latest.
+        latest = _alike(text, self.template.text([*messages[:i], _other()], more))
+        # The prompt may open a thought that this reply does not have.
+        header = _alike(before, asked)
+        stops = [header + m.end() for m in _PLACE.finditer(asked[header:])]
+        for stop in dict.fromkeys((len(asked), *reversed(stops))):
+            end = asked[max(0, stop - _WINDOW) : stop][::-1]
+            places = range(max(0, latest - _WINDOW), latest + 1)
+            same, start = max((_alike(text[max(0, n - _WINDOW) : n][::-1], end), n) for n in places)
+            if same >= _CERTAIN:
+                self._note_start(asked[stop:].strip(), text[:start] == asked[:stop] or not i)
+                return start
+        if i:
+            raise ValueError(
+                f"message {i + 1}: the chat template does not write a reply where it asks for one,"
+                f" after {asked[-40:]!r}"
+            )
+        return latest
+
+    def _note_start(self, extra: str, same: bool) -> None:
+        if extra:
+            self.notes[f"replies do not begin with the {extra!r} that the chat template asks with"] += 1
+        elif not same:
+            self.notes["replies stand after other text than that with which the template asks"] += 1
+
+    def _closing(self, messages: Sequence[Message], more: Mapping[str, Any]) -> str | None:
+        """Return what the template writes after a reply to these messages; None if it is not known."""
+        try:
+            text = self.template.text([*messages, _other()], more)
+        except ValueError:
+            return None
+        return text.rpartition(_PROBE)[2].rstrip() if _PROBE in text else None
+
+    def _end(self, messages: Sequence[Message], i: int, text: str, more: Mapping[str, Any]) -> int:
+        """Return the id that ends an open reply.
+
+        Some models end a reply with the token that begins the next turn. Then the model's
+        generation_config.json stops there.
+        """
+        role = "tool" if messages[i].get("tool_calls") else "user"
+        following = messages[i + 1 : i + 2] or [{"role": role, "content": _PROBE}]
+        try:
+            after = self.template.text([*messages[: i + 1], *following], more)
+        except ValueError:
+            after = ""
+        after = after[len(text) :].lstrip() if after.startswith(text) else ""
+        end = next((self.ids[token] for token in self.stops if after.startswith(token)), self.end)
+        if end < 0:
+            raise ValueError(
+                f"message {i + 1}: the chat template writes nothing after a reply, and {self.name}"
+                " names no token to end it with; name one by --end, or eos_token in its config"
+            )
+        return end
+
+    def _stop_within(
+        self, whole: str, rendered: Rendered, before: Sequence[Message], more: Mapping[str, Any]
+    ) -> int:
+        """Return where a reply stops in the text of the whole chat; -1 if it is written otherwise."""
+        if rendered.end < 0:
+            text = rendered.text[: rendered.replies[0][1]]
+            closing = "" if whole.startswith(text) else self._closing(before, more) or ""
+            # At the end of a chat, some templates write one more token after the one that ends a reply.
+            while not whole.startswith(text):
+                last = next((each for each in self.ends if closing.endswith(each)), "")
+                closing, text = closing.removesuffix(last).rstrip(), text.removesuffix(last).rstrip()
+                if not last or not closing or not text.endswith(closing):
+                    return -1
+            return len(text)
+        if not whole.startswith(rendered.text):
+            return -1
+        after = whole[len(rendered.text) :]
+        token = next((token for token in self.stops if self.ids[token] == rendered.end), "")
+        if token and after.lstrip().startswith(token):
+            return whole.index(token, len(rendered.text)) + len(token)
+        return -1 if after.strip() else len(rendered.text)
+
+
+def _other(reply: Message | None = None) -> Message:
+    """Return a reply with other content."""
+    return {**(reply or {"role": "assistant"}), "content": _PROBE}
+
+
+def _alike(one: str, other: str) -> int:
+    """Return how many characters two texts begin with that are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], list[bool]]:
+    """Encode a text, and mark the tokens to learn.
+
+    As in transformers, a reply reaches from the token with its first character to the first token with
+    its last one. A token that also holds characters before the reply is learnt.
+    """
+    ids, offsets = tokenizer.encode_markup(rendered.text)
+    learnt, count = [False] * len(ids), len(ids)
+    for start, stop in rendered.replies:
+        first = next((n for n, (_, last) in enumerate(offsets) if last > start), count)
+        n = next((n for n in range(first, count) if offsets[n][1] >= stop), count - 1)
+        for place in range(first, n + (offsets[n][0] < stop) if n >= 0 else 0):
+            learnt[place] = True
+    if rendered.end >= 0:
+        ids, learnt = [*ids, rendered.end], [*learnt, True]
+    return ids, learnt
