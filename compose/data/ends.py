@@ -7,7 +7,7 @@ from typing import Any
 from compose.base.json_files import read_json
 from compose.base.known_keys import KnownKeys
 from compose.data.chat_template import ChatTemplate
-from compose.data.special_tokens import GENERATION, MODEL, model_ends
+from compose.data.special_tokens import GENERATION, MODEL, model_ends, read_beside
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
 from compose.errors import ConfigError
 
@@ -124,9 +124,7 @@ def generation_values(folder: Path | None, vocab_size: int) -> dict[str, Any]:
     Raises:
         ConfigError: A file cannot be read.
     """
-    known: dict[str, Any] = {}
-    for path in (folder / MODEL, folder / GENERATION) if folder else ():
-        known |= read_json(path, dict[str, Any]) if path.exists() else {}
+    known = read_beside(folder, MODEL) | read_beside(folder, GENERATION) if folder else {}
     found = {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokenizer: Tokenizer | None = None
     if folder and (folder / FILE).exists():

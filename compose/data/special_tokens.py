@@ -165,7 +165,7 @@ def _token(value: Any, path: Path, key: str) -> tuple[str, dict[str, bool]]:
 
 def _class(config: Mapping[str, Any], folder: Path, byte_level: bool) -> str:
     """Return the class of the tokenizer in transformers, or nothing if it is tokenizer.json alone."""
-    model = read_json(folder / MODEL, dict[str, Any]) if (folder / MODEL).exists() else {}
+    model = read_beside(folder, MODEL)
     kind = config.get("tokenizer_class") or model.get("tokenizer_class")
     name = str(kind).removesuffix("Fast") if kind else _OF_MODEL.get(str(model.get("model_type")), "")
     if (name == LLAMA and byte_level) or model.get("model_type") in _OF_NO_CLASS:
@@ -180,14 +180,24 @@ def model_ends(folder: Path) -> list[int]:
         ConfigError: A file cannot be read, or an id in it is none.
     """
     found: list[int] = []
-    for path in (folder / GENERATION, folder / MODEL):
-        if not path.exists():
-            continue
-        if leads_out(path, folder):
-            raise ConfigError(f"{path}: {LEADS_OUT}")
-        given = read_json(path, dict[str, Any]).get("eos_token_id")
+    for name in (GENERATION, MODEL):
+        given = read_beside(folder, name).get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
-            raise ConfigError(f"{path}: eos_token_id: is neither an id nor a list of ids")
+            raise ConfigError(f"{folder / name}: eos_token_id: is neither an id nor a list of ids")
         found += [each for each in ids if each >= 0]
     return found
+
+
+def read_beside(folder: Path, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file in a tokenizer's folder; nothing if it is not there.
+
+    Raises:
+        ConfigError: It cannot be read, or is a link out of the folder.
+    """
+    path = folder / name
+    if not path.exists():
+        return {}
+    if leads_out(path, folder):
+        raise ConfigError(f"{path}: {LEADS_OUT}")
+    return read_json(path, dict[str, Any])
