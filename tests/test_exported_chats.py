@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
 QUESTIONS = ["the user", "def foo.bar()", "return ½"]
 
 
-def base_of(folder: Path, name: str) -> dict[str, object]:
+def base_of(folder: Path, name: str) -> dict[str, Any]:
     """Save a base model as transformers does; the keys of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def base_of(folder: Path, name: str) -> dict[str, object]:
     sizes = {**SHAPE, **more, "vocab_size": tokenizer.vocab_size}
     keys = {f"model__{key}": value for key, value in sizes.items()} | {"model__name": name}
     config = make_job(1, **keys).config.model.config
-    values = find_hf(name).hf_config(config) | {"eos_token_id": tokenizer.end}
+    values: dict[str, Any] = {**find_hf(name).hf_config(config), "eos_token_id": tokenizer.end}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     model.save_pretrained(folder)

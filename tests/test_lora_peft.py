@@ -254,7 +254,7 @@ def test_how_adapters_began_changes_nothing_or_is_refused(
     get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
         LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
-    ).save_pretrained(tmp_path)
+    ).save_pretrained(str(tmp_path))
 
     def logits() -> Tensor:
         return logits_of(

@@ -119,7 +119,8 @@ def test_repeated_tokens_are_penalized_as_in_transformers(tmp_path: Path) -> Non
     penalty = repetition_penalty([tmp_path])
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
     known = [3, 7, 3, 49, 0]
-    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([known]), logits[None].clone())[0]
+    theirs: Any = RepetitionPenaltyLogitsProcessor(1.3)
+    expected = theirs(torch.tensor([known]), logits[None].clone())[0]
     assert torch.equal(penalized(logits, known, penalty), expected)
     assert torch.equal(penalized(logits, known, 1.0), logits)
 

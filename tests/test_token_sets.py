@@ -436,6 +436,7 @@ def test_old_sets_say_how_they_were_made(tmp_path: Path, kind: str, adds: str) -
     (out / MANIFEST).write_text(json.dumps(manifest))
     line = (
         f"{out}: was made by an earlier version, without {adds}, which its tokenizer adds to a text;"
-        " `python -m compose tokenize` adds it now"
+        " `python -m compose tokenize` adds it now, and so does `generate`, but with"
+        " --no-special-tokens"
     )
     assert notes() == [line] * bool(adds)

@@ -49,6 +49,15 @@ def refused(path: Path) -> list[str]:
             "eos_token: is no token: neither a string nor has it content",
         ),
         ('{"pad_token": ["a"]}', "pad_token: is no token: neither a string nor has it content"),
+        ('{"extra_special_tokens": 5}', "extra_special_tokens: is no list of tokens"),
+        (
+            '{"added_tokens_decoder": {"x": "a"}}',
+            "added_tokens_decoder: is no object of tokens by their ids",
+        ),
+        (
+            '{"added_tokens_decoder": {"3": 4}}',
+            "added_tokens_decoder.3: is no token: neither a string nor has it content",
+        ),
         ('{"a": ' * 5000, "is nested too deeply"),
         ('{"a": "\xff"}', "is not UTF-8: byte 7: invalid start byte"),
     ],

@@ -102,7 +102,9 @@ def generate(arguments: Sequence[str]) -> int:
     sampling = replace(sampling, repetition_penalty=repetition_penalty([beside]))
     ends, chat = end_ids(tokenizer, beside), "--chat" in words.flags
     encoded = encode_prompts(tokenizer, texts, chat, "--no-special-tokens" not in words.flags)
-    for ids in encoded:
+    for text, ids in zip(texts, encoded, strict=True):
+        if not ids:
+            raise ConfigError(f"{COMMAND_LINE}: --prompt: {text!r} has no token of {tokenizer.name}")
         _check_length(len(ids), sampling.max_tokens, max_seq_len(job.config.model.config))
     with process_group(job.config) as device:
         mesh = init_mesh(job.degrees, device.type)

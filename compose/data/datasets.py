@@ -152,7 +152,8 @@ def old_sets(batches: Batches) -> list[str]:
                 lines.append(
                     f"{each.path}: was made by an earlier version, without"
                     f" {tokenizer.decode([*before, *after])}, which its tokenizer adds to a text;"
-                    " `python -m compose tokenize` adds it now"
+                    " `python -m compose tokenize` adds it now, and so does `generate`, but with"
+                    " --no-special-tokens"
                 )
     return lines
 

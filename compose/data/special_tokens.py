@@ -4,6 +4,7 @@ tokenizer_config.json names them. special_tokens_map.json does so for older file
 of the tokenizer, where neither has a word.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def read_special_tokens(folder: Path, vocabulary: Collection[str], byte_level: b
         if (folder / ADDED).exists():
             older = read_json(folder / ADDED, dict[str, int])
             added = {str(place): token for token, place in older.items()}
-    elif isinstance(decoder, dict) and all(key.isdecimal() for key in decoder):
+    elif isinstance(decoder, dict) and all(re.fullmatch("[0-9]{1,18}", key) for key in decoder):
         added = decoder
     else:
         problems.append("added_tokens_decoder: is no object of tokens by their ids")
