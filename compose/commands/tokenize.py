@@ -94,10 +94,10 @@ def tokenize(arguments: Sequence[str]) -> int:
     bar.end()
     left_out = f", {counts.empty:,} without a reply left out" if chat and counts.empty else ""
     what = "conversations" if chat else "documents"
-    print(f"{target}: {counts.tokens:,} tokens, {counts.documents:,} {what}{left_out}")
+    print(f"{target}: {counts.tokens:,} tokens, {counts.documents:,} {what}{left_out}", flush=True)
     if chat or counts.bad:
-        print(_table(counts, np.diff(open_token_set(target).ends, prepend=0), chat))
-    sys.stdout.flush()
+        lengths = np.diff(open_token_set(target).ends, prepend=0)
+        print(_table(counts, lengths, chat), flush=True)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +17,6 @@ from compose.errors import ConfigError
 _SECONDS = 10.0
 _MEMORY = 1 << 30  # bytes
 _CHARACTERS = 1 << 26
-_TAG = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _FOLDER = "additional_chat_templates"
 
@@ -38,16 +36,18 @@ class ChatTemplate:
         """
         self._pieces: list[str] = []
         self._marks: list[tuple[int, str]] = []
+        self._tags: list[int] = []  # their lines, in the template that is compiled
         environment = self._environment()
         self._templates: dict[str, Any] = {}
         self._tagged: set[str] = set()
         for name, (path, source) in _sources(tokenizer).items():
+            self._tags.clear()
             try:
                 with limited(_SECONDS, _MEMORY):
                     self._templates[name] = environment.from_string(source)
             except (Exception, TooLong) as error:  # compiling to Python may fail in many ways
                 raise ConfigError(f"{path}: the chat template{_reason(error)}") from None
-            if _TAG.search(source):
+            if self._tags:
                 self._tagged.add(name)
         self.special = tokenizer.special
 
@@ -57,7 +57,7 @@ class ChatTemplate:
         from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        pieces, marks = self._pieces, self._marks
+        pieces, marks, tags = self._pieces, self._marks, self._tags
 
         class Generation(Extension):
             """The tag {% generation %}: it marks what is learnt of a chat."""
@@ -66,7 +66,7 @@ class ChatTemplate:
 
             def parse(self, parser: Parser) -> Node:
                 """Return a node that writes what stands in the tag, and remembers where."""
-                line = next(parser.stream).lineno
+                tags.append(line := next(parser.stream).lineno)
                 body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
                 return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
@@ -85,15 +85,7 @@ class ChatTemplate:
         return environment
 
     def text(self, messages: Sequence[Message], more: Mapping[str, Any], prompt: bool = False) -> str:
-        """Write messages as text.
-
-        Args:
-            messages: At least one message.
-            more: Values for the template, by name.
-            prompt: The text ends with what asks for a reply.
-
-        Returns:
-            The text.
+        """Write messages, at least one, as text that with ``prompt`` ends with what asks for a reply.
 
         Raises:
             ValueError: The template refuses the messages or fails. The error names its line.
@@ -141,9 +133,7 @@ class ChatTemplate:
     def _name(self, more: Mapping[str, Any]) -> str:
         name = _WITH_TOOLS if more.get("tools") and _WITH_TOOLS in self._templates else _DEFAULT
         if name not in self._templates:
-            raise ValueError(
-                f"the chat template for chats without tools is missing: none is named {name!r}"
-            )
+            raise ValueError(f"needs a chat template named {name!r}, as it has no tools")
         return name
 
 

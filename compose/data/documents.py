@@ -102,13 +102,15 @@ def json_rows(
 
 def _row(unit: Unit, place: int, content: bytes) -> dict[str, Any] | None:
     """Return the row on a line of JSON lines, or None if the line is blank. Raises BadLine."""
-    line = _decoded(unit, place, content)
-    if not line.strip():
-        return None
     try:
+        line = content.decode("utf-8")
+        if not line.strip():
+            return None
         row = json.loads(line)
         if _SURROGATE.search(line):  # a surrogate without a pair is half a character
             json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise BadLine(unit.path, place, f"is not UTF-8: {error.reason}") from None
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise BadLine(unit.path, place, f"holds half a character, {half[1:-1]}") from None
@@ -119,13 +121,6 @@ def _row(unit: Unit, place: int, content: bytes) -> dict[str, Any] | None:
     if not isinstance(row, dict):
         raise BadLine(unit.path, place, "is not an object")
     return row
-
-
-def _decoded(unit: Unit, place: int, line: bytes) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadLine(unit.path, place, f"is not UTF-8: {error.reason}") from None
 
 
 def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:

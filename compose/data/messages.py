@@ -4,7 +4,7 @@ A row has ``messages``, as for transformers and OpenAI, or ``prompt`` and ``comp
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -58,9 +58,8 @@ def _message(message: Any, number: int) -> Message:
     thoughts = next((message[name] for name in _THOUGHTS if name in message), None)
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
-    calls = message.get("tool_calls")
-    if isinstance(calls, str):
-        calls = message["tool_calls"] = _from_json(calls, f"message {number}: tool_calls")
+    if calls := _objects(message.get("tool_calls"), f"message {number}: tool_calls"):
+        message["tool_calls"] = calls
     if content is None and not calls and thoughts is None:
         raise ValueError(f"message {number} has no content")
     if weight not in (0, 1):
@@ -90,7 +89,7 @@ def _from_json(value: Any, name: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: is not JSON: {error}") from None
 
 
@@ -107,9 +106,8 @@ def text_of(content: Any) -> Any:
 
 def calls_of(message: Message) -> list[dict[str, Any]]:
     """Return the functions that a message calls: their name and arguments."""
-    calls = message.get("tool_calls") or []
-    found = [call.get("function", call) for call in calls if isinstance(call, dict)]
-    return [call for call in found if isinstance(call, dict)]
+    found = [(call, call.get("function")) for call in message.get("tool_calls") or []]
+    return [function if isinstance(function, dict) else call for call, function in found]
 
 
 def forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
@@ -120,7 +118,7 @@ def forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """
     seen: list[Sequence[Message]] = []
     for turn, joined in product((False, True), (False, True)):
-        form = [_turned(message) if turn else message for message in messages]
+        form = [_with_arguments(message, _turned) if turn else message for message in messages]
         if joined:
             form = [{**m, "content": text_of(m["content"])} if "content" in m else m for m in form]
         if form not in seen:
@@ -128,29 +126,32 @@ def forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
             yield form
 
 
-def _turned(message: Message) -> Message:
-    """Return a message whose tool calls have objects in place of JSON text as arguments, or back."""
-    if not message.get("tool_calls"):
-        return message
-
-    def turned(call: Any) -> Any:
-        if not isinstance(call, dict):
-            return call
+def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
         if isinstance(call.get("function"), dict):
-            return {**call, "function": turned(call["function"])}
-        arguments = call.get("arguments")
-        if isinstance(arguments, dict):
-            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        try:
-            return {**call, "arguments": json.loads(arguments)} if isinstance(arguments, str) else call
-        except ValueError:
-            return call
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": change(call.get("arguments"))}
 
-    return {**message, "tool_calls": [turned(call) for call in message["tool_calls"]]}
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [changed(call) for call in calls]} if calls else message
+
+
+def _turned(arguments: Any) -> Any:
+    """Return an object in place of JSON text, or JSON text in place of an object."""
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    try:
+        return _from_json(arguments, "arguments")
+    except ValueError:
+        return arguments
 
 
 def probed(messages: Sequence[Message]) -> Sequence[Message]:
     """Return messages of the same form, with words and arguments that no template writes by itself."""
+
+    def arguments(given: Any) -> Any:
+        return {_PROBE: _PROBE} if isinstance(given, dict) else json.dumps({_PROBE: _PROBE})
+
     found = list[Message]()
     for number, message in enumerate(messages):
         content, word = message.get("content"), f"{_PROBE}{number}."
@@ -161,21 +162,8 @@ def probed(messages: Sequence[Message]) -> Sequence[Message]:
         elif content:
             content = word
         changed = {"content": content} if "content" in message else {}
-        if calls := message.get("tool_calls"):
-            changed["tool_calls"] = [_probed_call(call, word) for call in calls]
-        found.append({**message, **changed})
+        found.append({**_with_arguments(message, arguments), **changed})
     return found
-
-
-def _probed_call(call: Any, word: str) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _probed_call(call["function"], word)}
-    arguments = {_PROBE: word}
-    if not isinstance(call.get("arguments"), dict):
-        return {**call, "arguments": json.dumps(arguments)}
-    return {**call, "arguments": arguments}
 
 
 def count_faults(text: str, messages: Sequence[Message]) -> int:

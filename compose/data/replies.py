@@ -59,13 +59,7 @@ class Replies:
         is learnt from the place where the model would begin to write to the end of the turn. Usually
         this is one text. Some templates write an earlier reply in another way than the last one (for
         example, they leave out the thoughts of earlier turns). Then there is one text for each reply,
-        with the messages before it.
-
-        Args:
-            chat: The chat.
-
-        Returns:
-            The texts and their spans to learn. The list is empty if there are no replies to learn.
+        with the messages before it. The list is empty if there are no replies to learn.
 
         Raises:
             ValueError: The template refuses the chat or fails, or does not write what would be learnt.
@@ -123,9 +117,7 @@ class Replies:
             marks = [mark for i, mark in zip(replies, marks, strict=True) if i in chat.learnt]
         for _, stop in marks:
             if not whole[:stop].rstrip().endswith(self.ends):
-                self.notes[
-                    "replies end without a token that ends them: {% generation %} leaves it out"
-                ] += 1
+                self.notes["replies have no end token within {% generation %}"] += 1
         return [Rendered(whole, marks)] if marks else []
 
     def _reply(self, messages: Sequence[Message], i: int, more: Mapping[str, Any]) -> Rendered:
@@ -164,7 +156,10 @@ class Replies:
             places = range(max(0, latest - _WINDOW), latest + 1)
             same, start = max((_alike(text[max(0, n - _WINDOW) : n][::-1], end), n) for n in places)
             if same >= _CERTAIN:
-                self._note_start(asked[stop:].strip(), text[:start] == asked[:stop] or not i)
+                if extra := asked[stop:].strip():
+                    self.notes[f"replies do not begin with the {extra!r} of the template's prompt"] += 1
+                elif i and text[:start] != asked[:stop]:
+                    self.notes["replies stand after other text than the template's prompt"] += 1
                 return start
         if i:
             raise ValueError(
@@ -172,12 +167,6 @@ class Replies:
                 f" after {asked[-40:]!r}"
             )
         return latest
-
-    def _note_start(self, extra: str, same: bool) -> None:
-        if extra:
-            self.notes[f"replies do not begin with the {extra!r} that the chat template asks with"] += 1
-        elif not same:
-            self.notes["replies stand after other text than that with which the template asks"] += 1
 
     def _closing(self, messages: Sequence[Message], more: Mapping[str, Any]) -> str | None:
         """Return what the template writes after a reply to these messages; None if it is not known."""
