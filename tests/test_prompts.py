@@ -80,7 +80,7 @@ def test_prompts_come_from_flags_and_files(tmp_path: Path) -> None:
     assert refused(lambda: given_prompts([("--prompt", "a"), ("--prompt", "")])) == needs
     for content, line in {
         "": f"command line: --prompts: {rows}: holds no prompt",
-        '"a"\n{"text": 1}': f"{rows}:2: is neither a text nor an object with a prompt",
+        '"a"\n{"text": 1}': f"{rows}:2: is neither a text nor an object with a prompt or messages",
         "[": f"{rows}:1: is not JSON: Expecting value: line 1 column 2 (char 1)",
     }.items():
         rows.write_text(content)
@@ -91,6 +91,28 @@ def test_prompts_come_from_flags_and_files(tmp_path: Path) -> None:
     )
     assert refused(lambda: given_prompts([("--prompts", "gone")])) == (
         "command line: --prompts: gone: No such file or directory"
+    )
+
+
+def test_messages_and_tools_come_from_a_file(tmp_path: Path) -> None:
+    """As transformers writes them, and tools as text as data sets have them."""
+    template = "{{ tools | tojson }}" + CHATML
+    tokenizer = open_tokenizer(save_kind(tmp_path, "qwen", chat_template=template))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    messages = [{"role": "system", "content": "def"}, {"role": "user", "content": "the user"}]
+    rows = [{"messages": messages, "tools": tools}, {"messages": messages, "tools": json.dumps(tools)}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    prompts = given_prompts([("--prompts", str(path))])
+    expected = reference.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+    assert encode_prompts(tokenizer, prompts, chat=True) == [expected["input_ids"]] * 2
+    assert refused(lambda: encode_prompts(tokenizer, prompts, chat=False)) == (
+        "command line: --prompts: holds messages; give --chat too"
+    )
+    path.write_text('{"messages": [{"content": "a"}]}')
+    assert refused(lambda: given_prompts([("--prompts", str(path))])) == (
+        f"{path}:1: message 1 has no role"
     )
 
 

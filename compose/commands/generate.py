@@ -57,7 +57,7 @@ class Sampling:
 
 _FLAGS = {
     "--prompt": "TEXT to continue; may be given several times",
-    "--prompts": "a prompt on each line of a FILE; of a .jsonl file a string, or an object with prompt",
+    "--prompts": "FILE with one on each line; in .jsonl: a text, or an object with prompt or messages",
     "--chat": "",
     "--max-tokens": f"tokens after it, unless the text ends before; default {Sampling.max_tokens}",
     "--temperature": f"divides the logits; default {Sampling.temperature}; 0: the likeliest token",
@@ -93,7 +93,7 @@ def generate(arguments: Sequence[str]) -> int:
     words = read_words(arguments, _FLAGS)
     if len(words.plain) != 1:
         raise ConfigError(f"{COMMAND_LINE}: generate: needs one CHECKPOINT, got {len(words.plain)}")
-    texts, source = given_prompts(words.given), Path(words.plain[0])
+    prompts, source = given_prompts(words.given), Path(words.plain[0])
     sampling = _sampling(words.flags)
     folders = [] if is_hugging_face(source) else checkpoints(source)
     job = job_of(source, folders, words.overrides)
@@ -101,21 +101,21 @@ def generate(arguments: Sequence[str]) -> int:
     beside = kept_tokenizer(folders[0]) if folders else source
     sampling = replace(sampling, repetition_penalty=repetition_penalty([beside]))
     ends, chat = end_ids(tokenizer, beside), "--chat" in words.flags
-    encoded = encode_prompts(tokenizer, texts, chat, "--no-special-tokens" not in words.flags)
-    for text, ids in zip(texts, encoded, strict=True):
+    encoded = encode_prompts(tokenizer, prompts, chat, "--no-special-tokens" not in words.flags)
+    for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
-            raise ConfigError(f"{COMMAND_LINE}: --prompt: {text!r} has no token of {tokenizer.name}")
+            raise ConfigError(f"{COMMAND_LINE}: --prompt: {prompt!r} has no token of {tokenizer.name}")
         _check_length(len(ids), sampling.max_tokens, max_seq_len(job.config.model.config))
     with process_group(job.config) as device:
         mesh = init_mesh(job.degrees, device.type)
         composition = open_model(job, folders, mesh, device)
         speaks = dist.get_rank() == 0
-        for text, ids in zip(texts, encoded, strict=True):
+        for prompt, ids in zip(prompts, encoded, strict=True):
             if speaks:
                 print(f"generate: a prompt of {len(ids):,} tokens", file=sys.stderr, flush=True)
             pieces = text_of(tokenizer, ids, sample(composition, ids, sampling, ends))
             next(pieces)  # the prompt, with what the tokenizer has added
-            for piece in itertools.chain([] if chat else [text], pieces):
+            for piece in itertools.chain([] if chat else [str(prompt)], pieces):
                 if speaks:
                     print(piece, end="", flush=True)
             if speaks:

@@ -64,7 +64,7 @@ class Replies:
         Raises:
             ValueError: The template refuses the chat or fails, or does not write what would be learnt.
         """
-        messages, whole = self._form(chat)
+        messages, whole = self.form(chat)
         if (marks := self.template.marked(messages, chat.more)) is not None:
             return self._tagged(chat, messages, whole, marks)
         texts = [self._reply(messages, i, chat.more) for i in chat.learnt]
@@ -80,8 +80,12 @@ class Replies:
             return [Rendered(whole[: stops[-1]], spans, texts[-1].end)]
         return [Rendered(whole, spans)]
 
-    def _form(self, chat: Chat) -> tuple[Sequence[Message], str]:
-        """Return the messages in the form that the template takes, and their text."""
+    def form(self, chat: Chat) -> tuple[Sequence[Message], str]:
+        """Return the messages in the form that the template takes, and their text.
+
+        Raises:
+            ValueError: The template takes none of the forms.
+        """
         best: tuple[int, Sequence[Message], str] | None = None
         problem: ValueError | None = None
         choices = list(forms(chat.messages))
