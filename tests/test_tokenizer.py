@@ -16,10 +16,11 @@ from compose.data import Batches
 from compose.data.datasets import keep_tokenizer
 from compose.data.sources import open_samples
 from compose.data.special_tokens import KEYS, MAP_KEYS
-from compose.data.tokenizer import JsonTokenizer, carry, open_tokenizer
+from compose.data.tokenizer import JsonTokenizer, carry, keep, open_tokenizer
 from compose.errors import ConfigError
 from tests.data_made import token_set
 from tests.helpers import make_config
+from tests.tokenizer_kinds import save_kind
 from tests.tokenizers_made import save_tokenizer
 
 OUT = "is a link that leads out of its folder; put the file itself there"
@@ -283,3 +284,27 @@ def test_a_run_keeps_the_files_of_its_data(tokenizer: Path, tmp_path: Path) -> N
     tokens = [open_tokenizer(folder).tokenizer.token_to_id(each) for each in ("<|end|>", "<|im_end|>")]
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation == {"top_k": 3, "eos_token_id": [*tokens, 49]}  # as the data's manifest has it
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "model"),
+    [
+        ("llama2", {"tokenizer_class": "LlamaTokenizer"}, "mixtral"),
+        ("llama2", {"tokenizer_class": "LlamaTokenizer"}, "llama"),
+        ("qwen", {"tokenizer_class": None, "eos_token": None}, "qwen3"),
+    ],
+)
+def test_a_copy_without_its_model_means_the_same(
+    tmp_path: Path, kind: str, config: dict[str, Any], model: str
+) -> None:
+    """A model's type may decide how its tokenizer works, and a token set has no model."""
+    source, copy = save_kind(tmp_path / "source", kind, **config), tmp_path / "copy"
+    before = (source / "tokenizer_config.json").read_text()
+    (source / "config.json").write_text(json.dumps({"model_type": model}))
+    carry(source, copy)
+    one, other = open_tokenizer(source), open_tokenizer(copy)
+    for text in (" a", "a</s> b<|endoftext|>"):
+        assert one.encode(text, markup=True) == other.encode(text, markup=True)
+    assert (one.end, one.special) == (other.end, other.special)
+    keep(source, tmp_path / "kept")
+    assert (tmp_path / "kept/tokenizer_config.json").read_text() == before

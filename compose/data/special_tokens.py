@@ -104,7 +104,7 @@ def read_special_tokens(folder: Path, vocabulary: Collection[str], byte_level: b
     path, problems = folder / CONFIG, list[str]()
     config = read_json(path, dict[str, Any]) if path.exists() else {}
     problems += KEYS.problems({key: config[key] for key in KEYS.only if key in config})
-    kind = _class(config, folder, byte_level)
+    kind = _class(config, read_beside(folder, MODEL), byte_level)
     names = dict(_CLASSES.get(kind, {}))
     _name(names, config, path)
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
@@ -164,9 +164,19 @@ def _token(value: Any, path: Path, key: str) -> tuple[str, dict[str, bool]]:
     return content, {name: bool(options[name]) for name in known if name in options}
 
 
-def _class(config: Mapping[str, Any], folder: Path, byte_level: bool) -> str:
+def class_of_copy(folder: Path) -> str:
+    """Return the class to name in a copy of a tokenizer that comes without the folder's config.json.
+
+    Returns:
+        The class, or nothing if the copy has the same one by itself.
+    """
+    config, alone = read_beside(folder, CONFIG), "PreTrainedTokenizerFast"
+    kind = _class(config, read_beside(folder, MODEL))
+    return "" if kind == _class(config, {}) else kind or alone
+
+
+def _class(config: Mapping[str, Any], model: Mapping[str, Any], byte_level: bool = False) -> str:
     """Return the class of the tokenizer in transformers, or nothing if it is tokenizer.json alone."""
-    model = read_beside(folder, MODEL)
     kind = config.get("tokenizer_class") or model.get("tokenizer_class")
     name = str(kind).removesuffix("Fast") if kind else _OF_MODEL.get(str(model.get("model_type")), "")
     if (name == LLAMA and byte_level) or model.get("model_type") in _OF_NO_CLASS:

@@ -2,13 +2,22 @@
 
 import functools
 import hashlib
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from compose.base.json_files import read_json
 from compose.base.own_files import LEADS_OUT, leads_out, read_file, write_whole
-from compose.data.special_tokens import LLAMA, MODEL, model_ends, read_special_tokens
+from compose.data.special_tokens import (
+    CONFIG,
+    LLAMA,
+    MODEL,
+    class_of_copy,
+    model_ends,
+    read_special_tokens,
+)
 from compose.errors import ConfigError
 
 SEPARATOR = 256
@@ -238,6 +247,10 @@ def carry(source: Path, target: Path, named: Path | None = None) -> None:
         write_whole(copy, path.read_bytes())
     if named and named.name != FILE:
         write_whole(target / FILE, named.read_bytes())
+    kind = "" if (target / MODEL).exists() else class_of_copy(source)
+    if kind:
+        values = read_json(target / CONFIG, dict[str, Any]) if (target / CONFIG).exists() else {}
+        write_whole(target / CONFIG, json.dumps(values | {"tokenizer_class": kind}, indent=2))
 
 
 def keep(source: Path, folder: Path) -> None:
@@ -250,5 +263,6 @@ def keep(source: Path, folder: Path) -> None:
     config = source / MODEL
     if leads_out(config, source):
         raise ConfigError(f"{config}: {LEADS_OUT}")
-    carry(source, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / MODEL, read_file(config))
+    carry(source, folder)
