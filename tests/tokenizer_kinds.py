@@ -225,10 +225,11 @@ KINDS: dict[str, Callable[[], tuple[Tokenizer, dict[str, Any]]]] = {
 
 
 def save_kind(folder: Path, kind: str, **config: Any) -> Path:
-    """Save a tokenizer of a kind as transformers does; ``folder``."""
+    """Save a tokenizer of a kind as transformers does, without keys that are None; ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, named = KINDS[kind]()
     tokenizer.save(str(folder / "tokenizer.json"))
     values = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **config}
+    values = {key: value for key, value in values.items() if value is not None}
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     return folder
