@@ -250,6 +250,8 @@ def test_values_that_a_template_finds(folder: Path) -> None:
         "{{ {'b': '½', 'a': 1}|tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}"
         "{{ {'a': 1}|tojson(indent=2) }}{{ extra }}</s>"
     )
+    (ours.path.parent / "chat_template.jinja").write_text(source)
+    assert Replies(ours).template.text([user("a")], {}).startswith("TrueTrueTrue|user")
     for name in ("reasoning_content", "thinking", "reasoning"):
         row = {
             "messages": [user("a"), reply("b", **{name: "t"})],
@@ -290,6 +292,14 @@ def test_what_the_tags_of_a_template_mark_is_learnt(folder: Path) -> None:
     kept = "{% macro f(m) %}" + source + "{% endmacro %}{{ 'a' }}{{ f(messages) }}"
     with pytest.raises(ValueError, match="in a macro, or in a block whose text is kept for later"):
         written(both[0], kept, row)
+
+
+def test_an_empty_reply_that_ends_otherwise_within_a_chat(folder: Path) -> None:
+    ours, _ = both = tokenizers(folder, "llama 3")
+    row = {"messages": [user("a"), reply(""), user("b")]}
+    assert check_row(both, "harmony", row) == 1
+    (text,) = written(ours, plain(FAMILIES["harmony"]), row)
+    assert learnt(ours, text) == "<|channel|>final<|message|><|return|>"
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen_3", "mistral_1"])

@@ -364,13 +364,13 @@ def _chats(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> It
     for place, row in json_rows(unit, bad):
         try:
             texts = replies.render(read_chat(row, job.field))
-        except ValueError as error:
+            encoded = [encode(tokenizer, text) for text in texts]
+        except (ValueError, ConfigError) as error:
             bad(BadLine(unit.path, place, str(error)))
             continue
         counts.rows += 1
         counts.empty += not texts
-        for text in texts:
-            ids, learnt = encode(tokenizer, text)
+        for text, (ids, learnt) in zip(texts, encoded, strict=True):
             if any(learnt[1:]):
                 counts.replies += len(text.replies)
                 yield ids, learnt, True
