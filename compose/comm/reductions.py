@@ -109,8 +109,7 @@ class InBlocks:
         placed = rows.view(far.size(), near.size(), -1).transpose(0, 1)
         messages = self.near_packing.pack(placed.flatten(0, 1))
         if self.account.open:
-            sent = torch.empty_like(placed.flatten(0, 1))
-            self.near_packing.unpack(messages, sent)
+            sent = _sent(self.near_packing, messages, rows.dtype)
             self.account.lost(placed - sent.view(placed.shape), [near, far])
             self.account.expect(self.near_packing, placed.flatten(0, 1))
         messages = messages.view(near.size(), -1)
@@ -129,8 +128,7 @@ class InBlocks:
             rest = self.feedback.rest(self.packing, rows) if self.account.open else None
         messages = self.packing.pack(rows, encode)
         if self.account.open:
-            sent = torch.empty_like(rows)
-            self.packing.unpack(messages, sent)
+            sent = _sent(self.packing, messages, rows.dtype)
             self.account.lost(rows - sent, [group])
             self.account.expect(self.packing, rows)
             if self.feedback and rest:
@@ -147,3 +145,8 @@ class InBlocks:
         """Take the remainder."""
         if self.feedback:
             self.feedback.restore(state)
+
+
+def _sent(packing: Packing, messages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows (R, S) that messages hold, as sums take them: not rounded to 16 bits."""
+    return torch.cat([packing.sum(each[None], dtype) for each in messages])

@@ -21,7 +21,6 @@ from compose.comm.units import Unit
 from compose.composition.state import Composition
 from compose.parallel.mesh import axis_size
 from compose.proof.comparison import Comparison
-from compose.proof.one_process import Coded
 
 CODES = 1e-6
 """The relative error of what is computed with codes, in float32 whatever the gradient's type is."""
@@ -181,8 +180,8 @@ def compare_coded(
     gradients: Mapping[str, Tensor],
     missing: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
-) -> Coded:
-    """Compare what messages lost with what is expected; return what was received and sent.
+) -> dict[str, Tensor]:
+    """Compare what messages lost with what is expected; return the weights that were received.
 
     Args:
         messages: The messages of a step that has just run.
@@ -193,9 +192,7 @@ def compare_coded(
         weights: This rank's whole master weights.
 
     Returns:
-        The values for one process, whole, the same on every rank. Its optimizer takes the gradients
-        also where activations alone are coded: of its own, AdamW's first step would make other weights
-        wherever a gradient is only rounding, and the next gradients would be compared at these.
+        Whole weights, the same on every rank; none if weights and gradients are not coded.
     """
     for (name, gradient), total in sorted(messages.activations().items()):
         what = "lost of activations' gradients" if gradient else "lost of activations"
@@ -204,7 +201,7 @@ def compare_coded(
             limit = allowed(expected, total.elements)
             comparison.value(f"{what}{messages.label}", name, total.lost**0.5 / size, limit / size)
     if not messages.codes_parameters:
-        return Coded({}, _shared(gradients))
+        return {}
     received = messages.received()
     for quantity, lost, whole, expected in (
         (
@@ -235,7 +232,7 @@ def compare_coded(
             limit = allowed(expected[name], parameter.numel())
             what = f"lost of remainders{messages.label}"
             comparison.value(what, name, strayed[name] / size, max(limit / size, CODES))
-    return Coded(_shared(received), _shared(gradients))
+    return shared(received)
 
 
 def _norms(own: Mapping[str, float], times: int = 1) -> dict[str, float]:
@@ -257,7 +254,7 @@ def _greatest(own: Mapping[str, float]) -> dict[str, float]:
     return {name: max(one.get(name, 0.0) for one in everyone) for name in names}
 
 
-def _shared(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def shared(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of all ranks by name, each from the first rank that has it; a collective."""
     everyone: list[dict[str, tuple[torch.Size, torch.dtype]]] = [
         {} for _ in range(dist.get_world_size())

@@ -132,7 +132,6 @@ class References:
             split = micro_batch if arithmetic.reduced else other
             self.own = self.coarse = run(arithmetic, micro_batch=split, float8=float8)
         self.zeros: set[str] = set()
-        self.moving: dict[str, int] = {}  # elements of a parameter that have a gradient
 
     @property
     def _runs(self) -> list[OneProcess]:
@@ -150,7 +149,7 @@ class References:
         Args:
             batch: The global batch.
             found: What the composition's routers chose, by router.
-            coded: What the composition received and sent, if its messages are coded.
+            coded: What the composition received and sent, if its messages are coded or it rounds.
         """
         if self.own.arithmetic.reduced and found:
             # Rounding may move a composition's margins as far as it moves one process's. The two move
@@ -178,7 +177,6 @@ class References:
         found = replace(found, parts=float(self.own.parts.get(name, 0.0)) ** 0.5)
         if found.state == "zero":
             self.zeros.add(name)
-        self.moving[name] = max(self.moving.get(name, 0), int(found.value.count_nonzero()))
         return found if name in self.own.gradients else replace(found, state="unused")
 
     def update(self, name: str) -> Expected:

@@ -22,7 +22,7 @@ class Tolerance:
     """Of a gradient."""
     update: float
     """Of the change of a weight over all steps. AdamW divides by the gradient's own size, so rounding
-    near zero weighs more here.
+    near zero weighs more here, unless both sides take the same gradients.
     """
     times: float = 10.0
     """If one process itself has an error, a composition's may be this many times as large."""
@@ -45,15 +45,6 @@ class Tolerance:
             The allowed error.
         """
         return base and max(base, self.times * max(own, mean))
-
-    def update_of(self, elements: int) -> float:
-        """Return ``update`` for so many elements that have a gradient, where gradients are rounded.
-
-        AdamW's elements take steps of like size. An element whose gradient is only rounding may step in
-        the other direction, which is 2 / elements^0.5 of the whole. One process may have no such
-        element.
-        """
-        return max(self.update, 2 / max(elements, 1) ** 0.5)
 
 
 # In float64 rounding is 1e-16 of a value. After a step's sums the error is still far below 1e-10.

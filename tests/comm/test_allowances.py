@@ -11,7 +11,7 @@ from compose.proof.coded_messages import CODES
 from compose.proof.prove import prove
 from compose.proof.report import Report
 from tests.comm.cases import Keys, comm, given
-from tests.helpers import agreed, make_job, prove_whole, tier
+from tests.helpers import agreed, make_job, prove_case, prove_whole, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -64,4 +64,13 @@ def test_remainders_of_replicas_in_float64(pool: Pool, code: str) -> None:
     """The account's sum over replicas once changed what a remainder was compared with."""
     keys = given(comm(code)) | {"parallel__dp_replicate": 2, "model__n_layers": 1}
     report = agreed(pool.run(prove_whole, 2, keys))
+    assert report.ok, str(report)
+
+
+def test_remainders_of_gradients_in_bfloat16(pool: Pool) -> None:
+    """The account once rounded what was sent to the type of gradients, which remainders do not do."""
+    keys = given(comm("int4", block=16)) | {"parallel__dp_shard": 2, "model__n_layers": 1}
+    keys |= {"precision__param": "bfloat16", "precision__reduce": "bfloat16"}
+    report = agreed(pool.run(prove_case, 2, keys))
+    assert any(row.quantity == "lost of remainders" for row in report.rows)
     assert report.ok, str(report)
