@@ -226,7 +226,9 @@ def test_the_original_that_a_checkpoint_names_is_not_read(
     _sum(work / STEP)
     shutil.rmtree(work / "run/tokenizer")
     assert main(["convert", "run", "out"]) == 0
-    assert sorted(path.name for path in Path("out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        *("config.json", "generation_config.json", "model.safetensors")
+    ]
     assert capsys.readouterr().err == (
         f"run: was made from {named}, of which its run kept nothing; to export the tokenizer too, give"
         " that folder as --original\n"

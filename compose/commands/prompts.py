@@ -19,9 +19,6 @@ Prompt = str | Chat
 def given_prompts(flags: Iterable[tuple[str, str]]) -> list[Prompt]:
     """Return the prompts of a command line, in their order.
 
-    Args:
-        flags: The flags with their values.
-
     Raises:
         ConfigError: There is none, or a file of prompts cannot be used.
     """

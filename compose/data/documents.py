@@ -144,13 +144,11 @@ def _opened(unit: Unit) -> IO[bytes]:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a text, with the text around it."""
+    """A part of a text, from ``start`` to ``stop``, with the text around it."""
 
     text: str
     start: int
-    """The place in ``text`` where the part begins."""
     stop: int
-    """The place in ``text`` where it ends."""
 
 
 def text_blocks(unit: Unit) -> Iterator[Block]:

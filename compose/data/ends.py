@@ -20,10 +20,7 @@ KEYS = KnownKeys(
         "bad_words_ids begin_suppress_tokens constraints dola_layers exponential_decay_length_penalty"
         " force_words_ids forced_bos_token_id forced_eos_token_id max_time penalty_alpha"
         " sequence_bias stop_strings suppress_tokens token_healing watermarking_config": (
-            None,
-            False,
-            [],
-            {},
+            *(None, False, [], {}),
         ),
     },
     # The flags of `generate` say how long a text is and how it is sampled. The rest is about beams,
@@ -44,15 +41,8 @@ KEYS = KnownKeys(
 def end_ids(tokenizer: Tokenizer, folder: Path | None = None) -> list[int]:
     """Return the ids that end a text.
 
-    These are the tokenizer's end token, those of generation_config.json and config.json, and what
-    ends a reply in the tokenizer's chat template.
-
-    Args:
-        tokenizer: The tokenizer.
-        folder: The folder of the model; its files count besides those beside the tokenizer.
-
-    Returns:
-        The ids, without repetition.
+    These are the tokenizer's end token, those of generation_config.json and config.json in the model's
+    ``folder`` and beside the tokenizer, and what ends a reply in the tokenizer's chat template.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -131,7 +121,8 @@ def generation_values(folder: Path | None, vocab_size: int) -> dict[str, Any]:
         tokenizer = open_tokenizer(folder)
         vocabulary = tokenizer.tokenizer.get_vocab()
         for name in ("bos_token", "pad_token"):
-            if (token := tokenizer.special.get(name)) in vocabulary:
+            token = tokenizer.special.get(name)
+            if found[f"{name}_id"] is None and token in vocabulary:
                 found[f"{name}_id"] = vocabulary[token]
     elif vocab_size == Bytes.vocab_size:
         tokenizer = Bytes()

@@ -165,11 +165,7 @@ def _token(value: Any, path: Path, key: str) -> tuple[str, dict[str, bool]]:
 
 
 def class_of_copy(folder: Path) -> str:
-    """Return the class to name in a copy of a tokenizer that comes without the folder's config.json.
-
-    Returns:
-        The class, or nothing if the copy has the same one by itself.
-    """
+    """Return the class to name in a copy without the folder's config.json; nothing if it has it so."""
     config, alone = read_beside(folder, CONFIG), "PreTrainedTokenizerFast"
     kind = _class(config, read_beside(folder, MODEL))
     return "" if kind == _class(config, {}) else kind or alone

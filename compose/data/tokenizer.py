@@ -54,13 +54,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str, added: bool = True, markup: bool = False) -> list[int]:
         """Return the ids of a text.
 
-        With both options this is ``tokenizer(text)`` of transformers.
-
-        Args:
-            text: The text.
-            added: Whether to add the tokens that the tokenizer puts around a text, such as one that
-                begins it.
-            markup: Whether special tokens in the text count as such; else they are ordinary text.
+        ``added`` adds the tokens that the tokenizer puts around a text. With ``markup`` special tokens
+        in the text count as such; else they are ordinary text. With both, it is ``tokenizer(text)``
+        of transformers.
         """
         ...
 

@@ -208,9 +208,9 @@ def export(
     if original and not original.is_dir():
         raise ConfigError(f"{original}: no such folder")
     there = read_config(original) if original and (original / MODEL).exists() else {}
-    values |= {key: there[key] for key in ("max_position_embeddings",) if key in there}
     special = generation_values(original, model.config.vocab_size)
-    values |= special
+    own = ("bos_token_id", "pad_token_id", "max_position_embeddings")
+    values |= special | {key: there[key] for key in own if there.get(key) is not None}
     flat = [one for part in plan for one in part]
     with _new_folder(target) as aside:
         written = write_files(aside, flat, tensors(), shard_bytes)
