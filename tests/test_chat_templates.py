@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from compose.data.messages import read_chat
 from compose.data.replies import Rendered, Replies, encode
-from compose.data.tokenizer import JsonTokenizer, open_tokenizer
+from compose.data.tokenizer import JsonTokenizer, carry, open_tokenizer
+from compose.errors import ConfigError
 from tests.chat_families import FAMILIES, KINDS, OPEN, plain, save_family, tagged
 from tests.helpers import tier
 
@@ -343,7 +344,7 @@ def test_a_system_message_that_stands_in_the_prompt_alone(folder: Path) -> None:
     assert replies.notes == {"replies stand after other text than the template's prompt": 1}
 
 
-def test_templates_by_name(folder: Path) -> None:
+def test_templates_by_name(folder: Path, tmp_path: Path) -> None:
     ours, _ = tokenizers(folder, "gpt2")
     sources = {"default": "{% for m in messages %}D{{ m.content }}</s>{% endfor %}", "rag": "{% if %}"}
     sources["tool_use"] = sources["default"].replace("D", "T")
@@ -369,6 +370,14 @@ def test_templates_by_name(folder: Path) -> None:
     (more / "tool_use.jinja").write_text("F" + sources["default"])
     (ours.path.parent / "chat_template.jinja").write_text("G" + sources["default"])
     assert [texts(row) for row in rows] == ["GDa</s>Db</s>", "FDa</s>Db</s>"]
+    carry(ours.path.parent, tmp_path / "copy")
+    assert (tmp_path / "copy" / more.name / "tool_use.jinja").read_text().startswith("F")
+    more.rename(tmp_path / "elsewhere")
+    more.symlink_to(tmp_path / "elsewhere")
+    for refused in (lambda: carry(ours.path.parent, tmp_path / "copy"), lambda: Replies(ours)):
+        with pytest.raises(ConfigError, match=r"additional_chat_templates.*: is a link that leads out"):
+            refused()
+    more.unlink()
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_a_model_of_transformers_is_fine_tuned(made: tuple[Path, Path], tmp_path
     once = [f"--run.dir={tmp_path}/once", "--checkpoint.interval=0"]
     done = execute("train.py", *words, *whole, *once)
     assert done.returncode == 0, done.stderr
+    assert f"{data}:\n  rows {61:>23}\n  replies {60:>20}\n" in done.stdout
     (line,) = lines(tmp_path / "once")
     before = mean_loss(AutoModelForCausalLM.from_pretrained(model), data)
     assert line["epochs"] == {str(data): 1.0}
