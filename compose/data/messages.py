@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 # Names of what a model thinks before it replies. Templates read the first or the second.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _ROLE = "assistant"
-_PROBE = "zqx"  # a word that no template writes by itself
+PROBE = "zqx"  # a word that no template writes by itself
 
 
 @dataclass(frozen=True)
@@ -150,15 +150,14 @@ def probed(messages: Sequence[Message]) -> Sequence[Message]:
     """Return messages of the same form, with words and arguments that no template writes by itself."""
 
     def arguments(given: Any) -> Any:
-        return {_PROBE: _PROBE} if isinstance(given, dict) else json.dumps({_PROBE: _PROBE})
+        return {PROBE: PROBE} if isinstance(given, dict) else json.dumps({PROBE: PROBE})
 
     found = list[Message]()
     for number, message in enumerate(messages):
-        content, word = message.get("content"), f"{_PROBE}{number}."
+        content, word = message.get("content"), f"{PROBE}{number}."
         if isinstance(content, list):
-            content = [
-                part if _part(part) is None else {"type": "text", "text": word} for part in content
-            ]
+            parts = [(part, {"type": "text", "text": word}) for part in content]
+            content = [part if _part(part) is None else other for part, other in parts]
         elif content:
             content = word
         changed = {"content": content} if "content" in message else {}
@@ -182,5 +181,5 @@ def count_faults(text: str, messages: Sequence[Message]) -> int:
             if isinstance(arguments, str):  # not as a JSON text in JSON
                 faults += arguments not in text or json.dumps(arguments) in text
             else:
-                faults += repr(arguments) in text or arguments[_PROBE] not in text
+                faults += repr(arguments) in text or arguments[PROBE] not in text
     return faults

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from compose.data.chat_template import ChatTemplate
-from compose.data.messages import Chat, Message, calls_of, count_faults, forms, probed, text_of
+from compose.data.messages import PROBE, Chat, Message, calls_of, count_faults, forms, probed, text_of
 from compose.data.special_tokens import model_ends
 from compose.data.tokenizer import JsonTokenizer
 
-_PROBE = "zqx"  # a reply that no template writes by itself
 _WINDOW = 200  # characters that a template may write between its prompt and the words of a reply
 _CERTAIN = 4  # characters of the prompt that must stand before a reply
 _PLACE = re.compile(r"[>\]\n:▷]")  # a prompt may be shortened after one of these
@@ -105,7 +104,7 @@ class Replies:
             if not faults:
                 break
         if best is None:
-            raise problem or ValueError("holds no message")
+            raise problem or ValueError
         return best[1:]
 
     def _tagged(
@@ -178,7 +177,7 @@ class Replies:
             text = self.template.text([*messages, _other()], more)
         except ValueError:
             return None
-        return text.rpartition(_PROBE)[2].rstrip() if _PROBE in text else None
+        return text.rpartition(PROBE)[2].rstrip() if PROBE in text else None
 
     def _end(self, messages: Sequence[Message], i: int, text: str, more: Mapping[str, Any]) -> int:
         """Return the id that ends an open reply.
@@ -187,7 +186,7 @@ class Replies:
         generation_config.json stops there.
         """
         role = "tool" if messages[i].get("tool_calls") else "user"
-        following = messages[i + 1 : i + 2] or [{"role": role, "content": _PROBE}]
+        following = messages[i + 1 : i + 2] or [{"role": role, "content": PROBE}]
         try:
             after = self.template.text([*messages[: i + 1], *following], more)
         except ValueError:
@@ -226,7 +225,7 @@ class Replies:
 
 def _other(reply: Message | None = None) -> Message:
     """Return a reply with other content."""
-    return {**(reply or {"role": "assistant"}), "content": _PROBE}
+    return {**(reply or {"role": "assistant"}), "content": PROBE}
 
 
 def _alike(one: str, other: str) -> int:

@@ -77,9 +77,8 @@ class Counts:
     learnt: Count = 0
     """Tokens of chats that are learnt; the first of a chat is no target."""
     bad: Count = 0
-    """Rows that are left out, since they cannot be used."""
     reasons: list[str] = field(default_factory=list)
-    """The first bad rows, and what is wrong with them."""
+    """The first bad rows, which are left out, and what is wrong with them."""
     notes: dict[str, Count] = field(default_factory=dict)
     """What a user should know of the template, and of how many replies."""
 
