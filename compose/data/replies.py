@@ -150,14 +150,14 @@ class Replies:
             return len(asked)
         before = self.template.text(messages[: max(i, 1)], more)
         # Another reply to the same messages tells where the reply itself has begun at the latest.
-        latest = _alike(text, self.template.text([*messages[:i], _other()], more))
+        latest = _common(text, self.template.text([*messages[:i], _other()], more))
         # The prompt may open a thought that this reply does not have.
-        header = _alike(before, asked)
+        header = _common(before, asked)
         stops = [header + m.end() for m in _PLACE.finditer(asked[header:])]
         for stop in dict.fromkeys((len(asked), *reversed(stops))):
             end = asked[max(0, stop - _WINDOW) : stop][::-1]
             places = range(max(0, latest - _WINDOW), latest + 1)
-            same, start = max((_alike(text[max(0, n - _WINDOW) : n][::-1], end), n) for n in places)
+            same, start = max((_common(text[max(0, n - _WINDOW) : n][::-1], end), n) for n in places)
             if same >= _CERTAIN:
                 if extra := asked[stop:].strip():
                     self.notes[f"replies do not begin with the {extra!r} of the template's prompt"] += 1
@@ -228,7 +228,7 @@ def _other(reply: Message | None = None) -> Message:
     return {**(reply or {"role": "assistant"}), "content": PROBE}
 
 
-def _alike(one: str, other: str) -> int:
+def _common(one: str, other: str) -> int:
     """Return how many characters two texts begin with that are the same."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
