@@ -50,7 +50,7 @@ from compose.train import trainer
 from models import gpt2
 from models.layers.attention import AttentionCore
 from tests import training
-from tests.helpers import agreed, tier
+from tests.helpers import agreed, small_ones_move, tier
 from tests.mutation import mutated
 from tests.pool import Pool, make_mesh
 
@@ -160,7 +160,8 @@ def _proof(options: Options, layers: int = 2, plan: Plan = PLAN) -> Report:
     mesh = make_mesh(options.parallel)
     options = replace(options, seq_len=6)
     model = Model(layers, AttentionCore if plan.context else Scores)
-    return verify(model, plan, mesh, batches, options, Trial(micro_batch=1))
+    with small_ones_move():
+        return verify(model, plan, mesh, batches, options, Trial(micro_batch=1))
 
 
 P = Parallel
