@@ -63,20 +63,28 @@ PIPELINE = [
     ),
     Row(
         "ZBVZeroBubble leaves gradients unreduced",
-        VIRTUAL | {"parallel__pp_schedule": "ZBVZeroBubble"},
+        VIRTUAL | {"parallel__pp_schedule": "ZBVZeroBubble", "parallel__dp_shard": 2},
         "compose.base.torch_versions:finish_fsdp_backward",
         "state._root_post_backward_final_callback()",
         "pass",
         "gradient",
+        ranks=4,
         untouched=("loss", "step 1"),
     ),
     Row(
         "DualPipeV reduces no halved backward as the last",
-        VIRTUAL | {"parallel__pp_schedule": "DualPipeV", "parallel__zero": 1},
+        VIRTUAL
+        | {
+            "parallel__pp_schedule": "DualPipeV",
+            "parallel__zero": 1,
+            "parallel__dp_shard": 2,
+            "train__global_batch": 16,
+        },
         "compose.pipeline.stage:RuntimeStage.backward_maybe_with_nosync",
         "finish_backward(module, self.zero, last=last_backward)",
         "finish_backward(module, self.zero, last=False)",
         "gradient",
+        ranks=4,
         untouched=("loss", "step 1"),
     ),
     Row(
