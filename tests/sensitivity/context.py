@@ -50,7 +50,7 @@ CONTEXT = [
     ),
     Row(
         "a document reaches from the first token",
-        CP,
+        CP | {"data__separator": 0},
         "compose.operators.blocks:_pairs",
         "start = begins[i]",
         "start = begins[0]",
@@ -59,7 +59,7 @@ CONTEXT = [
     ),
     Row(
         "later documents see the first one's keys",
-        CP | {"parallel__cp_balance": "none"},
+        CP | {"parallel__cp_balance": "none", "data__separator": 0},
         "compose.operators.blocks:_pairs",
         "max(start, c), min(end, d)",
         "c, min(end, d)",
