@@ -13,7 +13,7 @@ from compose.errors import ConfigError
 
 KEYS = KnownKeys(
     read="bos_token_id eos_token_id pad_token_id repetition_penalty",
-    # Each of these would change the likeliest text.
+    # Another value of these keys would change the likeliest text.
     only={
         "encoder_repetition_penalty guidance_scale num_beams num_return_sequences": (None, 1),
         "encoder_no_repeat_ngram_size min_length min_new_tokens no_repeat_ngram_size": (None, 0),

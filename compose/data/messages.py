@@ -52,7 +52,7 @@ def read_chat(row: Mapping[str, Any], field: str) -> Chat:
 def _message(message: Any, number: int) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")
-    # As transformers: a key without a value is no key.
+    # transformers drops a key without a value too.
     message = {name: value for name, value in message.items() if value is not None}
     content, weight = message.get("content"), message.get("weight", 1)
     thoughts = next((message[name] for name in _THOUGHTS if name in message), None)

@@ -42,7 +42,7 @@ class Replies:
         """
         self.template, self.end = ChatTemplate(tokenizer), end
         self.notes: Counter[str] = Counter()
-        """What a user should know, and of how many replies."""
+        """Notes for the user, with the number of replies that each is about."""
         added = tokenizer.tokenizer.get_added_tokens_decoder()
         self.ids = {token.content: i for i, token in added.items()}
         ends = {token.content for token in added.values() if token.special}

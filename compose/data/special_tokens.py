@@ -49,7 +49,7 @@ MAP_KEYS = KnownKeys(
 """The keys of special_tokens_map.json; others name tokens of images and the like."""
 LLAMA = "LlamaTokenizer"
 """The class of Llama 2's kind."""
-# What transformers' classes name where a file names nothing.
+# The tokens that transformers' classes name where a file names none.
 _S, _TEXT = {"bos_token": "<s>", "eos_token": "</s>"}, "<|endoftext|>"
 _CLASSES: Mapping[str, Mapping[str, str]] = {
     LLAMA: _S,
@@ -76,7 +76,7 @@ _UNUSED = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What a tokenizer's folder says besides tokenizer.json."""
+    """The content of a tokenizer's folder besides tokenizer.json."""
 
     config: Mapping[str, Any]
     """The content of tokenizer_config.json."""

@@ -80,7 +80,7 @@ class Counts:
     reasons: list[str] = field(default_factory=list)
     """The first bad rows, which are left out, and what is wrong with them."""
     notes: dict[str, Count] = field(default_factory=dict)
-    """What a user should know of the template, and of how many replies."""
+    """Notes on the template, with the number of replies that each is about."""
 
 
 def describe_job(
