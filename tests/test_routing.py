@@ -3,16 +3,20 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from compose import Parallel
+from compose.parallel.routing import routing_metrics
 from compose.proof import routing_trace
 from compose.train.metrics import MetricsWriter
+from models.layers.router import MoEConfig, Router
 from tests.experts import DEEPSEEK, QWEN
-from tests.pool import Pool
+from tests.pool import Pool, make_mesh
 from tests.training import STEP, keys_for, lines, train
 
 
@@ -72,6 +76,40 @@ def test_reports_are_written(tmp_path: Path) -> None:
         events.Tags()["scalars"]
     )
     assert events.Scalars("load/layers.1.moe.router")[0].value == 1.25
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the tensors that the host reads one by one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def _reported() -> int:
+    """How many values were read one by one for the report; a wrong report is an error."""
+    config = MoEConfig(n_experts=4, top_k=2, bias_rate=0.1)
+    model = nn.ModuleDict({name: Router(6, config) for name in ("a", "b")})
+    mesh = make_mesh(Parallel(dp_shard=1))
+    assert routing_metrics(model, mesh) == {"a": {}, "b": {}}, "before the first step"
+    for name, router in model.items():
+        router(torch.randn(2, 3, 6)).weights.sum().backward()
+        router.finish_step(router.tally + len(name) * torch.arange(7))
+    with _Reads() as reads:
+        found = routing_metrics(model, mesh)
+    expected = {
+        name: {key: float(value) for key, value in router.last.items()}
+        for name, router in model.items()
+    }
+    assert found == expected
+    assert len(expected["b"]) == 5
+    return reads.count
+
+
+def test_the_host_reads_all_reports_at_once(pool: Pool) -> None:
+    assert pool.run(_reported, 1) == [0]
 
 
 class _Routing(NamedTuple):
