@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compose import Options, Parallel, Plan, init_mesh, verify
 from compose.errors import ConfigError
 from compose.legality import meshes
-from compose.parallel.expert_parallel import ExpertParallel, expert_mesh
+from compose.parallel.expert_parallel import ExpertParallel, _transposed, expert_mesh
 from models.layers.moe import Experts
 from tests.experts import AXES, DEEPSEEK, QWEN, Tiny, keys_of
 from tests.helpers import agreed, make_config, prove_case, tier
@@ -195,6 +195,15 @@ def _style_alone(counts_of: list[list[int]]) -> float:
 )
 def test_style_alone(pool: Pool, counts: list[list[int]]) -> None:
     assert max(pool.run(_style_alone, 2, counts)) < 1e-12
+
+
+def test_rows_by_rank_become_rows_by_expert_and_back() -> None:
+    counts = torch.tensor([[2, 0, 1], [0, 0, 3], [1, 2, 0]])
+    experts = torch.arange(3).repeat(3).repeat_interleave(counts.flatten())
+    order, places = _transposed(counts, 9)
+    assert torch.equal(order, experts.argsort(stable=True))
+    assert torch.equal(order[places], torch.arange(9))
+    assert [len(found) for found in _transposed(torch.zeros(2, 2, dtype=torch.long), 0)] == [0, 0]
 
 
 def _own_model() -> Any:

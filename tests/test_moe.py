@@ -3,11 +3,13 @@
 import copy
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from models.layers.clamped_experts import ClampedExperts
@@ -349,6 +351,39 @@ def test_capacity_drops_the_lowest_scores_of_each_sequence() -> None:
     found.sum().backward()
     moe.router.finish_step(moe.router.tally)
     assert float(moe.router.last["dropped"]) == dropped
+
+
+def test_gradient_where_rows_are_dropped() -> None:
+    moe = make(replace(SOFTMAX, capacity_factor=0.5)).double()
+    x = inputs(2, 5).double().requires_grad_()
+    kept = moe.router(x).kept
+    assert kept is not None
+    assert 0 < kept.sum() < kept.numel() - 5
+    assert not kept.any(-1).all(), "a token of which no row is left"
+    assert torch.autograd.gradcheck(moe, x)
+
+
+class Moves(TorchDispatchMode):
+    """Counts operators that sort, and those that write rows somewhere into a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sorts, self.written = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.sorts += name in ("sort", "argsort")
+        self.written += name.startswith(("index_copy", "index_add", "index_put")) or (
+            name.startswith(("scatter", "zero", "new_zeros")) and args[0].shape[-1] == DIM
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_are_sorted_once_and_only_gathered() -> None:
+    moe, x = make(SOFTMAX), inputs().requires_grad_()
+    with Moves() as moves:
+        moe(x).sum().backward()
+    assert (moves.sorts, moves.written) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", ["batch", "sequence"])

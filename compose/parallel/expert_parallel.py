@@ -160,12 +160,9 @@ def _run_where_they_are(
     sent, received = _sizes(counts_to, counts_from, len(rows))
     arrived = _exchanged(rows, received, sent, group, place)
     # The rows arrive sorted by rank. The experts need them sorted by expert.
-    experts = torch.arange(counts_to.shape[1], device=rows.device).repeat(group.size())
-    # The size is known here; without it the device would be asked once more.
-    order = experts.repeat_interleave(counts_from.flatten(), output_size=sum(received))
-    order = order.argsort(stable=True)
-    found = run(_Permute.apply(arrived, order), counts_from.sum(0), *weights)
-    back = _Permute.apply(found, order.argsort())
+    order, places = _transposed(counts_from, sum(received))
+    found = run(_Permute.apply(arrived, order, places), counts_from.sum(0), *weights)
+    back = _Permute.apply(found, places, order)
     return _exchanged(back, sent, received, group, place)
 
 
@@ -229,22 +226,38 @@ def _sizes(counts_to: Tensor, counts_from: Tensor, rows: int) -> tuple[list[int]
     return sent, received
 
 
+def _transposed(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the order by column of rows that lie by row of ``counts``, and the order back.
+
+    Rows of one rank for one expert stay together. So all of them move equally far, and nothing is
+    sorted.
+    """
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    turned = counts.t().flatten()
+    moves = starts - (turned.cumsum(0) - turned).view_as(counts.t()).t()
+    numbers = torch.arange(rows, device=counts.device)
+    # The size is known. Without it the device would be asked once more.
+    order = numbers + moves.t().flatten().repeat_interleave(turned, output_size=rows)
+    places = numbers - moves.flatten().repeat_interleave(counts.flatten(), output_size=rows)
+    return order, places
+
+
 class _Permute(torch.autograd.Function):
-    """A new order of rows. The gradient takes the same way back.
+    """A new order of rows. The gradient takes the way back.
 
     It does what indexing does. But no row is added to another in backward, so no atomic operations are
     needed.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
         return rows.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return torch.empty_like(grads[0]).index_copy_(0, order, grads[0]), None
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None
 
 
 def _gather_sequence(

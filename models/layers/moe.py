@@ -8,7 +8,7 @@ Shapes: B batch, L sequence length, D model width, E experts, k experts per toke
 width, T = B L tokens, N = T k rows that experts run (fewer if tokens are dropped).
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -156,10 +156,12 @@ class MoE(nn.Module):
         counts_E = count_rows(rows_N, n_experts)
         if routing.kept is not None and not x_BLD.is_meta:  # meta tensors have no counts
             order = order[: int(counts_E.sum())]
+        # Where each row went. A dropped row has the place after all of them.
+        places = order.new_full((len(rows_N),), len(order))
+        places.scatter_(0, order, torch.arange(len(order), device=order.device))
         x_TD = x_BLD.flatten(0, 1)
-        out_ND = self.experts(_Dispatch.apply(x_TD, order, k), counts_E)
-        back_ND = out_ND.new_zeros(len(rows_N), out_ND.shape[-1])
-        back_TKD = back_ND.index_copy(0, order, out_ND).unflatten(0, (-1, k))
+        out_ND = self.experts(_Dispatch.apply(x_TD, order, places, k), counts_E)
+        back_TKD = cast(Tensor, _Combine.apply(out_ND, order, places)).unflatten(0, (-1, k))
         weights_T1K = routing.weights.flatten(0, 1)[:, None].to(back_TKD.dtype)
         out_BLD = (weights_T1K @ back_TKD).view_as(x_BLD)
         return out_BLD if self.shared is None else out_BLD + self.shared(x_BLD)
@@ -173,14 +175,33 @@ class _Dispatch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k, ctx.tokens = k, len(x_TD)
+    def forward(ctx: Any, x_TD: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.k = k
         return x_TD.index_select(0, order // k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole = _restored(grads[0], *ctx.saved_tensors)
+        return whole.unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The experts' rows (N, D) in the order of the tokens, (T k, D): those dropped are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return _restored(rows_ND, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        whole = grads[0].new_zeros(ctx.tokens * ctx.k, grads[0].shape[-1])
-        whole.index_copy_(0, order, grads[0])
-        return whole.unflatten(0, (-1, ctx.k)).sum(1), None, None
+        return grads[0].index_select(0, order), None, None
+
+
+def _restored(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the row of each place; the place after all rows has zeros."""
+    if len(rows) < len(places):
+        rows = F.pad(rows, (0, 0, 0, 1))
+    return rows.index_select(0, places)
