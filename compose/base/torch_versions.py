@@ -99,6 +99,10 @@ def bypass_saved_tensors_hooks(mode: Any) -> None:
     mode.respect_saved_tensors_hooks = False
 
 
+async_tp_groups: set[str] = set()
+"""The groups of :func:`enable_async_tp`, by name."""
+
+
 def enable_async_tp(group: str) -> None:
     """Have Inductor run products in pieces while their messages travel in the group of this name.
 
@@ -108,6 +112,7 @@ def enable_async_tp(group: str) -> None:
     from torch._inductor import config
 
     config._micro_pipeline_tp = True
+    async_tp_groups.add(group)
     if TorchVersion(torch.__version__) < "2.15":
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

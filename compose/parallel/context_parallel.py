@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from compose.base.local_tensor import arrived
 from compose.base.torch_versions import functional_all_gather, functional_reduce_scatter
 from compose.errors import ConfigError
 from compose.operators.attention import (
@@ -124,18 +125,18 @@ class Exchange:
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the whole sequence (B, S, ...) of this rank's part (B, L, ...)."""
         parts = functional_all_gather(tensor.contiguous(), 0, cast(Any, self.group))
-        return self.in_order(funcol.wait_tensor(parts).unflatten(0, (self.cp, -1)))
+        return self.in_order(arrived(parts).unflatten(0, (self.cp, -1)))
 
     def summed(self, whole: Tensor) -> Tensor:
         """Return this rank's part (B, L, ...) of the sum over ranks of whole sequences (B, S, ...)."""
         parts = self.out_of_order(whole).flatten(0, 1)
         mine = functional_reduce_scatter(parts, "sum", 0, cast(Any, self.group))
-        return funcol.wait_tensor(mine)
+        return arrived(mine)
 
     def exchanged(self, parts: Tensor) -> Tensor:
         """Send the i-th part of (cp, ...) to rank i; the result's i-th part came from rank i."""
         got = funcol.all_to_all_single(parts.contiguous(), None, None, cast(Any, self.group))
-        return funcol.wait_tensor(got)
+        return arrived(got)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Exchange this rank's sequence part (B, L, H, K) for its heads (B, S, H / cp, K)."""

@@ -18,7 +18,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from compose.base.torch_versions import functional_all_gather, functional_reduce_scatter
+from compose.base.local_tensor import arrived
+from compose.base.torch_versions import (
+    async_tp_groups,
+    functional_all_gather,
+    functional_reduce_scatter,
+)
 from compose.comm.activations import Activations, Place, place_of
 from compose.operators.registered import operator
 
@@ -91,14 +96,22 @@ def _plain(tensor: Tensor, kind: str, group: Any) -> Tensor:
         ranks: dist.ProcessGroup = _resolve_process_group(group)
         if dist.get_backend(ranks) == "gloo":
             return {"sum": _summed, "gather": _gathered, "scatter": _scattered}[kind](tensor, ranks)
-    if kind == "sum":
-        return funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), "sum", group))
     tensor = tensor.contiguous()
-    if kind == "gather":
-        moved = functional_all_gather(tensor, 1, group)
+    if kind == "sum":
+        return arrived(funcol.all_reduce(tensor, "sum", group))
+    # Rows of a single sample follow each other: along dim 0 a message needs no copy.
+    # Async TP knows a gather along dim 1 by the copy after it, and then makes none.
+    known = torch.compiler.is_compiling() and group in async_tp_groups
+    flat = len(tensor) == 1 and not known
+    rows, dim = (tensor.flatten(0, 1), 0) if flat else (tensor, 1)
+    if kind == "scatter":
+        moved = arrived(functional_reduce_scatter(rows, "sum", dim, group))
+    elif known:
+        # For a single sample funcol has a view in place of the copy.
+        moved = torch.cat(functional_all_gather(rows, 0, group).split(len(rows)), 1)
     else:
-        moved = functional_reduce_scatter(tensor, "sum", 1, group)
-    return funcol.wait_tensor(moved)
+        moved = arrived(functional_all_gather(rows, dim, group))
+    return moved.view(1, *moved.shape) if flat else moved
 
 
 # Functional collectives of gloo cost the host more. Its reduce-scatter is a whole all-reduce, and its
@@ -206,7 +219,7 @@ def _sum_coded(place: Place, tensor: Tensor, group: Any) -> Tensor:
         got[ranks.rank()] = codes[ranks.rank()]
         _exchange(list(codes), got, ranks)
     else:
-        got = list(funcol.wait_tensor(funcol.all_to_all_single(codes, None, None, group)))
+        got = list(arrived(funcol.all_to_all_single(codes, None, None, group)))
     total = place.code.decode(got[0], tensor.shape[-1])
     for part in got[1:]:
         total += place.code.decode(part, tensor.shape[-1])
