@@ -170,7 +170,7 @@ def _padded(composition: Composition, batch: Mapping[str, Tensor], unit: int) ->
     first = next(value for value in batch.values() if value.ndim > 1)
     takes = "documents" in signature(type(composition.model).forward).parameters
     if first.shape[1] % unit and takes and "document_ids" not in batch:
-        ids = torch.zeros(first.shape[:2], dtype=torch.int64, device=first.device)
+        ids = torch.zeros(first.shape[:2], dtype=torch.int64)  # in host memory, as from the data
         batch = {**batch, "document_ids": ids}
     return pad_sequence(batch, unit)
 

@@ -1,0 +1,67 @@
+"""A training step on CUDA keeps the host waiting at the named places only, and this needs no GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.dit.shapes import DIT
+from tests.helpers import Keys, make_job, parallel, tier
+from tests.waits import waits_of
+
+# Where the host may wait in a step, by the beginning of what is found, and why.
+ALLOWED = {
+    "compose/parallel/expert_parallel.py, _sizes": "the sizes of an all-to-all, once in each layer",
+    "models/layers/moe.py, _has_kernel": "no wait: on meta the grouped product runs, as on a GPU",
+    # To be removed:
+    "compose/parallel/routing.py, routing_metrics": "what routers and stages report",
+    "compose/train/trainer.py, step": "loss, norm, and the end of the step",
+    "compose/train/signals.py, asked": "a signal's code",
+}
+MODELS: dict[str, Keys] = {
+    "llama": {},
+    "gpt2": {},
+    "gemma3": {},
+    "qwen3": {},
+    "qwen3_moe": {"model__name": "qwen3", "model__preset": "debug_moe"},
+    "mixtral": {},
+    "deepseek_v3": {"model__n_layers": 2},  # the first layer has no experts
+    "gpt_oss": {},
+    "dit": DIT | {"parallel__sequence": False},
+}
+EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+AXES: dict[str, Keys] = {
+    "none": {},
+    "dp_shard": parallel(dp_shard=2),
+    "dp_replicate": parallel(dp_replicate=2, dp_shard=1),
+    "tp": parallel(tp=2, dp_shard=1),
+    "cp": parallel(cp=2, dp_shard=1),
+    "pp": parallel(pp=2, dp_shard=1) | {"model__n_layers": 2},
+    "ep": parallel(dp_shard=2, ep=2),
+}
+QUICKLY: Keys = {
+    "metrics__tensorboard": False,
+    "train__stop_after": 2,
+    "precision__param": "bfloat16",
+    "model__n_layers": 1,
+}
+QUICK = {("llama", "none"), ("mixtral", "ep"), ("gpt2", "dp_shard")}
+SLOW = {(model, "none") for model in MODELS} | {(m, a) for m in ("llama", "mixtral") for a in AXES}
+
+
+@pytest.mark.parametrize(
+    ("model", "axis"),
+    [
+        pytest.param(
+            model,
+            axis,
+            marks=tier(slow=(model, axis) not in QUICK, full=(model, axis) not in SLOW | QUICK),
+        )
+        for model in MODELS
+        for axis in AXES
+        if axis != "ep" or model in EXPERTS
+    ],
+)
+def test_a_step_waits_at_the_named_places(tmp_path: Path, model: str, axis: str) -> None:
+    keys = QUICKLY | {"model__name": model} | MODELS[model] | AXES[axis]
+    job = make_job(1 if axis == "none" else 2, **(keys | {"run__dir": tmp_path}))
+    assert [where for where in waits_of(job) if not where.startswith(tuple(ALLOWED))] == []
