@@ -218,12 +218,19 @@ def test_ranks_die_fifty_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
-    """A first step may take longer than comm.timeout, a later one not, in groups of the mesh too."""
+@pytest.mark.parametrize("backend", ["gloo", "one that names nobody"])
+def test_a_rank_that_hangs_is_named(tmp_path: Path, backend: str) -> None:
+    """A first step may take longer than comm.timeout, a later one not, in groups of the mesh too.
+
+    A backend may also wait longer, as NCCL's watchdog, which ends the process and names no rank.
+    """
+    patient = "dist.ProcessGroup.set_timeout = lambda *unused: None\n" if backend != "gloo" else ""
     script = tmp_path / "hangs.py"
     script.write_text(
         "import os, runpy, signal, time\n"
+        "import torch.distributed as dist\n"
         "from compose.data import Batches\n"
+        f"{patient}"
         "real = Batches.batch\n"
         "def batch(self, first):\n"
         "    if os.environ['RANK'] == '3' and first in (0, 32):\n"
@@ -299,6 +306,7 @@ def watched(store: dist.Store, rank: int = 0, limit: float = 0.8, **options: Any
         limit,
         lambda store, rank, seconds: told.append((store is None, rank, seconds)),
         failed="failed",
+        awaited=lambda store: Stragglers(store, 2).awaited(),
         kept_by_first=True,
         end=ended.set,
         **options,
@@ -343,6 +351,52 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
     assert not told
 
 
+def test_a_rank_that_lives_and_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank whose GPU hangs: NCCL's own watchdog would end the process and name no rank."""
+    monkeypatch.setattr("compose.runtime.heartbeat._LATER", 0.2)
+    store = dist.HashStore()
+    ranks = Stragglers(store, 2)
+    for rank in (0, 1):
+        ranks.report(rank, 7, "the data")
+    watch, ended, told = watched(store, limit=60.0)  # the other rank never says that it runs
+    talking = threading.Event()
+
+    def talk() -> None:
+        word = 1
+        while not talking.wait(0.05):
+            store.set("compose/runs/1", str(word := word + 1))
+
+    other = threading.Thread(target=talk)
+    other.start()
+    watch, ended, told = watched(store)
+    try:
+        assert not ended.wait(2.0), "nobody is ahead"
+        ranks.report(0, 7, "forward and backward")
+        begun = time.monotonic()
+        assert ended.wait(20)
+        assert time.monotonic() - begun > 0.9
+    finally:
+        talking.set()
+        other.join()
+        watch.stopped.set()
+    assert [(missing, rank) for missing, rank, _ in told] == [(False, 1)]
+    assert ranks.silent(1, 1.0) == "rank 1 is behind: last heard of 1 s ago, before the data of step 7"
+
+
+def test_who_is_awaited() -> None:
+    """Those that another rank is ahead of; also who has not begun the first step."""
+    ranks = Stragglers(dist.HashStore(), 3)
+    assert ranks.awaited() == [b"done"] * 3
+    ranks.report(1, 1, "forward and backward")
+    ranks.report(2, 1, "the data")
+    assert ranks.awaited() == [b"0 0", b"done", b"1 0"]
+    ranks.report(0, 1, "the data")
+    assert ranks.awaited() == [b"1 0", b"done", b"1 0"]
+    ranks.report(0, 2, "the data")
+    ranks.report(1, 2, "the data")
+    assert ranks.awaited() == [b"done", b"done", b"1 0"]
+
+
 def test_a_failure_told_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within seconds, whatever they wait for; not before they had time to end by themselves."""
     monkeypatch.setattr("compose.runtime.heartbeat._ECHO", 0.3)
@@ -379,7 +433,15 @@ def test_a_rank_ends_with_its_launcher() -> None:
     """A process whose parent is killed is asked to end, and if it does not, ends."""
     ended, asked = threading.Event(), []
     watch = Watch(
-        dist.HashStore(), 0, 1, 1.0, lambda *unused: None, "", parent=os.getppid() + 1, end=ended.set
+        dist.HashStore(),
+        0,
+        1,
+        1.0,
+        report=lambda *unused: None,
+        failed="",
+        awaited=lambda store: [],
+        parent=os.getppid() + 1,
+        end=ended.set,
     )
     before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     try:
@@ -427,7 +489,7 @@ def test_a_launcher_dies_if_the_parent_changes(monkeypatch: pytest.MonkeyPatch) 
 def test_a_rank_is_heard_of_as_soon_as_it_watches() -> None:
     """One that is stopped before its first word would be waited for as long as the group waits."""
     store = dist.HashStore()
-    watch = Watch(store, 0, 2, 100.0, lambda *unused: None, "failed")
+    watch = Watch(store, 0, 2, 100.0, lambda *unused: None, "failed", lambda store: [])
     watch.start()
     try:
         wait_for(lambda: store.check(["compose/runs/0"]), 1.0)

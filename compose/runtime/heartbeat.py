@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 _EVERY = 2.0  # seconds between two looks, or less if the limit is short
 _GRACE = 30.0  # seconds from SIGTERM to the end, as torchrun gives
+_LATER = 5.0  # seconds after the limit, so that an error of the backend's own is told first
 _ECHO = 5.0  # seconds in which a rank ends by itself after another rank has reported its failure
-_DONE = b"done"
+DONE = b"done"
 
 
 class Silence:
@@ -44,7 +45,7 @@ class Silence:
         for rank, word in enumerate(said):
             if rank not in self.heard or self.heard[rank][0] != word:
                 self.heard[rank] = (word, now)
-        silent = {rank: now - when for rank, (word, when) in self.heard.items() if word != _DONE}
+        silent = {rank: now - when for rank, (word, when) in self.heard.items() if word != DONE}
         rank = max(silent, key=silent.__getitem__, default=None)
         return (rank, silent[rank]) if rank is not None and silent[rank] > self.limit else None
 
@@ -57,8 +58,9 @@ class Watch:
     """Threads of this rank, from :meth:`start` to :meth:`stop`.
 
     Rank 0 and rank 1 report a rank that says nothing for three quarters of the limit. A rank also
-    reports rank 0, with None as the store, if the store does not answer and is ``kept_by_first``. After
-    a report this process ends. It ends too, if it has not ended by itself, when the key ``failed`` is
+    reports rank 0, with None as the store, if the store does not answer and is ``kept_by_first``. And
+    they report a rank that lives, but for which others have waited longer than the limit. After a
+    report this process ends. It ends too, if it has not ended by itself, when the key ``failed`` is
     in the store.
 
     Args:
@@ -68,6 +70,8 @@ class Watch:
         limit: Seconds of silence.
         report: Called as ``report(store, rank, seconds)``.
         failed: The key that says that a rank has failed.
+        awaited: What each rank is about to do, read from the store; ``DONE`` for those that nobody is
+            ahead of.
         kept_by_first: Whether the store is in rank 0.
         parent: The process with which this one ends; 0 is none.
         end: Ends this process.
@@ -81,12 +85,14 @@ class Watch:
         limit: float,
         report: Callable[[dist.Store | None, int, float], None],
         failed: str,
+        awaited: Callable[[dist.Store], Sequence[bytes]],
         kept_by_first: bool = False,
         parent: int = 0,
         end: Callable[[], None] = lambda: os._exit(1),
     ) -> None:
         self.rank, self.world_size, self.limit, self.failed = rank, world_size, limit, failed
-        self.report, self.kept_by_first, self.parent, self.end = report, kept_by_first, parent, end
+        self.report, self.awaited, self.end = report, awaited, end
+        self.kept_by_first, self.parent = kept_by_first, parent
         # A store's connection serves one call at a time, and training may be waiting in a call.
         self.store: dist.Store | None = cast(Any, store).clone() if world_size > 1 else None
         self.answered = time.monotonic()
@@ -113,11 +119,11 @@ class Watch:
         if self.store:
             self.talking.join(_ECHO)  # or the thread's next word would come after the last one
             with contextlib.suppress(RuntimeError):  # the store may be gone already
-                self.store.set(self._key(self.rank), _DONE.decode())
+                self.store.set(self._key(self.rank), DONE.decode())
 
     def _talk(self) -> None:
         assert self.store is not None
-        silence, count, before = Silence(self.limit), 0, time.monotonic()
+        silence, lag, count, before = Silence(self.limit), Silence(self.limit), 0, time.monotonic()
         # Two ranks read the words of all, since one of the two may be the silent one.
         keys = [self._key(rank) for rank in range(self.world_size if self.rank < 2 else 0)]
         try:
@@ -134,12 +140,15 @@ class Watch:
                     return
                 if now - before > self.limit / 2:  # this process was stopped, or the store was
                     silence.forget()
+                    lag.forget()
                 before = now
                 if self.store.check([_limit_key(self.rank)]):
                     self.limit = float(self.store.get(_limit_key(self.rank)))
-                silence.limit = 0.75 * self.limit
+                silence.limit, lag.limit = 0.75 * self.limit, self.limit + _LATER
                 if keys and self.store.check(keys):
                     found = silence.longest(self.store.multi_get(keys), time.monotonic())
+                    # NCCL's watchdog names no rank, and a pipeline's messages on gloo wait longer.
+                    found = found or lag.longest(self.awaited(self.store), time.monotonic())
                     if found:
                         self.report(self.store, *found)
                         self.end()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import sys
 import time
 import traceback
@@ -44,8 +45,16 @@ def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
     # one module knows, nowhere else.
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but:
-            group.set_timeout(timeout)
+            group.set_timeout(timeout + _backstop(dist.get_backend(group) == "nccl"))
     set_limit(default_store(), dist.get_rank(), timeout.total_seconds())
+
+
+def _backstop(nccl: bool) -> timedelta:
+    """Return how much longer than the watch here (heartbeat.py) a group waits.
+
+    NCCL's watchdog aborts the process and names no rank, so the watch must be first.
+    """
+    return timedelta(seconds=60 if nccl else 0)
 
 
 class TrainingError(Exception):
@@ -53,12 +62,40 @@ class TrainingError(Exception):
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of this rank for ``run.device``: one GPU per local rank, or the CPU."""
+    """Return the device of this rank for ``run.device``: one GPU per local rank, or the CPU.
+
+    A launcher may show each process its own GPU alone, as Slurm does with ``--gpu-bind``.
+
+    Raises:
+        ConfigError: The process sees several GPUs, and fewer than there are processes on the node.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    # It is read at the first use of CUDA. Segments that grow leave fewer gaps that nothing fits into.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if 1 < count <= local:
+        raise ConfigError(
+            f"run.device: local rank {local} has no GPU, since this process sees {count}: start at most"
+            f" {count} processes on a node (--nproc-per-node {count}), or show each process its own GPU"
+        )
+    device = torch.device("cuda", 0 if count == 1 else local)
     torch.cuda.set_device(device)
     return device
+
+
+def _claim(device: torch.device, store: dist.Store) -> None:
+    """Raise ConfigError if another rank has this GPU: NCCL takes one rank on each."""
+    if device.type != "cuda":
+        return
+    gpu = torch.cuda.get_device_properties(device)
+    if store.add(f"compose/gpu/{socket.gethostname()}/{gpu.uuid}", 1) > 1:
+        raise ConfigError(
+            f"run.device: two ranks have the same {gpu.name} (CUDA_VISIBLE_DEVICES ="
+            f" {os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}): start one process for each GPU, or run"
+            " with --run.device=cpu"
+        )
 
 
 @contextmanager
@@ -80,12 +117,13 @@ def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
     timeout = start_timeout(config.comm)
     try:
         device = pick_device(config.run.device)
+        _claim(device, store)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("compose", store),
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=timeout + _backstop(device.type == "cuda"),
             device_id=device if device.type == "cuda" else None,
         )
         store = default_store()
@@ -96,6 +134,7 @@ def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
             timeout.total_seconds(),
             partial(_report_silent, world_size),
             failed=_SAID,
+            awaited=lambda store: Stragglers(store, world_size).awaited(),
             kept_by_first=store_in_first_rank() and current().index == 0,
             parent=launcher(),
         )

@@ -5,6 +5,8 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
+from compose.runtime.heartbeat import DONE
+
 Phase = Literal["the data", "forward and backward", "the optimizer's part", "the profile", "validation"]
 # In the order of a step.
 _PHASES = get_args(Phase)
@@ -69,6 +71,19 @@ class Stragglers:
         """Say that nothing was heard of ``rank`` for so many seconds."""
         known = self._seen(rank)
         return behind(rank, seconds, f"{_PHASES[known[1]]} of step {known[0]}" if known else "")
+
+    def awaited(self) -> list[bytes]:
+        """Return what each rank was last about to do; for those that nobody is ahead of ``DONE``."""
+        # One call where all have begun, as almost always.
+        keys = [f"compose/seen/{rank}" for rank in range(self.world_size)]
+        if self.store.check(keys):
+            said = [word.rsplit(b" ", 1)[0] for word in self.store.multi_get(keys)]
+        else:
+            seen = [self._seen(rank) for rank in range(self.world_size)]
+            said = [b"%d %d" % known[:2] if known else b"0 0" for known in seen]
+        places = [tuple(map(int, word.split())) for word in said]
+        front = max(places)
+        return [DONE if place == front else word for place, word in zip(places, said, strict=True)]
 
     def _seen(self, rank: int) -> tuple[int, int, float] | None:
         """Return step, phase and time of a rank's last report."""

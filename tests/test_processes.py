@@ -1,0 +1,84 @@
+"""The device that a rank takes, where it sees several GPUs, one, or too few."""
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose.errors import ConfigError
+from compose.runtime.processes import _claim, pick_device
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """GPUs that this process sees, as ``device_count`` of the mock says."""
+    cuda = mock.Mock()
+    for name in ("is_available", "device_count", "set_device", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    # Kept as it is after the test, whatever is set in it.
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        os.environ.pop(name, None)
+    return cuda
+
+
+@pytest.mark.parametrize(
+    ("local", "seen", "index"),
+    [(0, 1, 0), (3, 4, 3), (3, 1, 0)],
+    ids=["one process", "four of four", "four processes that see one each"],
+)
+def test_each_local_rank_takes_its_gpu(gpus: mock.Mock, local: int, seen: int, index: int) -> None:
+    gpus.device_count.return_value = seen
+    os.environ["LOCAL_RANK"] = str(local)
+    assert pick_device("auto") == torch.device("cuda", index)
+    gpus.set_device.assert_called_once_with(torch.device("cuda", index))
+
+
+def test_more_ranks_than_gpus_are_refused(gpus: mock.Mock) -> None:
+    gpus.device_count.return_value = 4
+    os.environ["LOCAL_RANK"] = "5"
+    with pytest.raises(ConfigError) as error:
+        pick_device("cuda")
+    assert str(error.value) == (
+        "run.device: local rank 5 has no GPU, since this process sees 4: start at most 4 processes on a"
+        " node (--nproc-per-node 4), or show each process its own GPU"
+    )
+
+
+def test_two_ranks_on_one_gpu_are_refused(gpus: mock.Mock) -> None:
+    """Slurm shows each process its own GPU as number 0; so it is known by its own number."""
+    store, device = dist.HashStore(), torch.device("cuda", 0)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    for uuid in ("one", "other"):
+        gpus.get_device_properties.return_value = properties(uuid)
+        _claim(device, store)
+    with pytest.raises(ConfigError) as error:
+        _claim(device, store)
+    assert str(error.value) == (
+        "run.device: two ranks have the same H100 (CUDA_VISIBLE_DEVICES = '0'): start one process for"
+        " each GPU, or run with --run.device=cpu"
+    )
+    _claim(torch.device("cpu"), store)
+
+
+def properties(uuid: str) -> Any:
+    gpu = mock.Mock(uuid=uuid)
+    gpu.name = "H100"
+    return gpu
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"PYTORCH_ALLOC_CONF": "a:b"}, {"PYTORCH_CUDA_ALLOC_CONF": "a:b"}], ids=str
+)
+def test_the_allocator_grows_segments_unless_told_otherwise(
+    gpus: mock.Mock, own: dict[str, str]
+) -> None:
+    gpus.device_count.return_value = 1
+    os.environ |= own
+    pick_device("cuda")
+    set_now = {name: v for name, v in os.environ.items() if name.endswith("ALLOC_CONF")}
+    assert set_now == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert pick_device("cpu") == torch.device("cpu")
