@@ -1,6 +1,7 @@
 """Samples are a function of (seed, step); no mesh changes them."""
 
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.config import Data, Train
@@ -106,6 +108,32 @@ def test_samples_are_counted_from_the_first_of_the_run(global_batch: int) -> Non
         ]
     ]
     assert found == wanted
+
+
+def test_for_a_gpu_the_next_batch_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, in a thread; after a jump too. A sample that cannot be read is told in its turn."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda value: value.clone())
+    plain = batches(row(500))
+    ahead = batches(row(500), device=torch.device("cuda", 0))
+    real, reads = ahead._read, list[tuple[int, bool]]()
+
+    def read(first: int) -> dict[str, Tensor]:
+        reads.append((first, threading.current_thread() is threading.main_thread()))
+        if first == 606:
+            raise ConfigError("a sample cannot be read")
+        return real(first)
+
+    monkeypatch.setattr(ahead, "_read", read)
+    for first in (0, 6, 12, 600):
+        for name, value in ahead.batch(first).items():
+            assert torch.equal(value, plain.batch(first)[name])
+    assert ahead.reader
+    ahead.reader.submit(lambda: None).result()
+    assert reads == [(first, False) for first in (0, 6, 12, 18, 600, 606)]
+    with pytest.raises(ConfigError, match="a sample cannot be read"):
+        ahead.batch(606)
+    ahead.reader.shutdown()
 
 
 def test_each_set_of_a_mixture_has_an_order_of_its_own() -> None:

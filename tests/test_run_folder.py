@@ -19,9 +19,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from compose.build import _scratch, build, build_optimizer
-from compose.checkpoint import store
+from compose.checkpoint import state, store
 from compose.checkpoint.changes import changes
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.local_shards import LocalShard
@@ -341,6 +342,36 @@ def test_what_is_published_is_on_the_device_first(
     assert {str(folder / "a"), str(folder / store.MANIFEST), str(folder)} <= set(before)
     assert before[0] == str(folder / f".{store.MANIFEST}.new"), "before it is a manifest"
     assert after == [str(tmp_path)]
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def test_what_comes_from_a_gpu_is_staged_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is pinned once, used again, and unpinned at its end. A save waits once."""
+    pinned, unpinned, stream = dict[int, int](), list[int](), mock.Mock()
+    monkeypatch.setattr(state, "pin_memory", pinned.__setitem__)
+    monkeypatch.setattr(state, "unpin_memory", unpinned.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+    def shards(value: float) -> dict[str, LocalShard]:
+        values = {"a": torch.full((3, 2), value), "b": torch.full((4,), value), "none": torch.empty(0)}
+        nowhere = torch.Size((0,))
+        return {n: LocalShard(v.shape, nowhere, v.as_subclass(OnGpu)) for n, v in values.items()}
+
+    copy = staged(shards(1.0))
+    addresses = {copy[name].local.data_ptr(): copy[name].local.nbytes for name in ("a", "b")}
+    copy = staged(shards(2.0), copy)
+    assert [copy[name].local.sum().item() for name in ("a", "b")] == [12, 8]
+    assert pinned == addresses
+    assert stream.synchronize.call_count == 2
+    assert not unpinned
+    del copy
+    assert sorted(unpinned) == sorted(addresses)
 
 
 def test_what_is_staged_is_a_copy(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ is a count of samples.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 
 import torch
@@ -28,8 +29,12 @@ class Batches:
         seed: int,
         weights: Sequence[Fraction] | None = None,
         share: tuple[int, int] = (0, 1),
+        device: torch.device | None = None,
     ) -> None:
         """Prepare the batches.
+
+        For a GPU a thread reads the next batch into pinned memory while this one is trained on. On a
+        CPU the thread would take the time of the cores that train.
 
         Args:
             sets: The sets of samples to mix.
@@ -38,18 +43,35 @@ class Batches:
             weights: Share of samples for each set; None takes the sizes of the sets as weights.
             share: (index, count) from ``compose.parallel.mesh.batch_share``. The global batch is cut
                 into ``count`` equal slices, and this object reads slice ``index``.
+            device: Where the batches are used.
         """
         self.sets, self.global_batch, self.seed = sets, global_batch, seed
         self.interleaving = Interleaving(weights or [Fraction(len(each)) for each in sets])
         index, count = share
         self.rows = range(index * global_batch // count, (index + 1) * global_batch // count)
+        self.reader: ThreadPoolExecutor | None = None
+        self.ahead: dict[int, Future[dict[str, Tensor]]] = {}
+        if device and device.type == "cuda":
+            # Pinning makes a CUDA context on a thread's current device.
+            self.reader = ThreadPoolExecutor(1, "data", torch.cuda.set_device, (device,))
 
     def batch(self, first: int) -> dict[str, Tensor]:
         """Return this rank's part of the global batch that begins at sample ``first`` of the run.
 
         The values are tensors (samples, L), with the names and dtypes of ``Samples.read``.
         """
+        if self.reader is None:
+            return self._read(first)
+        mine = self.ahead.pop(first, None) or self.reader.submit(self._pinned, first)
+        following = first + self.global_batch
+        self.ahead = {following: self.reader.submit(self._pinned, following)}
+        return mine.result()
+
+    def _read(self, first: int) -> dict[str, Tensor]:
         return stacked([self._sample(first + row) for row in self.rows])
+
+    def _pinned(self, first: int) -> dict[str, Tensor]:
+        return {name: value.pin_memory() for name, value in self._read(first).items()}
 
     def _sample(self, number: int) -> dict[str, Tensor]:
         index, number = self.interleaving.place(number)

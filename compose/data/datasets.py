@@ -6,6 +6,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from compose.base.json_files import read_json
 from compose.base.own_files import write_whole
 from compose.config import Config
@@ -103,13 +105,19 @@ def _shown(sha256: str) -> str:
     return f"sha256 {sha256[:12]}" if sha256 else "bytes"
 
 
-def training_batches(config: Config, data: OpenData, share: tuple[int, int] = (0, 1)) -> Batches:
+def training_batches(
+    config: Config,
+    data: OpenData,
+    share: tuple[int, int] = (0, 1),
+    device: torch.device | None = None,
+) -> Batches:
     """Return the batches of a run, cut for one rank.
 
     Args:
         config: The config of the run.
         data: The opened data.
         share: (index, count) of this rank among the ranks that share the global batch.
+        device: Where the batches are used.
 
     Returns:
         The batches.
@@ -121,6 +129,7 @@ def training_batches(config: Config, data: OpenData, share: tuple[int, int] = (0
         global_batch=train.global_batch,
         seed=train.seed,
         share=share,
+        device=device,
     )
 
 

@@ -71,7 +71,7 @@ class Trainer:
         data = data or open_data(config)
         index, count = batch_share(mesh)
         share = islands.index * count + index, islands.count * count
-        self.batches = training_batches(config, data, share)
+        self.batches = training_batches(config, data, share, device)
         self.last_step = min(train.stop_after or train.steps, train.steps)
         self.validation = Validation(job.config, data.validation, device, self.last_step)
         self.step_tokens = train.global_batch * train.seq_len
