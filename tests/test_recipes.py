@@ -70,6 +70,13 @@ def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
+def test_the_first_run_on_a_gpu(pool: Pool, tmp_path: Path) -> None:
+    pool.run(partial(_train, train__global_batch=32), 2, "llama_one_gpu.toml", tmp_path)
+    losses = [line["loss"] for line in lines(tmp_path)]
+    assert losses[-1] < losses[0] - 1
+
+
 @pytest.mark.full
 def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
     keys = {"parallel__dp_shard": 2, "train__global_batch": 8}

@@ -29,12 +29,14 @@ from compose.checkpoint.local_shards import LocalShard
 from compose.checkpoint.state import named_tensors, staged
 from compose.commands.cli import _run_dir
 from compose.config import Config
+from compose.data import open_data, training_batches
 from compose.errors import ConfigError
 from compose.huggingface.conversion import export
 from compose.legality.job import Job
 from compose.toml import dump
 from compose.train.folder import RunFolder
 from compose.train.metrics import MetricsWriter
+from compose.train.report import Report
 from compose.train.trainer import Trainer
 from tests.helpers import ROOT, make_job
 from tests.pool import Pool, make_mesh
@@ -342,6 +344,27 @@ def test_what_is_published_is_on_the_device_first(
     assert {str(folder / "a"), str(folder / store.MANIFEST), str(folder)} <= set(before)
     assert before[0] == str(folder / f".{store.MANIFEST}.new"), "before it is a manifest"
     assert after == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("quick", [{}, {"precision__param": "bfloat16"}, {"compile__mode": "block"}])
+def test_a_slow_start_on_a_gpu_is_said(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: dict[str, str]
+) -> None:
+    """In float32 and without a compiler, as train.toml is made for a laptop."""
+    job = _job(tmp_path, **quick)
+    config, on_gpu = job.config, mock.Mock(mesh=mock.Mock(device_type="cuda"))
+    on_gpu.float8.recipe = "off"
+    batches = training_batches(config, open_data(config))
+    with contextlib.closing(
+        Report(config, RunFolder(str(tmp_path), False), batches, Progress())
+    ) as report:
+        report.begin(job, on_gpu, None)
+    said = (
+        'this GPU is faster with precision.param = "bfloat16" and compile.mode = "block"'
+        " (recipes/llama_one_gpu.toml)\n"
+    )
+    assert (said in capsys.readouterr().out) == (not quick)
+    assert (ROOT / "recipes/llama_one_gpu.toml").exists()
 
 
 class OnGpu(Tensor):

@@ -315,7 +315,8 @@ def recorded(task: Task) -> RankCosts:
     fused = task.otherwise.fused if task.otherwise else job.config.compile.mode != "off"
     compiled = task.otherwise.compiled if task.otherwise else True
     seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused, compiled)
-    peaks = replay((place, change) for _, place, change in one.record.changes)
+    grows = task.cluster.backend == "nccl"  # as runtime/processes.py sets the allocator
+    peaks = replay(((place, change) for _, place, change in one.record.changes), grows)
     overhead = peaks.reserved / max(1, peaks.allocated)
     return RankCosts(rank_memory(one.record, count, where), overhead, seconds)
 

@@ -72,6 +72,12 @@ class Report:
             self.say(note)
         if short := short_of_warmup(train.steps, self.config.optimizer):
             self.say(short)
+        slow = self.config.precision.param == "float32" and self.config.compile.mode == "off"
+        if slow and composition.mesh.device_type == "cuda":
+            self.say(
+                'this GPU is faster with precision.param = "bfloat16" and compile.mode = "block"'
+                " (recipes/llama_one_gpu.toml)"
+            )
         if crossing := crosses_nodes(job.config.parallel):
             self.say(f"{crossing}, whose links are slow; docs/planning.md")
 
