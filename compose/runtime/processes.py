@@ -45,7 +45,7 @@ def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
     # one module knows, nowhere else.
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but:
-            group.set_timeout(timeout + _backstop(dist.get_backend(group) == "nccl"))
+            group.set_timeout(timeout + _backstop("nccl" in dist.get_backend(group)))
     set_limit(default_store(), dist.get_rank(), timeout.total_seconds())
 
 
