@@ -119,7 +119,8 @@ def apply(
     if activations:
         for name in resolved.checkpoint:
             activations.wrap(model.get_submodule(name))
-    opaque = [name for name, _ in resolved.expert]
+    # Experts that get rows from other ranks have their number from the host.
+    opaque = [name for name, _ in resolved.expert] if ep > 1 else []
     apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
     near = secondary_groups(mesh, parallel.zero3_reshard, zero, over)
     gathers: list[SecondaryGather] = []

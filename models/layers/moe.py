@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compose.operators.grouped_mm import grouped_mm as operator
 from models.layers.router import MoEConfig, Router, Routing, count_rows
 
 
@@ -72,10 +73,14 @@ def grouped_mm(
     Returns:
         (N, M).
     """
+    whole: Tensor | None = None
     if _has_kernel(x_NK, weight_EMK):
         ends = counts_E.cumsum(0, dtype=torch.int32)
-        out_NM = F.grouped_mm(x_NK, weight_EMK.transpose(-2, -1), offs=ends)
-        return out_NM if bias_EM is None else _AddBias.apply(out_NM, bias_EM, counts_E)
+        whole = F.grouped_mm(x_NK, weight_EMK.transpose(-2, -1), offs=ends)
+    elif torch.compiler.is_compiling():  # no graph can read the counts
+        whole = operator(x_NK, weight_EMK, counts_E)
+    if whole is not None:
+        return whole if bias_EM is None else _AddBias.apply(whole, bias_EM, counts_E)
     parts = x_NK.split(_even(x_NK, len(weight_EMK)) if x_NK.is_meta else counts_E.tolist())
     # The backward of unbind is one stack. Indexing would make a whole gradient for each expert.
     weights, biases = weight_EMK.unbind(), [None] * len(parts) if bias_EM is None else bias_EM.unbind()

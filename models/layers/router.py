@@ -323,7 +323,7 @@ class _Observe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.router.tally += ctx.found
+        ctx.router.tally.add_(ctx.found)  # to set the attribute anew would end a graph
         return grads[0], grads[0].new_ones((), dtype=ctx.loss_dtype), None, None
 
 
