@@ -253,7 +253,7 @@ def test_a_run_that_ends_or_begins_within_the_steps(pool: Pool, tmp_path: Path) 
 
 def _fails(keys: dict[str, Any]) -> str:
     """Train until a step fails."""
-    with mock.patch.object(Trainer, "_finite", side_effect=TrainingError("no")):
+    with mock.patch.object(Trainer, "_may_be_taken", side_effect=TrainingError("no")):
         try:
             _train(keys)
         except TrainingError as error:

@@ -18,6 +18,7 @@ from compose.optimizer import learning_rate
 from compose.runtime.processes import TrainingError
 from compose.toml import tomllib
 from compose.train import trainer as trainer_module
+from compose.train.reading import Reading, StepClock, read_step
 from compose.train.signals import LAUNCHER_DIED, Signals
 from compose.train.trainer import Trainer
 from tests.command_lines import QUICK, answered, command, execute, launch
@@ -161,12 +162,39 @@ def test_mfu(pool: Pool, tmp_path: Path) -> None:
     assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 2e12)
 
 
+def _read(z_loss: bool) -> Reading:
+    rank = dist.get_rank()
+    loss, norm = torch.tensor(0.1), torch.tensor(1 / 3, dtype=torch.float64)
+    return read_step(loss, norm, loss.double() * 2 if z_loss else None, [rank, 3 - rank, 0])
+
+
+def test_a_reading_is_of_all_ranks(pool: Pool) -> None:
+    """Numbers as they are; of what ranks say, the greatest."""
+    loss = torch.tensor(0.1).item()
+    assert pool.run(_read, 2, True) == [Reading(loss, 1 / 3, 2 * loss, (1, 3, 0))] * 2
+    assert pool.run(_read, 1, False) == [Reading(loss, 1 / 3, None, (0, 3, 0))]
+
+
+def test_the_clock_runs_from_reading_to_reading() -> None:
+    """What a device does after a reading is in the next one; what goes on between steps is in none."""
+    times = [0.0, 5.0, 7.0, 8.0, 108.0, 110.0, 111.0]
+    with mock.patch("compose.train.reading.time.perf_counter", side_effect=times):
+        clock = StepClock()
+        clock.begin()
+        assert clock.read() == 2
+        clock.end()
+        clock.begin()
+        assert clock.read() == 1 + 2
+        clock.end()
+
+
 def _asked(rank: int, orphan: int = -1) -> signal.Signals | None:
     signals, own = Signals(torch.device("cpu")), dist.get_rank()
     with mock.patch("compose.train.signals.launcher_died", return_value=own == orphan):
         if own in (rank, orphan):
             signals._note(signal.SIGTERM, None)
-    return signals.asked(1)
+    nothing = torch.zeros((), dtype=torch.float64)
+    return signals.asked(1, *read_step(nothing, nothing, None, [signals.code]).said)
 
 
 def test_a_signal_to_one_rank_is_all_ranks(pool: Pool) -> None:

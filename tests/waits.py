@@ -205,6 +205,7 @@ def _cuda(waits: Waits) -> Iterator[None]:
         waits.note("all_gather_object")
         found[:] = [mine for _ in found]
 
+    real_batches = trainer_module.training_batches
     saves = mock.Mock(failed_too_often=False)
     saves.resume.return_value = saves.finished.return_value = None
     with ExitStack() as stack:
@@ -217,6 +218,8 @@ def _cuda(waits: Waits) -> Iterator[None]:
             (trainer_module, "report_phase", nothing),
             (trainer_module, "set_timeout", nothing),
             (trainer_module, "parallelize", _on_meta),
+            # No thread reads ahead: it would not be seen, and it needs a device.
+            (trainer_module, "training_batches", lambda *args: real_batches(*args[:3])),
             (trainer_module, "fill_weights", nothing),
             (torch.cuda, "get_rng_state", lambda *args: torch.zeros(1)),
             (torch.cuda, "set_rng_state", nothing),

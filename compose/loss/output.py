@@ -83,17 +83,17 @@ class CrossEntropy:
             found = torch.stack([squares.detach(), count_targets(targets)]).double()
             self.tally = found if self.tally is None else self.tally + found
 
-    def mean_square(self, mesh: DeviceMesh) -> float:
+    def mean_square(self, mesh: DeviceMesh) -> Tensor:
         """Return the mean of (log Z)^2 over all ranks' targets since the last call; a collective.
 
-        Only forwards with gradients count.
+        Only forwards with gradients count. The mean is a scalar on the device.
         """
         found = self.tally
         if found is None:
             found = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
         self.tally = None
-        squares, targets = sum_over(found, mesh, ("pp", *BATCH_AXES, "cp")).tolist()
-        return squares / max(targets, 1)
+        squares, targets = sum_over(found, mesh, ("pp", *BATCH_AXES, "cp"))
+        return squares / targets.clamp(min=1)
 
 
 class Output:

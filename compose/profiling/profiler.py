@@ -79,9 +79,12 @@ class Profiler:
         if not self.begun:
             self.begun, self.first = True, number
             if self.recording:
+                self.recording.settle()
                 self.recording.start()
         with step_span(number):
             yield
+            if self.recording:
+                self.recording.settle()
         self.done = number
         if number == self.last:
             self.finish()
@@ -148,6 +151,11 @@ class Recording:
         """Start the profiler a step early, so that the first step is free of its start-up time."""
         self.profile.prepare_trace()
         self.prepared = True
+
+    def settle(self) -> None:
+        """Wait for the device, so that a step's span holds all that the step gave it to do."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
 
     def start(self) -> None:
         """Record from now on."""

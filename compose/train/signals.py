@@ -37,27 +37,32 @@ class Signals:
         if dist.get_rank() == 0:
             current().finished()
 
-    def asked(self, step: int) -> signal.Signals | None:
-        """Return the signal that any rank got; a collective, so that all leave after the same step.
+    def asked(self, step: int, code: int) -> signal.Signals | None:
+        """Return the signal that asks the run to end, the same on every rank.
 
         LAUNCHER_DIED is a fault: the others' torchrun must not take the run for finished.
 
         Islands do not wait for each other after each step. If one is asked, they agree on a step.
+
+        Args:
+            step: Steps taken so far.
+            code: The greatest ``code`` of all ranks, which were asked within the last step.
+
+        Returns:
+            The signal, or None.
         """
-        code = torch.tensor(self.code, dtype=torch.int32, device=self.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(code, dist.ReduceOp.MAX)
-        why, islands = int(code.item()), current()
+        islands = current()
         if islands.count > 1:
             if not self.agreed[1]:
-                self.agreed = self._agreed(islands, step, why)
-            why = self.agreed[0] if step >= self.agreed[1] else 0
-        return _ASKS[why - 1] if why else None
+                self.agreed = self._agreed(islands, step, code)
+            code = self.agreed[0] if step >= self.agreed[1] else 0
+        return _ASKS[code - 1] if code else None
 
     def _agreed(self, islands: Islands, step: int, code: int) -> tuple[int, int]:
         """Return why and after which step all islands stop; zeros if they do not."""
         found = islands.stop(step, code) if dist.get_rank() == 0 else (0, 0)
-        shared = torch.tensor(found, dtype=torch.int64, device=self.device)
+        # A fill takes its value along; a tensor made of a list would be copied, and waited for.
+        shared = torch.stack([torch.full((), n, dtype=torch.int64, device=self.device) for n in found])
         if dist.get_world_size() > 1:
             dist.broadcast(shared, src=0)
         why, last = shared.tolist()

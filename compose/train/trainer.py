@@ -2,12 +2,10 @@
 
 import math
 import signal
-import time
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
@@ -35,6 +33,7 @@ from compose.runtime.stragglers import report_phase
 from compose.train.folder import RunFolder
 from compose.train.garbage import collected_between_steps
 from compose.train.metrics import StepMetrics, device_peak, peak_memory
+from compose.train.reading import Reading, StepClock, read_step
 from compose.train.replica_check import replica_mismatches
 from compose.train.report import Report
 from compose.train.signals import LAUNCHER_DIED, Signals
@@ -103,7 +102,7 @@ class Trainer:
             fill_weights(self.composition, job, device)
         if self.outer and not self.outer.started:
             self.outer.start()
-        self.skipped = 0
+        self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device)
         begun, scale = found or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         model, done = self.composition.model, self.progress.step
@@ -119,7 +118,7 @@ class Trainer:
         saving fails too often; and KeyboardInterrupt after Ctrl-C.
         """
         try:
-            with Signals(self.device) as signals, collected_between_steps() as collect:
+            with self.signals, collected_between_steps() as collect:
                 set_timeout(start_timeout(self.config.comm), but=self.checkpointer.group)
                 first = self.progress.step + 1
                 while self.progress.step < self.last_step:
@@ -132,11 +131,12 @@ class Trainer:
                         limit = timedelta(seconds=self.config.comm.timeout)
                         set_timeout(limit, but=self.checkpointer.group)
                     self.report.write(metrics)
-                    asked = signals.asked(done)
+                    code, failed = self.read.said
+                    asked = self.signals.asked(done, code)
                     if asked:
                         self._stop(asked)
                         return
-                    self._save(done)
+                    self._save(done, bool(failed))
                     collect(done)
                 if self.outer:
                     self.outer.close()
@@ -153,10 +153,10 @@ class Trainer:
             self.report.close()
             self.held.release()
 
-    def _save(self, done: int) -> None:
-        """Save the checkpoint that is due after ``done`` steps, if one is."""
+    def _save(self, done: int, failed: bool) -> None:
+        """Save the checkpoint that is due after ``done`` steps, unless saves have ``failed``."""
         every = self.config.checkpoint.interval
-        if self._any(self.checkpointer.failed_too_often):
+        if failed:
             raise TrainingError(
                 f"step {done}: {self.config.checkpoint.fail_after} checkpoints could not be saved"
                 " (checkpoint.fail_after)"
@@ -189,7 +189,8 @@ class Trainer:
 
     def step(self) -> StepMetrics:
         """Take the next optimizer step; except those of saving, metrics are equal on all ranks."""
-        config, start, before = self.config, time.perf_counter(), self.progress
+        self.clock.begin()
+        config, before, z_loss = self.config, self.progress, None
         step, train, islands = before.step, config.train, current()
         scale = before.scale.value if before.scale else 1.0
         report_phase(step + 1, "the data")
@@ -203,11 +204,17 @@ class Trainer:
             loss_function=self.loss,
             loss_scale=scale,
             dropout=DropoutKey(step, train.seed, islands.index * train.global_batch // islands.count),
-        ).item()
+        )
         with span("optimizer"):
-            norm = clip_grad_norm_(self.composition, train.max_norm, scale).item()
+            norm = clip_grad_norm_(self.composition, train.max_norm, scale)
+        if train.z_loss and isinstance(self.loss, CrossEntropy):
+            z_loss = self.loss.mean_square(self.mesh)
+        said = (self.signals.code, self.checkpointer.failed_too_often)
+        self.read = read = read_step(loss, norm, z_loss, said)
+        rate = self.step_tokens / self.clock.read()
+        routing = routing_metrics(self.composition.model, self.mesh)
         report_phase(step + 1, "the optimizer's part")
-        finite = self._finite(step, loss, norm)
+        finite = self._may_be_taken(step, read)
         self._check_copies(step)
         lr = learning_rate(step, train.steps, config.optimizer)
         set_learning_rate(self.optimizer, lr)
@@ -224,47 +231,43 @@ class Trainer:
             before.tokens + self.step_tokens,
             before.scale and before.scale.after(finite),
         )
-        z_loss = None
-        if train.z_loss and isinstance(self.loss, CrossEntropy):
-            z_loss = self.loss.mean_square(self.mesh)
-        if self.device.type == "cuda":  # it may still compute the optimizer's step
-            torch.cuda.synchronize(self.device)
-        rate = self.step_tokens / (time.perf_counter() - start)
         saved = self.checkpointer.finished()
-        return StepMetrics(
+        metrics = StepMetrics(
             step=self.progress.step,
             samples=self.progress.samples,
             tokens=self.progress.tokens,
             loss_scale=before.scale and before.scale.value,
-            loss=loss if math.isfinite(loss) else None,
-            grad_norm=norm if math.isfinite(norm) else None,
-            z_loss=z_loss if z_loss is None or math.isfinite(z_loss) else None,
+            loss=_finite(read.loss),
+            grad_norm=_finite(read.norm),
+            z_loss=_finite(read.z_loss),
             skipped=self.skipped,
             lr=lr,
             tokens_per_second=rate,
             mfu=self.peak_rate and rate / self.peak_rate,
             memory=peak_memory(self.device),
             epochs=self.batches.epochs(self.progress.samples),
-            routing=routing_metrics(self.composition.model, self.mesh),
+            routing=routing,
             checkpoint=saved.metrics() if saved else {},
             recompiles=self.graphs.after_step(self.report.say),
             offload=self._offloaded(),
             comm=coded.metrics() if (coded := self.composition.compression) else {},
             outer=self.outer.metrics() if self.outer else {},
         )
+        self.clock.end()
+        return metrics
 
     def _offloaded(self) -> dict[str, float]:
         """Return the bytes copied off the device and back in this step, and the seconds waited."""
         optimizer = self.optimizer.metrics if isinstance(self.optimizer, OffloadedAdamW) else {}
         return optimizer | (a.metrics() if (a := self.composition.activations) else {})
 
-    def _finite(self, step: int, loss: float, norm: float) -> bool:
+    def _may_be_taken(self, step: int, read: Reading) -> bool:
         """Tell whether the step can be taken; raise TrainingError if not, unless it may be skipped."""
         scale = self.progress.scale
-        for name, value in (("loss", loss), ("gradient norm", norm)):
+        for name, value in (("loss", read.loss), ("gradient norm", read.norm)):
             if math.isfinite(value):
                 continue
-            if scale and scale.may_overflow(loss):
+            if scale and scale.may_overflow(read.loss):
                 self.skipped += 1
                 return False
             if self.config.train.skip_nonfinite:
@@ -290,10 +293,6 @@ class Trainer:
                     " of before, and these machines want a test"
                 )
 
-    def _any(self, flag: bool) -> bool:
-        """Tell whether ``flag`` is set on any rank: all must leave after the same step."""
-        if not self.config.checkpoint.fail_after:
-            return False
-        found = torch.tensor(flag, dtype=torch.int32, device=self.device)
-        dist.all_reduce(found)
-        return bool(found.item())
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
