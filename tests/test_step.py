@@ -1,7 +1,7 @@
 """Communication only where a ZeRO stage needs it; clipping that a mesh cannot change."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compose import (
     Composition,
@@ -151,6 +152,31 @@ def _scaled() -> tuple[float, list[float]]:
 
 def test_a_loss_scale_is_taken_away_without_clipping_too(pool: Pool) -> None:
     assert pool.run(_scaled, 1) == [(5.0, [3.0, 4.0])]
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(parameters: int) -> int:
+    model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(parameters))
+    for parameter in model:
+        parameter.grad = torch.ones(2)
+    with _Operators() as seen:
+        norm = clip_grad_norm_(Composition(model, make_mesh(Parallel())), 1.0)
+    assert float(norm) == pytest.approx((2 * parameters) ** 0.5)
+    assert all(p.grad[0].item() == pytest.approx(1 / float(norm)) for p in model)
+    return seen.count
+
+
+def test_clipping_is_a_few_operators_for_any_number_of_parameters(pool: Pool) -> None:
+    assert pool.run(_operators, 1, 3) == pool.run(_operators, 1, 30)
 
 
 def test_a_micro_batch_has_samples() -> None:

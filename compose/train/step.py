@@ -247,18 +247,21 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
         if p.grad is not None
     ]
     stage = mesh.size() // axis_size(mesh, "pp")
-    norms: dict[int, list[Tensor]] = {}
+    # Tensors of one list need a few launches together, if they are of one type and device.
+    lists: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
     for gradient, holders in found:
         # A stage's parameters are on one rank of the pp axis; a tied one is on one rank per holder.
-        local, copies = gradient, stage * holders
+        local, copies = local_tensor(gradient), stage * holders
         if isinstance(gradient, DTensor):
-            local = gradient.to_local()
             for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
                 if placement.is_partial():
                     raise ValueError(f"a gradient is still to be summed: {gradient.placements}")
                 copies //= 1 if placement.is_replicate() else size
-        wide = torch.promote_types(local.dtype, torch.float32)
-        norms.setdefault(copies, []).append(torch.linalg.vector_norm(local, dtype=wide))
+        lists.setdefault((copies, local.dtype, local.device), []).append(local)
+    norms: dict[int, list[Tensor]] = {}
+    for (copies, dtype, _), some in lists.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms.setdefault(copies, []).extend(torch._foreach_norm(some, 2, dtype=wide))
     # Each of the n ranks that hold an element adds 1/n of its square to the sum over all ranks.
     squares = [torch.stack(some).double().square().sum() / copies for copies, some in norms.items()]
     total = (
@@ -270,7 +273,6 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
     if max_norm > 0 or loss_scale != 1:
         clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
         scale = clipped / loss_scale
-        for gradient, _ in found:
-            local = local_tensor(gradient)
-            local.mul_(scale.to(local))
+        for some in lists.values():
+            torch._foreach_mul_(some, scale.to(some[0]))
     return norm
