@@ -9,9 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +22,7 @@ import compose.loss.chunked as chunked_loss
 from compose import ConfigError, Parallel, Plan, apply, forward_backward
 from compose.build import build, loss_function
 from compose.data import random_batch
+from compose.loss import passes
 from compose.loss.chunked import _Known, chunked_cross_entropy
 from compose.loss.cross_entropy import IGNORE, cross_entropy
 from compose.loss.output import CrossEntropy, StepLoss
@@ -118,6 +122,59 @@ def test_float16_takes_what_the_scale_brings_back() -> None:
 def _error(found: Tensor | None, exact: Tensor) -> float:
     assert found is not None
     return float((found.double() - exact).norm() / exact.norm())
+
+
+def _by_passes(case: list[Tensor], chunk: int, of: passes.Passes) -> list[Tensor]:
+    """Loss, sum of squares and gradients of a case in chunks, by the given passes."""
+    hidden, weight = (x.clone().requires_grad_() for x in case[:2])
+    with mock.patch.object(chunked_loss, "passes_for", return_value=of):
+        loss, squares = chunked_cross_entropy(hidden, weight, case[2], chunk, 0.3)
+        (loss * GRADIENT).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [loss.detach(), squares.detach(), hidden.grad, weight.grad]
+
+
+def _plain(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    return function(*tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_passes_of_a_gpu(dtype: torch.dtype) -> None:
+    """Uncompiled; the logits stay narrow, so a gradient is rounded as often as in place."""
+    case = _case((2, 13), 70, 0.3, dtype)
+    with mock.patch.object(passes, "run_compiled", _plain):
+        fused = passes.Passes(passes.fused_sums, passes.fused_gradient)
+        found = _by_passes(case, 5, fused)
+    torch.testing.assert_close(found, _by_passes(case, 5, passes.IN_PLACE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_compiled_passes_are_two_graphs(dtype: torch.dtype) -> None:
+    """For chunks of 8 tokens, and for a last one of 2; they are as good as PyTorch's operators."""
+    case = _case((2, 13), 70, 0.3, dtype)
+    torch._dynamo.reset()
+    counters.clear()
+    found = _by_passes(case, 8, passes.COMPILED)
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
+    torch.testing.assert_close(found, _by_passes(case, 8, passes.IN_PLACE))
+
+
+def test_no_compiler_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the loss is what it is without one."""
+    case = _case((2, 13), 70, 0.3)
+
+    def fails(function: Any) -> Any:
+        raise TorchDynamoException("Failed to find C compiler.\nSet CC.")
+
+    with mock.patch.object(passes, "_compiled", fails), mock.patch.object(passes._Failed, "yes", False):
+        found = _by_passes(case, 5, passes.COMPILED)
+        assert passes.passes_for(mock.Mock(is_cuda=True)) is passes.IN_PLACE
+    torch.testing.assert_close(found, _by_passes(case, 5, passes.IN_PLACE))
+    assert capsys.readouterr().out == (
+        "the loss in chunks runs uncompiled, and slower: Failed to find C compiler.\n"
+    )
 
 
 def test_bad_targets() -> None:

@@ -4,12 +4,13 @@ The logits (T, V) of T tokens exist for one chunk only, in forward and in backwa
 follow from its logits at once. So forward computes them too, and backward only scales them: no product
 is computed twice. With C tokens in a chunk, and V here the rows of the vocabulary that this rank holds:
 
-    lives for a chunk        C V logits, and as many in float32
+    lives for a chunk        C V logits, and as many in float32 (on a GPU the logits alone)
     lives until backward     T D of the hidden states' gradient, V D of the weight's in float32
 
 A vocabulary sharded over ranks costs one all-gather of 2 C numbers for each chunk.
 """
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from compose.base.batch import IGNORE
+from compose.loss.passes import IN_PLACE, passes_for
 from compose.loss.vocabulary import Rows
 
 
@@ -27,8 +29,9 @@ def chunked_cross_entropy(
 
     The gradient is that of the first result plus ``z_loss`` times the second: the z-loss of Chowdhery
     et al. 2022, arXiv:2204.02311, section 5. The weight's gradient is a sum over chunks in float32;
-    each chunk's part is rounded to the weight's type. The hidden states' gradient is rounded once more
-    than with whole logits. A target that is no row of the vocabulary makes the loss infinite.
+    each chunk's part is rounded to the weight's type, except on a GPU. The hidden states' gradient is
+    rounded once more than with whole logits. A target that is no row of the vocabulary makes the loss
+    infinite.
 
     Args:
         hidden: (..., D). If the weight is a DTensor, it is whole on every rank, a DTensor or not.
@@ -126,7 +129,9 @@ def _one_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's loss and log Z, (C,); fill ``d_hidden`` and add to ``d_weight``, if given."""
     # No tensor of a chunk's size may outlive this function, or it would stay beside the next chunk's.
-    logits = (hidden @ weight.T).to(torch.promote_types(weight.dtype, torch.float32))
+    logits = hidden @ weight.T
+    if passes_for(logits) is IN_PLACE:
+        logits = logits.to(torch.promote_types(weight.dtype, torch.float32))
     losses, log_zs = _differentiate(logits, targets, z_loss, rows)
     d_logits = logits.to(hidden.dtype)
     if d_hidden is not None:
@@ -138,19 +143,16 @@ def _one_chunk(
 
 def _differentiate(logits: Tensor, targets: Tensor, z_loss: float, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return each token's loss and log Z, (C,), 0 at IGNORE; turn logits (C, V) into their gradient."""
+    passes = passes_for(logits)
     at, here = rows.places(targets, logits.shape[1])
-    # A target that no rank has stays -inf.
-    target = logits.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
-    top = logits.amax(1)
-    total = logits.sub_(top[:, None]).exp_().sum(1)
-    parts = rows.gathered(torch.stack([top + total.log(), target]))
+    top, log_zs, target = passes.sums(logits, at, here)
+    parts = rows.gathered(torch.stack([log_zs, target]))
     log_zs, target = parts[:, 0].logsumexp(0), parts[:, 1].amax(0)
     # d/dlogits of log Z - target + z_loss (log Z)^2. IGNORE is no row of the vocabulary, so its
     # gradient only needs to be set to zero.
     ignored = targets == IGNORE
     factor = (top - log_zs).exp() * (1 + 2 * z_loss * log_zs)
-    logits.mul_(factor.masked_fill(ignored, 0.0)[:, None])
-    logits.scatter_add_(1, at, -here.to(logits.dtype))
+    passes.gradient(logits, top, factor.masked_fill(ignored, 0.0), at, here)
     return (log_zs - target).masked_fill(ignored, 0.0), log_zs.masked_fill(ignored, 0.0)
 
 
@@ -158,5 +160,24 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute ``total += a @ b`` in the type of ``total``, which may be wider."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda and _adds_to_float32(a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
+
+
+@functools.cache
+def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether a product of narrow matrices can be added to a float32 one at once.
+
+    PyTorch has had the operator for CUDA since 2.8; at first it refused a sum of another type than its
+    factors (aten/src/ATen/native/cuda/Blas.cpp, _addmm_dtype_out_cuda).
+    """
+    one, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        return False
+    return True

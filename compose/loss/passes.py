@@ -1,0 +1,110 @@
+"""The two passes over a chunk's logits: one finds their sums, and one turns them into their gradient.
+
+PyTorch's own operators read and write the logits in float32 some ten times. On a GPU torch.compile
+makes one kernel of each pass, which widens the logits only in registers. It is used whatever
+``compile.mode`` is, as a kernel of attention is: it changes no graph of the model. If it cannot
+compile, a line says so, and PyTorch's operators do the work.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+
+from compose.loss.cross_entropy import at_least_float32
+
+
+class Passes(NamedTuple):
+    """Two passes over logits (C, V), of which this rank may hold a part of the vocabulary."""
+
+    sums: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """Takes logits, places (C, 1), and a mask (C, 1) of the places that are there. Returns the greatest
+    logit, log Z and the target's logit of each token, (C,); -inf for a target that is not there."""
+    gradient: Callable[..., None]
+    """Takes the logits that the first pass leaves, its greatest logits, factors (C,), places and the
+    mask. Turns the logits into softmax times factor, less 1 at the places that are there."""
+
+
+def _sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    target = logits.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
+    top = logits.amax(1)
+    total = logits.sub_(top[:, None]).exp_().sum(1)
+    return top, top + total.log(), target
+
+
+def _gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Tensor) -> None:
+    logits.mul_(factor[:, None])
+    logits.scatter_add_(1, at, -here.to(logits.dtype))
+
+
+def fused_sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``Passes.sums``; the logits stay as they are."""
+    wide = at_least_float32(logits)
+    top = wide.amax(1)
+    target = wide.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
+    return top, top + (wide - top[:, None]).exp().sum(1).log(), target
+
+
+def fused_gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Tensor) -> None:
+    """As ``Passes.gradient``, after ``fused_sums``."""
+    found = (at_least_float32(logits) - top[:, None]).exp() * factor[:, None]
+    places = torch.arange(logits.shape[1], device=logits.device)
+    logits.copy_(torch.where((places == at) & here, found - 1, found))
+
+
+IN_PLACE = Passes(_sums, _gradient)
+"""By PyTorch's operators, on logits of float32 or wider."""
+
+
+class _Failed:
+    """Whether a compiler was found to be missing."""
+
+    yes = False
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
+
+
+def run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """Return ``function(*tensors)``, compiled if that is possible.
+
+    Args:
+        function: A function of tensors alone.
+        tensors: Tensors (C, ...). A last chunk of fewer tokens is no reason to compile again.
+
+    Returns:
+        Its result.
+    """
+    if _Failed.yes:
+        return function(*tensors)
+    for tensor in tensors:
+        if len(tensor) > 1:  # of one row PyTorch always makes a graph of its own
+            torch._dynamo.mark_dynamic(tensor, 0)
+    try:
+        return _compiled(function)(*tensors)
+    except TorchDynamoException as error:
+        _Failed.yes = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"the loss in chunks runs uncompiled, and slower: {reason}", flush=True)
+        return function(*tensors)
+
+
+COMPILED = Passes(
+    functools.partial(run_compiled, fused_sums), functools.partial(run_compiled, fused_gradient)
+)
+"""By one kernel each, on logits of any type."""
+
+
+def passes_for(logits: Tensor) -> Passes:
+    """Return the passes for logits on their device."""
+    if logits.is_cuda and not _Failed.yes and not torch.compiler.is_compiling():
+        return COMPILED
+    return IN_PLACE
