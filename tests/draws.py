@@ -298,7 +298,7 @@ def _memory(rng: random.Random, mesh: Keys, model: Keys, compiled: bool) -> Keys
     if mode == "every_k":
         keys["activation_checkpoint__every"] = rng.randint(1, model["model__n_layers"])
     if mode == "selective":
-        keep = rng.choice([["matmul", "attention"], ["attention"], ["matmul"]])
+        keep = rng.choice([["matmul", "attention", "messages"], ["attention"], ["matmul"]])
         keys["activation_checkpoint__keep"] = keep
     if mode == "budget":
         keys["activation_checkpoint__budget"] = rng.choice([0.2, 0.5, 0.8])

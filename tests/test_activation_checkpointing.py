@@ -25,6 +25,8 @@ from compose.memory.activation_checkpointing import (
     within,
 )
 from compose.parallel.mesh import batch_share
+from compose.planning.record import Message
+from compose.planning.trace import Played, trace
 from tests.helpers import make_config, make_job, tier
 from tests.pool import Pool, make_mesh
 
@@ -206,7 +208,7 @@ def test_every_k_and_what_is_no_operator() -> None:
     with pytest.raises(ConfigError) as caught:
         operators(["attention", "matmull"])
     assert str(caught.value) == (
-        "activation_checkpoint.keep: 'matmull' is neither matmul nor attention nor an operator of"
+        "activation_checkpoint.keep: 'matmull' is neither matmul nor attention nor messages nor an operator of"
         " aten; did you mean matmul?"
     )
 
@@ -283,6 +285,68 @@ def test_bitwise_on_every_axis(pool: Pool, name: str) -> None:
     if name in MORE:
         modes += [{"mode": "full"}, {"mode": "every_k"}]
     assert pool.run(_differing, ranks, keys, modes) == [[]] * ranks
+
+
+def _messages(keys: dict[str, Any], modes: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+    """On every rank: how often ranks exchange parts in one step, by operator, in each of ``modes``."""
+    mesh = make_mesh(make_job(2, **keys).degrees)
+    found: dict[str, list[int]] = {}
+    for mode in modes.values():
+        chosen = {f"activation_checkpoint__{key}": value for key, value in mode.items()}
+        job = make_job(2, train__seq_len=16, **keys, **chosen)
+        composition = build(job, mesh, torch.device("cpu"))
+        batch = random_batch(2, 16, job.config.model.config.vocab_size, seed=1)
+        with Live() as live:
+            forward_backward(composition, batch)
+        for name in ("scatter_stream", "all_to_all_single", "exchange_counts"):
+            if live.calls[name]:
+                found.setdefault(name, []).append(live.calls[name])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        # Two layers: after attention, and after the feed-forward, whose sum no one recomputes; the
+        # embedding; and the gradients.
+        ({"parallel__tp": 2}, {"scatter_stream": [10, 12, 10]}),
+        # Rows go there and back, and so do gradients.
+        (
+            {**MOE, "model__n_layers": 2, "parallel__ep": 2},
+            {"all_to_all_single": [8, 12, 8], "exchange_counts": [2, 4, 2]},
+        ),
+    ],
+    ids=["tp", "ep"],
+)
+def test_kept_messages_are_not_sent_again(
+    pool: Pool, keys: dict[str, Any], expected: dict[str, list[int]]
+) -> None:
+    kept = ["matmul", "attention"]
+    modes = {"none": {}, "some": {"mode": "selective", "keep": kept}, "all": {"mode": "selective"}}
+    for found in pool.run(_messages, 2, keys, modes):
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "part", "whole"),
+    [
+        ({"parallel__tp": 2}, "reduce_scatter", "all_gather"),
+        ({**MOE, "parallel__ep": 2, "parallel__zero": 2}, "all_to_all", ""),
+    ],
+    ids=["tp", "ep"],
+)
+def test_kept_messages_on_a_gpu(keys: dict[str, Any], part: str, whole: str) -> None:
+    """They are functional collectives there, and the planner counts them."""
+
+    def sent(**mode: Any) -> Counter[str]:
+        chosen = {f"activation_checkpoint__{key}": value for key, value in mode.items()}
+        work = trace(Played(make_job(2, **keys, **chosen), micro_batches=1)).record.work
+        return Counter(each.kind for each in work if isinstance(each, Message))
+
+    none, kept = sent(), sent(mode="selective")
+    again = sent(mode="selective", keep=["matmul", "attention"])
+    assert {kind for kind in again if again[kind] > kept[kind]} == {part}
+    assert {kind for kind in kept if kept[kind] > none[kind]} == ({whole} if whole else set())
 
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble"])

@@ -70,6 +70,7 @@ MORE: dict[str, tuple[int, dict[str, Any], int]] = {
     "ring, window": (2, {"parallel__cp": 2, **WINDOW}, 1),
     "qwen3 x tp": (2, {"model__name": "qwen3", "parallel__tp": 2}, 1),
     "ring, selective": (2, {"parallel__cp": 2, "activation_checkpoint__mode": "selective"}, 1),
+    "tp, selective": (2, {"parallel__tp": 2, "activation_checkpoint__mode": "selective"}, 1),
     "allgather, budget": (
         2,
         {

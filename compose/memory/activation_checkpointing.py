@@ -48,6 +48,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "compose.attention_forward",
         "compose.ring_attention_forward",
     ),
+    # Messages whose result is only a rank's part. To keep what an all-gather or an all-reduce brings
+    # would take the memory that a sharded stream saves.
+    "messages": (
+        "_c10d_functional.reduce_scatter_tensor",
+        "_c10d_functional.all_to_all_single",
+        "compose.scatter_stream",
+        "compose.exchange_counts",
+    ),
 }
 
 
@@ -60,8 +68,9 @@ class ActivationCheckpoint:
     unit; selective: all but the input and what keep names; budget: what does not fit in it."""
     every: Positive = 2
     """With every_k: k."""
-    keep: tuple[str, ...] = ("matmul", "attention")
-    """With selective: the operators whose results are kept: matmul, attention, or aten's by name."""
+    keep: tuple[str, ...] = ("matmul", "attention", "messages")
+    """With selective: the operators whose results are kept: matmul, attention, messages, or aten's by
+    name."""
     budget: Fraction = 0.5
     """With budget: what may be kept as a fraction of what mode none keeps in the units."""
     offload: bool = False

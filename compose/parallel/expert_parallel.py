@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.comm.activations import Place
 from compose.errors import ConfigError
+from compose.operators.registered import operator
 from compose.parallel.mesh import axis_size
 from compose.parallel.stream_messages import SendsActivations
 
@@ -153,11 +155,10 @@ def _run_where_they_are(
     run = cast(Experts, module).run
     if group.size() == 1:
         return run(rows, counts, *weights)
-    # counts_from[i, j]: rows that rank i sends for this rank's j-th expert.
     counts_to = counts.view(group.size(), -1)
-    counts_from = torch.empty_like(counts_to)
-    dist.all_to_all_single(counts_from, counts_to.contiguous(), group=group)
-    sent, received = _sizes(counts_to, counts_from, len(rows))
+    # counts_from[i, j]: rows that rank i sends for this rank's j-th expert.
+    counts_from, sizes = _exchange_counts(counts_to, group.group_name)
+    sent, received = _even(len(rows), group.size()) if sizes.is_meta else sizes.tolist()
     arrived = _exchanged(rows, received, sent, group, place)
     # The rows arrive sorted by rank. The experts need them sorted by expert.
     order, places = _transposed(counts_from, sum(received))
@@ -215,15 +216,24 @@ def _coded_rows(
     return place.settled(found, gradient, lambda: send(rows), lambda: code.expected(rows))
 
 
-def _sizes(counts_to: Tensor, counts_from: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank, and come from it. On meta the load is even."""
-    if counts_to.is_meta:
-        ranks = len(counts_to)
-        even = [rows // ranks + (i < rows % ranks) for i in range(ranks)]
-        return even, even
-    # Only here the host waits for the device: the device computes the sizes of the messages.
-    sent, received = torch.stack([counts_to.sum(1), counts_from.sum(1)]).tolist()
-    return sent, received
+@operator("compose::exchange_counts")
+def _exchange_counts(counts_to: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Send counts (ranks, experts of each), and return those that come, and the rows in host memory.
+
+    The rows are those that go to each rank and come from it, (2, ranks). Only here the host waits for
+    the device: the device computes the sizes of the messages.
+    """
+    group: dist.ProcessGroup = _resolve_process_group(cast(Any, group_name))
+    counts_from = torch.empty_like(counts_to)
+    dist.all_to_all_single(counts_from, counts_to.contiguous(), group=group)
+    sizes = torch.stack([counts_to.sum(1), counts_from.sum(1)])
+    return counts_from, sizes if sizes.is_meta else sizes.cpu()
+
+
+def _even(rows: int, ranks: int) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank, and come from it, where the load is even, as on meta."""
+    even = [rows // ranks + (i < rows % ranks) for i in range(ranks)]
+    return even, even
 
 
 def _transposed(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ They may travel in a code of 8 bits. Ranks then exchange codes, and each sums it
 
 from collections.abc import Iterable
 from copy import copy
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,9 @@ def _plain(tensor: Tensor, kind: str, group: Any) -> Tensor:
     if not torch.compiler.is_compiling():
         ranks: dist.ProcessGroup = _resolve_process_group(group)
         if dist.get_backend(ranks) == "gloo":
-            return {"sum": _summed, "gather": _gathered, "scatter": _scattered}[kind](tensor, ranks)
+            if kind == "scatter":
+                return _scattered(tensor, group)
+            return (_summed if kind == "sum" else _gathered)(tensor, ranks)
     tensor = tensor.contiguous()
     if kind == "sum":
         return arrived(funcol.all_reduce(tensor, "sum", group))
@@ -134,8 +136,10 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+@operator("compose::scatter_stream")
+def _scattered(tensor: Tensor, group_name: str) -> Tensor:
     """Return the sum of all ranks' tensors (B, ranks * L, D), this rank's part (B, L, D)."""
+    group: dist.ProcessGroup = _resolve_process_group(cast(Any, group_name))
     sent = [part.contiguous() for part in tensor.chunk(group.size(), 1)]
     parts = [torch.empty_like(part) for part in sent]
     parts[group.rank()] = sent[group.rank()]
@@ -219,7 +223,9 @@ def _sum_coded(place: Place, tensor: Tensor, group: Any) -> Tensor:
         got[ranks.rank()] = codes[ranks.rank()]
         _exchange(list(codes), got, ranks)
     else:
-        got = list(arrived(funcol.all_to_all_single(codes, None, None, group)))
+        arrived_codes = torch.empty_like(codes)
+        dist.all_to_all_single(arrived_codes, codes, group=ranks)
+        got = list(arrived_codes)
     total = place.code.decode(got[0], tensor.shape[-1])
     for part in got[1:]:
         total += place.code.decode(part, tensor.shape[-1])
