@@ -208,8 +208,8 @@ def test_every_k_and_what_is_no_operator() -> None:
     with pytest.raises(ConfigError) as caught:
         operators(["attention", "matmull"])
     assert str(caught.value) == (
-        "activation_checkpoint.keep: 'matmull' is neither matmul nor attention nor messages nor an operator of"
-        " aten; did you mean matmul?"
+        "activation_checkpoint.keep: 'matmull' is neither matmul nor attention nor messages nor an"
+        " operator of aten; did you mean matmul?"
     )
 
 

@@ -158,7 +158,7 @@ def _run_where_they_are(
     counts_to = counts.view(group.size(), -1)
     # counts_from[i, j]: rows that rank i sends for this rank's j-th expert.
     counts_from, sizes = _exchange_counts(counts_to, group.group_name)
-    sent, received = _even(len(rows), group.size()) if sizes.is_meta else sizes.tolist()
+    sent, received = _listed(sizes, len(rows))
     arrived = _exchanged(rows, received, sent, group, place)
     # The rows arrive sorted by rank. The experts need them sorted by expert.
     order, places = _transposed(counts_from, sum(received))
@@ -230,10 +230,12 @@ def _exchange_counts(counts_to: Tensor, group_name: str) -> tuple[Tensor, Tensor
     return counts_from, sizes if sizes.is_meta else sizes.cpu()
 
 
-def _even(rows: int, ranks: int) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank, and come from it, where the load is even, as on meta."""
-    even = [rows // ranks + (i < rows % ranks) for i in range(ranks)]
-    return even, even
+def _listed(sizes: Tensor, rows: int) -> list[list[int]]:
+    """Return how many rows go to each rank, and come from it. On meta the load is even."""
+    if sizes.is_meta:
+        ranks = sizes.shape[1]
+        return 2 * [[rows // ranks + (i < rows % ranks) for i in range(ranks)]]
+    return sizes.tolist()
 
 
 def _transposed(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
