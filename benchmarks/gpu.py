@@ -1,41 +1,29 @@
-"""What one GPU makes of a training step, beside what it can do: one command, under nine minutes.
+"""Figures of one device for benchmarks/first_gpu.py: its limits, and what a step makes of them.
 
-    python benchmarks/gpu.py [--budget SECONDS] [--device cpu --tiny]
-
-prints JSON lines. First what the device itself reaches: products of matrices in bfloat16 and float8
-("gpu_matmul"), and copies ("gpu_copy"). Then rows of training ("gpu"), the most important first, of
-Llama 1b and 3b in full and of blocks of 8b's shape, as many as fit with all their state:
-
-    eager, compiled        compose in bfloat16, from Config to Trainer.step, on a file of random tokens;
-                           compiled is compile.mode = "block"
-    tensorwise, rowwise    compiled, with that recipe of precision.float8
-    bare                   plain PyTorch: the same model, its blocks compiled, a loop written by hand
-                           with the same arithmetic, and nothing of compose
+    limits               products of matrices in bfloat16 and float8, and copies
+    compiled, eager      compose in bfloat16, from Config to Trainer.step, on a file of random tokens;
+                         compiled is compile.mode = "block"
+    tensorwise, rowwise  compiled, with that recipe of precision.float8
+    bare                 plain PyTorch: the same model, its blocks compiled, a loop written by hand with
+                         the same arithmetic, and nothing of compose
+    in turn              both of them in memory at once, a step each
+    trainer              transformers' Trainer, as its users run it: eager, autocast to bfloat16
 
 A row is tried without recomputation and, where memory does not suffice, with all layers recomputed.
 State takes 18 bytes a parameter (weights, gradients and AdamW's means in float32, weights in bfloat16):
-22 GB for 1b, 58 for 3b, 66 for 12 of 8b's layers with its embedding and output. All of 8b, 145, leaves
-no room for activations on a device of 150. A bare row takes 20: its gradients are in bfloat16 first.
+22 GB for 1b, 58 for 3b, 66 for 12 of 8b's layers with its embedding and output, 43 for 6. A bare row
+takes 20: its gradients are in bfloat16 first.
 
-``mfu`` is of the data sheet's rate in bfloat16, ``of_ceiling`` of the best product in bfloat16 that was
-measured, both where float8 is used too, so that rows compare. ``first_step`` is in seconds, with none
-of Inductor's files there, and ``first_step_warm`` with all, but the row's graphs to be traced anew.
-
-A row that fails says why, and those after it go on; one for which the budget leaves no time is said to
-be skipped. The last line ("gpu_aims") holds three figures against their aims; null is not measured.
+``mfu`` is of the data sheet's rate in bfloat16, ``of_limit`` of the best product in bfloat16 that was
+measured, both where float8 is used too, so that rows compare. ``first_step`` is in seconds.
 """
 
-import argparse
-import contextlib
-import gc
 import importlib.util
-import json
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from operator import truediv
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -43,86 +31,64 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from compose import ConfigError, init_mesh
+from benchmarks.gpu_kernels import Figures, Skipped
+from benchmarks.gpu_paths import Place, free, mesh_of
+from benchmarks.planner_published import content
 from compose.commands.cli import Command, parse
 from compose.config import Config
+from compose.planning.cluster import load_cluster
+from compose.planning.estimate import estimate
 from compose.registry import find_model
-from compose.runtime.processes import process_group
 from compose.train.metrics import peak_flops
 from compose.train.trainer import Trainer
 
-TRAIN_TOML = str(Path(__file__).parent.parent / "train.toml")
 STEPS = 4  # timed in each row
 MICRO_BATCHES = 4  # in a step
-
-
-class Sizes(NamedTuple):
-    """matmul: (M, N, K) of products. copy: bytes. tokens: of a micro-batch, by preset. vocab_size: of
-    the presets. guess: seconds of a row, before there has been one. keys: over those of the preset."""
-
-    matmul: list[tuple[int, int, int]]
-    copy: int
-    tokens: dict[str, int]
-    vocab_size: int
-    guess: float
-    keys: list[str]
-
-
-LAYERS = {"8b": 12}  # of a preset that is not run in full
-FULL = Sizes(
-    # Square ones, and the feed-forward's of 8b, 3b and 1b.
-    [(2**n,) * 3 for n in (11, 12, 13, 14)]  # type: ignore[misc]
-    + [(8192, 14_336, 4096), (8192, 4096, 14_336), (8192, 8192, 3072), (16_384, 8192, 2048)],
-    2**30,
-    {"8b": 8192, "3b": 8192, "1b": 16_384},
-    128_256,
-    60.0,
-    [],
-)
+VOCABULARY = 128_256
+TOKENS = {"8b": 8192, "3b": 8192, "1b": 16_384}  # of a micro-batch
+# Square products, and the feed-forward's of 8b, 3b and 1b: (M, N, K).
+PRODUCTS = [(2**n,) * 3 for n in (11, 12, 13, 14)]
+PRODUCTS += [(8192, 14_336, 4096), (8192, 4096, 14_336), (8192, 8192, 3072), (16_384, 8192, 2048)]
+# A CPU's sizes only show that it runs.
 SHAPE = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 128, "n_layers": 2, "vocab_size": 256}
-TINY = Sizes(
-    [(64, 64, 64), (64, 128, 32)],
-    2**16,
-    {"8b": 64},
-    256,
-    0.0,
-    [f"--model.{name}={size}" for name, size in SHAPE.items()],
-)
+TINY_PRODUCTS = [(64, 64, 64), (64, 128, 32)]
+CLUSTERS = {"H200": "h200", "H100": "h100_sxm", "A100": "a100_80gb", "B200": "b200", "4090": "rtx4090"}
+"""The planner's files by a part of the device's name."""
+FLOAT8 = ("tensorwise", "rowwise")
 
 
 class Case(NamedTuple):
+    """One row of training."""
+
     preset: str
     seq_len: int
     how: str
 
-
-def cases(tiny: bool) -> list[Case]:
-    """The rows, most important first."""
-    hows = ("compiled", "bare", "tensorwise", "rowwise", "eager")
-    if tiny:
-        return [Case("8b", 32, how) for how in hows]
-    rest = [("1b", 4096), ("3b", 4096), ("8b", 4096), ("1b", 8192), ("3b", 8192)]
-    return [Case("8b", 8192, how) for how in hows] + [
-        Case(preset, seq_len, how)
-        for group in (hows[:2], hows[4:], hows[2:4])
-        for preset, seq_len in rest
-        for how in group
-    ]
+    @property
+    def name(self) -> str:
+        """The row's name."""
+        return f"{self.preset} {self.seq_len} {self.how}"
 
 
-def show(benchmark: str, **found: Any) -> None:
-    rounded = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in found.items()}
-    print(json.dumps({"benchmark": benchmark, **rounded}), flush=True)
+def cases(small: bool) -> list[Case]:
+    """Return the rows, most important first."""
+    first = [Case("1b", 4096, how) for how in ("compiled", "in turn")]
+    if small:
+        return first
+    first += [Case("8b", 8192, how) for how in ("compiled", *FLOAT8, "eager", "bare")]
+    first += [Case("1b", 4096, how) for how in ("eager", "trainer")]
+    return first + [Case("3b", 4096, how) for how in ("compiled", "bare", "eager", *FLOAT8)]
 
 
 def wait(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return how long ``work`` takes."""
     wait(device)
     start = time.perf_counter()
     work()
@@ -131,7 +97,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
-    """``amount`` per second, of ten calls at once: the median of five such turns, after a first."""
+    """Return ``amount`` per second: the median of five turns of ten calls, after a first."""
 
     def turn() -> None:
         for _ in range(10):
@@ -140,23 +106,31 @@ def rate(work: Callable[[], object], amount: float, device: torch.device) -> flo
     return 10 * amount / median([seconds(turn, device) for _ in range(6)][1:])
 
 
-def measure_matmul(sizes: Sizes, device: torch.device) -> float:
-    """Show what products reach; the best in bfloat16, FLOP/s."""
+def limits(place: Place) -> Figures:
+    """Measure products in bfloat16 and float8, and copies on the device and to it."""
+    device, found = place.device, Figures()
     best = 0.0
-    for m, n, k in sizes.matmul:
+    for m, n, k in PRODUCTS if place.gpu else TINY_PRODUCTS:
         a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
         b = torch.randn(n, k, device=device, dtype=torch.bfloat16)
-        flops = 2.0 * m * n * k
-        reached = rate(lambda a=a, b=b: a @ b.T, flops, device)
+        reached = rate(lambda a=a, b=b: a @ b.T, 2.0 * m * n * k, device)
         best = max(best, reached)
-        small = _float8(a, b, flops, device)
-        show("gpu_matmul", m=m, n=n, k=k, bfloat16_tflops=reached / 1e12, **small)
-    show("gpu_ceiling", bfloat16_tflops=best / 1e12)
-    return best
+        found[f"{m} x {n} x {k}"] = {"bfloat16": reached, **_float8(a, b, 2.0 * m * n * k, device)}
+    source = torch.ones(2**30 if place.gpu else 2**16, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    host = torch.ones(len(source), dtype=torch.uint8, pin_memory=place.gpu)
+    return {
+        "bfloat16_flops": best,
+        "on_device_bytes_per_s": rate(lambda: target.copy_(source), 2 * len(source), device),
+        "from_host_bytes_per_s": rate(
+            lambda: target.copy_(host, non_blocking=True), len(source), device
+        ),
+        "products": found,
+    }
 
 
-def _float8(a: Tensor, b: Tensor, flops: float, device: torch.device) -> dict[str, Any]:
-    """The same product in float8, scaled as a whole, or why there is none."""
+def _float8(a: Tensor, b: Tensor, flops: float, device: torch.device) -> Figures:
+    """Time the same product in float8, scaled as a whole, or say why there is none."""
     one = torch.ones((), device=device)
     x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
 
@@ -164,25 +138,16 @@ def _float8(a: Tensor, b: Tensor, flops: float, device: torch.device) -> dict[st
         return torch._scaled_mm(x, y.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     try:
-        return {"float8_tflops": rate(product, flops, device) / 1e12}
+        return {"float8": rate(product, flops, device)}
     except Exception as error:  # by device and version: RuntimeError, NotImplementedError, ValueError
-        return {"float8_tflops": None, "float8": _line(error)}
-
-
-def measure_copy(sizes: Sizes, device: torch.device) -> None:
-    """Show bytes per second: of a copy on the device, counted once read and once written, and to it."""
-    source = torch.ones(sizes.copy, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    host = torch.ones(sizes.copy, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    on_device = rate(lambda: target.copy_(source), 2 * sizes.copy, device)
-    from_host = rate(lambda: target.copy_(host, non_blocking=True), sizes.copy, device)
-    show("gpu_copy", on_device_gb_per_s=on_device / 1e9, from_host_gb_per_s=from_host / 1e9)
+        return {"no_float8": str(error).partition("\n")[0]}
 
 
 class Bare:
     """The loop that one would write by hand for one device."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
+        """Make the model and the optimizer."""
         self.train, self.shape, self.device = config.train, config.model.config, device
         with device:
             self.model = find_model("llama").Model(self.shape)
@@ -195,6 +160,7 @@ class Bare:
         )
 
     def step(self) -> float:
+        """Take a step."""
         samples = (self.train.global_batch, self.train.seq_len + 1)
         tokens = torch.randint(self.shape.vocab_size, samples).to(self.device)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -226,177 +192,230 @@ class Bare:
             p.grad = None
 
 
-class Rows:
-    """Trains rows, and keeps what the aims ask for. ceiling: FLOP/s, as measured."""
+def command_of(case: Case, recompute: str, place: Place) -> Command:
+    """Return the checked command of a row."""
+    tokens = TOKENS[case.preset] // (2 if case.how == "in turn" else 1)
+    seq_len = case.seq_len if place.gpu else 32
+    micro_batch = max(1, tokens // seq_len) if place.gpu else 2
+    keys = [
+        f"--model.preset={case.preset}",
+        f"--data.path={place.folder}/tokens.npy",
+        f"--train.seq_len={seq_len}",
+        f"--train.micro_batch={micro_batch}",
+        f"--train.global_batch={MICRO_BATCHES * micro_batch}",
+        "--parallel.zero=2",  # whole through a step: nothing is saved by gathering from oneself
+        "--precision.param=bfloat16",
+        f"--activation_checkpoint.mode={recompute}",
+        f"--compile.mode={'off' if case.how in ('eager', 'trainer') else 'block'}",
+    ]
+    if case.how in FLOAT8:
+        keys.append(f"--precision.float8={case.how}")
+    if not place.gpu:
+        keys += [f"--model.{name}={size}" for name, size in SHAPE.items()]
+    elif case.preset == "8b":
+        keys.append(f"--model.n_layers={12 if memory_of(place) > 120 else 6}")
+    return parse(place.keys(*keys), program="first_gpu.py")
 
-    def __init__(
-        self, tiny: bool, mesh: DeviceMesh, device: torch.device, ceiling: float, folder: Path
-    ) -> None:
-        self.sizes, self.mesh, self.device = TINY if tiny else FULL, mesh, device
-        self.ceiling, self.folder, self.count = ceiling, folder, 0
-        self.speeds: dict[Case, float] = {}
-        self.of_ceiling: list[float] = []
-        name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-        self.peak = peak_flops(name, "bfloat16")
 
-    def command(self, case: Case, recompute: str) -> Command:
-        micro_batch = self.sizes.tokens[case.preset] // case.seq_len
-        self.count += 1
-        # Files of its own: else a row would find what another has compiled.
-        for cache in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-            os.environ[cache] = f"{self.folder}/{self.count}.{cache}"
-        keys = [
-            f"--run.dir={self.folder}/{self.count}",
-            f"--run.device={self.device.type}",
-            f"--model.preset={case.preset}",
-            f"--data.path={self.folder}/tokens.npy",
-            f"--train.seq_len={case.seq_len}",
-            f"--train.micro_batch={micro_batch}",
-            f"--train.global_batch={MICRO_BATCHES * micro_batch}",
-            "--parallel.zero=2",  # whole through a step: nothing is saved by gathering from oneself
-            "--precision.param=bfloat16",
-            f"--activation_checkpoint.mode={recompute}",
-            f"--compile.mode={'off' if case.how == 'eager' else 'block'}",
-            "--metrics.tensorboard=false",
-        ]
-        if case.preset in LAYERS:
-            keys.append(f"--model.n_layers={LAYERS[case.preset]}")
-        if case.how in ("tensorwise", "rowwise"):
-            keys.append(f"--precision.float8={case.how}")
-        return parse([TRAIN_TOML, *keys, *self.sizes.keys], program="gpu.py", trains=True)
+def memory_of(place: Place) -> float:
+    """Return the device's memory in GiB."""
+    return place.known["versions"]["memory_gib"]
 
-    def run(self, case: Case) -> dict[str, Any]:
-        """What the row shows, be it why there is nothing."""
-        if case.how in ("tensorwise", "rowwise") and not importlib.util.find_spec("torchao"):
-            return {"not_available": "torchao is not installed"}
-        result: dict[str, Any] = {}
-        for recompute in ("none",) if case.how == "bare" else ("none", "full"):
-            torch.compiler.reset()
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            try:
-                return {"recompute": recompute} | self._trained(case, self.command(case, recompute))
-            except ConfigError as error:
-                return {"not_available": _line(error)}
-            except Exception as error:  # whatever it is, the other rows are still to be measured
-                # Not all that want memory say so by its OutOfMemoryError: cuBLAS does not.
-                result = {"recompute": recompute, "failed": f"{type(error).__name__}: {_line(error)}"}
-        return result
 
-    def _trained(self, case: Case, command: Command) -> dict[str, Any]:
-        config = command.config
-        shape, train = config.model.config, config.train
-        if case.how == "bare":
-            bare = Bare(config, self.device)
-            model, step = bare.model, bare.step
-        else:
-            with contextlib.redirect_stdout(sys.stderr):  # the trainer greets
-                trainer = Trainer(command.job, self.mesh, self.device, command.data)
-                model, step = trainer.composition.model, trainer.step
-        first, warm = seconds(step, self.device), None
-        if case.how != "eager":
-            torch.compiler.reset()
-            warm = seconds(step, self.device)
-        # All at once: what the host does for a step may run while the device is still at the last one.
-        spent = seconds(lambda: [step() for _ in range(STEPS)], self.device)
-        speed = STEPS * train.global_batch * train.seq_len / spent
-        flops = speed * shape.flops_per_token(train.seq_len)
-        self.speeds[case] = speed
-        if (case.preset, case.how) == ("8b", "compiled"):
-            self.of_ceiling.append(flops / self.ceiling)
-        return {
-            "layers": shape.n_layers,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "micro_batch": train.micro_batch,
-            "micro_batches": MICRO_BATCHES,
-            "tokens_per_second": speed,
-            "mfu": self.peak and flops / self.peak,
-            "of_ceiling": flops / self.ceiling,
-            "first_step": first,
-            "first_step_warm": warm,
-            **self._memory(),
-            **self._ratios(case),
-        }
+def trainer_of(command: Command, place: Place) -> Trainer:
+    """Make a row's trainer, on random tokens."""
+    vocabulary = command.config.model.config.vocab_size
+    tokens = np.random.default_rng(0).integers(vocabulary, size=2**20, dtype=np.uint32)
+    np.save(f"{place.folder}/tokens.npy", tokens)
+    return Trainer(command.job, mesh_of(command.job.degrees, place.device), place.device)
 
-    def _memory(self) -> dict[str, float | None]:
-        names = {"allocated_gib": "max_memory_allocated", "reserved_gib": "max_memory_reserved"}
-        if self.device.type != "cuda":
-            return dict.fromkeys(names)
-        return {name: getattr(torch.cuda, peak)() / 2**30 for name, peak in names.items()}
 
-    def _ratios(self, case: Case) -> dict[str, float]:
-        """Of this row's speed and another's of the same shape, by what both are."""
-        here = {known.how: speed for known, speed in self.speeds.items() if known[:2] == case[:2]}
-        if case.how == "bare" and "compiled" in here:
-            return {"compiled_over_bare": here["compiled"] / here["bare"]}
-        if case.how != "bare" and "compiled" in here:
-            return {"over_compiled": here[case.how] / here["compiled"]}
+def stance(place: Place) -> AbstractContextManager[Any]:
+    """Compile, or not where only the paths count: Inductor takes a CPU longer than all the rest."""
+    eager = place.small and not place.gpu
+    return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+
+
+def trained(case: Case, place: Place) -> Figures:
+    """Train a row, with all layers recomputed if it does not fit otherwise."""
+    if case.how in FLOAT8 and not importlib.util.find_spec("torchao"):
+        raise Skipped("torchao is not installed")
+    try:
+        return _trained(case, "none", place)
+    except Exception as error:
+        # Not all that want memory say so by OutOfMemoryError: cuBLAS does not.
+        if case.how == "bare" or ("memory" not in str(error) and "ALLOC" not in str(error)):
+            raise
+    free(place.device)
+    return _trained(case, "full", place)
+
+
+def _trained(case: Case, recompute: str, place: Place) -> Figures:
+    command = command_of(case, recompute, place)
+    bare = Bare(command.config, place.device) if case.how == "bare" else None
+    trainer = None if bare else trainer_of(command, place)
+    step: Callable[[], object] = bare.step if bare else trainer.step  # type: ignore[union-attr]
+    with stance(place):
+        first = seconds(step, place.device)
+        # All at once: the host may prepare a step while the device is still at the last one.
+        spent = seconds(lambda: [step() for _ in range(STEPS)], place.device) / STEPS
+    found = _rates(command, spent, place)
+    compiled = place.known.get(f"figure: {case._replace(how='compiled').name}")
+    if compiled and case.how != "compiled":
+        found["over_compiled"] = found["tokens_per_second"] / compiled["tokens_per_second"]
+    predicted = place.known.get(f"predicted: {case.name}", {}).get(recompute)
+    beside = {"predicted": predicted} if predicted else {}
+    return {**found, "recompute": recompute, "first_step": first, **_memory(place), **beside}
+
+
+def _rates(command: Command, spent: float, place: Place) -> Figures:
+    """Return what a step of so many seconds comes to."""
+    config, shape = command.config, command.config.model.config
+    tokens = config.train.global_batch * config.train.seq_len
+    flops = tokens * shape.flops_per_token(config.train.seq_len) / spent
+    peak = peak_flops(torch.cuda.get_device_name(), "bfloat16") if place.gpu else None
+    limit = place.known.get("limits", {}).get("bfloat16_flops")
+    return {
+        "layers": shape.n_layers,
+        "micro_batch": config.train.micro_batch,
+        "tokens_per_second": tokens / spent,
+        "mfu": peak and flops / peak,
+        "of_limit": limit and flops / limit,
+    }
+
+
+def _memory(place: Place) -> Figures:
+    if not place.gpu:
         return {}
+    return {
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
 
-    def aims(self) -> dict[str, Any]:
-        """The best of 8b's rows for the first two, the worst of all for the third."""
-        over: dict[str, list[float]] = {"float8": [], "bare": []}
-        for case, speed in self.speeds.items():
-            compiled = self.speeds.get(case._replace(how="compiled"))
-            if compiled and case.how == "bare":
-                over["bare"].append(compiled / speed)
-            elif compiled and case.preset == "8b" and case.how in ("tensorwise", "rowwise"):
-                over["float8"].append(speed / compiled)
-        found = {
-            "8b_of_ceiling": (max(self.of_ceiling, default=None), 0.85),
-            "8b_float8_over_bfloat16": (max(over["float8"], default=None), 1.25),
-            "over_bare": (min(over["bare"], default=None), 0.98),
+
+def in_turn(case: Case, place: Place) -> Figures:
+    """Let compose and the bare loop take turns, a step each; the ratio is a median over pairs."""
+    command = command_of(case, "none", place)
+    steps = {
+        "compose": trainer_of(command, place).step,
+        "bare": Bare(command.config, place.device).step,
+    }
+    spent: dict[str, list[float]] = {name: [] for name in steps}
+    with stance(place):
+        for turn in range(-2, 3 * STEPS):
+            for name in sorted(steps, reverse=turn % 2 == 1):
+                took = seconds(steps[name], place.device)
+                if turn >= 0:
+                    spent[name].append(took)
+    return {
+        **_rates(command, median(spent["compose"]), place),
+        "over_bare": median(map(truediv, spent["bare"], spent["compose"])),
+        **_memory(place),
+    }
+
+
+def hugging_face(case: Case, place: Place) -> Figures:
+    """Train the same shape by transformers' Trainer."""
+    for name in ("transformers", "accelerate"):
+        if not importlib.util.find_spec(name):
+            raise Skipped(f"{name} is not installed")
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    command = command_of(case, "none", place)
+    train, shape = command.config.train, command.config.model.config
+    spent: list[float] = []
+
+    class Timed(TrainerCallback):
+        start = 0.0
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            wait(place.device)
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            wait(place.device)
+            spent.append(time.perf_counter() - self.start)
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.dim,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        intermediate_size=shape.hidden_dim,
+        max_position_embeddings=train.seq_len,
+        use_cache=False,
+        attn_implementation="sdpa",  # type: ignore[call-arg]
+    )
+    samples = torch.randint(shape.vocab_size, (train.global_batch, train.seq_len))
+    arguments = TrainingArguments(
+        output_dir=str(place.folder),
+        per_device_train_batch_size=train.micro_batch,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        max_steps=STEPS + 1,
+        bf16=True,
+        optim="adamw_torch_fused",
+        use_cpu=not place.gpu,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    arguments._n_gpu = 1 if place.gpu else 0  # else DataParallel takes all GPUs
+    rows = [{"input_ids": row, "labels": row} for row in samples] * (STEPS + 1)
+    with place.device:
+        model = LlamaForCausalLM(config)
+    Trainer(model, arguments, train_dataset=rows, callbacks=[Timed()]).train()  # type: ignore[arg-type]
+    found = _rates(command, median(spent[1:]), place)
+    compiled = place.known.get(f"figure: {case._replace(how='compiled').name}")
+    if compiled:
+        found["over_compiled"] = found["tokens_per_second"] / compiled["tokens_per_second"]
+    return {**found, "first_step": spent[0], **_memory(place)}
+
+
+def predicted(case: Case, place: Place) -> Figures:
+    """Return what the planner says of a row, without and with recomputation."""
+    name = place.known["versions"].get("device", "cpu")
+    file = next((file for part, file in CLUSTERS.items() if part in name), "")
+    if place.gpu and not file:
+        raise Skipped(f"clusters/ has no file of {name}")
+    found = Figures()
+    for recompute in ("none", "full"):
+        said = estimate(command_of(case, recompute, place).job, load_cluster(file or "cpu"), 1)
+        found[recompute] = {
+            "tokens_per_second": said.tokens_per_second_per_device,
+            "mfu": said.mfu,
+            "allocated_gib": said.peaks[0].allocated / 2**30,
         }
-        return {
-            name: {"measured": value and float(f"{value:.4g}"), "at_least": aim}
-            for name, (value, aim) in found.items()
-        }
+    return found
 
 
-def _line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def published(place: Place) -> Figures:
+    """Return torchtitan's own figures of 8b on several GPUs: nothing runs here."""
+    flops = find_model("llama").presets["8b"].flops_per_token(8192)
+    found = Figures()
+    for rows in content()["sets"]:
+        if rows["name"] not in ("torchtitan", "trainy"):
+            continue
+        for row in rows["rows"]:
+            given = dict(zip(rows["columns"], row, strict=True))
+            how = f"{'compiled' if given['compile'] else 'eager'}, float8 {given['float8']}"
+            found[f"{rows['title']}: {given['gpus']} GPUs, {how}"] = {
+                "tokens_per_second": given["value"],
+                "mfu": given["value"] * flops / (peak_flops("H100", "bfloat16") or 1),
+                "source": rows["source"],
+            }
+    return found
 
 
-@contextlib.contextmanager
-def scratch(vocab_size: int) -> Iterator[Path]:
-    """A folder with random tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokens = np.random.default_rng(0).integers(vocab_size, size=2**20, dtype=np.uint32)
-        np.save(f"{folder}/tokens.npy", tokens)
-        yield Path(folder)
-
-
-def main() -> None:
-    start = time.perf_counter()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--budget", type=float, default=520, help="seconds for all of it")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
-    options = parser.parse_args()
-    sizes = TINY if options.tiny else FULL
-    if options.tiny:
-        torch.compiler.set_stance("force_eager")  # compiling takes longer than all the rest
-    base = parse([TRAIN_TOML, f"--run.device={options.device}"], program="gpu.py").config
-    with scratch(sizes.vocab_size) as folder, process_group(base) as device:
-        ceiling = measure_matmul(sizes, device)
-        measure_copy(sizes, device)
-        rows = Rows(options.tiny, init_mesh(base.parallel, device.type), device, ceiling, folder)
-        taken: list[float] = []
-        for case in cases(options.tiny):
-            left = options.budget - (time.perf_counter() - start)
-            need = max(taken, default=sizes.guess)
-            if left < need:
-                why = f"{max(left, 0):.0f} s of --budget are left, and a row may take {need:.0f}"
-                show("gpu", **case._asdict(), skipped=why)
-                continue
-            began = time.perf_counter()
-            show("gpu", **case._asdict(), **rows.run(case))
-            taken.append(time.perf_counter() - began)
-        made_by = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-        show("gpu_aims", **rows.aims(), device=made_by, torch=torch.__version__)
-
-
-if __name__ == "__main__":
-    main()
+def listed(small: bool) -> Iterator[tuple[str, Callable[[Place], Figures], str, bool]]:
+    """Yield each path of figures: its name, itself, its lane, and whether it is timed."""
+    for case in cases(small):
+        if case.how in ("compiled", "eager", *FLOAT8):
+            yield f"predicted: {case.name}", partial(predicted, case), "planner", False
+    yield "limits", limits, "figures", True
+    others = {"in turn": in_turn, "trainer": hugging_face}
+    for case in cases(small):
+        run = partial(others.get(case.how, trained), case)
+        yield f"figure: {case.name}", run, "figures", True
+    yield "published: torchtitan", published, "planner", False

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.command_lines import execute
 from tests.helpers import ROOT
@@ -30,63 +29,6 @@ def test_overhead_of_two_ranks() -> None:
     (result,) = shown("benchmarks/overhead.py", "--steps", "1", ranks=2)
     assert (result["benchmark"], result["tp"]) == ("tp", 2)
     assert result["time"] > 0
-
-
-TINY = ("benchmarks/gpu.py", "--device", "cpu", "--tiny")
-
-
-@pytest.mark.slow
-def test_gpu() -> None:
-    *device, compiled, bare, tensorwise, rowwise, eager, aims = shown(*TINY)
-    assert [line["benchmark"] for line in device] == ["gpu_matmul"] * 2 + ["gpu_ceiling", "gpu_copy"]
-    for row in (compiled, bare, eager):
-        assert row["layers"] == 2
-        assert row["tokens_per_second"] > 0
-        assert row["of_ceiling"] > 0
-    assert (eager["first_step_warm"], eager["over_compiled"]) == (
-        None,
-        pytest.approx(eager["tokens_per_second"] / compiled["tokens_per_second"], rel=1e-2),
-    )
-    for row in (tensorwise, rowwise):  # where torchao is not installed
-        assert "tokens_per_second" in row or row["not_available"]
-    assert aims["over_bare"]["measured"] == bare["compiled_over_bare"] > 0
-    assert aims["8b_of_ceiling"] == {"measured": compiled["of_ceiling"], "at_least": 0.85}
-
-
-def test_gpu_without_time() -> None:
-    *_, row, aims = shown(*TINY, "--budget", "0")
-    assert row["skipped"] == "0 s of --budget are left, and a row may take 0"
-    assert [aim["measured"] for aim in aims.values() if isinstance(aim, dict)] == [None] * 3
-
-
-@pytest.mark.slow
-def test_gpu_row_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory does not suffice layers are recomputed; what else goes wrong is said."""
-    spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
-    assert spec
-    assert spec.loader
-    gpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu)
-    rows = gpu.Rows(True, None, torch.device("cpu"), 1.0, tmp_path)
-    fits: set[str] = set()
-
-    def trained(case: Any, recompute: str) -> dict[str, int]:
-        if recompute not in fits:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
-        return {"tokens_per_second": 1}
-
-    monkeypatch.setattr(rows, "command", lambda case, recompute: recompute)
-    monkeypatch.setattr(rows, "_trained", trained)
-    case = gpu.Case("8b", 32, "eager")
-    assert rows.run(case) == {
-        "recompute": "full",
-        "failed": "OutOfMemoryError: CUDA out of memory.",
-    }
-    assert rows.run(case._replace(how="bare"))["recompute"] == "none"
-    fits.add("full")
-    assert rows.run(case) == {"recompute": "full", "tokens_per_second": 1}
-    monkeypatch.setattr(rows, "_trained", lambda case, config: 1 // 0)
-    assert rows.run(case)["failed"] == "ZeroDivisionError: integer division or modulo by zero"
 
 
 @pytest.mark.full
