@@ -1,21 +1,27 @@
 """Expert parallel over every source axis and with every other technique, equal to one process."""
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compose import Options, Parallel, Plan, init_mesh, verify
+from compose import Options, Parallel, Plan, forward_backward, init_mesh, verify
+from compose.build import build
+from compose.data import random_batch
 from compose.errors import ConfigError
 from compose.legality import meshes
 from compose.parallel.expert_parallel import ExpertParallel, _transposed, expert_mesh
 from models.layers.moe import Experts
 from tests.experts import AXES, DEEPSEEK, QWEN, Tiny, keys_of
-from tests.helpers import agreed, make_config, prove_case, tier
+from tests.helpers import agreed, make_config, make_job, prove_case, tier
 from tests.pool import Pool, make_mesh
 
 MODELS = {"qwen3": QWEN, "deepseek_v3": DEEPSEEK}
@@ -204,6 +210,41 @@ def test_rows_by_rank_become_rows_by_expert_and_back() -> None:
     assert torch.equal(order, experts.argsort(stable=True))
     assert torch.equal(order[places], torch.arange(9))
     assert [len(found) for found in _transposed(torch.zeros(2, 2, dtype=torch.long), 0)] == [0, 0]
+
+
+def _gathers() -> list[str]:
+    """Of a step with three layers: when units are gathered, and when experts compute."""
+    _, keys = keys_of(QWEN, "ds 2 ep 2 model__n_layers 3")
+    job, found = make_job(2, **keys), list[str]()
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    real = FSDPParamGroup.unshard
+
+    def unshard(group: Any, *args: Any) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            found.append(f"gather {group._module_fqn.removeprefix('layers.')}")
+        real(group, *args)
+
+    def ran(module: nn.Module, inputs: Any, output: Tensor, layer: str) -> None:
+        found.append(f"run {layer}")
+        output.register_hook(lambda _: found.append(f"back {layer}"))
+
+    for layer in "012":
+        experts = composition.model.get_submodule(f"layers.{layer}.moe.experts")
+        experts.register_forward_hook(partial(ran, layer=layer))
+    batch = random_batch(1, 16, job.config.model.config.vocab_size, seed=dist.get_rank())
+    with mock.patch.object(FSDPParamGroup, "unshard", unshard):
+        forward_backward(composition, batch)
+    return [event for event in found if event[-1].isdigit() or event.endswith("experts")]
+
+
+def test_experts_are_gathered_before_the_layer_ahead_of_them_runs(pool: Pool) -> None:
+    """g is a gather of a layer, e of its experts; r, their forward; b, their backward."""
+    short = {"gather ": "g", "run ": "r", "back ": "b", ".moe.experts": "e"}
+    for found in pool.run(_gathers, 2):
+        text = " ".join(found)
+        for word, letter in short.items():
+            text = text.replace(word, letter)
+        assert text == "g0 g0e g1 g1e r0 g2 g2e r1 r2 g2 g2e g1 g1e b2 g0 g0e b1 b0"
 
 
 def _own_model() -> Any:

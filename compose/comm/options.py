@@ -20,7 +20,7 @@ class Comm:
     """The same until the first step has ended, which loads, compiles and connects; at least timeout."""
     prefetch: NonNegative = 0
     """Units (layers) whose gather begins before the one ahead of them runs, in forward and backward; 0:
-    the next one, in backward."""
+    the next one, in backward, and with experts under ep or tp in forward too."""
     check_every: NonNegative = 0
     """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
     weights: Literal["off", "int8", "int4_diff"] = "off"

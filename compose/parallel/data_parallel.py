@@ -67,7 +67,7 @@ class Sharding:
     """
     prefetch: int = 0
     """Units whose gather begins before the unit ahead of them runs, in forward and in backward. With 0
-    FSDP decides: it prefetches the next unit in backward.
+    FSDP decides: it prefetches the next unit in backward. Where experts have a mesh, 0 is 1.
     """
     near: SecondaryGroups | None = None
     """Neighbours that gather a unit again in stage 3, after a step's first gather."""
@@ -201,8 +201,11 @@ def apply_data_parallel(
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum.
             module.set_force_sum_reduction_for_comms(True)
-    if how.prefetch:
-        _prefetch([model.get_submodule(unit[0]) for unit in units], how.prefetch)
+    # FSDP's own choice in backward is one unit: experts, or what is around them, but not both. And in
+    # forward the host waits for the sizes of the experts' messages, so it is late for the next unit.
+    ahead = how.prefetch or int(expert_mesh is not None)
+    if ahead:
+        _prefetch([model.get_submodule(unit[0]) for unit in units], ahead)
     return gathers
 
 
