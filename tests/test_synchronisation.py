@@ -1,5 +1,6 @@
 """A training step on CUDA keeps the host waiting at the named places only, and this needs no GPU."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,29 @@ AXES: dict[str, Keys] = {
     "pp": parallel(pp=2, dp_shard=1) | {"model__n_layers": 2},
     "ep": parallel(dp_shard=2, ep=2),
 }
+OPTIONS: dict[str, Keys] = {
+    "float16": {"precision__param": "float16"},
+    "float8": {
+        "precision__float8": "tensorwise",
+        "model__dim": 512,
+        "model__hidden_dim": 2048,
+        "train__seq_len": 512,
+    },
+    "muon": {"optimizer__name": "muon"},
+    "bfloat16": {"precision__master": "bfloat16", "precision__optimizer_state": "bfloat16"},
+    "recomputed": {"activation_checkpoint__mode": "full"},
+    "offload": {"activation_checkpoint__offload": True},
+    "codes": {"comm__gradients": "int4", "comm__weights": "int8"},
+    "adapters": {"model__lora__rank": 4, "model__lora__targets": '["layers.*.attention.w*"]'},
+    "validation": {"train__validate_every": 2},
+    "ulysses": parallel(cp=2, dp_shard=1, cp_method="ulysses"),
+    "zero bubble": parallel(pp=2, dp_shard=1, pp_schedule="ZBVZeroBubble") | {"model__n_layers": 4},
+}
+# What options add.
+ADDED = {
+    "compose/comm/compression.py, metrics": "what codes have lost, right after loss and norm",
+    "compose/train/validation.py, loss": "the loss of a whole validation",
+}
 QUICKLY: Keys = {
     "metrics__tensorboard": False,
     "train__stop_after": 2,
@@ -65,5 +89,27 @@ def test_a_step_waits_at_the_named_places(tmp_path: Path, model: str, axis: str)
     keys = QUICKLY | {"model__name": model} | MODELS[model] | AXES[axis]
     job = make_job(1 if axis == "none" else 2, **(keys | {"run__dir": tmp_path}))
     found = waits_of(job)
-    assert [where for where in found if not where.startswith(tuple(ALLOWED))] == []
-    assert sum(count for where, count in found.items() if ": another path" not in where) <= 3
+    assert _strange(found, ALLOWED) == []
+    assert _count(found) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_wait_at_the_named_places(tmp_path: Path, name: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("All work and no play makes Jack a dull boy.\n" * 20)
+    keys = QUICKLY | parallel(dp_shard=2) | OPTIONS[name] | {"run__dir": tmp_path / "run"}
+    if name == "validation":
+        keys["data__validation"] = text
+    found = waits_of(make_job(2, **keys))
+    assert _strange(found, ALLOWED | ADDED) == []
+    assert _count(found) <= 2
+
+
+def _strange(found: Mapping[str, int], allowed: Mapping[str, str]) -> list[str]:
+    return [where for where in found if not where.startswith(tuple(allowed))]
+
+
+def _count(found: Mapping[str, int]) -> int:
+    return sum(count for where, count in found.items() if ": another path" not in where)

@@ -32,6 +32,7 @@ from compose.planning import fake_world as worlds
 from compose.planning.fake_world import OnMeta, fake_world
 from compose.planning.recorder import Recorder
 from compose.train import trainer as trainer_module
+from compose.train import validation
 from compose.train.trainer import Trainer
 from tests.helpers import ROOT
 
@@ -219,6 +220,7 @@ def _cuda(waits: Waits) -> Iterator[None]:
             (torch.cuda, "get_device_name", lambda *args: "H100"),
             (dist, "all_gather_object", gather),
             (trainer_module, "report_phase", nothing),
+            (validation, "report_phase", nothing),
             (trainer_module, "set_timeout", nothing),
             (trainer_module, "parallelize", _on_meta),
             # No thread reads ahead: it would not be seen, and it needs a device.

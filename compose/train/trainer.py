@@ -212,7 +212,9 @@ class Trainer:
         said = (self.signals.code, self.checkpointer.failed_too_often)
         self.read = read = read_step(loss, norm, z_loss, said)
         rate = self.step_tokens / self.clock.read()
+        # What else is read is there too: nothing is waited for.
         routing = routing_metrics(self.composition.model, self.mesh)
+        comm = coded.metrics() if (coded := self.composition.compression) else {}
         report_phase(step + 1, "the optimizer's part")
         finite = self._may_be_taken(step, read)
         self._check_copies(step)
@@ -250,7 +252,7 @@ class Trainer:
             checkpoint=saved.metrics() if saved else {},
             recompiles=self.graphs.after_step(self.report.say),
             offload=self._offloaded(),
-            comm=coded.metrics() if (coded := self.composition.compression) else {},
+            comm=comm,
             outer=self.outer.metrics() if self.outer else {},
         )
         self.clock.end()

@@ -36,11 +36,12 @@ class Validation:
         if not self.samples or not (step % train.validate_every == 0 or step == self.last_step):
             return None
         report_phase(step, "validation")
-        total, count = 0.0, 0
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
         for batch in in_order(self.samples, train.global_batch, batch_share(composition.mesh)):
             here = on_device(batch, self.device)
             loss, targets = evaluate(
                 composition, here, micro_batch=train.micro_batch, loss_function=self.function
             )
-            total, count = total + loss.item(), count + int(targets.item())
-        return total / max(1, count)
+            total, count = total + loss, count + targets
+        return (total / count.clamp(min=1)).item()
