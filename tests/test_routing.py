@@ -4,9 +4,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,6 +112,32 @@ def _reported() -> int:
 
 def test_the_host_reads_all_reports_at_once(pool: Pool) -> None:
     assert pool.run(_reported, 1) == [0]
+
+
+def _of_stages(names: list[list[str]]) -> tuple[list[dict[str, dict[str, float]]], int]:
+    """What ranks of a pipeline know of two steps, and how often they sent objects."""
+    mesh, own = make_mesh(Parallel(pp=2)), names[dist.get_rank()]
+    config = MoEConfig(n_experts=4, top_k=2, bias_rate=0.1)
+    model = nn.ModuleDict({name: Router(6, config) for name in own})
+    found = []
+    gather = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
+    with gather as objects:
+        for step in range(2):
+            for name, router in model.items():
+                router.finish_step(router.tally + (len(name) + step) * torch.arange(7))
+            found.append(routing_metrics(model, mesh))
+            assert all(found[-1][n][key] == float(x) for n in own for key, x in model[n].last.items())
+    return found, objects.call_count
+
+
+@pytest.mark.parametrize("names", [[["a", "b"], ["c"]], [[], ["a"]], [[], []]])
+def test_stages_tell_each_other_numbers_alone(pool: Pool, names: list[list[str]]) -> None:
+    """And their names once."""
+    (first, objects), second = pool.run(_of_stages, 2, names)
+    assert second == (first, objects)
+    assert objects == 1
+    assert [list(each) for each in first] == [[*names[0], *names[1]]] * 2
+    assert all(len(report) == 5 for each in first for report in each.values())
 
 
 class _Routing(NamedTuple):

@@ -90,7 +90,8 @@ def test_a_step_waits_at_the_named_places(tmp_path: Path, model: str, axis: str)
     job = make_job(1 if axis == "none" else 2, **(keys | {"run__dir": tmp_path}))
     found = waits_of(job)
     assert _strange(found, ALLOWED) == []
-    assert _count(found) <= 3
+    # The reading, the routers', and one for the sizes of messages in each layer of experts, here one.
+    assert _count(found) <= (1 if model not in EXPERTS else 2 if axis != "ep" else 3)
 
 
 @pytest.mark.slow

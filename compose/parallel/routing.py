@@ -6,9 +6,11 @@ models/layers/router.py has one.
 
 from collections.abc import Mapping
 from typing import Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +18,8 @@ from compose.parallel.mesh import axis_size, sum_over
 
 # The axes over which tokens differ.
 _TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+_Layout = dict[str, list[str]]  # the names of what a rank's routers report, by router
+_LAYOUTS: "WeakKeyDictionary[nn.Module, list[_Layout]]" = WeakKeyDictionary()
 
 
 class Router(Protocol):
@@ -91,6 +95,8 @@ def finish_step(model: nn.Module, mesh: DeviceMesh) -> None:
 def routing_metrics(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, float]]:
     """Return what every router of the whole model reported of the last step; a collective.
 
+    In a pipeline the first call comes after a step: from then on the names are known.
+
     The router of models/layers/router.py reports load (of the busiest expert, over the mean), dropped
     (rows), balance_loss and z_loss (means over tokens), and bias_change.
 
@@ -101,13 +107,36 @@ def routing_metrics(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, f
     Returns:
         Values by name, by the router's name; the same on every rank.
     """
-    found = {name: router.last for name, router in routers(model).items()}
-    values = [value for last in found.values() for value in last.values()]
+    last = {name: router.last for name, router in routers(model).items()}
+    values = [value.double() for report in last.values() for value in report.values()]
     # One copy for all: the host waits for the device once.
-    numbers = iter(torch.stack([value.double() for value in values]).tolist() if values else ())
-    here = {name: {key: next(numbers) for key in last} for name, last in found.items()}
+    numbers = torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+    layout = {name: list(report) for name, report in last.items()}
     if axis_size(mesh, "pp") == 1:
-        return here
-    stages: list[dict[str, dict[str, float]]] = [{} for _ in range(axis_size(mesh, "pp"))]
-    dist.all_gather_object(stages, here, group=mesh.get_group("pp"))
-    return {name: values for stage in stages for name, values in stage.items()}
+        return _named(layout, numbers.tolist())
+    layouts = _layouts_of_stages(model, layout, mesh.get_group("pp"))
+    longest = max(sum(map(len, each.values())) for each in layouts)
+    if not longest:
+        return {}
+    padded = F.pad(numbers.to(mesh.device_type), (0, longest - len(numbers)))
+    everyone = [torch.empty_like(padded) for _ in layouts]
+    dist.all_gather(everyone, padded, group=mesh.get_group("pp"))
+    found = zip(layouts, torch.stack(everyone).tolist(), strict=True)
+    return {name: report for each, row in found for name, report in _named(each, row).items()}
+
+
+def _named(layout: _Layout, numbers: list[float]) -> dict[str, dict[str, float]]:
+    left = iter(numbers)
+    return {name: {key: next(left) for key in keys} for name, keys in layout.items()}
+
+
+def _layouts_of_stages(model: nn.Module, own: _Layout, group: dist.ProcessGroup) -> list[_Layout]:
+    """Return the layout of every rank of a pipeline; they ask each other once in a run.
+
+    Objects take several messages, and on a GPU each of them is waited for.
+    """
+    if model not in _LAYOUTS:
+        everyone: list[_Layout] = [{} for _ in range(group.size())]
+        dist.all_gather_object(everyone, own, group=group)
+        _LAYOUTS[model] = everyone
+    return _LAYOUTS[model]
