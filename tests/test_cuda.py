@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compose import AttentionOptions, Documents
 from compose.operators.attention import attention_forward, tensors_of
+from compose.operators.wide_linear import wide_linear
 from compose.proof.plain_attention import PlainAttention
 from tests.command_lines import launch
 
@@ -25,12 +26,31 @@ def test_equals_one_process(precision: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("compiled", ["off", "block"])
 @pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
-def test_experts_equal_one_process(model: str) -> None:
+def test_experts_equal_one_process(model: str, compiled: str) -> None:
     preset = {"qwen3": "debug_moe", "deepseek_v3": "debug"}[model]
     words = ["--run.device=cuda", f"--model.name={model}", f"--model.preset={preset}"]
-    done = launch("-m", "compose", "verify", "train.toml", *words, "--precision.param=bfloat16")
+    words += ["--precision.param=bfloat16", f"--compile.mode={compiled}"]
+    done = launch("-m", "compose", "verify", "train.toml", *words)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_router_s_product() -> None:
+    """On tensor cores, and still as exact as sums in float32."""
+    torch.manual_seed(0)
+    given = [torch.randn(*shape, device="cuda").bfloat16() for shape in ((4096, 2048), (128, 2048))]
+    inputs = [x.requires_grad_() for x in given]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, expected = wide_linear(*inputs), wide_linear(*exact)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    weight = torch.randn_like(found)
+    gradients = torch.autograd.grad((found * weight).sum(), inputs)
+    for one, other in zip(
+        gradients, torch.autograd.grad((expected * weight).sum(), exact), strict=True
+    ):
+        assert (one - other).norm() < 2**-8 * other.norm()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -93,17 +93,18 @@ class _Reads(TorchDispatchMode):
 def _reported() -> int:
     """How many values were read one by one for the report; a wrong report is an error."""
     config = MoEConfig(n_experts=4, top_k=2, bias_rate=0.1)
-    model = nn.ModuleDict({name: Router(6, config) for name in ("a", "b")})
+    routers = {name: Router(6, config) for name in ("a", "b")}
+    model = nn.ModuleDict(routers)
     mesh = make_mesh(Parallel(dp_shard=1))
     assert routing_metrics(model, mesh) == {"a": {}, "b": {}}, "before the first step"
-    for name, router in model.items():
+    for name, router in routers.items():
         router(torch.randn(2, 3, 6)).weights.sum().backward()
         router.finish_step(router.tally + len(name) * torch.arange(7))
     with _Reads() as reads:
         found = routing_metrics(model, mesh)
     expected = {
         name: {key: float(value) for key, value in router.last.items()}
-        for name, router in model.items()
+        for name, router in routers.items()
     }
     assert found == expected
     assert len(expected["b"]) == 5
@@ -118,15 +119,16 @@ def _of_stages(names: list[list[str]]) -> tuple[list[dict[str, dict[str, float]]
     """What ranks of a pipeline know of two steps, and how often they sent objects."""
     mesh, own = make_mesh(Parallel(pp=2)), names[dist.get_rank()]
     config = MoEConfig(n_experts=4, top_k=2, bias_rate=0.1)
-    model = nn.ModuleDict({name: Router(6, config) for name in own})
+    routers = {name: Router(6, config) for name in own}
+    model = nn.ModuleDict(routers)
     found = []
     gather = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
     with gather as objects:
         for step in range(2):
-            for name, router in model.items():
+            for name, router in routers.items():
                 router.finish_step(router.tally + (len(name) + step) * torch.arange(7))
             found.append(routing_metrics(model, mesh))
-            assert all(found[-1][n][key] == float(x) for n in own for key, x in model[n].last.items())
+            assert all(found[-1][n][key] == float(x) for n in own for key, x in routers[n].last.items())
     return found, objects.call_count
 
 

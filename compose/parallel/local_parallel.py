@@ -204,16 +204,20 @@ class LocalPositions(SequenceParallel):
 
 
 class LocalLinear(SequenceParallel):
-    """A style for an nn.Linear that is whole on every rank and takes a part of the tokens, dim 1.
+    """A style for an nn.Linear that is whole on every rank and takes a part of the tokens.
 
-    The gradients of its weight and bias are summed over the axis.
+    The gradients of its weight and bias are summed over the axis. A linear layer of another class has
+    a ``product`` of input, weight and bias.
     """
 
     def __init__(self) -> None:
         super().__init__(sequence_dim=1, use_local_output=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _become(module, (nn.Linear,), _TokenLinear, self)
+        if isinstance(module, nn.Linear) and hasattr(module, "product"):
+            module.forward = partial(_TokenLinear.forward, cast(_TokenLinear, module))
+        else:
+            _become(module, (nn.Linear,), _TokenLinear, self)
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
     def by_dtensors(self) -> ParallelStyle:
@@ -313,9 +317,11 @@ class _HeadLinear(nn.Linear):
 
 
 class _TokenLinear(nn.Linear):
+    product = staticmethod(F.linear)
+
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else _whole(self.bias, summed=True)
-        return F.linear(input, _whole(self.weight, summed=True), bias)
+        return self.product(input, _whole(self.weight, summed=True), bias)
 
 
 class _LocalRMSNorm(RMSNorm):

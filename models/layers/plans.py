@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInputOutput, SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInputOutput
 
 from compose.parallel.expert_parallel import ExpertParallel, GatherSequence
-from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwise
+from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalLinear, LocalRowwise
 
 
 def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, ParallelStyle]:
@@ -66,7 +66,7 @@ class MoEPlan:
             ),
             f"{self.name}.router": GatherSequence(),
             # The gate is whole and runs on this rank's tokens (T, D): its gradient is summed over tp.
-            f"{self.name}.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True),
+            f"{self.name}.router.gate": LocalLinear(),
         }
         if self.shared_dim:
             styles |= feed_forward(f"{self.name}.shared", Shard(1), self.shared_dim % self.tp == 0)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compose.operators.wide_linear import wide_linear
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -100,9 +102,9 @@ class Gate(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits (T, E) of ``input`` (T, D)."""
-        wide = torch.promote_types(input.dtype, torch.float32)
-        bias = None if self.bias is None else self.bias.to(wide)
-        return F.linear(input.to(wide), self.weight.to(wide), bias)
+        return self.product(input, self.weight, self.bias)
+
+    product = staticmethod(wide_linear)
 
 
 class Router(nn.Module):

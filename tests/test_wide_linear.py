@@ -1,0 +1,55 @@
+"""A router's product on a GPU: of bfloat16, to float32, as exact as a product of float32."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from compose.base import devices
+from compose.operators import wide_linear as module
+from compose.operators.wide_linear import wide_linear
+
+
+def results(tokens: int, dtype: torch.dtype, gpu: bool) -> tuple[list[Tensor], int]:
+    """Logits, their bytes kept for backward, and the gradients of input, weight and bias."""
+    torch.manual_seed(0)
+    given = [torch.randn(tokens, 40), torch.randn(6, 40), torch.randn(6)]
+    weight = torch.randn(tokens, 6)
+    inputs = [x.bfloat16().to(dtype).requires_grad_() for x in given]
+    kept: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+
+    def product(left: Tensor, right: Tensor) -> Tensor:  # a CPU has none to another type
+        assert left.dtype == right.dtype == torch.bfloat16
+        return left.float() @ right.float()
+
+    with (
+        mock.patch.object(devices, "device_of", return_value="cuda" if gpu else "cpu"),
+        mock.patch.object(module, "_to_float32", product),
+    ):
+        with hooks:
+            logits = wide_linear(*inputs)
+        gradients = torch.autograd.grad((logits * weight.to(logits.dtype)).sum(), inputs)
+    return [logits, *gradients], sum(x.nbytes for x in kept if x.dtype == torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 300])
+def test_is_as_exact_as_in_float32(tokens: int) -> None:
+    exact, _ = results(tokens, torch.float64, gpu=False)
+    plain, kept = results(tokens, torch.bfloat16, gpu=False)
+    found, fewer = results(tokens, torch.bfloat16, gpu=True)
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found[0], exact[0].float(), rtol=1e-5, atol=1e-5)
+    for value, other, want in zip(found[1:], plain[1:], exact[1:], strict=True):
+        assert value.dtype == torch.bfloat16
+        error, least = ((x.double() - want).norm() for x in (value, other))
+        assert error <= 1.01 * least, "rounding to bfloat16 is all that is lost"
+    assert fewer < kept or not tokens, "no copy in float32 is kept"
+
+
+def test_float32_weights_keep_their_bits() -> None:
+    rows, weight = torch.randn(3, 8).bfloat16(), torch.randn(5, 8)
+    with mock.patch.object(devices, "device_of", return_value="cuda"):
+        found = wide_linear(rows, weight)
+    assert torch.equal(found, rows.float() @ weight.t())
