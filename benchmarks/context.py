@@ -108,7 +108,7 @@ def ring_of_two(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
         for source in (mine, 1 - mine):
             keys, values = (x[:, places[source]].transpose(1, 2) for x in (k, v))
             task = task_of((None, None), (starts[mine], starts[source]), scores)
-            arrived.append((keys, values, places[source], parts_of(task, here, keys)))
+            arrived.append((keys, values, places[source], parts_of(task, here, keys, values)))
         for keys, values, _, parts in arrived:
             for part in parts.forward(here, keys, values):
                 total.add(*part)

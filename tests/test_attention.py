@@ -19,11 +19,10 @@ from compose import AttentionOptions, ConfigError, Documents, attention, forward
 from compose.base import devices
 from compose.build import fill_weights, parallelize
 from compose.data import random_batch
-from compose.operators import parts, varlen
+from compose.operators import parts
 from compose.operators.attention import attention_forward, tensors_of
-from compose.operators.task import Task
-from compose.operators.varlen import Rows
 from compose.proof.plain_attention import PlainAttention
+from tests.gpu_kernels import AMPERE, HOPPER, on_cpu, play
 from tests.helpers import make_job, tier
 from tests.plain import plain
 from tests.pool import Pool, make_mesh
@@ -78,96 +77,28 @@ def close(found: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], inputs: li
         torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-9)
 
 
-def emulated(q: Tensor, k: Tensor, scale: float, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The scores (B, H, L, S) that the GPU's kernel makes, and which of them it hides.
-
-    The last query of a row is aligned with its last key (docs of FlashAttention 2.1).
-    """
-    rest = q.shape[:-3] if rows.q is None else (1,)
-    q, k = (x.reshape(*rest, -1, *x.shape[-2:]) for x in (q, k))
-    length, keys, heads = q.shape[1], k.shape[1], q.shape[2]
-    k = k.repeat_interleave(heads // k.shape[2], 2)
-    scores = torch.einsum("blhk,bshk->bhls", q, k) * scale
-    seen = torch.zeros(length, keys, dtype=torch.bool)
-    ends_q = [0, length] if rows.q is None else rows.q.tolist()
-    ends_k = [0, keys] if rows.k is None else rows.k.tolist()
-    assert (ends_q[-1], ends_k[-1]) == (length, keys)
-    for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-        assert 0 <= b - a <= rows.longest[0]
-        assert d - c >= 0
-        assert d - c <= rows.longest[1] or a == b
-        distance = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)
-        here = torch.ones(b - a, d - c, dtype=torch.bool)
-        here = here & (distance >= 0) if rows.causal else here
-        seen[a:b, c:d] = here & (distance <= rows.left) if rows.left >= 0 else here
-    return scores, ~seen
+# By name: the device that is played, and the type that tensors are taken for.
+PLAYED = {
+    "flash": (AMPERE, torch.bfloat16),
+    "cudnn": (HOPPER, torch.bfloat16),
+    "efficient": (AMPERE, torch.float32),
+}
 
 
-def emulated_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, rows: Rows
-) -> tuple[Tensor, Tensor]:
-    scores, hidden = emulated(q, k, scale, rows)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
-    v = v.reshape(len(scores), -1, *v.shape[-2:]).repeat_interleave(q.shape[-2] // v.shape[-2], 2)
-    out = torch.einsum("bhls,bshv->blhv", weights, v).reshape(q.shape)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # as the kernel says "no key"
-    return out, lse if rows.q is None else lse[0]
-
-
-def emulated_backward(
-    grad: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    result: tuple[Tensor, Tensor],
-    scale: float,
-    rows: Rows,
-) -> tuple[Tensor, ...]:
-    q, k, v = inputs
-    out, lse = result
-    assert lse.is_contiguous()
-    scores, hidden = emulated(q, k, scale, rows)
-    weights = (scores - lse.view(scores.shape[:-1])[..., None]).exp().masked_fill(hidden, 0.0)
-    shared = q.shape[-2] // k.shape[-2]
-
-    def rows_first(x: Tensor) -> Tensor:
-        whole = x.reshape(len(scores), -1, *x.shape[-2:])
-        return whole.repeat_interleave(q.shape[-2] // x.shape[-2], 2)
-
-    g, o, qs, ks, vs = map(rows_first, (grad, out, q, k, v))
-    change = torch.einsum("blhv,bshv->bhls", g, vs) - (g * o).sum(-1).transpose(1, 2)[..., None]
-    of_scores = weights * change * scale
-    dq = torch.einsum("bhls,bshk->blhk", of_scores, ks)
-    dk, dv = (
-        torch.einsum("bhls,blhk->bshk", x, y).unflatten(2, (-1, shared)).sum(3)
-        for x, y in ((of_scores, qs), (weights, g))
-    )
-    return tuple(x.reshape(y.shape) for x, y in zip((dq, dk, dv), inputs, strict=True))
-
-
-@pytest.fixture(params=["cpu", "gpu", "plain"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The CPU's kernel, an emulation of the GPU's, and the one for all that these do not take."""
-    if request.param == "gpu":
-        monkeypatch.setattr(devices, "device_of", lambda q: "cuda")
-        monkeypatch.setattr(parts, "gpu_takes", _as_if_half)
-        monkeypatch.setattr(varlen, "kernel_forward", emulated_forward)
-        monkeypatch.setattr(varlen, "kernel_backward", emulated_backward)
+@pytest.fixture(params=["cpu", *PLAYED, "plain"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The CPU's kernel, emulations of the GPU's, and the one for all that these do not take."""
     if request.param == "plain":
         monkeypatch.setattr(devices, "device_of", lambda q: "none")
-        monkeypatch.setattr(parts, "_PLAIN_SCORES", 500)  # so that there are many tiles
-    return request.param
-
-
-_gpu_takes = parts.gpu_takes
-
-
-def _as_if_half(task: Task, q: Tensor) -> bool:
-    return _gpu_takes(task, q.half())
+    elif request.param in PLAYED:
+        play(monkeypatch, *PLAYED[request.param])
+    monkeypatch.setattr(parts, "_PLAIN_SCORES", 500)  # so that there are many tiles
+    with on_cpu():
+        yield request.param
 
 
 def test_equals_the_definition(kernel: str) -> None:
-    for seed in range(120):
+    for seed in range(120 if kernel == "cpu" else 60):
         case = Case(seed)
         close(case.run(*case.inputs), case.exactly(), case.inputs)
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from compose import AttentionOptions, Documents
+from compose.operators import kernel_table, parts
 from compose.operators.attention import attention_forward, tensors_of
+from compose.operators.kernel_table import TABLE, Kernel, Problem
 from compose.operators.wide_linear import wide_linear
 from compose.proof.plain_attention import PlainAttention
 from tests.command_lines import launch
@@ -102,39 +104,125 @@ def test_ring_of_two_against_flash() -> None:
     assert result["error"] < 2 * result["error_of_flash"]
 
 
+class OnGpu:
+    """Drawn inputs of attention, (2, 512, heads, width), and how near a kernel comes to float64."""
+
+    def __init__(
+        self,
+        kind: torch.dtype,
+        widths: tuple[int, int],
+        options: AttentionOptions,
+        pieces: tuple[tuple[int, ...], tuple[int, ...]],
+        documents: bool,
+    ) -> None:
+        torch.manual_seed(0)
+        length, heads, groups = 512, 6, 2
+        self.kind, self.options, self.pieces = kind, options, pieces
+        sizes = ((heads, widths[0]), (groups, widths[0]), (groups, widths[1]), (heads, widths[1]))
+        self.exact = [
+            torch.randn(2, length, n, width, dtype=kind, device="cuda").double() for n, width in sizes
+        ]
+        self.sinks = torch.randn(heads, device="cuda")
+        ids = (torch.rand(2, length) < 0.02).long().cumsum(1)
+        self.documents = Documents(ids, torch.device("cuda")) if documents else None
+        size = length // (4 if len(pieces[0]) > 1 else 1)
+        self.places = torch.cat([torch.arange(a, a + size) for a in pieces[0]]).cuda()
+
+    def run(self, kind: torch.dtype, plainly: bool) -> list[Tensor]:
+        """Output, log-sum-exp, and the gradients of queries, keys and values."""
+        q, k, v, grad = (x.to(kind).requires_grad_() for x in self.exact)
+        rows, where = (q, ((0,), (0,))) if plainly else (q[:, self.places], self.pieces)
+        given = (
+            *tensors_of(self.documents),
+            self.sinks.to(kind),
+            *where,
+            *self.options.given(q),
+        )
+        with PlainAttention() if plainly else nullcontext():
+            out, lse = attention_forward(rows, k, v, *given)
+        out, lse = (x[:, self.places] if plainly else x for x in (out, lse))
+        return [out, lse, *torch.autograd.grad(out, (q, k, v), grad[:, self.places])]
+
+    def check(self) -> None:
+        """Raise AssertionError if the kernel errs more than plain products in its type do."""
+        right, coarse = self.run(torch.float64, True), self.run(self.kind, True)
+        for one, plain, exactly in zip(self.run(self.kind, False), coarse, right, strict=True):
+            error, rounding = (one - exactly).norm(), (plain - exactly).norm()
+            # Kernels add three products of TF32 in place of one of float32, and have an exponential
+            # that is right to some 2 ** -22.
+            floor = 1e-5 if one.dtype == torch.float32 else 1e-6
+            assert error < 3 * rounding + floor * exactly.norm()
+
+
+WHOLE = ((0,), (0,))
+# The pieces of a rank of cp against all keys, and against the pieces that a ring brings.
+PIECES = (WHOLE, ((128, 384), (0,)), ((128, 384), (0, 128, 256, 384)))
+
+
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("starts", [(0,), (128, 384)])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pieces", PIECES)
 def test_attention_on_a_gpu(
-    starts: tuple[int, ...], kind: torch.dtype, documents: bool, window: int | None
+    pieces: tuple[tuple[int, ...], tuple[int, ...]],
+    kind: torch.dtype,
+    documents: bool,
+    window: int | None,
 ) -> None:
-    """Output and gradients of the operator; pieces of queries as with cp, and the whole."""
-    torch.manual_seed(0)
-    length, heads, groups = 512, 6, 2
-    exact = [
-        torch.randn(2, length, n, 40, dtype=kind, device="cuda").double()
-        for n in (heads, groups, groups, heads)
-    ]
-    ids = (torch.rand(2, length) < 0.02).long().cumsum(1) if documents else None
-    options, sinks = AttentionOptions(window=window), torch.randn(heads, device="cuda")
-    found = None if ids is None else Documents(ids, torch.device("cuda"))
-    size = length // (4 if len(starts) > 1 else 1)
-    places = torch.cat([torch.arange(a, a + size) for a in starts])
+    """By the kernel that is chosen, with sinks and shared heads."""
+    OnGpu(kind, (40, 40), AttentionOptions(window=window), pieces, documents).check()
 
-    def run(kind: torch.dtype, plainly: bool) -> list[Tensor]:
-        q, k, v, grad = (x.to(kind).requires_grad_() for x in exact)
-        rows, where = (q, (0,)) if plainly else (q[:, places], starts)
-        given = (*tensors_of(found), sinks.to(kind), where, (0,), *options.given(q))
-        with PlainAttention() if plainly else nullcontext():
-            out, _ = attention_forward(rows, k, v, *given)
-        out = out[:, places] if plainly else out
-        return [out, *torch.autograd.grad(out, (q, k, v), grad[:, places])]
 
-    right, coarse = run(torch.float64, True), run(kind, True)
-    for one, plain, exactly in zip(run(kind, False), coarse, right, strict=True):
-        error, rounding = (one - exactly).norm(), (plain - exactly).norm()
-        assert error < 3 * rounding + 1e-6 * exactly.norm()
+def _takes(kernel: Kernel, kind: torch.dtype, widths: tuple[int, int]) -> bool:
+    """Whether this GPU's table has a row by which the kernel takes a whole causal attention."""
+    device = kernel_table.device_of(torch.empty(0, device="cuda"))
+    asked = Problem(kind, *widths)
+    return any(row.kernel == kernel and row.takes(device, asked) for row in TABLE)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("cudnn", torch.bfloat16),
+        ("cudnn", torch.float16),
+        ("flash", torch.bfloat16),
+        ("efficient", torch.bfloat16),
+        ("efficient", torch.float16),
+        ("efficient", torch.float32),
+        ("plain", torch.bfloat16),
+        ("plain", torch.float32),
+    ],
+)
+def test_each_kernel_on_a_gpu(
+    kernel: Kernel,
+    kind: torch.dtype,
+    widths: tuple[int, int],
+    causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each kernel, whole and in a ring's pieces, also where the table prefers another."""
+    if not _takes(kernel, kind, widths):
+        pytest.skip(f"{kernel} does not take {kind} with widths {widths} on this GPU")
+    monkeypatch.setattr(parts, "kernel_of", lambda device, problem: kernel)
+    for pieces in (PIECES[0], PIECES[2]) if causal else (WHOLE,):
+        OnGpu(kind, widths, AttentionOptions(causal=causal), pieces, documents=False).check()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_masks_of_the_efficient_kernel(
+    kind: torch.dtype,
+    pieces: tuple[tuple[int, ...], tuple[int, ...]],
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Documents, windows and pieces, in many tiles, some of whose queries see no key."""
+    monkeypatch.setattr(parts, "kernel_of", lambda device, problem: "efficient")
+    monkeypatch.setattr(parts, "_PLAIN_SCORES", 2 * 100 * 512)
+    OnGpu(kind, (64, 72), AttentionOptions(window=window), pieces, documents=True).check()
 
 
 def test_a_step_waits_for_nothing() -> None:

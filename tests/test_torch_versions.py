@@ -143,6 +143,12 @@ PRIVATE = {
     "torch.ops.aten._scaled_dot_product_flash_attention": ("2.16", "varlen_attn, on CUDA"),
     "torch.ops.aten._flash_attention_forward": ("2.16", "varlen_attn, which gives no lse's gradient"),
     "torch.ops.aten._flash_attention_backward": ("2.16", "varlen_attn"),
+    "torch.ops.aten._scaled_dot_product_cudnn_attention": ("2.16", "no public name is known"),
+    "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": ("2.16", "no public name is known"),
+    "torch.ops.aten._scaled_dot_product_efficient_attention_backward": (
+        "2.16",
+        "no public name is known",
+    ),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": ("2.16", "no public name is known"),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": (
         "2.16",

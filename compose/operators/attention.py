@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from compose.base import devices
 from compose.operators.attention_options import AttentionOptions, check, check_documents
 from compose.operators.blocks import Layout
 from compose.operators.documents import Documents
@@ -120,9 +119,8 @@ def task_of(
 
 def merged(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output (B, L, H, V) and the log-sum-exp (B, L, H), without a sink."""
-    width = v.shape[-1]
-    q, k, v = (x.transpose(1, 2) for x in alike(q, k, v))
-    parts = parts_of(task, q, k)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    parts = parts_of(task, q, k, v)
     if parts.whole:
         ((_, out, lse),) = parts.forward(q, k, v)
     else:
@@ -130,7 +128,7 @@ def merged(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         for part in parts.forward(q, k, v):
             total.add(*part)
         out, lse = total.out, total.lse
-    return out.transpose(1, 2)[..., :width], lse.transpose(1, 2)
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def finish(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -139,13 +137,6 @@ def finish(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -
         whole = torch.logaddexp(lse, sinks.to(lse.dtype))
         out, lse = out * (lse - whole).exp()[..., None], whole
     return out.to(dtype).contiguous(), lse.contiguous()
-
-
-def alike(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors, of one width that the kernels take. Zeros change no result."""
-    width = max(x.shape[-1] for x in tensors)
-    width += -width % (8 if devices.device_of(tensors[0]) == "cuda" else 1)
-    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 @attention_forward.register_fake
@@ -221,9 +212,8 @@ def gradients(
     """
     (grad, out), lse = widened(grads, result[0]), result[1]
     value = inputs[2] if grads[1] is None else F.pad(inputs[2], (0, 1), value=1.0)
-    prepared = alike(grad, out, *inputs[:2], value)
-    grad, out, q, k, v = (x.transpose(1, 2) for x in prepared)
-    parts = parts_of(task, q, k)
+    grad, out, q, k, v = (x.transpose(1, 2) for x in (grad, out, *inputs[:2], value))
+    parts = parts_of(task, q, k, v)
     found = parts.backward(grad, (q, k, v), (out, lse.transpose(1, 2)))
     if parts.whole:
         ((_, _, made),) = found

@@ -6,13 +6,17 @@ backward kernel takes the merged output and log-sum-exp, and computes the gradie
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from compose.base import devices
-from compose.operators.blocks import Block, blocks
+from compose.operators import kernel_table
+from compose.operators.blocks import TILE, Block, blocks
+from compose.operators.gpu_kernels import aligned, efficient_backward, efficient_forward, padded
+from compose.operators.kernel_table import kernel_of, widths_of
 from compose.operators.kernels import (
     band,
     flash_backward,
@@ -21,7 +25,7 @@ from compose.operators.kernels import (
     plain_forward,
 )
 from compose.operators.task import ALL, Gradients, Index, Task
-from compose.operators.varlen import WIDEST, VarlenParts
+from compose.operators.varlen import VarlenParts, disjoint, problem_of
 
 _PLAIN_SCORES = 1 << 24  # scores that the plain kernel holds at a time, in elements
 
@@ -40,33 +44,32 @@ class FlashParts:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """Yield the queries of each block, their output and their log-sum-exp."""
+        width, (q, k, v) = v.shape[-1], _of_one_width(q, k, v)
         for b in self.blocks:
             at_q, at_k = (b.rows, ALL, b.q), (b.rows, ALL, b.k)
             out, lse = flash_forward(
                 q[at_q], k[at_k], v[at_k], self.task.scores, b.causal, self._mask(b, q)
             )
-            yield at_q, out, lse
+            yield at_q, out[..., :width], lse
 
     def backward(
         self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor]
     ) -> Iterator[tuple[Index, Index, Gradients]]:
         """Yield the queries and the keys of each block, and the gradients of q, k and v there."""
-        q, k, v = inputs
-        out, lse = result
+        lse = result[1]
+        q, k, v, grad, out = _of_one_width(*inputs, grad, result[0])
         for b in self.blocks:
             at_q, at_k = (b.rows, ALL, b.q), (b.rows, ALL, b.k)
-            yield (
-                at_q,
-                at_k,
-                flash_backward(
-                    grad[at_q],
-                    (q[at_q], k[at_k], v[at_k]),
-                    (out[at_q], lse[at_q]),
-                    self.task.scores,
-                    b.causal,
-                    self._mask(b, q),
-                ),
+            found = flash_backward(
+                grad[at_q],
+                (q[at_q], k[at_k], v[at_k]),
+                (out[at_q], lse[at_q]),
+                self.task.scores,
+                b.causal,
+                self._mask(b, q),
             )
+            dq, dk, dv = (d[..., : x.shape[-1]] for d, x in zip(found, inputs, strict=True))
+            yield at_q, at_k, (dq, dk, dv)
 
     def _mask(self, b: Block, q: Tensor) -> Tensor | None:
         if b.shift is None:
@@ -75,6 +78,12 @@ class FlashParts:
         if q.is_meta:
             return q.new_empty(lengths)
         return band(lengths, b.shift, self.task.layout.window, q.dtype)
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors as the CPU's flash kernel takes them. Zeros change no result."""
+    width = max(x.shape[-1] for x in tensors)
+    return [padded(x, width) for x in tensors]
 
 
 class PlainParts:
@@ -90,7 +99,7 @@ class PlainParts:
         self.task, layout = task, task.layout
         self.q_size = q.shape[2] // len(layout.q_starts)
         self.k_size = k.shape[2] // len(layout.k_starts)
-        tile = max(1, _PLAIN_SCORES // max(1, q.shape[0] * q.shape[1] * self.k_size))
+        tile = self._tile(q)
         self.tiles: list[tuple[int, int, int, int, int, int]] = []
         for i, a in enumerate(layout.q_starts):
             for j, c in enumerate(layout.k_starts):
@@ -101,11 +110,16 @@ class PlainParts:
                     if k0 < k1:
                         self.tiles.append((q0, q1, k0, k1, i * self.q_size - a, j * self.k_size - c))
 
-    def _each(self, q: Tensor) -> Iterator[tuple[Index, Index, Tensor]]:
+    def _tile(self, q: Tensor) -> int:
+        """Return how many queries a tile has at most."""
+        return max(1, _PLAIN_SCORES // max(1, q.shape[0] * q.shape[1] * self.k_size))
+
+    def _places(self) -> Iterator[tuple[Index, Index, tuple[int, int], tuple[int, int]]]:
+        """Yield the queries and the keys of each tile: where they are in the tensors, and in a row."""
         for q0, q1, k0, k1, q_shift, k_shift in self.tiles:
             at_q = (ALL, ALL, slice(q0 + q_shift, q1 + q_shift))
             at_k = (ALL, ALL, slice(k0 + k_shift, k1 + k_shift))
-            yield at_q, at_k, self._seen(q, (q0, q1), (k0, k1))
+            yield at_q, at_k, (q0, q1), (k0, k1)
 
     def _seen(self, q: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
         """Return whether a query sees a key, (B or 1, 1, Lq, Lk)."""
@@ -126,7 +140,8 @@ class PlainParts:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """Yield the queries of each tile, their output and their log-sum-exp."""
-        for at_q, at_k, seen in self._each(q):
+        for at_q, at_k, *ends in self._places():
+            seen = self._seen(q, *ends)
             yield at_q, *plain_forward(q[at_q], k[at_k], v[at_k], self.task.scores, seen)
 
     def backward(
@@ -135,49 +150,112 @@ class PlainParts:
         """Yield the queries and the keys of each tile, and the gradients of q, k and v there."""
         q, k, v = inputs
         out, lse = result
-        for at_q, at_k, seen in self._each(q):
+        for at_q, at_k, *ends in self._places():
+            seen = self._seen(q, *ends)
             here = (q[at_q], k[at_k], v[at_k])
             found = plain_backward(grad[at_q], here, (out[at_q], lse[at_q]), self.task.scores, seen)
             yield at_q, at_k, found
 
 
+class EfficientParts(PlainParts):
+    """The same by the memory-efficient kernel of GPUs, which holds no scores but takes a mask.
+
+    One mask serves all heads. Where queries see all keys, or as many as a square has, there is none,
+    and a tile is a whole piece.
+    """
+
+    def __init__(self, task: Task, q: Tensor, k: Tensor, square: bool) -> None:
+        """Take a task, and whether each causal part of it has as many queries as keys."""
+        self.masked = bool(task.bounds is not None or task.layout.window or not square)
+        super().__init__(task, q, k)
+        places = [(at_q[2], at_k[2]) for at_q, at_k, *_ in self._places()]
+        self.queries_once = disjoint([at_q for at_q, _ in places])
+        self.keys_once = disjoint([at_k for _, at_k in places])
+        self.whole = places == [(slice(0, q.shape[2]), slice(0, k.shape[2]))]
+
+    def _tile(self, q: Tensor) -> int:
+        if not self.masked:
+            return self.q_size
+        window, rows = self.task.layout.window, 1 if self.task.bounds is None else len(q)
+        most = max(window, TILE[1]) if window else self.q_size
+        reach = min(self.k_size, most + window) if window else self.k_size
+        return min(most, max(1, _PLAIN_SCORES // (rows * reach)))
+
+    def _mask(
+        self, q: Tensor, queries: tuple[int, int], keys: tuple[int, int]
+    ) -> tuple[bool, Tensor | None]:
+        """Return whether a tile is causal, or who sees whom."""
+        if self.masked:
+            return False, self._seen(q, queries, keys)
+        return self.task.layout.causal and queries == keys, None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Index, Tensor, Tensor]]:
+        """Yield the queries of each tile, their output and their log-sum-exp."""
+        width, (q, k, v) = v.shape[-1], _in_eights(q, k, v)
+        for at_q, at_k, *ends in self._places():
+            out, lse = efficient_forward(
+                q[at_q], k[at_k], v[at_k], self.task.scores.scale, *self._mask(q, *ends)
+            )
+            yield at_q, out[..., :width], lse
+
+    def backward(
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor]
+    ) -> Iterator[tuple[Index, Index, Gradients]]:
+        """Yield the queries and the keys of each tile, and the gradients of q, k and v there."""
+        lse = result[1]
+        q, k, v, grad, out = _in_eights(*inputs, grad, result[0])
+        for at_q, at_k, *ends in self._places():
+            found = efficient_backward(
+                grad[at_q],
+                (q[at_q], k[at_k], v[at_k]),
+                (out[at_q], lse[at_q]),
+                self.task.scores.scale,
+                *self._mask(q, *ends),
+            )
+            dq, dk, dv = (d[..., : x.shape[-1]] for d, x in zip(found, inputs, strict=True))
+            yield at_q, at_k, (dq, dk, dv)
+
+
+def _in_eights(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with widths that 8 divides, as GPUs load them."""
+    return [aligned(x, x.shape[-1] + -x.shape[-1] % 8) for x in tensors]
+
+
 Parts = FlashParts | VarlenParts | PlainParts
 
 
-def parts_of(task: Task, q: Tensor, k: Tensor) -> Parts:
+def parts_of(task: Task, q: Tensor, k: Tensor, v: Tensor) -> Parts:
     """Return the parts of a task by the kernel that the device has for it.
 
     Args:
         task: The task.
         q: Queries, (B, H, L, K).
         k: Keys, (B, G, S, K).
+        v: Values, (B, G, S, V).
 
     Returns:
         The parts.
     """
-    if task.scores.softcap:
-        return PlainParts(task, q, k)
-    if devices.device_of(q) == "cpu":
+    kind = devices.device_of(q)
+    if kind == "cuda":
+        task = _with_documents_that_matter(task, len(q))
+        device, problem = kernel_table.device_of(q), problem_of(task, q, k, v)
+        kernel = kernel_of(device, problem)
+        if kernel in ("flash", "cudnn"):
+            return VarlenParts(task, q, k, kernel, widths_of(kernel, device, problem))
+        if kernel == "efficient":
+            return EfficientParts(task, q, k, problem.square)
+    if kind == "cpu" and not task.scores.softcap:
         return FlashParts(task, q, k)
-    if devices.device_of(q) == "cuda" and gpu_takes(task, q):
-        return VarlenParts(task, q, k)
     return PlainParts(task, q, k)
 
 
-def gpu_takes(task: Task, q: Tensor) -> bool:
-    """Return whether the flash kernel of GPUs computes a task.
-
-    Args:
-        task: The task, without a soft cap.
-        q: Queries, (B, H, L, K).
-
-    Returns:
-        Whether it does.
-    """
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    in_order = task.layout.causal or task.bounds is None or len(task.layout.q_starts) == 1
-    old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
-    return half and in_order and q.shape[-1] <= WIDEST and not old
+def _with_documents_that_matter(task: Task, rows: int) -> Task:
+    """Return the task without documents if each row is one; on meta none can be read."""
+    extents = task.extents
+    if extents is None or not (extents.is_meta or int(extents.numpy()[0]) == rows):
+        return task
+    return replace(task, bounds=None, extents=None)
 
 
 class Merged:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from compose.operators.attention import alike, finish, sink_gradient, task_of
+from compose.operators.attention import finish, sink_gradient, task_of
 from compose.operators.pairs import pairs_of
 from compose.operators.parts import Merged, Sums, parts_of
 from compose.operators.registered import operator
@@ -218,14 +218,13 @@ def _output(
     task: Task, ring: Ring, near: _Near | None, qkv: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp without a sink."""
-    q, k, v = qkv
-    padded = alike(q, k, v)[0].transpose(1, 2)
-    total = Merged(padded, padded.shape[-1])
+    q, k, v = qkv[0].transpose(1, 2), *qkv[1:]
+    total = Merged(q, v.shape[-1])
     for _, starts, kv in _arrivals(ring, near, torch.cat([k, v], -1)):
-        here = [x.transpose(1, 2) for x in alike(q, *_split(kv, k))[1:]]
-        for part in parts_of(_from(task, starts), padded, here[0]).forward(padded, here[0], here[1]):
+        k_here, v_here = (x.transpose(1, 2) for x in _split(kv, k))
+        for part in parts_of(_from(task, starts), q, k_here, v_here).forward(q, k_here, v_here):
             total.add(*part)
-    return total.out.transpose(1, 2)[..., : v.shape[-1]], total.lse.transpose(1, 2)
+    return total.out.transpose(1, 2), total.lse.transpose(1, 2)
 
 
 def _split(kv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,22 +286,19 @@ def _gradients(
     task: Task, ring: Ring, near: _Near | None, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out, lse = tensors
-    grad_q, out_q, padded = (x.transpose(1, 2) for x in alike(grad, out, q, k)[:3])
-    result = (out_q, lse.transpose(1, 2))
-    of_q = Sums([padded], once=False)
+    grad_q, q = grad.transpose(1, 2), q.transpose(1, 2)
+    result = (out.transpose(1, 2), lse.transpose(1, 2))
+    of_q = Sums([q], once=False)
 
     def here(starts: tuple[int, ...], kv: Tensor) -> Tensor:
         """Add what these keys give to the queries' gradient, and return the keys' and values'."""
-        k_here, v_here = (x.transpose(1, 2) for x in alike(q, *_split(kv, k))[1:])
+        k_here, v_here = (x.transpose(1, 2) for x in _split(kv, k))
         of_kv = Sums([k_here, v_here], once=False)
-        parts = parts_of(_from(task, starts), padded, k_here)
-        for at_q, at_k, (dq, dk, dv) in parts.backward(grad_q, (padded, k_here, v_here), result):
+        parts = parts_of(_from(task, starts), q, k_here, v_here)
+        for at_q, at_k, (dq, dk, dv) in parts.backward(grad_q, (q, k_here, v_here), result):
             of_q.add(at_q, [dq])
             of_kv.add(at_k, [dk, dv])
-        widths = (k.shape[-1], v.shape[-1])
-        return torch.cat(
-            [d.transpose(1, 2)[..., :n] for d, n in zip(of_kv.of, widths, strict=True)], -1
-        )
+        return torch.cat([d.transpose(1, 2) for d in of_kv.of], -1)
 
     kv = torch.cat([k, v], -1)
     if near:
@@ -323,7 +319,7 @@ def _gradients(
         assert dkv is not None
         mine = dkv
     dk, dv = (x.to(k.dtype).contiguous() for x in _split(mine, k))
-    return of_q.of[0].transpose(1, 2)[..., : q.shape[-1]].to(q.dtype).contiguous(), dk, dv
+    return of_q.of[0].transpose(1, 2).to(q.dtype).contiguous(), dk, dv
 
 
 @ring_attention_backward.register_fake

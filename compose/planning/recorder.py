@@ -4,6 +4,7 @@ PyTorch's own trackers count wrongly here: a fake process group has no work to w
 of a DTensor is seen once as a whole and once in its parts. This one sees the parts only.
 """
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -325,7 +326,9 @@ def _argument(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    """Return the bytes of a tensor; what expand repeats is there once."""
+    sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not n)
+    return math.prod(sizes) * tensor.element_size()
 
 
 def _bytes_of_lists(args: Any) -> int:

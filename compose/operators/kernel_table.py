@@ -1,0 +1,150 @@
+"""Which kernel computes an attention on CUDA, and why: one table, a pure function of what it is given.
+
+The limits are those of PyTorch 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and
+torch/nn/attention/_fa3.py and _fa4.py). What a soft cap, documents, windows and pieces of a sequence
+need decides too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
+
+Kernel = Literal["cudnn", "flash", "efficient", "plain"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a choice depends on, of the GPU and of PyTorch's settings."""
+
+    capability: tuple[int, int]
+    """The compute capability."""
+    cudnn: int = 0
+    """The version of cuDNN, as PyTorch numbers it; 0: its attention is not to be used."""
+    flash: str = "FA2"
+    """What PyTorch's flash operators run: FA2, or what was activated in its place."""
+    deterministic: bool = False
+    """Whether only deterministic kernels may run."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An attention, as far as the choice depends on it."""
+
+    dtype: torch.dtype
+    width: int
+    """Of queries and keys."""
+    values: int
+    """Width of the values."""
+    documents: bool = False
+    """Whether rows hold several documents."""
+    window: bool = False
+    softcap: bool = False
+    square: bool = True
+    """Whether each causal part has as many queries as keys."""
+    even: bool = True
+    """Whether 128 divides the lengths of all parts."""
+    in_order: bool = True
+    """Whether rows of several lengths can say it all."""
+
+    @property
+    def half(self) -> bool:
+        """Whether it is in a type of 16 bits."""
+        return self.dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The widths as kernels take them: multiples of 8."""
+        return self.width + -self.width % 8, self.values + -self.values % 8
+
+
+LATENT = (192, 128)
+"""Widths of DeepSeek's latent attention, for which cuDNN and FlashAttention 4 have kernels."""
+
+
+def _activated(device: Device, problem: Problem) -> bool:
+    major, widest = device.capability[0], max(problem.widths)
+    fits = {
+        "FA3": major == 9 and widest <= 256,
+        "FA4": (major == 9 and widest <= 256)
+        or (major == 10 and (widest <= 128 or problem.widths == LATENT)),
+    }
+    return problem.half and problem.in_order and fits.get(device.flash, False)
+
+
+def _cudnn(device: Device, problem: Problem) -> bool:
+    known = device.capability in ((9, 0), (10, 0), (10, 3)) and device.cudnn > 91500
+    one_mask = problem.square and problem.even and not (problem.documents or problem.window)
+    fits = max(problem.widths) <= 128 or problem.widths == LATENT
+    return problem.half and known and one_mask and fits and not device.deterministic
+
+
+def _flash(device: Device, problem: Problem) -> bool:
+    widest = max(problem.widths)
+    # Its backward does not fit into the shared memory of these.
+    small = (8, 6) <= device.capability <= (8, 9) or device.capability[0] == 12
+    fits = widest <= 256 and not (small and 192 < widest <= 224)
+    known = device.flash == "FA2" and device.capability >= (8, 0)
+    return problem.half and problem.in_order and known and fits
+
+
+def _efficient(device: Device, problem: Problem) -> bool:
+    if problem.dtype == torch.bfloat16:
+        return device.capability >= (8, 0)
+    return problem.dtype in (torch.float32, torch.float16)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    kernel: Kernel
+    takes: Callable[[Device, Problem], bool]
+    """Whether the kernel is for this device and problem."""
+    why: str
+    """Why it is, if no row above is."""
+
+
+TABLE = (
+    Row("plain", lambda device, problem: problem.softcap, "no kernel of PyTorch has a soft cap"),
+    Row("flash", _activated, "FlashAttention 3 or 4 was activated, so it is wanted"),
+    Row("cudnn", _cudnn, "the fastest that PyTorch has itself on Hopper and Blackwell; one mask only"),
+    Row("flash", _flash, "FlashAttention-2 has windows, and documents as rows of several lengths"),
+    Row("efficient", _efficient, "it takes float32, old GPUs, wide heads, and any mask"),
+    Row("plain", lambda device, problem: True, "the rest, as float64"),
+)
+"""From the top; the first row that takes a problem is chosen."""
+
+
+def kernel_of(device: Device, problem: Problem) -> Kernel:
+    """Return the name of the kernel for a problem."""
+    return next(row.kernel for row in TABLE if row.takes(device, problem))
+
+
+def widths_of(kernel: Kernel, device: Device, problem: Problem) -> tuple[int, int]:
+    """Return the widths to which queries and keys, and values, are padded for the kernel."""
+    apart = device.flash == "FA4" and device.capability[0] == 10
+    if kernel == "flash" and not (apart and problem.widths == LATENT):
+        return max(problem.widths), max(problem.widths)
+    return problem.widths
+
+
+PLANNED = Device((8, 0))
+"""The device of tensors on meta: the planner's figures are those of FlashAttention-2."""
+
+
+def device_of(q: Tensor) -> Device:
+    """Return the device of a tensor, and PyTorch's settings for it."""
+    if not q.is_cuda:
+        return PLANNED
+    usable = torch.version.cuda is not None and torch.backends.cuda.cudnn_sdp_enabled()
+    strict = torch.are_deterministic_algorithms_enabled()
+    return Device(
+        torch.cuda.get_device_capability(q.device),
+        (torch.backends.cudnn.version() or 0) if usable else 0,
+        current_flash_attention_impl() or "FA2",
+        strict and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
