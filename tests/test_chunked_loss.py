@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compose.loss.chunked as chunked_loss
 from compose import ConfigError, Parallel, Plan, apply, forward_backward
+from compose.base import compiled
 from compose.build import build, loss_function
 from compose.data import random_batch
 from compose.loss import passes
@@ -135,17 +136,11 @@ def _by_passes(case: list[Tensor], chunk: int, of: passes.Passes) -> list[Tensor
     return [loss.detach(), squares.detach(), hidden.grad, weight.grad]
 
 
-def _plain(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    return function(*tensors)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_passes_of_a_gpu(dtype: torch.dtype) -> None:
     """Uncompiled; the logits stay narrow, so a gradient is rounded as often as in place."""
     case = _case((2, 13), 70, 0.3, dtype)
-    with mock.patch.object(passes, "run_compiled", _plain):
-        fused = passes.Passes(passes.fused_sums, passes.fused_gradient)
-        found = _by_passes(case, 5, fused)
+    found = _by_passes(case, 5, passes.Passes(passes.fused_sums, passes.fused_gradient))
     torch.testing.assert_close(found, _by_passes(case, 5, passes.IN_PLACE))
 
 
@@ -168,12 +163,14 @@ def test_no_compiler_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     def fails(function: Any) -> Any:
         raise TorchDynamoException("Failed to find C compiler.\nSet CC.")
 
-    with mock.patch.object(passes, "_compiled", fails), mock.patch.object(passes._Failed, "yes", False):
+    failed = mock.patch.object(compiled._Failed, "yes", False)
+    with mock.patch.object(compiled, "_compiled", fails), failed:
         found = _by_passes(case, 5, passes.COMPILED)
         assert passes.passes_for(mock.Mock(is_cuda=True)) is passes.IN_PLACE
     torch.testing.assert_close(found, _by_passes(case, 5, passes.IN_PLACE))
     assert capsys.readouterr().out == (
-        "the loss in chunks runs uncompiled, and slower: Failed to find C compiler.\n"
+        "the loss in chunks and rounding to bfloat16 run uncompiled, and slower: Failed to find C"
+        " compiler.\n"
     )
 
 

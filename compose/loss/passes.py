@@ -1,21 +1,17 @@
 """The two passes over a chunk's logits: one finds their sums, and one turns them into their gradient.
 
-PyTorch's own operators read and write the logits in float32 some ten times. On a GPU torch.compile
-makes one kernel of each pass, which widens the logits only in registers. It is used whatever
-``compile.mode`` is, as a kernel of attention is: it changes no graph of the model. If it cannot
-compile, a line says so, and PyTorch's operators do the work.
+PyTorch's own operators read and write the logits in float32 some ten times. On a GPU each pass is one
+compiled kernel, which widens the logits only in registers.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 
+from compose.base.compiled import compiles, run_compiled
 from compose.loss.cross_entropy import at_least_float32
 
 
@@ -61,42 +57,6 @@ IN_PLACE = Passes(_sums, _gradient)
 """By PyTorch's operators, on logits of float32 or wider."""
 
 
-class _Failed:
-    """Whether a compiler was found to be missing."""
-
-    yes = False
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)
-
-
-def run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Return ``function(*tensors)``, compiled if that is possible.
-
-    Args:
-        function: A function of tensors alone.
-        tensors: Tensors (C, ...). A last chunk of fewer tokens is no reason to compile again.
-
-    Returns:
-        Its result.
-    """
-    if _Failed.yes:
-        return function(*tensors)
-    for tensor in tensors:
-        if len(tensor) > 1:  # of one row PyTorch always makes a graph of its own
-            torch._dynamo.mark_dynamic(tensor, 0)
-    try:
-        return _compiled(function)(*tensors)
-    except TorchDynamoException as error:
-        _Failed.yes = True
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"the loss in chunks runs uncompiled, and slower: {reason}", flush=True)
-        return function(*tensors)
-
-
 COMPILED = Passes(
     functools.partial(run_compiled, fused_sums), functools.partial(run_compiled, fused_gradient)
 )
@@ -105,6 +65,4 @@ COMPILED = Passes(
 
 def passes_for(logits: Tensor) -> Passes:
     """Return the passes for logits on their device."""
-    if logits.is_cuda and not _Failed.yes and not torch.compiler.is_compiling():
-        return COMPILED
-    return IN_PLACE
+    return COMPILED if compiles(logits) else IN_PLACE

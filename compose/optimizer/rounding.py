@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from compose.base.compiled import compiles, run_compiled
+
 
 def random_bits(
     seed: int, purpose: str, region: Sequence[slice], shape: Sequence[int], like: Tensor
@@ -41,7 +43,7 @@ def random_bits(
         place = torch.arange(held.start, held.stop, dtype=torch.int32, device=device)
         row = row * size + place.view([-1 if d == dim else 1 for d in range(len(shape))])
     last = torch.arange(region[-1].start, region[-1].stop, dtype=torch.int32, device=device)
-    return _mix_(_mix_(row ^ key) + last)
+    return _mix(_mix(row ^ key) + last)
 
 
 def store(target: Tensor, value: Tensor, bits: Tensor) -> None:
@@ -53,11 +55,23 @@ def store(target: Tensor, value: Tensor, bits: Tensor) -> None:
         bits: Random bits, int32; the low 16 of each decide the rounding.
     """
     if target.dtype == torch.bfloat16:
-        # The upper half of a float32 is a bfloat16. The lower half over 2^16 is the probability of
-        # rounding up.
-        raised = value.view(torch.int32) + (bits & 0xFFFF)
-        value = (raised & ~0xFFFF).view(torch.float32)
-    target.copy_(value)
+        if compiles(target) and target.is_contiguous() and value.shape == bits.shape:
+            run_compiled(_round_into, *(x.flatten() for x in (target, value, bits)))
+        else:
+            _round_into(target, value, bits)
+    else:
+        target.copy_(value)
+
+
+def _round_into(target: Tensor, value: Tensor, bits: Tensor) -> None:
+    # The upper half of a float32 is a bfloat16. The lower half over 2^16 is the probability of rounding
+    # up.
+    raised = value.view(torch.int32) + (bits & 0xFFFF)
+    target.copy_((raised & ~0xFFFF).view(torch.float32))
+
+
+def _mix(x: Tensor) -> Tensor:
+    return run_compiled(_mix_, x.flatten()).view(x.shape) if compiles(x) else _mix_(x)
 
 
 def _mix_(x: Tensor) -> Tensor:

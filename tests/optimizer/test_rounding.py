@@ -5,9 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._dynamo.utils import counters
 
-from compose.optimizer import regions
+from compose.optimizer import regions, rounding
 from compose.optimizer.regions import chunks, lengths, within
 from compose.optimizer.rounding import random_bits, store
 
@@ -87,3 +89,22 @@ def test_what_fits_stays() -> None:
     target = torch.empty(9)
     store(target, exact, random_bits(0, "x", [slice(0, 9)], (9,), target))
     assert torch.equal(target, exact)
+
+
+@pytest.mark.slow
+def test_compiled_for_any_shape_bitwise() -> None:
+    """As on a GPU: a graph of each function for parameters of all sizes, and one for a single row."""
+    torch._dynamo.reset()
+    counters.clear()
+    for shape in ((40, 30), (7, 30, 50), (130,)):
+        region = [slice(0, size) for size in shape]
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        found = []
+        for compiles in (False, True):
+            target = torch.empty(shape, dtype=torch.bfloat16)
+            with mock.patch.object(rounding, "compiles", return_value=compiles):
+                drawn = random_bits(0, "a", region, shape, target)
+                store(target, value, drawn)
+            found.append((target, drawn))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (3, {})

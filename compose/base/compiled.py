@@ -1,0 +1,60 @@
+"""Small functions of tensors of which torch.compile makes one kernel on a GPU.
+
+They are compiled whatever ``compile.mode`` is, as a kernel of attention is chosen: no graph of the
+model changes. If they cannot be compiled, a line says so once, and PyTorch's operators do the work.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+
+
+class _Failed:
+    """Whether a compiler was found to be missing."""
+
+    yes = False
+
+
+def compiles(tensor: Tensor) -> bool:
+    """Tell whether functions of a tensor are to be compiled, by the device that it is on."""
+    return tensor.is_cuda and not _Failed.yes and not torch.compiler.is_compiling()
+
+
+def run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """Return ``function(*tensors)``, compiled if that is possible.
+
+    Args:
+        function: A function of tensors alone.
+        tensors: Tensors of one or more dims. Another size of the first dim is no reason to compile
+            again.
+
+    Returns:
+        Its result.
+    """
+    if _Failed.yes:
+        return function(*tensors)
+    for tensor in tensors:
+        if len(tensor) > 1:  # of one row PyTorch always makes a graph of its own
+            torch._dynamo.mark_dynamic(tensor, 0)
+    try:
+        return _compiled(function)(*tensors)
+    except TorchDynamoException as error:
+        _Failed.yes = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(
+                f"the loss in chunks and rounding to bfloat16 run uncompiled, and slower: {reason}",
+                flush=True,
+            )
+        return function(*tensors)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
