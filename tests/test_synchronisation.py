@@ -64,6 +64,7 @@ ADDED = {
 QUICKLY: Keys = {
     "metrics__tensorboard": False,
     "train__stop_after": 2,
+    "train__global_batch": 8,
     "precision__param": "bfloat16",
     "model__n_layers": 1,
 }
