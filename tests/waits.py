@@ -114,7 +114,7 @@ class _OnCuda(OnMeta):
     ) -> Any:
         kwargs = dict(kwargs or {})
         waits, name = self.waits, getattr(func, "__name__", "")
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if name == "__get__" and isinstance(first, Tensor) and first.is_meta and _asked_by_us():
             what = getattr(func, "__self__", None)
             if what is Tensor.device:
