@@ -162,6 +162,7 @@ def cudnn_forward(
     scale: float,
 ) -> tuple[Any, ...]:
     _check_widths(q, k, v)
+    _check_dense(q)
     assert (bias, with_lse, dropout, debug) == (None, True, 0.0, False)
     rows = [x.transpose(1, 2) for x in (q, k, v)]
     out, lse = _plain_forward(rows[0], rows[1], rows[2], scale, _top_left(q, k, causal))
@@ -190,9 +191,10 @@ def cudnn_backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     _check_widths(q, k, v)
+    _check_dense(q, k, v, grad, out)
     assert (most_q, most_k, dropout) == (q.shape[2], k.shape[2], 0.0)
     assert lse.shape == (*q.shape[:3], 1)
-    assert lse.is_contiguous()
+    assert lse.stride() == torch.empty(lse.shape).stride()
     rows = [x.transpose(1, 2) for x in (q, k, v, grad, out)]
     bias = _top_left(q, k, causal)
     found = _plain_backward(rows[3], (rows[0], rows[1], rows[2]), rows[4], lse[..., 0], scale, bias)
@@ -274,6 +276,13 @@ def _check_widths(*tensors: Tensor) -> None:
     for x in tensors:
         assert x.stride(-1) == 1
         assert not any(at % 8 for at in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+
+
+def _check_dense(*tensors: Tensor) -> None:
+    """cuDNN's graph has the strides of an output as dense as it can be, also where a size is 1."""
+    for x in tensors:
+        rows = x.transpose(1, 2)
+        assert rows.stride() == torch.empty(rows.shape).stride()
 
 
 OPERATORS = {

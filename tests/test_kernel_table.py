@@ -70,6 +70,8 @@ CHOICES: dict[str, tuple[Device, Problem, Kernel]] = {
     # The operators of FlashAttention-2 are gone where another is activated.
     "FA3 on Ampere": (Device((8, 0), 91900, "FA3"), problem(), "efficient"),
     "FA3 on Blackwell": (Device((10, 0), 91900, "FA3"), problem(), "cudnn"),
+    "one's own": (Device((9, 0), 91900, "mine"), problem(), "flash"),
+    "one's own, wide": (Device((9, 0), 91900, "mine"), problem(widths=(264, 264)), "efficient"),
     "FA4": (Device((10, 0), 91900, "FA4"), problem(documents=True), "flash"),
     "FA4, latent": (Device((10, 0), 91900, "FA4"), problem(widths=(192, 128)), "flash"),
     "FA4, wide": (Device((10, 0), 91900, "FA4"), problem(widths=(256, 256)), "efficient"),

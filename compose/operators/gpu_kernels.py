@@ -116,7 +116,7 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, rows: Rows) -> 
     assert rows.q is None
     assert rows.left < 0
     assert not rows.causal or q.shape[1] == k.shape[1]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (_dense(q), k, v))
     out, lse, *_ = _ops._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, rows.causal, False, scale=scale
     )
@@ -131,7 +131,7 @@ def cudnn_backward(
     rows: Rows,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of :func:`cudnn_forward`, as :func:`flash_backward` does."""
-    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, *inputs, result[0]))
+    grad, q, k, v, out = (_dense(x).transpose(1, 2) for x in (grad, *inputs, result[0]))
     unused = torch.empty((), dtype=torch.int64, device=grad.device)  # the seed of dropout
     found = _ops._scaled_dot_product_cudnn_attention_backward(
         grad,
@@ -153,6 +153,15 @@ def cudnn_backward(
     )
     dq, dk, dv = (x.transpose(1, 2) for x in found)
     return dq, dk, dv
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return a tensor whose strides are those of its shape, also where a size is 1.
+
+    PyTorch gives cuDNN the strides that an output and gradients have if queries are dense, and newer
+    versions refuse others.
+    """
+    return x.contiguous().flatten().view(x.shape)
 
 
 def efficient_forward(

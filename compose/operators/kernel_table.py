@@ -72,7 +72,8 @@ def _activated(device: Device, problem: Problem) -> bool:
         "FA4": (major == 9 and widest <= 256)
         or (major == 10 and (widest <= 128 or problem.widths == LATENT)),
     }
-    return problem.half and problem.in_order and fits.get(device.flash, False)
+    other = device.flash != "FA2" and widest <= 256
+    return problem.half and problem.in_order and fits.get(device.flash, other)
 
 
 def _cudnn(device: Device, problem: Problem) -> bool:
@@ -110,7 +111,7 @@ class Row:
 
 TABLE = (
     Row("plain", lambda device, problem: problem.softcap, "no kernel of PyTorch has a soft cap"),
-    Row("flash", _activated, "FlashAttention 3 or 4 was activated, so it is wanted"),
+    Row("flash", _activated, "FlashAttention 3, 4 or another was activated, so it is wanted"),
     Row("cudnn", _cudnn, "the fastest that PyTorch has itself on Hopper and Blackwell; one mask only"),
     Row("flash", _flash, "FlashAttention-2 has windows, and documents as rows of several lengths"),
     Row("efficient", _efficient, "it takes float32, old GPUs, wide heads, and any mask"),
