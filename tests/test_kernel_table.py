@@ -1,12 +1,14 @@
 """The kernels of GPUs: which one is chosen, and that each is called as PyTorch's operators want it."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -109,6 +111,29 @@ def test_widths(
     kernel: Kernel, device: Device, widths: tuple[int, int], padded: tuple[int, int]
 ) -> None:
     assert widths_of(kernel, device, problem(widths=widths)) == padded
+
+
+def test_the_device_is_read_from_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user sets or activates decides: kernels of SDPA, determinism, a flash kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    q: Any = SimpleNamespace(is_cuda=True, device="cuda")
+    assert device_of(q) == Device((9, 0), 91900)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert device_of(q) == Device((9, 0))
+    with monkeypatch.context() as activated:
+        activated.setattr(kernel_table, "current_flash_attention_impl", lambda: "FA3")
+        assert device_of(q) == Device((9, 0), 91900, "FA3")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert device_of(q) == Device((9, 0), 91900, deterministic=True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert not device_of(q).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch.version, "cuda", None)  # the numbers of MIOpen are others
+    assert device_of(q).cudnn == 0
 
 
 def test_the_planner_sees_flash_attention_2() -> None:
