@@ -28,6 +28,7 @@ from compose.loss.chunked import _Known, chunked_cross_entropy
 from compose.loss.cross_entropy import IGNORE, cross_entropy
 from compose.loss.output import CrossEntropy, StepLoss
 from compose.loss.vocabulary import Rows, log_z
+from compose.proof.plain_attention import PlainAttention
 from compose.proof.report import Report
 from models.llama import plan as llama_plan
 from tests.faults import Fault, assert_named, with_fault
@@ -154,6 +155,16 @@ def test_the_compiled_passes_are_two_graphs(dtype: torch.dtype) -> None:
     found = _by_passes(case, 8, passes.COMPILED)
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
     torch.testing.assert_close(found, _by_passes(case, 8, passes.IN_PLACE))
+
+
+def test_a_mode_sees_operators() -> None:
+    """As a count of FLOPs: PyTorch compiles nothing under a mode, and refuses a whole graph."""
+    logits = mock.Mock(is_cuda=True)
+    assert passes.passes_for(logits) is passes.COMPILED
+    with _Largest():
+        assert passes.passes_for(logits) is passes.IN_PLACE
+    with PlainAttention():
+        assert passes.passes_for(logits) is passes.IN_PLACE
 
 
 def test_no_compiler_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

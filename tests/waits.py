@@ -214,6 +214,7 @@ def _cuda(waits: Waits) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, other in (
             (worlds, "OnMeta", _OnCuda),
+            (compiled, "_watched", lambda: False),
             (compiled, "_compiled", lambda function: function),
             (chunked, "_adds_to_float32", lambda *args: False),
             (torch.cuda, "synchronize", synchronize),

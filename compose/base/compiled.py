@@ -13,6 +13,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 class _Failed:
@@ -22,8 +24,15 @@ class _Failed:
 
 
 def compiles(tensor: Tensor) -> bool:
-    """Tell whether functions of a tensor are to be compiled, by the device that it is on."""
-    return tensor.is_cuda and not _Failed.yes and not torch.compiler.is_compiling()
+    """Tell whether functions of a tensor are to be compiled: it is on a GPU, and no mode is on.
+
+    A mode sees each operator, as a count of FLOPs does, and would see none of a kernel's.
+    """
+    return tensor.is_cuda and not (_Failed.yes or torch.compiler.is_compiling() or _watched())
+
+
+def _watched() -> bool:
+    return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
 
 
 def run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
