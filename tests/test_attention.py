@@ -92,7 +92,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(devices, "device_of", lambda q: "none")
     elif request.param in PLAYED:
         play(monkeypatch, *PLAYED[request.param])
-    monkeypatch.setattr(parts, "_PLAIN_SCORES", 500)  # so that there are many tiles
+    for most in ("_PLAIN_SCORES", "_MASK"):
+        monkeypatch.setattr(parts, most, 500)  # so that there are many tiles
     with on_cpu():
         yield request.param
 

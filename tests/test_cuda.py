@@ -221,7 +221,7 @@ def test_masks_of_the_efficient_kernel(
 ) -> None:
     """Documents, windows and pieces, in many tiles, some of whose queries see no key."""
     monkeypatch.setattr(parts, "kernel_of", lambda device, problem: "efficient")
-    monkeypatch.setattr(parts, "_PLAIN_SCORES", 2 * 100 * 512)
+    monkeypatch.setattr(parts, "_MASK", 2 * 100 * 512)
     OnGpu(kind, (64, 72), AttentionOptions(window=window), pieces, documents=True).check()
 
 

@@ -300,6 +300,21 @@ def test_values_narrower_than_keys(
     assert all(name.startswith(used) for name in calls), calls
 
 
+@pytest.mark.parametrize("window", [0, 1, 300, 4096])
+@pytest.mark.parametrize("length", [512, 8192, 131072])
+def test_a_mask_has_a_bounded_size(length: int, window: int) -> None:
+    """Linear in the length at most: a tile has 64 queries, or a mask as large as masks may be."""
+    q, k = (torch.empty(2, n, length, 64, device="meta") for n in (6, 2))
+    bounds = torch.empty(2 * length + 1, dtype=torch.int32, device="meta")
+    found = parts.EfficientParts(
+        task_of((bounds, None), ((0,), (0,)), (True, window, 0.1, 0.0)), q, k, square=True
+    )
+    sizes = [(q1 - q0) * (k1 - k0) for q0, q1, k0, k1, *_ in found.tiles]
+    assert 2 * max(sizes) <= max(parts._MASK, 2 * 64 * length)
+    assert sum(q1 - q0 for q0, q1, *_ in found.tiles) == length
+    assert len(sizes) <= length // 64
+
+
 def test_rows_of_one_document_need_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then cuDNN is chosen. The number of documents is known to the host."""
     play(monkeypatch, HOPPER, HALF)
@@ -322,7 +337,6 @@ def test_the_planner_counts_each_as_attention(
     """The FLOPs of the tokens that attend, 2 and 5 products; a mask is read once for all heads."""
     device, kind, (width, _), _, window, _, operator, times = TRACED[name]
     play(monkeypatch, device, kind)
-    monkeypatch.setattr(parts, "_PLAIN_SCORES", 1 << 24)
     q, k, v, grad = (torch.empty(2, 512, n, width, dtype=kind, device="meta") for n in (6, 2, 2, 6))
     task, recorder = task_of((None, None), ((0,), (0,)), (True, window, 0.1, 0.0)), Recorder()
     out, lse = merged(task, q, k, v)

@@ -28,6 +28,9 @@ from compose.operators.task import ALL, Gradients, Index, Task
 from compose.operators.varlen import VarlenParts, disjoint, problem_of
 
 _PLAIN_SCORES = 1 << 24  # scores that the plain kernel holds at a time, in elements
+_MASK = (
+    1 << 22
+)  # elements of a mask of the efficient kernel; whoever makes it holds some 16 bytes for each
 
 
 class FlashParts:
@@ -179,7 +182,7 @@ class EfficientParts(PlainParts):
         window, rows = self.task.layout.window, 1 if self.task.bounds is None else len(q)
         most = max(window, TILE[1]) if window else self.q_size
         reach = min(self.k_size, most + window) if window else self.k_size
-        return min(most, max(1, _PLAIN_SCORES // (rows * reach)))
+        return min(most, max(TILE[0], _MASK // (rows * reach)))
 
     def _mask(
         self, q: Tensor, queries: tuple[int, int], keys: tuple[int, int]
