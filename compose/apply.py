@@ -119,9 +119,10 @@ def apply(
     if activations:
         for name in resolved.checkpoint:
             activations.wrap(model.get_submodule(name))
-    # Experts that get rows from other ranks have their number from the host.
-    opaque = [name for name, _ in resolved.expert] if ep > 1 else []
-    apply_compile(model, modules, resolved.compile, opaque, compile, mesh["tp"])
+    # A graph of the whole model goes through experts that get rows from nowhere else.
+    traced = ep == 1 and compile.mode == "model"
+    experts = [] if traced else [name for name, _ in resolved.expert]
+    apply_compile(model, modules, resolved.compile, experts, compile, mesh["tp"])
     near = secondary_groups(mesh, parallel.zero3_reshard, zero, over)
     gathers: list[SecondaryGather] = []
     levels = levels_of(mesh, comm.near, zero) if comm.compresses else None

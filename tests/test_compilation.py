@@ -82,11 +82,12 @@ MORE: dict[str, tuple[int, dict[str, Any], int]] = {
         2,
     ),
     # The norms, and attention; and what only some layers have.
-    "ep x tp": (2, {**MOE, "parallel__ep": 2, "parallel__tp": 2}, 2),
-    "deepseek": (2, {**LATENT, "parallel__ep": 2}, 3),
+    "ep x tp": (2, {**MOE, "parallel__ep": 2, "parallel__tp": 2}, 3),
+    "deepseek": (2, {**LATENT, "parallel__ep": 2}, 4),
+    "ep, bfloat16": (2, {**MOE, "parallel__ep": 2, "precision__param": "bfloat16"}, 3),
     "gpt-oss": (2, {"model__name": "gpt_oss", "parallel__cp": 2}, 4),
     "experts x tp": (2, {**MOE, "parallel__tp": 2}, 3),
-    "capacity": (1, {**MOE, "model__capacity_factor": 1.0}, 2),
+    "capacity": (1, {**MOE, "model__capacity_factor": 1.0}, 3),
 }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -79,11 +79,11 @@ def apply_compile(
     model: nn.Module,
     stages: Sequence[nn.Module],
     units: Sequence[str],
-    opaque: Collection[str],
+    experts: Collection[str],
     options: Compile,
     mesh: DeviceMesh,
 ) -> None:
-    """Compile a model in place, except for its opaque modules.
+    """Compile a model in place.
 
     FSDP must be applied afterwards, so that its hooks stay outside of the graphs.
 
@@ -91,7 +91,8 @@ def apply_compile(
         model: The model.
         stages: The stages to compile in mode "model".
         units: Names of the modules to compile in mode "block".
-        opaque: Names of the modules that PyTorch cannot trace (docs/speed.md).
+        experts: Names of the modules of experts. Their number of rows varies, and PyTorch cannot trace
+            what sends rows to them (docs/speed.md). In mode "block" only what they compute is compiled.
         options: The table [compile].
         mesh: The mesh of the tp axis.
     """
@@ -101,12 +102,15 @@ def apply_compile(
         enable_async_tp(mesh.get_group().group_name)
     how: dict[str, Any] = {"dynamic": False, "backend": options.backend}
     if options.mode == "block":
-        for name in compiled_parts(model, units, opaque):
+        for name in compiled_parts(model, units, experts):
             module = model.get_submodule(name)
             # Compile forward only: the hooks of FSDP and tp stay outside.
             module.forward = _settled(torch.compile(module.forward, fullgraph=True, **how))
+        for name in set(units) & set(experts):
+            inner: Any = model.get_submodule(name)
+            inner.run = _of_any_rows(torch.compile(inner.run, fullgraph=True, **how))
         return
-    for name in opaque:
+    for name in experts:
         module = model.get_submodule(name)
         module.forward = torch.compiler.disable(module.forward)
     for stage in stages:
@@ -124,6 +128,16 @@ def _settled(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(*map(arrived, args), **{name: arrived(x) for name, x in kwargs.items()})
 
     return settled
+
+
+def _of_any_rows(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` with one graph for any number of rows, its first argument's, above one."""
+
+    def marked(rows: Tensor, *others: Any) -> Any:
+        torch._dynamo.maybe_mark_dynamic(rows, 0)
+        return run(rows, *others)
+
+    return marked
 
 
 def graphs_compiled() -> int:

@@ -40,12 +40,12 @@ def _weight_gradient(rows: Tensor, grads: Tensor, counts: Tensor) -> Tensor:
 
 @grouped_mm.register_fake
 def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return rows.new_empty(len(rows), weight.shape[1])
+    return rows.new_empty(rows.shape[0], weight.shape[1])  # len() would fix the number
 
 
 @_weight_gradient.register_fake
 def _(rows: Tensor, grads: Tensor, counts: Tensor) -> Tensor:
-    return rows.new_empty(len(counts), grads.shape[1], rows.shape[1])
+    return rows.new_empty(counts.shape[0], grads.shape[1], rows.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:

@@ -36,7 +36,7 @@ def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
         desired_input_layouts=(Replicate(), None, None, None),
     )
     shared = model.n_shared_experts * model.expert_dim
-    moe = MoEPlan("layers.*.moe", stream, parallel.tp, shared, model.capacity_factor)
+    moe = MoEPlan("layers.*.moe", stream, parallel.tp, shared)
     dense = feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0)
     has_dense, has_moe = (
         any(model.is_dense(layer) is kind for layer in range(model.n_layers)) for kind in (True, False)

@@ -30,7 +30,7 @@ def plan(model: GptOssConfig, parallel: Parallel) -> Plan:
     """
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
-    moe = MoEPlan("layers.*.moe", stream, parallel.tp, capacity=model.capacity_factor)
+    moe = MoEPlan("layers.*.moe", stream, parallel.tp)
     norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
     ends = ["tok_embeddings", "norm", "output"]
     return Plan(

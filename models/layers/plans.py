@@ -49,8 +49,6 @@ class MoEPlan:
     """The tensor-parallel degree."""
     shared_dim: int = 0
     """Inner width of the shared expert; 0 without one."""
-    capacity: float = 0.0
-    """The capacity of an expert; 0 is no limit."""
 
     @property
     def tensor(self) -> dict[str, ParallelStyle]:
@@ -74,14 +72,10 @@ class MoEPlan:
 
     @property
     def compile(self) -> list[str]:
-        """The compiled parts of such layers.
-
-        They are all but the router, whose counts and hooks are no graph's. Experts with a capacity get
-        other numbers of rows in each step, and each number would need another graph.
-        """
+        """The compiled parts of such layers: all but the router, whose hooks are outside of graphs."""
         layer = self.name.rpartition(".")[0]
         names = [f"{layer}.attention_norm", f"{layer}.attention", f"{layer}.ffn_norm"]
-        names += [] if self.capacity else [f"{self.name}.experts"]
+        names.append(f"{self.name}.experts")
         return names + ([f"{self.name}.shared"] if self.shared_dim else [])
 
     @property
