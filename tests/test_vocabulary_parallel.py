@@ -1,16 +1,21 @@
 """A vocabulary that is cut over ranks: embedding, output and loss equal to the whole ones."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+import compose.loss.vocabulary as vocabulary_module
+from compose.base import compiled
 from compose.base.batch import IGNORE
 from compose.errors import ConfigError
 from compose.loss.vocabulary import log_z, token_losses
@@ -72,6 +77,38 @@ def test_equals_the_whole(
     pool: Pool, ranks: int, vocabulary: int, sequence: bool, sharded: bool
 ) -> None:
     assert pool.run(_differences, ranks, vocabulary, sequence, sharded) == [[]] * ranks
+
+
+def _as_on_a_gpu(vocabulary: int) -> list[str]:
+    plain = mock.patch.object(compiled, "_compiled", lambda function: function)
+    with plain, mock.patch.object(vocabulary_module, "compiles", return_value=True):
+        return _differences(vocabulary, True, True)
+
+
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 5), (2, 7), (3, 10)])
+def test_the_passes_of_a_gpu_equal_the_whole(pool: Pool, ranks: int, vocabulary: int) -> None:
+    """Uncompiled."""
+    assert pool.run(_as_on_a_gpu, ranks, vocabulary) == [[]] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whole_logits_are_two_graphs(dtype: torch.dtype) -> None:
+    """For any number of tokens, and as good as PyTorch's operators."""
+    torch._dynamo.reset()
+    counters.clear()
+    for tokens in (26, 10):
+        logits = torch.randn(tokens, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+        targets = torch.arange(tokens).masked_fill(torch.arange(tokens) % 3 == 0, IGNORE)
+        found = []
+        for compiles in (False, True):
+            given = logits.clone().requires_grad_()
+            with mock.patch.object(vocabulary_module, "compiles", return_value=compiles):
+                loss = token_losses(given, targets)
+                (loss * 0.37).backward()
+            found.append((loss.detach(), given.grad))
+        torch.testing.assert_close(found[1], found[0])
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
 
 
 def _with_fault(place: str, old: str, new: str) -> list[str]:

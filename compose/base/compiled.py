@@ -46,7 +46,7 @@ def run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
     Returns:
         Its result.
     """
-    if _Failed.yes:
+    if _Failed.yes or _watched():
         return function(*tensors)
     for tensor in tensors:
         if len(tensor) > 1:  # of one row PyTorch always makes a graph of its own
@@ -58,7 +58,7 @@ def run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
         if not dist.is_initialized() or dist.get_rank() == 0:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(
-                f"the loss in chunks and rounding to bfloat16 run uncompiled, and slower: {reason}",
+                f"the loss and rounding to bfloat16 run uncompiled, and slower: {reason}",
                 flush=True,
             )
         return function(*tensors)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from compose.base.compiled import compiles, run_compiled
-from compose.loss.cross_entropy import at_least_float32
 
 
 class Passes(NamedTuple):
@@ -40,7 +39,7 @@ def _gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Ten
 
 def fused_sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As ``Passes.sums``; the logits stay as they are."""
-    wide = at_least_float32(logits)
+    wide = _wide(logits)
     top = wide.amax(1)
     target = wide.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
     return top, top + (wide - top[:, None]).exp().sum(1).log(), target
@@ -48,9 +47,23 @@ def fused_sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor
 
 def fused_gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Tensor) -> None:
     """As ``Passes.gradient``, after ``fused_sums``."""
-    found = (at_least_float32(logits) - top[:, None]).exp() * factor[:, None]
-    places = torch.arange(logits.shape[1], device=logits.device)
-    logits.copy_(torch.where((places == at) & here, found - 1, found))
+    found = (_wide(logits) - top[:, None]).exp() * factor[:, None]
+    logits.copy_(torch.where(_chosen(logits, at, here), found - 1, found))
+
+
+def fused_softmax(logits: Tensor, log_zs: Tensor, scale: Tensor, at: Tensor, here: Tensor) -> Tensor:
+    """Return the gradient of ``scale`` times each token's loss, whose log Z is known, (C, V)."""
+    found = (_wide(logits) - log_zs[:, None]).exp() * scale[:, None]
+    return torch.where(_chosen(logits, at, here), found - scale[:, None], found).to(logits.dtype)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _chosen(logits: Tensor, at: Tensor, here: Tensor) -> Tensor:
+    """Return a mask (C, V) of the targets, which a kernel has in registers only."""
+    return (torch.arange(logits.shape[1], device=logits.device) == at) & here
 
 
 IN_PLACE = Passes(_sums, _gradient)

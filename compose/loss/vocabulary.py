@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compose.base import devices
 from compose.base.batch import IGNORE
+from compose.base.compiled import compiles, run_compiled
 from compose.errors import ConfigError
+from compose.loss.passes import fused_softmax, fused_sums
 
 # Logits that are worked on at once: on a CPU they should stay in its caches, a GPU needs many.
 AT_ONCE = {"cpu": 2**17}
@@ -126,22 +128,20 @@ def log_z(logits: Tensor) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, rows: Rows) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
         ignored = targets == IGNORE
         at, here = rows.places(targets, logits.shape[1])
         if rows.group is None:  # PyTorch refuses a target that is no row
             at = targets.masked_fill(ignored, 0)[:, None]
-        # A target that no rank has stays -inf.
-        target = logits.gather(1, at).to(wide).masked_fill(~here, -torch.inf)[:, 0]
-        parts = torch.empty(2, len(logits), dtype=wide, device=logits.device)
-        parts[1] = target
-        for part in _some(logits):
-            # PyTorch's fused function is several times as fast as a maximum, exponentials and a sum.
-            top = logits[part].amax(1).to(wide)
-            parts[0, part] = top - logits[part].log_softmax(1, dtype=wide).amax(1)
+        ctx.compiled = compiles(logits)
+        if ctx.compiled:
+            _, own, target = run_compiled(fused_sums, logits, at, here)
+            parts = torch.stack([own, target])
+        else:
+            parts = _sums_in_pieces(logits, at, here)
         found = rows.gathered(parts)
         log_zs, target = found[:, 0].logsumexp(0), found[:, 1].amax(0)
-        share = (parts[0] - log_zs).exp_()  # the part of each sum that is this rank's
+        # The part of each sum that is this rank's; a kernel needs the sum alone.
+        share = log_zs if ctx.compiled else (parts[0] - log_zs).exp_()
         ctx.save_for_backward(logits, at, here, share, ignored)
         return (log_zs - target).masked_fill_(ignored, 0.0).sum()
 
@@ -149,8 +149,11 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, at, here, share, ignored = ctx.saved_tensors
-        gradient, wide = torch.empty_like(logits), share.dtype
-        scale = grads[0].to(wide).expand(len(logits)).masked_fill(ignored, 0.0)[:, None]
+        wide = share.dtype
+        scale = grads[0].to(wide).expand(len(logits)).masked_fill(ignored, 0.0)
+        if ctx.compiled:
+            return run_compiled(fused_softmax, logits, share, scale, at, here), None, None
+        gradient, scale = torch.empty_like(logits), scale[:, None]
         for part in _some(logits):
             d = logits[part].softmax(1, dtype=wide)
             d.mul_(scale[part] * share[part, None])
@@ -172,6 +175,18 @@ class _LogZ(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, found = ctx.saved_tensors
         return grads[0][..., None] * (logits - found[..., None]).exp(), None
+
+
+def _sums_in_pieces(logits: Tensor, at: Tensor, here: Tensor) -> Tensor:
+    """Return log Z and the target's logit of each token, (2, T); -inf for a target elsewhere."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    parts = torch.empty(2, len(logits), dtype=wide, device=logits.device)
+    parts[1] = logits.gather(1, at).to(wide).masked_fill(~here, -torch.inf)[:, 0]
+    for part in _some(logits):
+        # PyTorch's fused function is several times as fast as a maximum, exponentials and a sum.
+        top = logits[part].amax(1).to(wide)
+        parts[0, part] = top - logits[part].log_softmax(1, dtype=wide).amax(1)
+    return parts
 
 
 def _some(logits: Tensor) -> Iterator[slice]:
