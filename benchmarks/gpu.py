@@ -29,14 +29,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.gpu_bare import Bare
 from benchmarks.gpu_kernels import Figures, Skipped
 from benchmarks.gpu_paths import Place, free, mesh_of
 from benchmarks.planner_published import content
 from compose.commands.cli import Command, parse
-from compose.config import Config
 from compose.planning.cluster import load_cluster
 from compose.planning.estimate import estimate
 from compose.registry import find_model
@@ -46,7 +45,7 @@ from compose.train.trainer import Trainer
 STEPS = 4  # timed in each row
 MICRO_BATCHES = 4  # in a step
 VOCABULARY = 128_256
-TOKENS = {"8b": 8192, "3b": 8192, "1b": 16_384}  # of a micro-batch
+TOKENS = 8192  # of a micro-batch
 # Square products, and the feed-forward's of 8b, 3b and 1b: (M, N, K).
 PRODUCTS = [(2**n,) * 3 for n in (11, 12, 13, 14)]
 PRODUCTS += [(8192, 14_336, 4096), (8192, 4096, 14_336), (8192, 8192, 3072), (16_384, 8192, 2048)]
@@ -143,60 +142,10 @@ def _float8(a: Tensor, b: Tensor, flops: float, device: torch.device) -> Figures
         return {"no_float8": str(error).partition("\n")[0]}
 
 
-class Bare:
-    """The loop that one would write by hand for one device."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        """Make the model and the optimizer."""
-        self.train, self.shape, self.device = config.train, config.model.config, device
-        with device:
-            self.model = find_model("llama").Model(self.shape)
-        self.masters = [p.detach().clone() for p in self.model.parameters()]
-        self.params: list[Tensor] = list(self.model.to(torch.bfloat16).parameters())
-        for block in self.model.get_submodule("layers").children():
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-        self.optimizer = torch.optim.AdamW(
-            self.masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-
-    def step(self) -> float:
-        """Take a step."""
-        samples = (self.train.global_batch, self.train.seq_len + 1)
-        tokens = torch.randint(self.shape.vocab_size, samples).to(self.device)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        total = torch.zeros((), device=self.device)
-        size = self.train.micro_batch
-        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
-            logits = self.model(x).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, y.flatten(), reduction="sum") / targets.numel()
-            del logits  # or it would live on while the next micro-batch makes its own
-            loss.backward()
-            total += loss.detach()
-            self._accumulate()
-        nn.utils.clip_grad_norm_(self.masters, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(self.params, self.masters)
-        return total.item()
-
-    def _accumulate(self) -> None:
-        """In float32, and for every micro-batch at once."""
-        held = [master.grad for master in self.masters if master.grad is not None]
-        found = [p.grad for p in self.params if p.grad is not None]
-        if held:
-            torch._foreach_add_(held, found)
-        for master, p in zip(self.masters, self.params, strict=True):
-            if not held and p.grad is not None:
-                master.grad = p.grad.float()
-            p.grad = None
-
-
 def command_of(case: Case, recompute: str, place: Place) -> Command:
     """Return the checked command of a row."""
-    tokens = TOKENS[case.preset] // (2 if case.how == "in turn" else 1)
     seq_len = case.seq_len if place.gpu else 32
-    micro_batch = max(1, tokens // seq_len) if place.gpu else 2
+    micro_batch = TOKENS // seq_len if place.gpu else 2
     keys = [
         f"--model.preset={case.preset}",
         f"--data.path={place.folder}/tokens.npy",
@@ -243,11 +192,25 @@ def trained(case: Case, place: Place) -> Figures:
     try:
         return _trained(case, "none", place)
     except Exception as error:
-        # Not all that want memory say so by OutOfMemoryError: cuBLAS does not.
-        if case.how == "bare" or ("memory" not in str(error) and "ALLOC" not in str(error)):
+        if case.how == "bare" or not wants_memory(error):
             raise
     free(place.device)
     return _trained(case, "full", place)
+
+
+def wants_memory(error: Exception) -> bool:
+    """Tell whether an error is one of too little memory; cuBLAS has words of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "STATUS_ALLOC_FAILED" in str(error)
+
+
+def fitting(run: Callable[[Case, Place], Figures], case: Case, place: Place) -> Figures:
+    """Run a row, unless the device has no room for it."""
+    try:
+        return run(case, place)
+    except Exception as error:
+        if not wants_memory(error):
+            raise
+    raise Skipped("it does not fit into the device's memory")
 
 
 def _trained(case: Case, recompute: str, place: Place) -> Figures:
@@ -416,6 +379,6 @@ def listed(small: bool) -> Iterator[tuple[str, Callable[[Place], Figures], str, 
     yield "limits", limits, "figures", True
     others = {"in turn": in_turn, "trainer": hugging_face}
     for case in cases(small):
-        run = partial(others.get(case.how, trained), case)
+        run = partial(fitting, others.get(case.how, trained), case)
         yield f"figure: {case.name}", run, "figures", True
     yield "published: torchtitan", published, "planner", False

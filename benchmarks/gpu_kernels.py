@@ -123,10 +123,10 @@ def dense(backend: SDPBackend, shape: Heads, dtype: torch.dtype, device: torch.d
     """Causal attention by one kernel of SDPA."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         shared = shape.heads != shape.groups
         with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=shared)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
         return out.transpose(1, 2)
 
     try:
@@ -246,18 +246,18 @@ def loss(dtype: torch.dtype, device: torch.device) -> Figures:
 def adamw(implementation: str, device: torch.device) -> Figures:
     """Three steps of one of torch's AdamWs, against the same in float64."""
 
-    def trained(kind: torch.dtype, **how: bool) -> Tensor:
+    def trained(kind: torch.dtype, fused: bool = False, foreach: bool = False) -> Tensor:
         torch.manual_seed(0)
         start, *gradients = (torch.randn(1000).to(device, kind) for _ in range(4))
         weight = torch.nn.Parameter(start)
-        optimizer = torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.1, **how)
+        optimizer = torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.1, fused=fused, foreach=foreach)
         for gradient in gradients:
             weight.grad = gradient
             optimizer.step()
         return weight.detach().double()
 
-    exact = trained(torch.float64, foreach=False)
-    plainly = trained(torch.float32, foreach=False)
+    exact = trained(torch.float64)
+    plainly = trained(torch.float32)
     error, rounding = (
         ((x - exact).norm() / exact.norm()).item()
         for x in (trained(torch.float32, **{implementation: True}), plainly)

@@ -124,6 +124,15 @@ def steps_of(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
 
 
+def difference(one: Path, other: Path) -> str:
+    """Return where two runs differ first; "" if they are equal, bit for bit."""
+    for left, right in zip(steps_of(one), steps_of(other), strict=True):
+        for name in ("loss", "grad_norm"):
+            if left[name] != right[name]:
+                return f"step {left['step']}: {name} {left[name]} and {right[name]}"
+    return ""
+
+
 def resumed(place: Place) -> Figures:
     """Kill a run that saves while it trains; started again, it gives the very losses of a whole run."""
     keys = [HALF, "--train.stop_after=40", "--checkpoint.interval=10"]
@@ -138,13 +147,14 @@ def resumed(place: Place) -> Figures:
     said = "\n".join(finished(place, *words("killed")).said)
     found = re.search(r"resumed after step (\d+)", said)
     assert found, f"killed after step {done}, it began anew"
-    whole, again = (steps_of(place.folder / name) for name in ("whole", "killed"))
+    again = steps_of(place.folder / "killed")
     assert [line["step"] for line in again] == list(range(1, 41)), "steps are missing"
-    for one, other in zip(whole, again, strict=True):
-        for name in ("loss", "grad_norm"):
-            assert one[name] == other[name], (
-                f"step {one['step']}: the {name} is {other[name]}, and {one[name]} without the kill"
-            )
+    differs = difference(place.folder / "whole", place.folder / "killed")
+    if differs:
+        finished(place, *words("twice"))
+        itself = difference(place.folder / "whole", place.folder / "twice")
+        assert not itself, f"kernels are not deterministic: two runs without a kill differ: {itself}"
+    assert not differs, f"resumed after step {found[1]}: {differs}"
     return {"killed_after": done, "resumed_after": int(found[1])}
 
 

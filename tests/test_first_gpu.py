@@ -251,7 +251,7 @@ def test_a_wait_is_counted() -> None:
     with waits(CPU) as found:
         torch.ones(3).sum().item()
         torch.ones(3).nonzero()
-        torch.ones(3) + 1
+        torch.ones(3).add(1)
     assert found == ["aten::_local_scalar_dense", "aten::nonzero"]
 
 
@@ -323,9 +323,18 @@ def test_rows_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert tried == ["none", "full", "none"]
     fits.add("full")
     assert gpu.trained(case, place) == {"recompute": "full"}
-    monkeypatch.setattr(gpu, "_trained", lambda case, recompute, place: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        gpu.trained(case, place)
+    with pytest.raises(Skipped, match="it does not fit into the device's memory"):
+        gpu.fitting(gpu.trained, case._replace(how="bare"), place)
+    tried.clear()
+
+    def breaks(case: gpu.Case, recompute: str, place: Place) -> dict[str, str]:
+        tried.append(recompute)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu, "_trained", breaks)
+    with pytest.raises(RuntimeError, match="illegal"):
+        gpu.fitting(gpu.trained, case, place)
+    assert tried == ["none"]
 
 
 def test_names_are_unique() -> None:
