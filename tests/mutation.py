@@ -28,14 +28,14 @@ def mutated(place: str, old: str, new: str) -> Iterator[None]:
 
 
 def function_at(place: str) -> FunctionType:
-    """The function itself, without decorators that keep it in ``__wrapped__``."""
+    """The function itself: without decorators, or that of an operator."""
     module, _, path = place.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = inspect.getattr_static(found, name)
     while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
-        inner = "__wrapped__" if hasattr(found, "__wrapped__") else "__func__"
-        found = getattr(found, inner)
+        kept = ("__wrapped__", "_init_fn", "__func__")  # _init_fn: of torch.library.custom_op
+        found = getattr(found, next(name for name in kept if hasattr(found, name)))
     return found
 
 

@@ -278,8 +278,8 @@ FAULTS: dict[str, list[Row]] = {
             "clipping acts on one gradient alone",
             ONE,
             "compose.train.step:clip_grad_norm_",
-            "for gradient, _ in found:",
-            "for gradient, _ in found[:1]:",
+            "_foreach_mul_(some, ",
+            "_foreach_mul_(some[:1], ",
         ),
         Row(
             "LoRA leaves norms trained",
