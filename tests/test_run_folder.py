@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.build import _scratch, build, build_optimizer
-from compose.checkpoint import state, store
+from compose.checkpoint import store
 from compose.checkpoint.changes import changes
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.local_shards import LocalShard
@@ -377,8 +377,11 @@ class OnGpu(Tensor):
 def test_what_comes_from_a_gpu_is_staged_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is pinned once, used again, and unpinned at its end. A save waits once."""
     pinned, unpinned, stream = dict[int, int](), list[int](), mock.Mock()
-    monkeypatch.setattr(state, "pin_memory", pinned.__setitem__)
-    monkeypatch.setattr(state, "unpin_memory", unpinned.append)
+    cuda = mock.Mock()
+    cuda.cudaHostRegister = lambda address, size, flags: pinned.update({address: size})
+    cuda.cudaHostUnregister = unpinned.append
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
     def shards(value: float) -> dict[str, LocalShard]:

@@ -166,6 +166,33 @@ PRIVATE = {
     "torch._scaled_mm": ("2.16", "torch.nn.functional.scaled_mm"),
     "torch._foreach_copy_": ("2.16", "a loop over copy_"),
     "torch._foreach_add_": ("2.16", "a loop over add_"),
+    # Graphs and kernels that the tests make without a GPU.
+    "torch._dynamo.backends.common.aot_autograd": ("2.16", "the same tests on a GPU alone"),
+    "torch._functorch.aot_autograd.make_boxed_func": ("2.16", "the same tests on a GPU alone"),
+    "torch._functorch.partitioners.min_cut_rematerialization_partition": (
+        "2.16",
+        "the same tests on a GPU alone",
+    ),
+    "torch._guards.TracingContext": ("2.16", "the same tests on a GPU alone"),
+    "torch._guards.tracing": ("2.16", "the same tests on a GPU alone"),
+    "torch._inductor.codecache.PyCodeCache": ("2.16", "the same tests on a GPU alone"),
+    "torch._inductor.compile_fx.compile_fx_inner": ("2.16", "the same tests on a GPU alone"),
+    "torch._inductor.decomposition.select_decomp_table": ("2.16", "the same tests on a GPU alone"),
+    "torch._inductor.graph.GraphLowering": ("2.16", "the same tests on a GPU alone"),
+    "torch._inductor.runtime.triton_helpers": ("2.16", "the same tests on a GPU alone"),
+    "torch._inductor.runtime.triton_heuristics": ("2.16", "the same tests on a GPU alone"),
+    "torch._guards.detect_fake_mode": ("2.16", "the same tests on a GPU alone"),
+    "torch._inductor.fx_passes.joint_graph.joint_graph_passes": (
+        "2.16",
+        "the same tests on a GPU alone",
+    ),
+    "torch._inductor.fx_passes.post_grad.post_grad_passes": ("2.16", "the same tests on a GPU alone"),
+    "torch._inductor.fx_passes.post_grad.view_to_reshape": ("2.16", "the same tests on a GPU alone"),
+    "torch._inductor.virtualized.V": ("2.16", "the same tests on a GPU alone"),
+    "torch._subclasses.FakeTensorMode": ("2.16", "meta tensors, which have no device"),
+    "torch._subclasses.fake_tensor.FakeTensorMode": ("2.16", "the same"),
+    "torch.ops.aten._local_scalar_dense": ("2.16", "a wait that is counted on a GPU"),
+    "torch._C._disabled_torch_function_impl": ("2.16", "a __torch_function__ that calls super"),
 }
 
 
@@ -229,8 +256,10 @@ def _own(tree: ast.Module) -> Iterator[str]:
             yield node.attr
 
 
-# Of a NamedTuple; of an FSDPState, once it is made; of torchao's weights and tensors.
-OF_OTHERS = {"_replace", "_asdict", "_state_ctx", "_fsdp_param_group"}
+# Of a NamedTuple; of an FSDPState and its groups, once they are made; of a torch.library.Library; of
+# Inductor's autotuners; of torchao's weights and tensors.
+OF_OTHERS = {"_replace", "_asdict", "_state_ctx", "_fsdp_param_group", "_all_gather_result"}
+OF_OTHERS |= {"_module_fqn", "_destroy", "_precompile_config"}
 OF_TORCHAO = {"_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_tensor"}
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from compose.base.local_tensor import local_tensor
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
@@ -81,9 +80,9 @@ def _host_memory(like: Tensor) -> Tensor:
     memory = torch.empty_like(like, device="cpu")
     if like.is_cuda and memory.numel():
         # The pinned memory of PyTorch's allocator may be nearly twice as large, a power of two.
-        address = memory.data_ptr()
-        pin_memory(address, memory.nbytes)
-        weakref.finalize(memory, unpin_memory, address).atexit = False
+        address, cuda = memory.data_ptr(), torch.cuda.cudart()
+        torch.cuda.check_error(cuda.cudaHostRegister(address, memory.nbytes, 0))
+        weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
     return memory
 
 
