@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compose.loss.cross_entropy import cross_entropy
+from compose.operators import kernel_table, parts
 from compose.operators.attention import attention_forward, tensors_of
 from compose.operators.attention_options import AttentionOptions
 from compose.operators.documents import Documents
@@ -279,25 +281,43 @@ def chosen(
     options: AttentionOptions | None = None,
     documents: bool = False,
     sinks: bool = False,
-    starts: Sequence[int] = (0,),
+    ring: bool = False,
+    kernel: str = "",
 ) -> Figures:
-    """The operator of compose.attention; with several ``starts``, as a rank of a ring has queries."""
+    """The operator of compose.attention; with ``ring``, for the queries of one of two ranks.
+
+    It runs by the kernel that the table chooses, or by the one that is named.
+    """
     options = options or AttentionOptions()
+    # A quarter of it is a multiple of 128, as cuDNN's kernel needs.
+    shape = shape if device.type == "cpu" else shape._replace(length=512)
     given = qkv(shape, device)
+    starts = (shape.length // 4, 3 * shape.length // 4) if ring else (0,)
     ids = (torch.rand(2, shape.length) < 0.02).long().cumsum(1) if documents else None
     found = None if ids is None else Documents(ids, device)
-    size = shape.length // (1 if len(starts) == 1 else 4)
+    size = shape.length // (4 if ring else 1)
     places = torch.cat([torch.arange(first, first + size) for first in starts]).to(device)
     extra = [torch.randn(shape.heads).double().to(device)] if sinks else []
 
     def run(plainly: bool, q: Tensor, k: Tensor, v: Tensor, *of_heads: Tensor) -> Tensor:
-        rows, where = (q, (0,)) if plainly else (q[:, places], tuple(starts))
+        rows, where = (q, (0,)) if plainly else (q[:, places], starts)
         others = (*tensors_of(found), *(of_heads or (None,)), where, (0,), *options.given(q))
         with PlainAttention() if plainly else nullcontext():
             out, _ = attention_forward(rows, k, v, *others)
         return out[:, places] if plainly else out
 
-    return compared(partial(run, False), partial(run, True), [*given, *extra], dtype)
+    ran: set[str] = set()
+
+    def kernel_of(of: kernel_table.Device, problem: kernel_table.Problem) -> str:
+        found = kernel or kernel_table.kernel_of(of, problem)
+        ran.add(found)
+        if not any(row.kernel == found and row.takes(of, problem) for row in kernel_table.TABLE):
+            raise Skipped(f"the {found} kernel is not for this")
+        return found
+
+    with mock.patch.object(parts, "kernel_of", kernel_of):
+        figures = compared(partial(run, False), partial(run, True), [*given, *extra], dtype)
+    return {**figures, "kernel": " and ".join(sorted(ran)) or None}
 
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -336,9 +356,8 @@ def kernels(kind: str) -> Iterator[tuple[str, Work]]:
         yield f"adamw {implementation}", partial(adamw, implementation)
 
 
-def attentions() -> Iterator[tuple[str, Work]]:
-    """Yield the kinds of attention that models have, by name, in each type."""
-    pieces = (64, 192)  # the second and the last of four
+def attentions(kind: str) -> Iterator[tuple[str, Work]]:
+    """Yield the kinds of attention that models have, by name, in each type, and by each kernel."""
     kinds: dict[str, Callable[..., Figures]] = {
         "full": partial(chosen, Heads()),
         "gqa": partial(chosen, GQA),
@@ -353,13 +372,25 @@ def attentions() -> Iterator[tuple[str, Work]]:
         "K 40": partial(chosen, Heads(k=40, v=40)),
         "K 192 V 128": partial(chosen, LATENT),
         "K 256": partial(chosen, WIDE),
-        "ring": partial(chosen, Heads(), starts=pieces),
-        "ring, documents": partial(chosen, Heads(), documents=True, starts=pieces),
-        "ring, window": partial(chosen, Heads(), options=AttentionOptions(window=50), starts=pieces),
+        "ring": partial(chosen, Heads(), ring=True),
+        "ring, documents": partial(chosen, Heads(), documents=True, ring=True),
+        "ring, window": partial(chosen, Heads(), options=AttentionOptions(window=50), ring=True),
     }
     for name, work in kinds.items():
         for dtype in (torch.float32, *HALVES):
             yield f"{name} {_name(dtype)}", partial(_in_type, work, dtype)
+    for kernel, names in BY_KERNEL.items() if kind == "cuda" else ():
+        for name in names:
+            work = partial(kinds[name], kernel=kernel)
+            yield f"{name} bfloat16 by {kernel}", partial(_in_type, work, torch.bfloat16)
+
+
+MASKED = ("window", "documents", "documents, window", "sinks", "ring, documents", "ring, window")
+BY_KERNEL = {
+    "cudnn": ("full", "gqa", "not causal", "ring", "K 192 V 128"),
+    "flash": ("full", "gqa", "not causal", "ring", "K 40", "K 192 V 128", "K 256", *MASKED),
+    "efficient": ("full", "gqa", "not causal", "ring", "K 40", "K 192 V 128", "K 256", *MASKED),
+}
 
 
 def _in_type(work: Callable[..., Figures], dtype: torch.dtype, device: torch.device) -> Figures:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_kernels import Figures, Skipped
 from compose import Parallel, forward_backward, init_mesh
-from compose.build import fill_weights, parallelize
+from compose.build import fill_weights, loss_function, parallelize
 from compose.commands.cli import Command, parse
 from compose.compiler.compilation import Compile, graphs_compiled
 from compose.data.task import task_of
@@ -196,9 +196,16 @@ def compiled(mode: str, dtype: str, *keys: str, place: Place) -> Figures:
         options = replace(job.options, precision=precision, compile=how)
         composition = parallelize(job, mesh, place.device, options)
         fill_weights(composition, job, place.device)
+        torch.manual_seed(0)
+        for (
+            parameter
+        ) in composition.model.parameters():  # behind weights of zero all gradients are zero
+            part = local(parameter.detach())
+            part.add_(0.02 * torch.randn(part.shape).to(part))
         for _ in range(3):
             composition.model.zero_grad()
-            forward_backward(composition, share, micro_batch=config.train.micro_batch)
+            size, loss = config.train.micro_batch, loss_function(config)
+            forward_backward(composition, share, micro_batch=size, loss_function=loss)
             graphs.append(graphs_compiled())
         found = composition.model.named_parameters()
         return {name: local(p.grad).double() for name, p in found if p.grad is not None}

@@ -13,7 +13,7 @@ from compose.base.own_files import write_whole
 
 BEGIN, END = "<!-- first_gpu: begin -->", "<!-- first_gpu: end -->"
 SHOWN = ("tokens_per_second", "mfu", "of_limit", "over_bare", "over_compiled", "allocated_gib", "error")
-SHOWN += ("graphs", "breaks", "recompiled", "waits", "passed")
+SHOWN += ("kernel", "graphs", "breaks", "recompiled", "waits", "passed")
 
 
 class Report:

@@ -112,6 +112,7 @@ def marked_tests(place: Place) -> Figures:
 EXACTLY = """
 import sys, torch
 torch.use_deterministic_algorithms(True, warn_only=True)
+torch.backends.cuda.enable_cudnn_sdp(False)
 from train import main
 main(sys.argv[1:])
 """
@@ -211,7 +212,7 @@ def checks(kind: str, devices: int, small: bool) -> list[Check]:
     found += [_kernel("kernel", *each) for each in gpu_kernels.kernels(kind)]
     found.append(Check("tests marked gpu", marked_tests, "tests", limit=250))
     found += list(_verified(small))
-    found += [_kernel("attention", *each) for each in gpu_kernels.attentions()]
+    found += [_kernel("attention", *each) for each in gpu_kernels.attentions(kind)]
     found += list(_techniques(small))
     found += list(_ranks(kind, devices))
     return found + [
@@ -245,7 +246,7 @@ def _verified(small: bool) -> Iterator[Check]:
 
 def _techniques(small: bool) -> Iterator[Check]:
     block = [("llama", "float32"), ("llama", "bfloat16")]
-    block += [(name, "bfloat16") for name in FAMILIES if name not in ("llama", "dit") and not small]
+    block += [(name, "bfloat16") for name in FAMILIES if name != "llama" and not small]
     for family, dtype in block:
         run = partial(_compiled, "block", dtype, FAMILIES[family])
         yield Check(f"compile: block, {family} {dtype}", run, "compile", limit=150)
