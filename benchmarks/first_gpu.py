@@ -342,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds = options.seconds or (120.0 if options.small else 600.0)
         share = CHECKED if any(path.timed for path in paths) else 1.0
         # Small programs leave most of a GPU idle. A CPU is busy with one.
-        side_by_side = 4 if options.device == "cuda" and (os.cpu_count() or 1) >= 8 else 1
+        side_by_side = 5 if options.device == "cuda" and (os.cpu_count() or 1) >= 8 else 1
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with ThreadPoolExecutor(side_by_side) as pool:
             try:
