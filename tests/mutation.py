@@ -2,9 +2,11 @@
 
 import importlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -20,11 +22,23 @@ def mutated(place: str, old: str, new: str) -> Iterator[None]:
     # A piece of several lines is written without the function's own indentation.
     assert source.count(old) == 1, f"{place}: {source.count(old)} times {old!r}"
     before = function.__code__
-    function.__code__ = _compiled(function, source.replace(old, new))
+    mutation = _compiled(function, source.replace(old, new))
+    _forget()
+    function.__code__ = mutation
     try:
         yield
     finally:
         function.__code__ = before
+        _forget()
+
+
+def _forget() -> None:
+    """Forget what functions of the project have kept: a fault in one would not run, or stay."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("compose.", "models.")):
+            for value in list(vars(module).values()):
+                if isinstance(value, _lru_cache_wrapper):
+                    value.cache_clear()
 
 
 def function_at(place: str) -> FunctionType:
