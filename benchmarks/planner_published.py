@@ -51,7 +51,6 @@ NOT_STATED = (
 )  # as the sources themselves leave settings open
 HERE = Path(__file__).parent
 TRAIN = str(HERE.parent / "train.toml")
-models.__path__.append(str(HERE))  # gpt, which is no model of the toolkit
 Keys = dict[str, object]
 Row = Mapping[str, Any]
 _OF_WEIGHTS = (
@@ -113,6 +112,8 @@ def pieces_of_products(record: Record, job: Job) -> None:
 
 
 def _gpt(row: Row, vocab: int) -> Keys:
+    if str(HERE) not in models.__path__:
+        models.__path__.append(str(HERE))  # gpt, which is no model of the toolkit
     share = 128 * row["tp"]
     return _common(row) | {
         "model.name": "gpt",
