@@ -66,7 +66,7 @@ def test_paths_of_a_cpu(tmp_path: Path, only: list[str]) -> None:
 
 
 SCRIPT = f"""
-import os, sys, time
+import os, resource, sys, time
 sys.path.insert(0, {str(first_gpu.ROOT)!r})
 from benchmarks import first_gpu, gpu_runs
 from benchmarks.gpu_kernels import Skipped
@@ -82,6 +82,7 @@ def fails(place):
     raise ValueError("the first line\\nthe second line")
 
 def aborts(place):
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.abort()
 
 def hangs(place):

@@ -370,7 +370,7 @@ def test_a_rank_that_lives_and_does_not_come_is_told(monkeypatch: pytest.MonkeyP
     other.start()
     watch, ended, told = watched(store)
     try:
-        assert not ended.wait(2.0), "nobody is ahead"
+        assert not ended.wait(1.2), "nobody is ahead"
         ranks.report(0, 7, "forward and backward")
         begun = time.monotonic()
         assert ended.wait(20)

@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def _host_memory(like: Tensor) -> Tensor:
     memory = torch.empty_like(like, device="cpu")
     if like.is_cuda and memory.numel():
         # The pinned memory of PyTorch's allocator may be nearly twice as large, a power of two.
-        address, cuda = memory.data_ptr(), torch.cuda.cudart()
+        address, cuda = memory.data_ptr(), cast(Any, torch.cuda.cudart())
         torch.cuda.check_error(cuda.cudaHostRegister(address, memory.nbytes, 0))
         weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
     return memory
