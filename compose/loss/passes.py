@@ -38,7 +38,7 @@ def _gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Ten
 
 
 def fused_sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``Passes.sums``; the logits stay as they are."""
+    """Do the work of ``Passes.sums``, and leave the logits as they are."""
     wide = _wide(logits)
     top = wide.amax(1)
     target = wide.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
@@ -46,7 +46,7 @@ def fused_sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor
 
 
 def fused_gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Tensor) -> None:
-    """As ``Passes.gradient``, after ``fused_sums``."""
+    """Do the work of ``Passes.gradient``, after ``fused_sums``."""
     found = (_wide(logits) - top[:, None]).exp() * factor[:, None]
     logits.copy_(torch.where(_chosen(logits, at, here), found - 1, found))
 

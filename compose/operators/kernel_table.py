@@ -18,14 +18,14 @@ Kernel = Literal["cudnn", "flash", "efficient", "plain"]
 
 @dataclass(frozen=True)
 class Device:
-    """What a choice depends on, of the GPU and of PyTorch's settings."""
+    """The facts of a GPU, and PyTorch's settings, on which the choice depends."""
 
     capability: tuple[int, int]
     """The compute capability."""
     cudnn: int = 0
     """The version of cuDNN, as PyTorch numbers it; 0: its attention is not to be used."""
     flash: str = "FA2"
-    """What PyTorch's flash operators run: FA2, or what was activated in its place."""
+    """The implementation that PyTorch's flash operators run: FA2, or one that was activated."""
     deterministic: bool = False
     """Whether only deterministic kernels may run."""
 
@@ -36,7 +36,7 @@ class Problem:
 
     dtype: torch.dtype
     width: int
-    """Of queries and keys."""
+    """Width of queries and keys."""
     values: int
     """Width of the values."""
     documents: bool = False

@@ -1,4 +1,4 @@
-"""What the host must know of a step before the weights change, read from the device at once.
+"""The numbers that the host must know before the weights change, read from the device at once.
 
 On a GPU the host gives work to the device ahead of time, and a read waits until the device has done all
 of it. So a step has one read: after clipping, and before the optimizer's step, which a loss or gradient
@@ -25,7 +25,7 @@ class Reading:
     z_loss: float | None
     """The z-loss, if there is one."""
     said: tuple[int, ...]
-    """Of each number that ranks say, the greatest of all ranks."""
+    """The greatest of all ranks, for each number that ranks say."""
 
 
 def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[int]) -> Reading:
