@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from compose import init_mesh
-from compose.commands.cli import parse, run
-from compose.commands.dry_run import describe
-from compose.runtime.processes import process_group
+from compose.cli.command_line import parse, run
+from compose.cli.dry_run import describe
+from compose.parallel.processes import process_group
 from compose.train.trainer import Trainer
 
 

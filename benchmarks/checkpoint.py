@@ -26,10 +26,10 @@ import torch
 
 from compose.checkpoint import store
 from compose.checkpoint.state import named_tensors, parts, staged
-from compose.legality import check
+from compose.config.rules import check
+from compose.config.toml import load
 from compose.parallel.mesh import init_mesh
-from compose.runtime.processes import process_group
-from compose.toml import load
+from compose.parallel.processes import process_group
 from compose.train.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent

@@ -39,9 +39,9 @@ STUDY = Study(
     lr=3e-4,
     # Without the rotation, and weights in bfloat16 where int8 is asked for.
     code={
-        "int4, bare": "import compose.comm.units as u; u.ROTATED = False",
+        "int4, bare": "import compose.compression.units as u; u.ROTATED = False",
         "bfloat16 weights": (
-            "import compose.comm.units as u; real = u.Blocks;"
+            "import compose.compression.units as u; real = u.Blocks;"
             " u.Blocks = lambda bits, *a, **k: real(16, *a, **k)"
         ),
     },

@@ -21,10 +21,10 @@ import torch
 
 from compose import init_mesh
 from compose.build import build
-from compose.commands.cache import Cache, next_logits, open_cache
-from compose.commands.cli import parse
-from compose.composition.state import Composition
-from compose.runtime.processes import process_group
+from compose.cli.cache import Cache, next_logits, open_cache
+from compose.cli.command_line import parse
+from compose.composition import Composition
+from compose.parallel.processes import process_group
 
 TRAIN_TOML = str(Path(__file__).parent.parent / "train.toml")
 EARLY, LATE = 20, 200

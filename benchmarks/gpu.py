@@ -35,10 +35,10 @@ from benchmarks.gpu_bare import Bare
 from benchmarks.gpu_kernels import Figures, Skipped
 from benchmarks.gpu_paths import Place, free, mesh_of
 from benchmarks.planner_published import content
-from compose.commands.cli import Command, parse
-from compose.planning.cluster import load_cluster
-from compose.planning.estimate import estimate
-from compose.registry import find_model
+from compose.cli.command_line import Command, parse
+from compose.config.models import find_model
+from compose.planner.cluster import load_cluster
+from compose.planner.estimate import estimate
 from compose.train.metrics import peak_flops
 from compose.train.trainer import Trainer
 

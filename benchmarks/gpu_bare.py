@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compose.config import Config
-from compose.registry import find_model
+from compose.config.models import find_model
+from compose.config.tables import Config
 
 
 class Bare:

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compose.loss.cross_entropy import cross_entropy
-from compose.operators import kernel_table, parts
-from compose.operators.attention import attention_forward, tensors_of
-from compose.operators.attention_options import AttentionOptions
-from compose.operators.documents import Documents
-from compose.operators.rms_norm import rms_norm
+from compose.ops import kernel_table, parts
+from compose.ops.attention import attention_forward, tensors_of
+from compose.ops.attention_options import AttentionOptions
+from compose.ops.cross_entropy import cross_entropy
+from compose.ops.documents import Documents
+from compose.ops.rms_norm import rms_norm
 from compose.proof.plain_attention import PlainAttention
 from models.layers.moe import grouped_mm
 

@@ -29,13 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu_kernels import Figures, Skipped
 from compose import Parallel, forward_backward, init_mesh
 from compose.build import fill_weights, loss_function, parallelize
-from compose.commands.cli import Command, parse
-from compose.compiler.compilation import Compile, graphs_compiled
-from compose.data.task import task_of
+from compose.cli.command_line import Command, parse
+from compose.config.task import task_of
 from compose.errors import ConfigError
 from compose.memory import activation_offload
+from compose.memory.compilation import Compile, graphs_compiled
+from compose.memory.precision import Precision
 from compose.parallel.mesh import batch_share
-from compose.precision.options import Precision
 from compose.proof.prove import prove
 from compose.train.trainer import Trainer
 

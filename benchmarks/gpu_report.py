@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compose.base.own_files import write_whole
+from compose.errors import write_whole
 
 BEGIN, END = "<!-- first_gpu: begin -->", "<!-- first_gpu: end -->"
 SHOWN = ("tokens_per_second", "mfu", "of_limit", "over_bare", "over_compiled", "allocated_gib", "error")

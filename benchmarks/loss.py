@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compose.loss.chunked import chunked_cross_entropy
-from compose.loss.cross_entropy import cross_entropy
+from compose.ops.chunked_loss import chunked_cross_entropy
+from compose.ops.cross_entropy import cross_entropy
 
 TURNS = 5
 ROWS = 64  # of the weight, whose gradient is held against float64

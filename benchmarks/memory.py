@@ -30,17 +30,18 @@ import torch.multiprocessing as mp
 from allocations import Allocations
 from torch import Tensor, nn
 
-from compose import forward_backward, init_mesh, legality
-from compose.base.local_tensor import local_tensor
+from compose import forward_backward, init_mesh
 from compose.build import build, build_optimizer, loss_function
-from compose.config import Config
-from compose.data import random_batch
-from compose.legality.job import Job
-from compose.loss.vocabulary import AT_ONCE, MANY
+from compose.config import rules
+from compose.config.job import Job
+from compose.config.tables import Config
+from compose.config.toml import load
+from compose.data.packing import random_batch
 from compose.memory.activation_bytes import unit_costs
 from compose.memory.activation_checkpointing import within
-from compose.optimizer import offload
-from compose.toml import load
+from compose.ops.local_tensor import local_tensor
+from compose.ops.vocabulary_loss import AT_ONCE, MANY
+from compose.optim import offload
 
 TRAIN = str(Path(__file__).parent.parent / "train.toml")
 PIECE = 2**14
@@ -257,7 +258,7 @@ def job_of(shape: Keys, keys: Keys, ranks: int) -> Job:
     """train.toml with the shape and the keys of a row."""
     more: Keys = {"train.micro_batch": 1, "train.global_batch": 2 * ranks}
     overrides = [(key, str(value)) for key, value in {**shape, **more, **keys}.items()]
-    return legality.check(load(TRAIN, overrides), ranks)
+    return rules.check(load(TRAIN, overrides), ranks)
 
 
 def peaks(rank: int, ranks: int, port: int, shape: Keys, runs: list[Keys], out: str) -> None:

@@ -33,7 +33,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import models.qwen3 as qwen3
 from compose import Options, Parallel, apply, forward_backward, init_mesh
-from compose.optimizer import AdamW
+from compose.optim.adamw import AdamW
 from compose.parallel import expert_parallel
 from models.layers import moe
 from models.layers.feed_forward import FeedForward

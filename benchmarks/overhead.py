@@ -37,14 +37,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
 from compose.build import build, build_optimizer, fill_weights
-from compose.commands.cli import parse
-from compose.composition.state import Composition
-from compose.config import Config
-from compose.data import open_data, training_batches
-from compose.legality.job import Job
+from compose.cli.command_line import parse
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.config.models import find_model
+from compose.config.tables import Config
+from compose.data.datasets import open_data, training_batches
+from compose.parallel.processes import process_group
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel
-from compose.registry import find_model
-from compose.runtime.processes import process_group
 from compose.train.trainer import Trainer
 
 WARM_UP = 1  # steps of each before any is timed

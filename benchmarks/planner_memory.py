@@ -9,7 +9,7 @@ that stays. Measured bytes are those of benchmarks/allocations.py. Two predictio
     table    one record of the rank with all layers and micro-batches, in the schedule's own order; of
              the first rank of each pipeline rank, and of the last of all
     replay   what `python -m compose plan` does: few layers and micro-batches are recorded, and the
-             schedule's table puts them in order (compose/planning/estimate.py); of each pipeline rank,
+             schedule's table puts them in order (compose/planner/estimate.py); of each pipeline rank,
              beside the measured bytes of its first rank
 
 Categories are those of compose/profiling/memory.py at the measured peak, and the planner's at its own:
@@ -53,16 +53,16 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
-from compose.base.local_tensor import local_tensor
 from compose.build import build, build_optimizer, loss_function
-from compose.data import random_batch
+from compose.data.packing import random_batch
 from compose.memory.activation_offload import ActivationOffload
-from compose.optimizer import offload
-from compose.optimizer.offload import OffloadedAdamW
-from compose.planning import estimate, memory
-from compose.planning.cluster import load_cluster
-from compose.planning.memory import categorize
-from compose.planning.trace import Played, trace
+from compose.ops.local_tensor import local_tensor
+from compose.optim import offload
+from compose.optim.offload import OffloadedAdamW
+from compose.planner import estimate, memory
+from compose.planner.cluster import load_cluster
+from compose.planner.memory import categorize
+from compose.planner.trace import Played, trace
 from compose.profiling.memory import allocations
 from compose.profiling.trace import NOTED, Trace, step_span
 from models.layers.router import Router

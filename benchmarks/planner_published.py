@@ -27,15 +27,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import compose.memory.activation_checkpointing as recomputation
 import models
-from compose import legality
+from compose.config import rules
+from compose.config.job import Job
+from compose.config.toml import load
 from compose.errors import ConfigError
-from compose.legality.job import Job
-from compose.operators.rms_norm import RMSNorm
-from compose.planning.cluster import Cluster, load_cluster
-from compose.planning.estimate import Otherwise, estimate
-from compose.planning.recorder import Message, Operator, Record
-from compose.planning.seconds import PART, axis_of
-from compose.toml import load
+from compose.ops.rms_norm import RMSNorm
+from compose.planner.cluster import Cluster, load_cluster
+from compose.planner.estimate import Otherwise, estimate
+from compose.planner.recorder import Message, Operator, Record
+from compose.planner.seconds import PART, axis_of
 from models.layers.attention import AttentionCore
 from models.llama import model as llama
 
@@ -307,7 +307,7 @@ def cluster_of(name: str) -> Cluster:
 def job_of(program: Program, row: Row) -> Job:
     """The job of a row."""
     keys = [(key, str(value)) for key, value in program.keys(row).items()]
-    return legality.check(load(TRAIN, keys), row["gpus"])
+    return rules.check(load(TRAIN, keys), row["gpus"])
 
 
 def predicted(of: Mapping[str, Any], row: Row, workers: int = 2) -> float:

@@ -28,13 +28,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from compose import clip_grad_norm_, forward_backward, init_mesh, legality
+from compose import clip_grad_norm_, forward_backward, init_mesh
 from compose.build import build, build_optimizer, loss_function
-from compose.data import random_batch
-from compose.legality.job import Job
-from compose.planning.cluster import Cluster, load_cluster
-from compose.planning.estimate import estimate
-from compose.toml import load
+from compose.config import rules
+from compose.config.job import Job
+from compose.config.toml import load
+from compose.data.packing import random_batch
+from compose.planner.cluster import Cluster, load_cluster
+from compose.planner.estimate import estimate
 
 ROOT = Path(__file__).parent.parent
 COMMON = {"train.global_batch": 8, "train.micro_batch": 1, "parallel.zero": 3}
@@ -60,10 +61,10 @@ def jobs(model: str, ranks: int, small: bool) -> list[Job]:
     eps = [e for e in (1, 2, 4, 8) if e <= ranks] if model == "moe" else [1]
     for ep in eps:
         free = replace(config, parallel=replace(config.parallel, ep=ep))
-        for degrees, problems in legality.survey(free, ranks):
+        for degrees, problems in rules.survey(free, ranks):
             if not problems:
                 parallel = replace(free.parallel, **degrees)
-                found.append(legality.check(replace(free, parallel=parallel), ranks))
+                found.append(rules.check(replace(free, parallel=parallel), ranks))
     return found
 
 

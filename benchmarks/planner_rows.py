@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from compose import legality
+from compose.config import rules
+from compose.config.job import Job
+from compose.config.toml import load
 from compose.errors import ConfigError
-from compose.legality.job import Job
-from compose.toml import load
 
 TRAIN = str(Path(__file__).parent.parent / "train.toml")
 Keys = dict[str, Any]
@@ -26,7 +26,7 @@ _BY_HALVES = _SCHEDULES[4:]
 
 def job_of(keys: Keys, ranks: int) -> Job:
     """Return the job of train.toml with the keys of a row. Raises ConfigError if it is refused."""
-    return legality.check(load(TRAIN, [(key, _toml(value)) for key, value in keys.items()]), ranks)
+    return rules.check(load(TRAIN, [(key, _toml(value)) for key, value in keys.items()]), ranks)
 
 
 def _toml(value: Any) -> str:

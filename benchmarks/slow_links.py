@@ -34,10 +34,10 @@ from compose import (
     init_mesh,
     init_weights,
 )
-from compose.base.torch_versions import ALL_GATHER, REDUCE_SCATTER
-from compose.comm.kernels import compile_kernels
-from compose.data import random_batch
-from compose.registry import find_model
+from compose.compression.kernels import compile_kernels
+from compose.config.models import find_model
+from compose.data.packing import random_batch
+from compose.ops.torch_versions import ALL_GATHER, REDUCE_SCATTER
 
 KINDS: dict[str, Comm] = {
     "int8, int8": Comm(weights="int8", gradients="int8"),

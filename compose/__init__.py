@@ -4,28 +4,27 @@ This package exports the Plan, the mesh, the functions that apply and train with
 that the result equals one process.
 """
 
-from typing import TYPE_CHECKING
-
-from compose.base.former import keep_former_names
-from compose.base.lazy import export
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compose.apply import apply
-    from compose.comm.options import Comm
-    from compose.compiler.compilation import Compile
-    from compose.composition.options import Options
-    from compose.composition.state import Composition
+    from compose.composition import Composition, Options
     from compose.errors import ConfigError
-    from compose.loss.cross_entropy import IGNORE, cross_entropy
     from compose.memory.activation_checkpointing import ActivationCheckpoint, Recompute
-    from compose.operators.attention import attention
-    from compose.operators.attention_options import AttentionOptions
-    from compose.operators.documents import Documents
-    from compose.operators.dropout import DropoutKey
+    from compose.memory.compilation import Compile
+    from compose.memory.precision import Precision
+    from compose.ops.attention import attention
+    from compose.ops.attention_options import AttentionOptions
+    from compose.ops.cross_entropy import IGNORE, cross_entropy
+    from compose.ops.documents import Documents
+    from compose.ops.dropout import DropoutKey
+    from compose.parallel.comm import Comm
     from compose.parallel.mesh import Parallel, init_mesh
     from compose.pipeline.schedules import Schedule
     from compose.plan import Pipeline, Plan
-    from compose.precision.options import Precision
     from compose.proof.verify import Trial, verify
     from compose.train.evaluate import evaluate
     from compose.train.step import clip_grad_norm_, forward_backward
@@ -60,35 +59,50 @@ __all__ = [
     "verify",
 ]
 
-export(
-    __name__,
-    {
-        "ActivationCheckpoint": "compose.memory.activation_checkpointing",
-        "AttentionOptions": "compose.operators.attention_options",
-        "Comm": "compose.comm.options",
-        "Compile": "compose.compiler.compilation",
-        "Composition": "compose.composition.state",
-        "ConfigError": "compose.errors",
-        "Documents": "compose.operators.documents",
-        "DropoutKey": "compose.operators.dropout",
-        "IGNORE": "compose.loss.cross_entropy",
-        "Options": "compose.composition.options",
-        "Parallel": "compose.parallel.mesh",
-        "Pipeline": "compose.plan",
-        "Plan": "compose.plan",
-        "Precision": "compose.precision.options",
-        "Recompute": "compose.memory.activation_checkpointing",
-        "Schedule": "compose.pipeline.schedules",
-        "Trial": "compose.proof.verify",
-        "apply": "compose.apply",
-        "attention": "compose.operators.attention",
-        "clip_grad_norm_": "compose.train.step",
-        "cross_entropy": "compose.loss.cross_entropy",
-        "evaluate": "compose.train.evaluate",
-        "forward_backward": "compose.train.step",
-        "init_mesh": "compose.parallel.mesh",
-        "init_weights": "compose.weights",
-        "verify": "compose.proof.verify",
-    },
-)
-keep_former_names()
+_MODULES = {
+    "ActivationCheckpoint": "compose.memory.activation_checkpointing",
+    "AttentionOptions": "compose.ops.attention_options",
+    "Comm": "compose.parallel.comm",
+    "Compile": "compose.memory.compilation",
+    "Composition": "compose.composition",
+    "ConfigError": "compose.errors",
+    "Documents": "compose.ops.documents",
+    "DropoutKey": "compose.ops.dropout",
+    "IGNORE": "compose.ops.cross_entropy",
+    "Options": "compose.composition",
+    "Parallel": "compose.parallel.mesh",
+    "Pipeline": "compose.plan",
+    "Plan": "compose.plan",
+    "Precision": "compose.memory.precision",
+    "Recompute": "compose.memory.activation_checkpointing",
+    "Schedule": "compose.pipeline.schedules",
+    "Trial": "compose.proof.verify",
+    "apply": "compose.apply",
+    "attention": "compose.ops.attention",
+    "clip_grad_norm_": "compose.train.step",
+    "cross_entropy": "compose.ops.cross_entropy",
+    "evaluate": "compose.train.evaluate",
+    "forward_backward": "compose.train.step",
+    "init_mesh": "compose.parallel.mesh",
+    "init_weights": "compose.weights",
+    "verify": "compose.proof.verify",
+}
+
+
+class _Package(ModuleType):
+    """Imports a name at its first use, so that importing the package imports no torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # compose.apply is the function. Python would replace it by the module of that name.
+        if not (name in _MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

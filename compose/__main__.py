@@ -9,23 +9,23 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from compose import legality
-from compose.commands.cli import parse, read_arguments, run, world_size_of
-from compose.commands.convert import convert
-from compose.commands.measure import measure
-from compose.commands.plan import plan
-from compose.commands.samples import generate
-from compose.commands.tokenize import tokenize
+from compose.cli.command_line import parse, read_arguments, run, world_size_of
+from compose.cli.convert import convert
+from compose.cli.measure import measure
+from compose.cli.plan import plan
+from compose.cli.samples import generate
+from compose.cli.tokenize import tokenize
+from compose.config import rules
+from compose.config.toml import load
 from compose.errors import ConfigError, did_you_mean
+from compose.parallel.islands import current, speaks
 from compose.parallel.mesh import AXES, init_mesh
+from compose.parallel.processes import process_group
 from compose.pipeline import timeline
 from compose.pipeline.schedules import build_table
 from compose.proof.outer_loop import prove_outer_loop
 from compose.proof.prove import prove
 from compose.proof.report import joined
-from compose.runtime.islands import current, speaks
-from compose.runtime.processes import process_group
-from compose.toml import load
 
 _ABOUT_VERIFY = """\
 Runs a few steps of the composition that FILE describes, on the ranks that torchrun starts, and the same
@@ -74,7 +74,7 @@ def _schedule(arguments: Sequence[str]) -> int:
     degrees = [getattr(config.parallel, axis) for axis in AXES]
     world_size = world_size_of(given) or math.prod(max(1, degree) for degree in degrees)
     try:
-        job = legality.check(config, world_size)
+        job = rules.check(config, world_size)
         if job.degrees.pp == 1:
             raise ConfigError("parallel.pp: 1 has no schedule; set --parallel.pp=2 or more")
     except ConfigError as error:
@@ -109,7 +109,7 @@ def _legal(arguments: Sequence[str]) -> int:
         raise ConfigError("command line: legal: needs --world-size N, the number of ranks")
     config = load(given.file, given.overrides)
     legal, refused = [], Counter[str]()
-    for degrees, problems in legality.survey(config, world_size):
+    for degrees, problems in rules.survey(config, world_size):
         if problems:
             refused[problems[0]] += 1
         else:

@@ -9,24 +9,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from compose.comm.activations import Activations
-from compose.comm.compression import Compression
-from compose.comm.kernels import compile_kernels
-from compose.compiler.compilation import apply_compile
-from compose.composition.options import Options
-from compose.composition.rules import check_setup
-from compose.composition.setup import Setup
-from compose.composition.state import Composition
+from compose.composition import Composition, Options
+from compose.compression.activations import Activations
+from compose.compression.compression import Compression
+from compose.compression.kernels import compile_kernels
+from compose.config.composition_rules import check_setup
+from compose.config.rule import Setup
 from compose.errors import ConfigError
-from compose.loss.output import Output
 from compose.memory.activation_checkpointing import apply_activation_checkpointing, recomputed_units
 from compose.memory.activation_offload import ActivationOffload
-from compose.operators.dropout import Masks, dropouts
+from compose.memory.compilation import apply_compile
+from compose.memory.float8 import Choice, apply_float8, float8_styles, select_layers
+from compose.ops.dropout import Masks, dropouts
 from compose.parallel.coded_units import levels_of
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
+from compose.parallel.output import Output
 from compose.parallel.secondary_shards import SecondaryGather, secondary_groups
 from compose.parallel.sequence import Balance
 from compose.parallel.stream_messages import with_codes
@@ -35,7 +35,6 @@ from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_pa
 from compose.pipeline.schedules import schedule_of
 from compose.pipeline.split import Stage
 from compose.plan import Plan, Resolved, resolve
-from compose.precision.float8 import Choice, apply_float8, float8_styles, select_layers
 
 
 def apply(

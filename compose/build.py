@@ -12,25 +12,24 @@ from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
-from compose.composition.options import Options
-from compose.composition.state import Composition
-from compose.config import Config
-from compose.data.task import task_of
+from compose.checkpoint.hf_folder import config_problems, load_hf, name_of
+from compose.checkpoint.peft_files import load_adapters
+from compose.composition import Composition, Options
+from compose.config.job import Job
+from compose.config.models import InitialisedModel
+from compose.config.tables import Config
+from compose.config.task import task_of
 from compose.errors import ConfigError
-from compose.huggingface.folder import config_problems, load_hf, name_of
-from compose.huggingface.peft_files import load_adapters
-from compose.legality.job import Job
-from compose.lora.adapt import init_adapter, is_adapter
-from compose.loss.cross_entropy import LossFunction
-from compose.optimizer.adamw import AdamW
-from compose.optimizer.groups import Together, grouped, stage_group
-from compose.optimizer.lr_schedule import set_learning_rate
-from compose.optimizer.muon import Muon
-from compose.optimizer.offload import OffloadedAdamW
-from compose.optimizer.rules import ParameterRule, parameter_rules
-from compose.optimizer.scratch import remove_left
-from compose.registry import InitialisedModel
-from compose.runtime.islands import current
+from compose.memory.lora import init_adapter, is_adapter
+from compose.ops.cross_entropy import LossFunction
+from compose.optim.adamw import AdamW
+from compose.optim.groups import Together, grouped, stage_group
+from compose.optim.lr_schedule import set_learning_rate
+from compose.optim.muon import Muon
+from compose.optim.offload import OffloadedAdamW
+from compose.optim.rules import ParameterRule, parameter_rules
+from compose.optim.scratch import remove_left
+from compose.parallel.islands import current
 from compose.weights import init_weights, materialize
 
 _NOWHERE = "compose-offload-"  # prefix of temporary folders for files, without a run

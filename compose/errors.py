@@ -1,10 +1,40 @@
-"""The error for all mistakes in a user's input, and hints at the nearest known word."""
+"""The error for all mistakes in a user's input, and hints at the nearest known word.
 
+The keys of another library's JSON file: each is read, or may have some values, or says nothing.
+
+Paths that a person gives, as a key of a file or as a word of a command line.
+
+Files in folders that anyone may have made: reads and writes stay inside the folder.
+
+The parts of a config's keys: their types, their descriptions, and their values as TOML.
+
+A table of train.toml is a frozen dataclass next to the code that uses it. ``train.py --help`` prints
+the text under each field. A field without text is no key.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import datetime
 import difflib
+import errno
+import functools
+import inspect
+import itertools
+import json
+import keyword
+import os
 import re
+import stat
+import textwrap
 import traceback
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import AfterValidator, Field
 
 _SHOWN = 200  # characters of a word
 _LONG = re.compile(rf"\S{{{2 * _SHOWN},}}")
@@ -65,3 +95,272 @@ def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+_SHOWN = 60  # characters of a value in a message
+_OFF = (None, False, [], {}, "")
+
+
+class KnownKeys:
+    """Every known key of one kind of file."""
+
+    def __init__(
+        self,
+        read: str,
+        only: Mapping[str, tuple[Any, ...]],
+        besides: str,
+        cures: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make the list; names are separated by spaces.
+
+        Args:
+            read: Keys that are read.
+            only: Keys that would change something, with the values that change nothing.
+            besides: Keys that change nothing here, whatever their value is.
+            cures: What to do about a key of ``only``, for its message.
+        """
+        self.read, self.besides = frozenset(read.split()), frozenset(besides.split())
+        self.only = {key: values for names, values in only.items() for key in names.split()}
+        self.cures = cures or {}
+
+    def problems(self, values: Mapping[str, Any]) -> list[str]:
+        """Return a line for each key that may change something and is not supported here.
+
+        A key that nobody knows is off if its value is empty.
+
+        Args:
+            values: The parsed file.
+
+        Returns:
+            The lines.
+        """
+        return [
+            f"{key if key.isidentifier() else _shown(key)}: {_shown(value)} is not supported here"
+            f"{self.cures.get(key, '')}"
+            for key, value in values.items()
+            if key not in self.read
+            and key not in self.besides
+            and value not in self.only.get(key, _OFF)
+        ]
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+_STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
+
+
+def local_path(text: str) -> str:
+    """Return ``text`` with a home folder in place of ``~``.
+
+    Variables are not expanded: they differ between nodes, and where one is unset the path is another.
+
+    Raises:
+        ValueError: It would become a folder of that very name, which nobody means.
+    """
+    if _STORE.match(text):
+        raise ValueError("is in a remote store, which cannot be used; give a folder of this machine")
+    if found := _VARIABLE.search(text):
+        raise ValueError(f"has {found[0]}, and variables are not expanded here; write its value, or ~")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError(f"names no known home folder; a folder of that name is ./{text}")
+    return path
+
+
+def _each(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    return local_path(value) if isinstance(value, str) else tuple(map(local_path, value))
+
+
+# Types of keys that name a file or a folder, and may have other values too, as "stdlib".
+LocalPath = Annotated[str, AfterValidator(local_path)]
+LocalPaths = Annotated[str | tuple[str, ...], AfterValidator(_each)]
+
+
+LEADS_OUT = "is a link that leads out of its folder; put the file itself there"
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Return whether ``path`` is a link to a place outside of ``folder``.
+
+    Hugging Face's cache counts as one folder: its snapshots are links to the blobs beside them.
+
+    Args:
+        path: A path in ``folder``.
+        folder: A folder that a person named.
+
+    Returns:
+        True for a link that leads out.
+    """
+    if not path.is_symlink():
+        return False
+    root, found = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    roots = [
+        root,
+        *(each.parent / "blobs" for each in (root, *root.parents) if each.name == "snapshots"),
+    ]
+    return not any(found.is_relative_to(each) for each in roots)
+
+
+def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
+    """Open a regular file that is no link, as ``open`` does; text is UTF-8.
+
+    Args:
+        path: The file.
+        mode: As in ``open``.
+        buffering: As in ``open``.
+
+    Returns:
+        The open file, which the caller closes.
+
+    Raises:
+        OSError: The path is a symbolic link, which could lead anywhere, or no regular file. A pipe, for
+            example, could block forever.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+    try:
+        encoding = None if "b" in mode else "utf-8"
+        file = open(path, mode, buffering, encoding, opener=opener)  # noqa: SIM115 (the caller closes it)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no file", str(path))
+    return file
+
+
+def read_own(path: Path) -> bytes:
+    """Return the content of a regular file that is no link.
+
+    Raises:
+        OSError: As :func:`open_own`, or the file cannot be read.
+    """
+    with open_own(path) as file:
+        return file.read()
+
+
+def state_of(path: Path) -> os.stat_result:
+    """Return the system's data about a regular file; links are followed.
+
+    Raises:
+        OSError: It is no regular file. A pipe, for example, could block forever.
+    """
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode):
+        raise OSError(errno.EINVAL, "is no file", str(path))
+    return state
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file; links are followed.
+
+    Raises:
+        OSError: It is no regular file, or cannot be read.
+    """
+    state_of(path)
+    return path.read_bytes()
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Write a small file so that a reader finds the old file or the new one, never a part.
+
+    A link at ``path`` is replaced, and not followed.
+
+    Args:
+        path: The file.
+        content: Its content; text is written as UTF-8.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.new")
+    with contextlib.suppress(FileNotFoundError):
+        aside.unlink()
+    # The mode "x" does not follow links either.
+    with aside.open("xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _not_0_in_float32(value: float) -> float:
+    if 0 < value < 2.0**-126:
+        raise ValueError("is 0 in float32, which has nothing below 1.2e-38")
+    return value
+
+
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(gt=0)]
+Epsilon = Annotated[float, Field(ge=0), AfterValidator(_not_0_in_float32)]
+
+
+def attribute(key: str) -> str:
+    """Return the field of a key: a keyword of Python, such as async, gets an underscore."""
+    return f"{key}_" if keyword.iskeyword(key) else key
+
+
+@functools.cache
+def docs(table: type) -> dict[str, str]:
+    """Return the text under each field of a dataclass, by key, in the order of the fields."""
+    inherited = [docs(base) for base in table.__bases__ if dataclasses.is_dataclass(base)]
+    body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0].body  # type: ignore[attr-defined]
+    return {name: text for base in inherited for name, text in base.items()} | {
+        key.target.id.rstrip("_"): " ".join(text.value.value.split())
+        for key, text in itertools.pairwise(body)
+        if isinstance(key, ast.AnnAssign)
+        and isinstance(key.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def type_name(kind: Any) -> str:
+    """Return the name of a type, such as ``int``; for a choice ``"a" | "b"``."""
+    if get_origin(kind) is Annotated:
+        return type_name(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return " | ".join(toml_value(choice) for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return f"list of {type_name(get_args(kind)[0])}"
+    if get_origin(kind) is types.UnionType:
+        return " or ".join(type_name(choice) for choice in get_args(kind))
+    return getattr(kind, "__name__", str(kind))
+
+
+def whole_number(text: str) -> int:
+    """Return the number that a text of 1 to 18 digits is; -1 for any other text."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else -1
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = "".join(
+            {'"': '\\"', "\\": "\\\\"}.get(c, c if c.isprintable() else f"\\u{ord(c):04x}")
+            for c in value
+        )
+        return f'"{escaped}"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, int) and value.bit_length() > 4096:  # Python refuses to write it in decimal
+        return hex(value)
+    return repr(value)

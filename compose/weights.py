@@ -8,10 +8,10 @@ from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from compose.base.local_tensor import local_tensor
-from compose.base.tied import tie, tied_names
-from compose.composition.state import Composition, module_of
+from compose.composition import Composition, module_of
 from compose.errors import ConfigError
+from compose.ops.local_tensor import local_tensor
+from compose.ops.tied import tie, tied_names
 
 
 @torch.no_grad()

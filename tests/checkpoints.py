@@ -12,7 +12,7 @@ from compose.build import build, build_optimizer, parallelize
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.state import named_tensors
-from compose.composition.state import Composition
+from compose.composition import Composition
 from compose.errors import ConfigError
 from compose.proof.held import whole
 from compose.train.trainer import Trainer

@@ -24,7 +24,7 @@ import torch
 
 import compose.__main__
 import train
-from compose.commands import cli
+from compose.cli import command_line as cli
 from tests.forks import forks
 from tests.helpers import ROOT, SMALL
 

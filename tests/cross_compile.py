@@ -38,9 +38,9 @@ from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
 from compose import forward_backward, init_mesh
 from compose.build import fill_weights, loss_function, parallelize
-from compose.compiler.compilation import Compile
-from compose.data.task import task_of
-from compose.loss.passes import fused_gradient, fused_sums
+from compose.config.task import task_of
+from compose.memory.compilation import Compile
+from compose.ops.loss_passes import fused_gradient, fused_sums
 from tests.helpers import make_job
 
 CUDA = torch.device("cuda", 0)

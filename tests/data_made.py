@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from compose.config import Config, Data
+from compose.config.tables import Config, Data
 from tests.helpers import make_config
 
 TOKENS = np.arange(40, dtype=np.uint16)

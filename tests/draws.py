@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from compose.comm.layout import FEWEST
+from compose.compression.layout import FEWEST
 from compose.errors import ConfigError
 from tests.helpers import make_config, overrides
 

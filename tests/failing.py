@@ -54,14 +54,15 @@ def put_in() -> None:
 
 def own_loop(words: list[str]) -> None:
     """Train without train.py and what it starts."""
-    from compose import forward_backward, init_mesh, legality
+    from compose import forward_backward, init_mesh
     from compose.build import build
-    from compose.data import random_batch
-    from compose.toml import load
+    from compose.config import rules
+    from compose.config.toml import load
+    from compose.data.packing import random_batch
 
     dist.init_process_group("gloo")
     keys = [tuple(word.removeprefix("--").split("=", 1)) for word in words]
-    job = legality.check(load("train.toml", keys), dist.get_world_size())  # type: ignore[arg-type]
+    job = rules.check(load("train.toml", keys), dist.get_world_size())  # type: ignore[arg-type]
     composition = build(job, init_mesh(job.degrees, "cpu"), torch.device("cpu"))
     train, vocabulary = job.config.train, job.config.model.config.vocab_size
     for step in range(100):

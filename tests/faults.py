@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 import compose.train.step
 import compose.weights
-from compose.base.local_tensor import local_tensor
-from compose.base.torch_versions import REDUCE_SCATTER
-from compose.composition.state import Composition
-from compose.operators import parts
-from compose.operators.blocks import Block, Layout
+from compose.composition import Composition
+from compose.ops import parts
+from compose.ops.blocks import Block, Layout
+from compose.ops.local_tensor import local_tensor
+from compose.ops.torch_versions import REDUCE_SCATTER
 from compose.parallel import gradient_sum, local_parallel, stream_messages
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import sum_over

@@ -10,13 +10,12 @@ from random import Random
 
 import train
 from compose.__main__ import main
-from compose.base.fields import docs
 from compose.checkpoint import store
-from compose.commands.cli import parse
-from compose.config import TABLES
-from compose.data import training_batches
-from compose.data.datasets import open_data
-from compose.toml import load
+from compose.cli.command_line import parse
+from compose.config.tables import TABLES
+from compose.config.toml import load
+from compose.data.datasets import open_data, training_batches
+from compose.errors import docs
 from tests.fuzzing import Watch, odd_file, odd_toml, odd_words
 from tests.helpers import ROOT
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.base import devices
-from compose.operators import kernel_table, parts
-from compose.operators.kernel_table import Device, Problem
-from compose.operators.task import Task
+from compose.ops import devices, kernel_table, parts
+from compose.ops.kernel_table import Device, Problem
+from compose.ops.task import Task
 
 HOPPER = Device((9, 0), cudnn=91900)
 AMPERE = Device((8, 0))

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose import legality
-from compose.config import Config
-from compose.legality.job import Job
+from compose.config import rules
+from compose.config.job import Job
+from compose.config.models import find_model
+from compose.config.tables import Config
+from compose.config.toml import load
 from compose.memory import activation_offload
 from compose.proof.one_process import arithmetic_of
 from compose.proof.prove import prove
 from compose.proof.report import Report
-from compose.registry import find_model
-from compose.toml import load
 from tests.pool import make_mesh
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def make_job(world_size: int, **keys: object) -> Job:
 
     A key is written as ``parallel__tp=2``.
     """
-    return legality.check(load(str(ROOT / "train.toml"), overrides(keys)), world_size)
+    return rules.check(load(str(ROOT / "train.toml"), overrides(keys)), world_size)
 
 
 def overrides(keys: Mapping[str, object]) -> list[tuple[str, str]]:

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compose.base.safetensors_files import Planned, write_files
 from compose.build import fill_weights
-from compose.huggingface.folder import find_hf, name_of, published
+from compose.checkpoint.hf_folder import find_hf, name_of, published
+from compose.checkpoint.safetensors_files import Planned, write_files
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
 from tests.experts import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
 from tests.helpers import make_job

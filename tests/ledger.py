@@ -40,7 +40,7 @@ def main() -> None:
     import runpy
 
     from compose.checkpoint import checkpointer, store
-    from compose.data import Batches
+    from compose.data.batches import Batches
     from compose.train.trainer import Trainer
 
     batch_of, run, load = Batches.batch, Trainer.run, checkpointer.load

@@ -20,7 +20,7 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from compose import Parallel, init_mesh
-from compose.runtime.islands import divide
+from compose.parallel.islands import divide
 from tests.forks import forks
 from tests.stacks import leave_stacks, stacks_of
 

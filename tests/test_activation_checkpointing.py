@@ -16,7 +16,7 @@ import models.llama
 import models.qwen3
 from compose import ActivationCheckpoint, ConfigError, forward_backward
 from compose.build import build
-from compose.data import random_batch
+from compose.data.packing import random_batch
 from compose.memory.activation_bytes import UnitCost, unit_costs
 from compose.memory.activation_checkpointing import (
     apply_activation_checkpointing,
@@ -25,8 +25,8 @@ from compose.memory.activation_checkpointing import (
     within,
 )
 from compose.parallel.mesh import batch_share
-from compose.planning.record import Message
-from compose.planning.trace import Played, trace
+from compose.planner.record import Message
+from compose.planner.trace import Played, trace
 from tests.helpers import make_config, make_job, tier
 from tests.pool import Pool, make_mesh
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compose.planning import allocator
-from compose.planning.allocator import Peaks, replay, reserved_peak
+from compose.planner import allocator
+from compose.planner.allocator import Peaks, replay, reserved_peak
 from tests.command_lines import launch
 
 KB, MB = 2**10, 2**20

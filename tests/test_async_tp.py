@@ -26,10 +26,10 @@ from torch._inductor.virtualized import V
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compose import forward_backward
-from compose.base.torch_versions import async_tp_groups, enable_async_tp
 from compose.build import fill_weights, parallelize
-from compose.compiler.compilation import Compile
-from compose.data import random_batch
+from compose.data.packing import random_batch
+from compose.memory.compilation import Compile
+from compose.ops.torch_versions import async_tp_groups, enable_async_tp
 from compose.parallel.mesh import init_mesh
 from compose.parallel.stream_messages import send_stream
 from tests.helpers import make_job, tier

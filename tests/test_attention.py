@@ -16,11 +16,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from benchmarks.context import peak_of
 from compose import AttentionOptions, ConfigError, Documents, attention, forward_backward
-from compose.base import devices
 from compose.build import fill_weights, parallelize
-from compose.data import random_batch
-from compose.operators import parts
-from compose.operators.attention import attention_forward, tensors_of
+from compose.data.packing import random_batch
+from compose.ops import devices, parts
+from compose.ops.attention import attention_forward, tensors_of
 from compose.proof.plain_attention import PlainAttention
 from tests.gpu_kernels import AMPERE, HOPPER, on_cpu, play
 from tests.helpers import make_job, tier

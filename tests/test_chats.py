@@ -11,16 +11,16 @@ import torch
 from transformers import AutoTokenizer
 
 from compose.__main__ import main
-from compose.config import Data
+from compose.config.tables import Data
+from compose.config.task import LanguageModelling
 from compose.data.chat_template import ChatTemplate
 from compose.data.chats import Conversations, pack_into_bins
 from compose.data.messages import read_chat
 from compose.data.replies import Replies, encode
 from compose.data.sources import open_samples
-from compose.data.task import LanguageModelling
 from compose.data.tokenizer import open_tokenizer
 from compose.errors import ConfigError
-from compose.loss.cross_entropy import IGNORE
+from compose.ops.cross_entropy import IGNORE
 from tests.data_made import chats
 from tests.helpers import make_config
 from tests.tokenizers_made import CHATML, THINKING, save_tokenizer

@@ -18,16 +18,16 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import compose.loss.chunked as chunked_loss
+import compose.ops.chunked_loss as chunked_loss
 from compose import ConfigError, Parallel, Plan, apply, forward_backward
-from compose.base import compiled
 from compose.build import build, loss_function
-from compose.data import random_batch
-from compose.loss import passes
-from compose.loss.chunked import _Known, chunked_cross_entropy
-from compose.loss.cross_entropy import IGNORE, cross_entropy
-from compose.loss.output import CrossEntropy, StepLoss
-from compose.loss.vocabulary import Rows, log_z
+from compose.data.packing import random_batch
+from compose.ops import compiled
+from compose.ops import loss_passes as passes
+from compose.ops.chunked_loss import _Known, chunked_cross_entropy
+from compose.ops.cross_entropy import IGNORE, cross_entropy
+from compose.ops.vocabulary_loss import Rows, log_z
+from compose.parallel.output import CrossEntropy, StepLoss
 from compose.proof.plain_attention import PlainAttention
 from compose.proof.report import Report
 from models.llama import plan as llama_plan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from compose.errors import ConfigError
-from compose.planning.cluster import (
+from compose.planner.cluster import (
     FOLDER,
     KINDS,
     Attention,
@@ -23,7 +23,7 @@ from compose.planning.cluster import (
     cluster_names,
     load_cluster,
 )
-from compose.planning.costs import (
+from compose.planner.costs import (
     attention_seconds,
     collective_seconds,
     host_seconds,

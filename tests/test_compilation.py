@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 from compose import ConfigError, forward_backward
 from compose.build import fill_weights, parallelize
-from compose.compiler.compilation import Compile, GraphCount, compiled_parts, graphs_compiled
-from compose.data import random_batch
+from compose.data.packing import random_batch
+from compose.memory.compilation import Compile, GraphCount, compiled_parts, graphs_compiled
 from compose.parallel.mesh import batch_share
 from compose.proof.one_process import EXACT, precision_of
 from tests.helpers import make_config, make_job, prove_step, tier

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from compose import ConfigError, Options, Parallel, Precision, apply, legality
-from compose.compiler.compilation import Compile
-from compose.config import Config
-from compose.legality.__main__ import markdown
+from compose import ConfigError, Options, Parallel, Precision, apply
+from compose.config import rules
+from compose.config.composition_page import markdown
+from compose.config.tables import Config
+from compose.config.toml import load
 from compose.memory.activation_checkpointing import ActivationCheckpoint
-from compose.toml import load
+from compose.memory.compilation import Compile
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model, plan
 from tests.command_lines import answered
@@ -63,7 +64,7 @@ def test_covering_part_of_the_product(pool: Pool, degrees: dict[str, int]) -> No
 
 
 def test_whole_product_is_legal_or_refused() -> None:
-    found = list(legality.survey(config(), RANKS))
+    found = list(rules.survey(config(), RANKS))
     refused = [(degrees["pp"], problems) for degrees, problems in found if problems]
     assert len(found) == 35
     problem = "parallel.pp: 8 ranks of 1 stage need 6 layers between the ends; the model has 5;"
@@ -74,7 +75,7 @@ def test_whole_product_is_legal_or_refused() -> None:
 def test_whole_product(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     """Every assignment of degrees from {1, 2, 4, 8} to five axes whose product is 8."""
     proved = refused = 0
-    for degrees, problems in legality.survey(config(), RANKS):
+    for degrees, problems in rules.survey(config(), RANKS):
         if problems:
             refused += 1
         else:
@@ -91,7 +92,7 @@ def test_page_is_the_table() -> None:
 
 
 def test_what_pytorch_forces_names_the_place() -> None:
-    for rule in legality.RULES:
+    for rule in rules.RULES:
         assert not rule.upstream or "/" in rule.upstream.partition(",")[0], rule.condition
 
 
@@ -106,7 +107,7 @@ def test_legal() -> None:
     # three stages, not for six.
     by_hand = {
         degrees
-        for degrees in (tuple(d.values()) for d in legality.meshes(6))
+        for degrees in (tuple(d.values()) for d in rules.meshes(6))
         if degrees[0] <= 3 and degrees[1] * degrees[2] in (1, 2) and degrees[4] in (1, 2)
     }
     assert set(legal) == by_hand

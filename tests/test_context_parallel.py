@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks.context import peak_bytes
 from compose import AttentionOptions, ConfigError, Documents
-from compose.loss.cross_entropy import IGNORE
-from compose.operators.attention import task_of
-from compose.operators.blocks import Block, Layout, blocks
-from compose.operators.kernels import band
+from compose.ops.attention import task_of
+from compose.ops.blocks import Block, Layout, blocks
+from compose.ops.cross_entropy import IGNORE
+from compose.ops.kernels import band
 from compose.parallel import ring_attention
 from compose.parallel.context_parallel import ContextParallel, Method, check_ulysses
 from compose.parallel.sequence import Balance, chunk_count, chunks_of, shard_sequence

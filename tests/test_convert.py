@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from compose.__main__ import main
-from compose.base.safetensors_files import INDEX, Planned, write_files
+from compose.checkpoint.hf_conversion import export
+from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
+from compose.checkpoint.safetensors_files import INDEX, Planned, write_files
 from compose.errors import ConfigError
-from compose.huggingface.conversion import export
-from compose.huggingface.folder import find_hf, load_hf, name_of, published
 from models import llama
 from tests.checkpoints import MESHES, train_on
 from tests.helpers import ROOT, make_job

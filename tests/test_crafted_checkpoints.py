@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from compose.checkpoint import store
+from compose.checkpoint.hf_conversion import export
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner
 from compose.checkpoint.storage import PartsReader, PartsWriter
 from compose.errors import ConfigError
-from compose.huggingface.conversion import export
 from tests.helpers import ROOT
 
 AT = MetadataIndex("a")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from compose import AttentionOptions, Documents
-from compose.operators import kernel_table, parts
-from compose.operators.attention import attention_forward, tensors_of
-from compose.operators.kernel_table import TABLE, Kernel, Problem
-from compose.operators.wide_linear import wide_linear
+from compose.ops import kernel_table, parts
+from compose.ops.attention import attention_forward, tensors_of
+from compose.ops.kernel_table import TABLE, Kernel, Problem
+from compose.ops.wide_linear import wide_linear
 from compose.proof.plain_attention import PlainAttention
 from tests.command_lines import launch
 

@@ -16,24 +16,17 @@ import torch
 from torch import Tensor
 
 from compose.checkpoint.checkpointer import Checkpointer
-from compose.config import Data, Train
-from compose.data import (
-    Batches,
-    open_data,
-    pack,
-    random_batch,
-    rows,
-    sources,
-    training_batches,
-)
-from compose.data.batches import in_order
-from compose.data.datasets import described
+from compose.config.tables import Data, Train
+from compose.data import rows, sources
+from compose.data.batches import Batches, in_order
+from compose.data.datasets import described, open_data, training_batches
 from compose.data.order import Interleaving, shuffled
+from compose.data.packing import pack, random_batch
 from compose.data.rows import Row, Stored
 from compose.data.sources import Samples, Windows, open_samples
 from compose.data.tokenizer import SEPARATOR
 from compose.errors import ConfigError
-from compose.loss.cross_entropy import IGNORE
+from compose.ops.cross_entropy import IGNORE
 from tests.data_made import sets_of
 
 

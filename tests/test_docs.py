@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from compose.commands.cli import read_arguments
-from compose.legality import check
-from compose.toml import load
+from compose.cli.command_line import read_arguments
+from compose.config.rules import check
+from compose.config.toml import load
 from tests.command_lines import execute
 from tests.helpers import ROOT, tier
 

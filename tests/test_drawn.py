@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from compose.checkpoint import store
+from compose.parallel.islands import current
 from compose.pipeline.schedules import SCHEDULES
 from compose.proof.one_process import arithmetic_of
 from compose.proof.outer_loop import prove_outer_loop
 from compose.proof.prove import prove
 from compose.proof.report import Report, joined, tolerance_of
-from compose.runtime.islands import current
 from tests.draws import Draw, Keys, draw, one_process, other_mesh
 from tests.dropping import prove_drop
 from tests.helpers import agreed, make_config, make_job, small_ones_move, tier

@@ -38,14 +38,14 @@ from compose import (
     forward_backward,
     verify,
 )
-from compose.compiler.compilation import graphs_compiled
-from compose.composition.rules import check_setup
-from compose.composition.setup import Setup
-from compose.operators.dropout import SAMPLES, Masks, dropouts
+from compose.config.composition_rules import check_setup
+from compose.config.models import ModelFolder, find_model
+from compose.config.rule import Setup
+from compose.memory.compilation import graphs_compiled
+from compose.ops.dropout import SAMPLES, Masks, dropouts
 from compose.parallel.context_parallel import ContextParallel
 from compose.plan import resolve
 from compose.proof.report import Report
-from compose.registry import ModelFolder, find_model
 from compose.train import trainer
 from models import gpt2
 from models.layers.attention import AttentionCore
@@ -242,7 +242,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "zero 2",
     ),
     "a rank's tokens begin at 0": (
-        "compose.operators.dropout:Masks.drop",
+        "compose.ops.dropout:Masks.drop",
         "mesh.get_local_rank()",
         "0",
         "sequence",
@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "cp",
     ),
     "another micro-batch when it runs again": (
-        "compose.operators.dropout:Masks.held",
+        "compose.ops.dropout:Masks.held",
         "self.samples = samples",
         "pass",
         "1F1B, full",
@@ -582,7 +582,7 @@ def _trained(folder: str, steps: list[int]) -> tuple[list[float], list[DropoutKe
     settings = {"run__dir": folder, "train__steps": 4, "train__seed": 9, "checkpoint__interval": 1}
     for stop in steps:
         with (
-            mock.patch("compose.legality.job.find_model", find),
+            mock.patch("compose.config.job.find_model", find),
             mock.patch.object(trainer, "forward_backward", noted),
         ):
             training.train({"model__name": "gpt2", **settings, "train__stop_after": stop})

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import compose.precision.float8 as float8
+import compose.memory.float8 as float8
 import train
 from compose.__main__ import COMMANDS
 from compose.build import build
-from compose.commands.dry_run import Placed, placements
-from compose.legality import check
-from compose.legality.job import Job
-from compose.toml import load
+from compose.cli.dry_run import Placed, placements
+from compose.config.job import Job
+from compose.config.rules import check
+from compose.config.toml import load
 from tests.command_lines import answered
 from tests.helpers import ROOT, SMALL, make_job
 from tests.pool import Pool, make_mesh
@@ -140,8 +140,8 @@ def test_recipes_are_legal_on_gpus(recipe: Path) -> None:
 
 
 def test_help_lists_every_key() -> None:
-    from compose.base.fields import docs
-    from compose.config import TABLES
+    from compose.config.tables import TABLES
+    from compose.errors import docs
 
     done = answered("train.py", "--help")
     assert done.returncode == 0

@@ -3,7 +3,7 @@
 import pytest
 
 from compose.__main__ import main
-from compose.commands.cli import launched_ranks
+from compose.cli.command_line import launched_ranks
 from compose.errors import ConfigError
 from tests.helpers import ROOT
 

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from compose.build import build, build_optimizer, fill_weights
 from compose.checkpoint.local_shards import local_shard_of
-from compose.composition.state import Composition
-from compose.config import Config
-from compose.data import open_data, random_batch
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.config.tables import Config
 from compose.data.batches import stacked
+from compose.data.datasets import open_data
+from compose.data.packing import random_batch
 from compose.errors import ConfigError
-from compose.legality.job import Job
-from compose.loss.cross_entropy import IGNORE, cross_entropy
-from compose.loss.output import CrossEntropy
+from compose.ops.cross_entropy import IGNORE, cross_entropy
 from compose.parallel.mesh import batch_share
+from compose.parallel.output import CrossEntropy
 from compose.parallel.routing import routers
 from compose.pipeline.schedules import SCHEDULES, Action, forwards, needs, placement
 from compose.pipeline.timeline import simulate

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from compose.__main__ import main
-from compose.commands.prompts import encode_prompts
+from compose.checkpoint.hf_folder import find_hf
+from compose.cli.prompts import encode_prompts
 from compose.data.tokenizer import open_tokenizer
-from compose.huggingface.folder import find_hf
 from tests.command_lines import execute
 from tests.helpers import make_job
 from tests.pool import Pool

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from compose.config.toml import dump
 from compose.errors import ConfigError
-from compose.planning.cluster import Copy, Measured, Product, load_cluster
-from compose.planning.feedback import Row, against, corrected
-from compose.planning.writing import as_toml
-from compose.toml import dump
+from compose.planner.cluster import Copy, Measured, Product, load_cluster
+from compose.planner.feedback import Row, against, corrected
+from compose.planner.writing import as_toml
 from tests.helpers import make_config
 
 STEP = b'{"step": 1, "tokens_per_second": 2048.5, "grad_norm": NaN}\n'

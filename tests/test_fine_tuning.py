@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from compose.__main__ import main
-from compose.config import Data
+from compose.config.tables import Data
 from compose.data.sources import open_samples
 from compose.data.token_set import open_token_set
 from tests.command_lines import execute

@@ -16,17 +16,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.torch_version import TorchVersion
 
-import compose.precision.float8 as float8
+import compose.memory.float8 as float8
 from compose import ConfigError, Options, Parallel, Plan, Precision, apply, forward_backward
-from compose.base.torch_versions import splits_functions
 from compose.build import build
-from compose.data import random_batch
-from compose.legality.job import Job
+from compose.config.job import Job
+from compose.config.models import find_model
+from compose.data.packing import random_batch
+from compose.memory.float8 import EXCEPTED, Choice, apply_float8, float8_styles, select_layers
+from compose.ops.torch_versions import splits_functions
 from compose.plan import resolve
-from compose.planning.trace import Played, trace
-from compose.precision.float8 import EXCEPTED, Choice, apply_float8, float8_styles, select_layers
+from compose.planner.trace import Played, trace
 from compose.proof.report import Report
-from compose.registry import find_model
 from tests.checkpoints import shards, train_on
 from tests.faults import (
     assert_named,

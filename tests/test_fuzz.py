@@ -22,11 +22,11 @@ from PIL import Image
 import train
 from compose.__main__ import main
 from compose.checkpoint import store
-from compose.commands.generate import Sampling, sample_token
+from compose.checkpoint.hf_conversion import export
+from compose.cli.generate import Sampling, sample_token
 from compose.errors import ConfigError
-from compose.huggingface.conversion import export
-from compose.planning.cluster import FOLDER
-from compose.runtime.processes import TrainingError
+from compose.parallel.processes import TrainingError
+from compose.planner.cluster import FOLDER
 from tests.fuzz_cases import GIVEN, STEP, Case, Command, Valid
 from tests.fuzzing import TooSlow, Watch, limits
 from tests.helpers import ROOT

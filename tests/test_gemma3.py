@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from compose.checkpoint.hf_folder import load_hf
+from compose.config.rules import meshes
 from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError
-from compose.huggingface.folder import load_hf
-from compose.legality import meshes
-from compose.operators.rms_norm import RMSNorm
+from compose.ops.rms_norm import RMSNorm
 from compose.parallel.local_parallel import _LocalRMSNorm
-from compose.planning.reduction import runs_of
+from compose.planner.reduction import runs_of
 from compose.proof.report import Report
 from models.gemma3 import PRESETS, Config, Model
 from models.gemma3.hf import hf_config, hf_name

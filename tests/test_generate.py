@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from compose.__main__ import main
 from compose.build import build, build_optimizer
 from compose.checkpoint.checkpointer import Checkpointer, Progress
-from compose.commands.cache import next_logits
-from compose.commands.generate import (
+from compose.checkpoint.hf_folder import load_hf, name_of
+from compose.cli.cache import next_logits
+from compose.cli.generate import (
     Sampling,
     _tokenizer,
     job_of,
@@ -27,10 +28,9 @@ from compose.commands.generate import (
     sample_token,
     text_of,
 )
+from compose.config.toml import dump
 from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError
-from compose.huggingface.folder import load_hf, name_of
-from compose.toml import dump
 from compose.weights import materialize
 from models import llama
 from tests.command_lines import execute
@@ -96,7 +96,7 @@ def _continued(
 ) -> dict[str, list[list[int]]]:
     """Of each mesh, what is said greedily, and drawn."""
     found = {}
-    with mock.patch("compose.commands.generate.launched_ranks", return_value=dist.get_world_size()):
+    with mock.patch("compose.cli.generate.launched_ranks", return_value=dist.get_world_size()):
         for name, keys in meshes.items():
             overrides = [(f"parallel.{key}", str(value)) for key, value in keys.items()]
             job = job_of(source, folders, overrides)
@@ -141,7 +141,7 @@ def test_the_end_token_ends_it(pool: Pool, runs: dict[str, tuple[Path, nn.Module
 
 def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
     """Behind so many tokens of the prompt, with experts, on tp 2."""
-    with mock.patch("compose.commands.generate.launched_ranks", return_value=2):
+    with mock.patch("compose.cli.generate.launched_ranks", return_value=2):
         job = job_of(run, newest(run), [("parallel.tp", "2")])
     composition = open_model(job, newest(run), make_mesh(job.degrees), CPU)
     found = [next_logits(composition, PROMPT[:length]) for length in lengths]

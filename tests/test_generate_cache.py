@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compose import AttentionOptions, ConfigError, Documents, Parallel, Plan, apply
 from compose.build import build
-from compose.commands.cache import Cache, KeyValues, next_logits, obstacle, open_cache
-from compose.commands.generate import Sampling, sample
-from compose.composition.state import Composition
-from compose.operators.attention import attention
+from compose.cli.cache import Cache, KeyValues, next_logits, obstacle, open_cache
+from compose.cli.generate import Sampling, sample
+from compose.composition import Composition
+from compose.ops.attention import attention
 from models.layers.attention import AttentionCore
 from tests.experts import DEEPSEEK, MIXTRAL, QWEN
 from tests.helpers import Keys, make_job, parallel, tier

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from compose.commands.generate import _check_length, job_of
-from compose.config import Config as RunConfig
+from compose.checkpoint.hf_folder import TensorFiles, differences, load_hf, name_of
+from compose.cli.generate import _check_length, job_of
+from compose.config.rules import meshes
+from compose.config.tables import Config as RunConfig
 from compose.errors import ConfigError
-from compose.huggingface.folder import TensorFiles, differences, load_hf, name_of
-from compose.legality import meshes
-from compose.optimizer.options import Optimizer
-from compose.optimizer.rules import parameter_rules
+from compose.optim.options import Optimizer
+from compose.optim.rules import parameter_rules
 from compose.parallel import local_parallel
 from models.gpt2 import PRESETS, Config, Model
 from models.gpt2.hf import config_from_hf, hf_config, hf_name

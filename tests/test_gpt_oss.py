@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from compose.checkpoint.hf_folder import find_hf, name_of
+from compose.config.rules import meshes
 from compose.errors import ConfigError
-from compose.huggingface.folder import find_hf, name_of
-from compose.legality import meshes
 from models.gpt_oss import PRESETS, Config, Model
 from models.gpt_oss.hf import config_from_hf, hf_config, hf_name
 from models.layers.attention import AttentionCore

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.base.safetensors_files import INDEX, Planned, TensorFiles, write_files
 from compose.build import build, fill_weights
+from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
 from compose.checkpoint.local_shards import local_shard_of
+from compose.checkpoint.safetensors_files import INDEX, Planned, TensorFiles, write_files
 from compose.checkpoint.state import named_tensors
-from compose.commands.cli import parse
+from compose.cli.command_line import parse
+from compose.config.models import model_names
 from compose.errors import ConfigError
-from compose.huggingface.folder import find_hf, load_hf, name_of, published
 from compose.proof.held import whole
-from compose.registry import model_names
 from models import deepseek_v3, llama
 from tests.helpers import ROOT, make_config, make_job
 from tests.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from compose.base.json_files import Count, read_json
+from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError
 
 

@@ -13,18 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compose import AttentionOptions, Documents
-from compose.operators import kernel_table, parts
-from compose.operators.attention import attention_forward, gradients, merged, task_of, tensors_of
-from compose.operators.kernel_table import (
-    TABLE,
-    Device,
-    Kernel,
-    Problem,
-    device_of,
-    kernel_of,
-    widths_of,
-)
-from compose.planning.recorder import Recorder
+from compose.ops import kernel_table, parts
+from compose.ops.attention import attention_forward, gradients, merged, task_of, tensors_of
+from compose.ops.kernel_table import TABLE, Device, Kernel, Problem, device_of, kernel_of, widths_of
+from compose.planner.recorder import Recorder
 from tests.gpu_kernels import AMPERE, HOPPER, on_cpu, play
 from tests.plain import plain
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from compose.build import build, build_optimizer
 from compose.checkpoint.state import named_tensors
+from compose.config.rules import meshes
 from compose.errors import ConfigError
-from compose.legality import meshes
-from compose.optimizer import make_state
+from compose.optim.state import make_state
 from compose.parallel import adapter_parallel
 from compose.proof.report import Report
 from tests.checkpoints import refusal, shards, train_on
@@ -256,7 +256,7 @@ def test_wrong_keys(key: str, value: Any, message: str) -> None:
 
 
 def test_one_table_written_three_ways(tmp_path: Path) -> None:
-    from compose.toml import dump, load
+    from compose.config.toml import dump, load
 
     file, table = tmp_path / "run.toml", "rank = 4, alpha = 32, targets = ['a']"
     found = []

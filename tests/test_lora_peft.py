@@ -14,11 +14,8 @@ from torch import Tensor
 
 from compose.__main__ import main
 from compose.build import fill_weights
-from compose.checkpoint.storage import PartsReader
-from compose.commands.convert import convert
-from compose.errors import ConfigError
-from compose.huggingface.folder import name_of
-from compose.huggingface.peft_files import (
+from compose.checkpoint.hf_folder import name_of
+from compose.checkpoint.peft_files import (
     CONFIG,
     KEYS,
     adapter_problems,
@@ -26,6 +23,9 @@ from compose.huggingface.peft_files import (
     target_modules,
     write_adapters,
 )
+from compose.checkpoint.storage import PartsReader
+from compose.cli.convert import convert
+from compose.errors import ConfigError
 from tests.checkpoints import refusal
 from tests.command_lines import execute
 from tests.helpers import Keys, make_job

@@ -5,9 +5,9 @@ from unittest import mock
 
 import pytest
 
-import compose.precision.loss_scale as loss_scale
-from compose.config import Precision
-from compose.precision.loss_scale import LossScale, first_scale
+import compose.memory.loss_scale as loss_scale
+from compose.config.tables import Precision
+from compose.memory.loss_scale import LossScale, first_scale
 from tests.helpers import prove_case, tier
 from tests.pool import Pool
 from tests.training import keys_for, lines, train, train_until_error

@@ -7,24 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from compose.planning.cluster import KINDS, Cluster, Collective, cluster_names, load_cluster
-from compose.planning.costs import (
-    attention_seconds,
-    collective_seconds,
-    memory_seconds,
-    product_seconds,
-)
-from compose.planning.measure import Shape, _shapes, measure
-from compose.planning.messages import fit, kinds_of, link_of
-from compose.planning.writing import as_toml
+from compose.planner.cluster import KINDS, Cluster, Collective, cluster_names, load_cluster
+from compose.planner.costs import attention_seconds, collective_seconds, memory_seconds, product_seconds
+from compose.planner.measure import Shape, _shapes, measure
+from compose.planner.messages import fit, kinds_of, link_of
+from compose.planner.writing import as_toml
 from tests.command_lines import answered, execute
 from tests.pool import Pool
 
 CPU = torch.device("cpu")
 # The command with less time than a person gives it. In the file stands how long it took.
 SHORT = """\
-from compose.commands.cli import run
-from compose.commands.measure import measure
+from compose.cli.command_line import run
+from compose.cli.measure import measure
 
 run(lambda words: measure(words, seconds=1.0))
 """
@@ -137,7 +132,7 @@ def test_refusals(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come before anything is measured."""
-    monkeypatch.delattr("compose.commands.measure.process_group")
+    monkeypatch.delattr("compose.cli.measure.process_group")
     folder = tmp_path / "some.toml"
     folder.mkdir()
     words, message = (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compose.config import Precision
+from compose.config.tables import Precision
 from compose.train.metrics import MetricsWriter, device_peak, peak_flops, peak_memory
 from tests.training import STEP
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from compose.config.rules import meshes
 from compose.errors import ConfigError
-from compose.legality import meshes
 from models.layers.attention import AttentionCore
 from models.mixtral import PRESETS, Config, Model
 from models.mixtral.hf import hf_config, hf_name

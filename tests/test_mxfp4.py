@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from compose.__main__ import main
-from compose.base.safetensors_files import INDEX, Planned, TensorFiles, write_files
+from compose.checkpoint.hf_conversion import export
+from compose.checkpoint.hf_folder import fill_shard, find_hf, load_hf, name_of
+from compose.checkpoint.hf_mxfp4 import Mxfp4, dequantized
+from compose.checkpoint.hf_stored import Stored
 from compose.checkpoint.local_shards import LocalShard
+from compose.checkpoint.safetensors_files import INDEX, Planned, TensorFiles, write_files
 from compose.errors import ConfigError
-from compose.huggingface.conversion import export
-from compose.huggingface.folder import fill_shard, find_hf, load_hf, name_of
-from compose.huggingface.mxfp4 import Mxfp4, dequantized
-from compose.huggingface.stored import Stored
 from models import gpt_oss
 from tests.hugging_face import assert_same, read_tensors
 from tests.transformers_models import published, randomize

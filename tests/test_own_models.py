@@ -27,11 +27,11 @@ from compose import (
     verify,
 )
 from compose.apply import _check_types
-from compose.composition.rules import check_setup
-from compose.composition.setup import Setup
+from compose.config.composition_rules import check_setup
+from compose.config.rule import Setup
 from compose.errors import ConfigError
-from compose.loss.output import CrossEntropy
 from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwise
+from compose.parallel.output import CrossEntropy
 from compose.pipeline.schedules import SCHEDULES
 from compose.plan import resolve
 from compose.proof.report import Report

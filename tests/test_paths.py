@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 from compose.__main__ import COMMANDS
-from compose.base.fields import attribute, docs
-from compose.base.paths import LocalPath, LocalPaths, local_path
-from compose.commands import convert, generate, measure, plan, tokenize
-from compose.commands.cli import PATH_FLAGS, read_words
-from compose.config import TABLES
-from compose.errors import ConfigError
-from compose.toml import load
+from compose.cli import convert, generate, measure, plan, tokenize
+from compose.cli.command_line import PATH_FLAGS, read_words
+from compose.config.tables import TABLES
+from compose.config.toml import load
+from compose.errors import ConfigError, LocalPath, LocalPaths, attribute, docs, local_path
 from models.dit import task
 from tests.command_lines import answered
 

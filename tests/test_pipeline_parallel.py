@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
-from compose.data import random_batch
+from compose.data.packing import random_batch
 from compose.errors import ConfigError
-from compose.loss.cross_entropy import count_targets, cross_entropy
+from compose.ops.cross_entropy import count_targets, cross_entropy
 from compose.pipeline.schedules import SCHEDULES, build_table, write_table
 from compose.pipeline.split import balanced, check_layers
 from compose.plan import resolve

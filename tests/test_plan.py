@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from compose import ConfigError, Plan
-from compose.config import Parallel
+from compose.config.models import find_model, model_names
+from compose.config.tables import Parallel
 from compose.plan import resolve
-from compose.registry import find_model, model_names
 from models.llama import Config, Model, plan
 
 

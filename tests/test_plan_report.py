@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from compose.planning import amounts
-from compose.planning.charts import CATEGORIES, Scale, kind_of, pareto_front, scale_for
-from compose.planning.html import page_of, write_html
-from compose.planning.page import DARK, LIGHT
+from compose.planner import amounts
+from compose.planner.charts import CATEGORIES, Scale, kind_of, pareto_front, scale_for
+from compose.planner.html import page_of, write_html
+from compose.planner.page import DARK, LIGHT
 
 GIB = 2**30
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.legality.job import Job
+from compose.config.job import Job
 from compose.pipeline.schedules import Action
-from compose.planning import estimate
-from compose.planning.cluster import load_cluster
-from compose.planning.cpu_kernels import casts
-from compose.planning.memory import (
+from compose.planner import estimate
+from compose.planner.cluster import load_cluster
+from compose.planner.cpu_kernels import casts
+from compose.planner.memory import (
     ActionMemory,
     Bytes,
     RankMemory,
@@ -26,8 +26,8 @@ from compose.planning.memory import (
     recorded_peak,
     stand_ins,
 )
-from compose.planning.record import Allocation, Record, Segment
-from compose.planning.reduction import Runs, few_micro_batches
+from compose.planner.record import Allocation, Record, Segment
+from compose.planner.reduction import Runs, few_micro_batches
 from tests.helpers import ROOT, make_job, tier
 
 MOE = {

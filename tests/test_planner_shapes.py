@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.planning.shapes import Shapes
+from compose.planner.shapes import Shapes
 
 aten: Any = torch.ops.aten
 

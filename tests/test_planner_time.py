@@ -5,18 +5,18 @@ from itertools import pairwise
 
 import pytest
 
-from compose import legality
-from compose.legality.job import Job
+from compose.config import rules
+from compose.config.job import Job
+from compose.config.toml import load
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import Action, build_table
-from compose.planning import costs
-from compose.planning.cluster import Cluster, load_cluster
-from compose.planning.memory import STEP
-from compose.planning.pipeline_time import Slot, simulate
-from compose.planning.recorder import Allocation, Message, Operator, Record, Segment, Wait
-from compose.planning.seconds import Seconds, action_seconds, axis_of, grown
-from compose.planning.trace import Played, trace
-from compose.toml import load
+from compose.planner import costs
+from compose.planner.cluster import Cluster, load_cluster
+from compose.planner.memory import STEP
+from compose.planner.pipeline_time import Slot, simulate
+from compose.planner.recorder import Allocation, Message, Operator, Record, Segment, Wait
+from compose.planner.seconds import Seconds, action_seconds, axis_of, grown
+from compose.planner.trace import Played, trace
 from tests.helpers import ROOT
 
 NODE = range(8)
@@ -247,7 +247,7 @@ def job_of(ranks: int, **keys: object) -> Job:
     given |= {"model__hidden_dim": 128, "train__seq_len": 32, "train__micro_batch": 2}
     given |= {"precision__param": "bfloat16"} | keys
     overrides = [(key.replace("__", "."), str(value)) for key, value in given.items()]
-    return legality.check(load(str(ROOT / "train.toml"), overrides), ranks)
+    return rules.check(load(str(ROOT / "train.toml"), overrides), ranks)
 
 
 def recorded(job: Job) -> Record:

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from compose.legality import check
+from compose.config.rules import check
+from compose.config.toml import given_keys, load
 from compose.parallel.mesh import Parallel, crosses_nodes
-from compose.planning.candidate import Candidate, Space, capacity
-from compose.planning.cluster import load_cluster
-from compose.planning.estimate import Estimate, RankPeak, estimate
-from compose.planning.explain import alternatives
-from compose.planning.feedback import against
-from compose.planning.quick import Quick, quick
-from compose.planning.search import DEGREES, TRIED, candidates, facts_for, fewest, search, with_keys
-from compose.planning.turns import Turns
-from compose.toml import given_keys, load
+from compose.planner.candidate import Candidate, Space, capacity
+from compose.planner.cluster import load_cluster
+from compose.planner.estimate import Estimate, RankPeak, estimate
+from compose.planner.explain import alternatives
+from compose.planner.feedback import against
+from compose.planner.quick import Quick, quick
+from compose.planner.search import DEGREES, TRIED, candidates, facts_for, fewest, search, with_keys
+from compose.planner.turns import Turns
 from tests.command_lines import execute
 from tests.helpers import ROOT
 

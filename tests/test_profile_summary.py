@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from compose.profiling import span
 from compose.profiling.memory import CATEGORIES, allocations, peak
 from compose.profiling.shares import KINDS, time_shares
 from compose.profiling.text import as_text
-from compose.profiling.trace import Trace, step_span
+from compose.profiling.trace import Trace, span, step_span
 
 
 def _traced(tmp_path: Path, work: Callable[[], None]) -> Trace:

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.cuda._memory_viz import trace as listed
 
 from compose import ConfigError
-from compose.base.local_tensor import local_tensor
 from compose.data.batches import Batches
+from compose.ops.local_tensor import local_tensor
+from compose.parallel.processes import TrainingError
 from compose.profiling.memory import CATEGORIES
 from compose.profiling.shares import KINDS
 from compose.profiling.trace import Trace
-from compose.runtime.processes import TrainingError
 from compose.train.trainer import Trainer
 from tests.helpers import make_job, tier
 from tests.pool import Pool, make_mesh

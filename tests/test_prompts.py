@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, RepetitionPenaltyLogitsProcessor
 
-from compose.commands.generate import penalized
-from compose.commands.prompts import encode_prompts, given_prompts
+from compose.cli.generate import penalized
+from compose.cli.prompts import encode_prompts, given_prompts
 from compose.data.ends import KEYS, end_ids, generation_values, repetition_penalty, turn_ends
 from compose.data.tokenizer import Bytes, open_tokenizer
 from compose.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from compose.huggingface.folder import config_problems, find_hf
+from compose.checkpoint.hf_folder import config_problems, find_hf
 from models import deepseek_v3
 from models.deepseek_v3.hf import hf_name as deepseek_name
 from models.layers.published import Keys

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import compose.precision.loss_scale as loss_scale
-from compose import legality
+import compose.memory.loss_scale as loss_scale
 from compose.__main__ import main
-from compose.toml import load
+from compose.config import rules
+from compose.config.toml import load
 from compose.train.trainer import Trainer
 from tests.helpers import ROOT
 from tests.pool import Pool, make_mesh
@@ -43,7 +43,7 @@ def _train(recipe: str, folder: Path, first_scale: float = 1.0, **more: Any) -> 
     overrides = {**SMALL, "run.dir": folder, **{key.replace("__", "."): v for key, v in more.items()}}
     file = str(ROOT / "recipes" / recipe)
     loaded = load(file, [(key, str(value)) for key, value in overrides.items()])
-    job = legality.check(loaded, dist.get_world_size())
+    job = rules.check(loaded, dist.get_world_size())
     compile = replace(job.config.compile, backend="aot_eager")
     job = replace(job, config=replace(job.config, compile=compile))
     with (

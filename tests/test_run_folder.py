@@ -25,15 +25,15 @@ from compose.build import _scratch, build, build_optimizer
 from compose.checkpoint import store
 from compose.checkpoint.changes import changes
 from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.checkpoint.hf_conversion import export
 from compose.checkpoint.local_shards import LocalShard
 from compose.checkpoint.state import named_tensors, staged
-from compose.commands.cli import _run_dir
-from compose.config import Config
-from compose.data import open_data, training_batches
+from compose.cli.command_line import _run_dir
+from compose.config.job import Job
+from compose.config.tables import Config
+from compose.config.toml import dump
+from compose.data.datasets import open_data, training_batches
 from compose.errors import ConfigError
-from compose.huggingface.conversion import export
-from compose.legality.job import Job
-from compose.toml import dump
 from compose.train.folder import RunFolder
 from compose.train.metrics import MetricsWriter
 from compose.train.report import Report

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose import Comm, Composition, Options, Parallel, Plan, apply, forward_backward
-from compose.base.torch_versions import ALL_GATHER
 from compose.errors import ConfigError
+from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.secondary_shards import check_secondary, secondary_experts
 from tests.command_lines import answered
 from tests.helpers import agreed, prove_case, tier

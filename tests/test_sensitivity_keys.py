@@ -5,11 +5,11 @@ from types import ModuleType
 
 import pytest
 
-from compose.comm.options import Comm
+from compose.diloco.options import Outer
 from compose.memory.activation_checkpointing import ActivationCheckpoint
-from compose.optimizer.options import Optimizer
-from compose.outer.options import Outer
-from compose.precision.options import Precision
+from compose.memory.precision import Precision
+from compose.optim.options import Optimizer
+from compose.parallel.comm import Comm
 from compose.proof.comm_keys import SILENT
 from tests.sensitivity import comm, optimizer, outer, precision, steps
 

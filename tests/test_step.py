@@ -25,8 +25,8 @@ from compose import (
     evaluate,
     forward_backward,
 )
-from compose.data import random_batch
-from compose.loss.cross_entropy import IGNORE, count_targets
+from compose.data.packing import random_batch
+from compose.ops.cross_entropy import IGNORE, count_targets
 from compose.train.step import samples_at_once
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model as Llama

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compose.config import Data
+from compose.config.tables import Data
 from compose.data.chats import Conversations
 from compose.data.sources import Samples, open_samples
 from compose.data.token_set import open_token_set

@@ -15,11 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
+from compose.base.former import FORMER
 
 import train
-from compose import Composition, apply, legality, plan, registry
-from compose.base.former import FORMER
-from compose.composition.options import Options
+from compose import Composition, apply, plan
+from compose.composition import Options
+from compose.config import models as registry
+from compose.config import rules
 from tests.helpers import ROOT
 from tests.pool import Pool
 
@@ -171,7 +173,7 @@ def test_techniques_know_no_config() -> None:
     for path in SOURCES:
         name = module_of(path)
         if room_of(name) in WITHOUT_CONFIG or name == "compose.proof.verify":
-            found = reach(name) & {"compose.config", "compose.legality.job", "compose.toml"}
+            found = reach(name) & {"compose.config.tables", "compose.rules.job", "compose.config.toml"}
             assert not found, (name, found)
 
 
@@ -246,7 +248,7 @@ def test_no_registry_on_a_model(pool: Pool) -> None:
 def _start(words: list[str]) -> Counter[str]:
     """How often a start builds the model, resolves the plan and opens a set of data."""
 
-    from compose.data import task
+    from compose.config import task
 
     counts: Counter[str] = Counter()
 
@@ -266,8 +268,8 @@ def _start(words: list[str]) -> Counter[str]:
     resolve = counted("resolutions", plan.resolve)
     samples = counted("sets", task.open_samples)
     with (
-        mock.patch("compose.legality.job.find_model", find),
-        mock.patch("compose.legality.job.resolve", resolve),
+        mock.patch("compose.rules.job.find_model", find),
+        mock.patch("compose.rules.job.resolve", resolve),
         mock.patch.dict(vars(sys.modules["compose.apply"]), {"resolve": resolve}),
         mock.patch.object(task, "open_samples", samples),
     ):
@@ -285,12 +287,12 @@ def test_a_start_makes_everything_once(tmp_path: Path, flags: list[str]) -> None
 
 def test_every_option_is_a_field_of_the_config() -> None:
     """Options are tables of train.toml, so that the library and the file say the same."""
-    from compose.config import TABLES
+    from compose.config.tables import TABLES
 
     for field in dataclasses.fields(Options):
         if field.name not in ("seq_len", "inputs"):
             assert TABLES[field.name] is field.default_factory
-    assert legality.RULES
+    assert rules.RULES
 
 
 # Functions that raise ConfigError for what is no composition, by what they look at.
@@ -350,7 +352,7 @@ def test_nothing_but_a_rule_refuses_a_composition() -> None:
         for path in SOURCES
         for name, found in _functions_of(path).items()
     }
-    checks = {rule.check for rule in legality.RULES}
+    checks = {rule.check for rule in rules.RULES}
     reached = {f"{check.__module__}.{check.__name__}" for check in checks}
     while more := {c for name in reached for c in functions.get(name, ((), 0))[0]} - reached:
         reached |= more

@@ -14,8 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.utils.parametrizations import weight_norm
 
 from compose import ConfigError, Options, Parallel, Plan, apply
-from compose.composition.rules import check_setup
-from compose.composition.setup import Setup
+from compose.config.composition_rules import check_setup
+from compose.config.models import find_model
+from compose.config.rule import Setup
 from compose.parallel.tensor_parallel import (
     HeadParallel,
     Replicated,
@@ -24,7 +25,6 @@ from compose.parallel.tensor_parallel import (
     check_heads,
 )
 from compose.plan import resolve
-from compose.registry import find_model
 from models.llama import Config, Model, plan
 from tests.pool import Pool, make_mesh
 

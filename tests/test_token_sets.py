@@ -14,18 +14,17 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from compose.__main__ import main
-from compose.base.own_files import LEADS_OUT
-from compose.config import Config, Data
+from compose.config.tables import Config, Data
 from compose.data import documents as documents_module
-from compose.data import open_data, writing
+from compose.data import writing
 from compose.data.batches import Batches
-from compose.data.datasets import old_sets
+from compose.data.datasets import old_sets, open_data
 from compose.data.sources import open_samples
 from compose.data.token_set import MANIFEST, open_token_set
 from compose.data.tokenizer import open_tokenizer
 from compose.data.writing import Counts, describe_job, make_shard, make_token_set, units_of
-from compose.errors import ConfigError
-from compose.loss.cross_entropy import IGNORE
+from compose.errors import LEADS_OUT, ConfigError
+from compose.ops.cross_entropy import IGNORE
 from tests.data_made import sets_of
 from tests.tokenizer_kinds import KINDS, save_kind, text_of
 from tests.tokenizers_made import SPECIAL, TEXT, save_tokenizer

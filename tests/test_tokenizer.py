@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 from transformers import AutoTokenizer
 
-from compose.config import Data
-from compose.data import Batches
+from compose.config.tables import Data
+from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
 from compose.data.sources import open_samples
 from compose.data.special_tokens import KEYS, MAP_KEYS

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from compose import legality
-from compose.base.fields import attribute, docs, toml_value
-from compose.commands.cli import parse
-from compose.config import TABLES, Config
-from compose.errors import ConfigError
-from compose.toml import dump, load
+from compose.cli.command_line import parse
+from compose.config import rules
+from compose.config.tables import TABLES, Config
+from compose.config.toml import dump, load
+from compose.errors import ConfigError, attribute, docs, toml_value
 from tests.helpers import ROOT
 
 Write = Callable[[str], str]
@@ -19,7 +18,7 @@ Write = Callable[[str], str]
 
 def problems_of(config: Config, world_size: int) -> list[str]:
     try:
-        legality.check(config, world_size)
+        rules.check(config, world_size)
     except ConfigError as error:
         return error.problems
     return []
@@ -125,9 +124,9 @@ def test_model_folder_that_lacks_parts(write: Write, monkeypatch: pytest.MonkeyP
     import sys
     import types
 
-    import compose.registry
+    import compose.config.models
 
-    monkeypatch.setattr(compose.registry, "model_names", lambda: ["mine"])
+    monkeypatch.setattr(compose.config.models, "model_names", lambda: ["mine"])
     half = types.SimpleNamespace(Config=Config, Model=dict, plan=None)
     monkeypatch.setitem(sys.modules, "models.mine", half)
     assert problems(write('[model]\nname = "mine"')) == [
@@ -271,7 +270,7 @@ def test_extends_is_relative_and_overridden(write: Write) -> None:
 
 def test_default_file_states_every_default() -> None:
     """train.toml and the dataclasses say the same, key for key."""
-    from compose.toml import tomllib
+    from compose.config.toml import tomllib
 
     text = (ROOT / "train.toml").read_text()
     content = tomllib.loads(text)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from compose.checkpoint import store
-from compose.optimizer import learning_rate
-from compose.runtime.processes import TrainingError
-from compose.toml import tomllib
+from compose.config.toml import tomllib
+from compose.optim.lr_schedule import learning_rate
+from compose.parallel.processes import TrainingError
 from compose.train import trainer as trainer_module
 from compose.train.reading import Reading, StepClock, read_step
 from compose.train.signals import LAUNCHER_DIED, Signals
@@ -341,8 +341,8 @@ def test_a_ranks_failure_is_shown_once(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"
-        "from compose.commands.cli import parse, run\n"
-        "from compose.runtime.processes import process_group\n"
+        "from compose.cli.command_line import parse, run\n"
+        "from compose.parallel.processes import process_group\n"
         "def main(arguments):\n"
         "    with process_group(parse(arguments, 'fails.py').config):\n"
         "        if dist.get_rank() == 1:\n"

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from compose import Composition
-from compose.base.local_tensor import local_tensor
 from compose.build import parallelize
+from compose.ops.local_tensor import local_tensor
 from compose.train.trainer import Trainer
 from tests.experts import DEEPSEEK, QWEN, keys_of
 from tests.helpers import agreed, make_job, prove_step, tier

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from compose import Plan, Trial, verify
-from compose.config import Parallel
-from compose.data import random_batch
+from compose.config.tables import Parallel
+from compose.data.packing import random_batch
 from compose.proof import one_process
 from compose.proof.report import Report, Row, unused
 from models.llama import Config as LlamaConfig

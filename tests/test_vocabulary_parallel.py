@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-import compose.loss.vocabulary as vocabulary_module
-from compose.base import compiled
-from compose.base.batch import IGNORE
+import compose.ops.vocabulary_loss as vocabulary_module
 from compose.errors import ConfigError
-from compose.loss.vocabulary import log_z, token_losses
+from compose.ops import compiled
+from compose.ops.batch import IGNORE
+from compose.ops.vocabulary_loss import log_z, token_losses
 from compose.parallel.stream_messages import send_stream
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 from tests.mutation import mutated
@@ -132,7 +132,7 @@ def _with_fault(place: str, old: str, new: str) -> list[str]:
             {"embed.weight"},
         ),
         (
-            "compose.loss.vocabulary:_CrossEntropy.backward",
+            "compose.ops.vocabulary_loss:_CrossEntropy.backward",
             "scale[part] * share[part, None]",
             "scale[part]",
             {"embed.weight", "output.weight"},

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.base import devices
-from compose.operators import wide_linear as module
-from compose.operators.wide_linear import wide_linear
+from compose.ops import devices
+from compose.ops import wide_linear as module
+from compose.ops.wide_linear import wide_linear
 
 
 def results(tokens: int, dtype: torch.dtype, gpu: bool) -> tuple[list[Tensor], int]:

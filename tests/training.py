@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compose.runtime.islands import current
-from compose.runtime.processes import TrainingError
+from compose.parallel.islands import current
+from compose.parallel.processes import TrainingError
 from compose.train import trainer as trainer_module
 from compose.train.metrics import StepMetrics
 from compose.train.trainer import Trainer

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compose.huggingface.folder import HfName
-from compose.huggingface.stored import Named, stored, together
+from compose.checkpoint.hf_folder import HfName
+from compose.checkpoint.hf_stored import Named, stored, together
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, mixtral, qwen3
 from models.layers.attention import Documents
 

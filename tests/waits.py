@@ -24,14 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from compose.apply import apply
-from compose.base import compiled
-from compose.composition.state import Composition
-from compose.legality.job import Job
-from compose.loss import chunked
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.ops import chunked_loss as chunked
+from compose.ops import compiled
 from compose.parallel.mesh import init_mesh
-from compose.planning import fake_world as worlds
-from compose.planning.fake_world import OnMeta, fake_world
-from compose.planning.recorder import Recorder
+from compose.planner import fake_world as worlds
+from compose.planner.fake_world import OnMeta, fake_world
+from compose.planner.recorder import Recorder
 from compose.train import trainer as trainer_module
 from compose.train import validation
 from compose.train.trainer import Trainer

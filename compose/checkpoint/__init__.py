@@ -1,4 +1,1 @@
-"""This room answers how a run is saved and resumed.
-
-Checkpoints are sharded, written while training goes on, and loaded on any mesh. Import its modules.
-"""
+"""Save and resume a run; import and export published weights."""

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from compose.base.fields import toml_value
-from compose.base.own_files import open_own
-from compose.config import Config
-from compose.toml import dump, tomllib
+from compose.config.tables import Config
+from compose.config.toml import dump, tomllib
+from compose.errors import open_own, toml_value
 
 # Keys that do not change what is trained, or that the message about the data covers.
 _SAME_TRAINING = {

@@ -23,30 +23,22 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from compose.base.own_files import write_whole
 from compose.checkpoint import coded_messages, store
 from compose.checkpoint.changes import changes, islands_of
 from compose.checkpoint.coded_messages import Kept
-from compose.checkpoint.loading import (
-    cause_of,
-    damage,
-    load,
-    load_outer,
-    lora_fields,
-    model_fields,
-)
+from compose.checkpoint.loading import cause_of, damage, load, load_outer, lora_fields, model_fields
 from compose.checkpoint.local_shards import LocalShard, ShardSavePlanner
 from compose.checkpoint.state import named_tensors, outer_parts, parts, staged
 from compose.checkpoint.storage import PartsWriter, alone
-from compose.composition.state import Composition
-from compose.config import Config
-from compose.errors import ConfigError
-from compose.optimizer import OffloadedAdamW
-from compose.outer.loop import OuterLoop
-from compose.precision.loss_scale import LossScale
-from compose.runtime.islands import current, speaks
-from compose.runtime.processes import start_timeout
-from compose.toml import dump
+from compose.composition import Composition
+from compose.config.tables import Config
+from compose.config.toml import dump
+from compose.diloco.loop import OuterLoop
+from compose.errors import ConfigError, write_whole
+from compose.memory.loss_scale import LossScale
+from compose.optim.offload import OffloadedAdamW
+from compose.parallel.islands import current, speaks
+from compose.parallel.processes import start_timeout
 
 
 @dataclass(frozen=True)

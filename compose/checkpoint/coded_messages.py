@@ -15,12 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from compose.base.own_files import open_own, write_whole
 from compose.checkpoint import store
-from compose.composition.state import Composition
-from compose.config import Config
-from compose.errors import ConfigError
-from compose.outer.loop import OuterLoop
+from compose.composition import Composition
+from compose.config.tables import Config
+from compose.diloco.loop import OuterLoop
+from compose.errors import ConfigError, open_own, write_whole
 
 PREFIX = "comm-"
 _OUTER = "outer."

@@ -11,18 +11,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from compose.base.fields import toml_value
 from compose.checkpoint import store
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, mismatches
+from compose.checkpoint.lora_base import base_identity, shown
 from compose.checkpoint.state import named_tensors, outer_parts, parts, spread
 from compose.checkpoint.storage import PartsReader
-from compose.composition.state import Composition
-from compose.config import Config
-from compose.errors import ConfigError
-from compose.lora.base import base_identity, shown
-from compose.optimizer import make_state
-from compose.outer.loop import OuterLoop
-from compose.registry import training_fields
+from compose.composition import Composition
+from compose.config.models import training_fields
+from compose.config.tables import Config
+from compose.diloco.loop import OuterLoop
+from compose.errors import ConfigError, toml_value
+from compose.optim.state import make_state
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:

@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from compose.base.json_files import Count, parse_json, read_json
-from compose.base.own_files import open_own
-from compose.base.safetensors_files import NAMES
-from compose.errors import ConfigError
+from compose.checkpoint.safetensors_files import NAMES
+from compose.config.json_files import Count, parse_json, read_json
+from compose.errors import ConfigError, open_own
 
 METADATA = "metadata.json"
 PICKLED = ".metadata"  # the description of older checkpoints

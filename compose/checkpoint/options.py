@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from compose.base.fields import NonNegative, Positive
-from compose.base.paths import LocalPath
+from compose.errors import LocalPath, NonNegative, Positive
 
 
 @dataclass(frozen=True)

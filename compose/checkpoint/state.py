@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compose.base.local_tensor import local_tensor
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
-from compose.composition.state import Composition, module_of
-from compose.outer.loop import OuterLoop
+from compose.composition import Composition, module_of
+from compose.diloco.loop import OuterLoop
+from compose.ops.local_tensor import local_tensor
 
 
 def named_tensors(

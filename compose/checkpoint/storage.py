@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from compose.base.own_files import open_own, write_whole
-from compose.base.safetensors_files import Planned, bytes_of, header
 from compose.checkpoint.metadata import METADATA, SUFFIX, description, read_metadata
+from compose.checkpoint.safetensors_files import Planned, bytes_of, header
+from compose.errors import open_own, write_whole
 
 _BLOCK = 2**23  # bytes written at once; Linux takes three times as long for a gigabyte in one piece
 _AT_ONCE = 2**26  # bytes to start writing to the device at once

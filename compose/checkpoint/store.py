@@ -19,10 +19,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from compose.base.json_files import Count, read_json
-from compose.base.own_files import open_own, write_whole
 from compose.checkpoint.metadata import METADATA, PICKLED, read_metadata, shards
-from compose.errors import ConfigError
+from compose.config.json_files import Count, read_json
+from compose.errors import ConfigError, open_own, write_whole
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -84,7 +83,7 @@ class Adapters:
     alpha: Annotated[float, Field(gt=0)]
     targets: list[str]
     base: str
-    """The identity of the frozen weights, from ``compose.lora.base.base_identity``."""
+    """The identity of the frozen weights, from ``compose.checkpoint.lora_base.base_identity``."""
     load_hf: str = ""
     """The folder of the frozen weights; empty if they are drawn by ``State.seed``."""
 

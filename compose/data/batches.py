@@ -13,9 +13,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from compose.base.batch import ignore_all
 from compose.data.order import Interleaving, shuffled
 from compose.data.sources import Samples
+from compose.ops.batch import ignore_all
 
 
 class Batches:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from compose.base.own_files import LEADS_OUT, leads_out, read_file
 from compose.data.limits import TooLong, limited
 from compose.data.messages import Message
 from compose.data.special_tokens import CONFIG
 from compose.data.tokenizer import JsonTokenizer
-from compose.errors import ConfigError
+from compose.errors import LEADS_OUT, ConfigError, leads_out, read_file
 
 # Limits for writing one chat, far above normal use: a template is code that comes with a download.
 _SECONDS = 10.0

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compose.base.batch import IGNORE
 from compose.data.rows import check_ids
 from compose.data.token_set import TokenSet, as_table
 from compose.errors import ConfigError
+from compose.ops.batch import IGNORE
 
 
 class Conversations:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from compose.base.fields import Weight
-from compose.base.paths import LocalPath, LocalPaths
+from compose.errors import LocalPath, LocalPaths, Weight
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from compose.base.batch import IGNORE
+from compose.ops.batch import IGNORE
 
 
 def pack(windows: Tensor, separator: int) -> dict[str, Tensor]:

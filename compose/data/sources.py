@@ -35,7 +35,7 @@ _CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checke
 class Samples(Protocol):
     """A numbered set of samples, each of the same length.
 
-    ``open_samples`` opens those of language models; ``compose.registry.Task.open`` may open others.
+    ``open_samples`` opens those of language models; ``compose.config.models.Task.open`` may open others.
     """
 
     name: str

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compose.base.json_files import read_json
-from compose.base.known_keys import KnownKeys
-from compose.base.own_files import LEADS_OUT, leads_out
-from compose.errors import ConfigError
+from compose.config.json_files import read_json
+from compose.errors import LEADS_OUT, ConfigError, KnownKeys, leads_out
 
 CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from compose.base.own_files import state_of
 from compose.data.rows import Stored
-from compose.errors import ConfigError
+from compose.errors import ConfigError, state_of
 
 # The codes of types in an .idx file (megatron/core/datasets/indexed_dataset.py, DType).
 _MAGIC, _TYPES = b"MMIDIDX\x00\x00", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

@@ -18,11 +18,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from compose.base.json_files import Count, read_json
-from compose.base.own_files import LEADS_OUT, leads_out
+from compose.config.json_files import Count, read_json
 from compose.data.rows import Row, Stored
 from compose.data.tokenizer import carried
-from compose.errors import ConfigError
+from compose.errors import LEADS_OUT, ConfigError, leads_out
 
 MANIFEST = "manifest.json"
 FORMAT = 1

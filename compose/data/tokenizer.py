@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from compose.base.json_files import read_json
-from compose.base.own_files import LEADS_OUT, leads_out, read_file, write_whole
+from compose.config.json_files import read_json
 from compose.data.special_tokens import (
     CONFIG,
     LLAMA,
@@ -18,7 +17,7 @@ from compose.data.special_tokens import (
     model_ends,
     read_special_tokens,
 )
-from compose.errors import ConfigError
+from compose.errors import LEADS_OUT, ConfigError, leads_out, read_file, write_whole
 
 SEPARATOR = 256
 """The byte tokenizer's one special token. It ends each document. The vocabulary has 257 ids."""

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from compose.base.json_files import Count, read_json
-from compose.base.own_files import LEADS_OUT, leads_out, state_of, write_whole
+from compose.config.json_files import Count, read_json
 from compose.data.documents import (
     JSON_LINES,
     PACKED,
@@ -37,7 +36,7 @@ from compose.data.messages import read_chat
 from compose.data.replies import Replies, encode
 from compose.data.token_set import FORMAT, MANIFEST
 from compose.data.tokenizer import JsonTokenizer, carry
-from compose.errors import ConfigError
+from compose.errors import LEADS_OUT, ConfigError, leads_out, state_of, write_whole
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit

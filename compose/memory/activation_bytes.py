@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from compose.base.batch import Sample, on_meta
 from compose.errors import ConfigError
-from compose.operators import attention as _attention
+from compose.ops import attention as _attention
+from compose.ops.batch import Sample, on_meta
 
 _MATMULS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
 _ATTENTION = {_attention.attention_forward._opoverload.overloadpacket}

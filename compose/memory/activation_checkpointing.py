@@ -26,11 +26,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from compose.base.batch import Sample
-from compose.base.fields import Fraction, Positive
-from compose.base.torch_versions import bypass_saved_tensors_hooks
-from compose.errors import ConfigError, did_you_mean
+from compose.errors import ConfigError, Fraction, Positive, did_you_mean
 from compose.memory.activation_bytes import UnitCost, unit_costs
+from compose.ops.batch import Sample
+from compose.ops.torch_versions import bypass_saved_tensors_hooks
 
 Operators = frozenset[torch._ops.OpOverload]
 Forward = Callable[..., Any]

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from compose.base.local_tensor import local_tensor
-from compose.comm.gathers import CodedGather
-from compose.comm.reductions import Levels
-from compose.comm.units import Cut, Place, Units
+from compose.compression.gathers import CodedGather
+from compose.compression.reductions import Levels
+from compose.compression.units import Cut, Place, Units
 from compose.errors import ConfigError
+from compose.ops.local_tensor import local_tensor
 
 
 class CodedUnits:

@@ -35,11 +35,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.profiler import record_function
 
-from compose.base.local_tensor import local_tensor
-from compose.base.torch_versions import finish_fsdp_backward
-from compose.comm.reductions import Levels
-from compose.comm.units import Units
+from compose.compression.reductions import Levels
+from compose.compression.units import Units
 from compose.errors import ConfigError
+from compose.ops.local_tensor import local_tensor
+from compose.ops.torch_versions import finish_fsdp_backward
 from compose.parallel.coded_units import CodedUnits
 from compose.parallel.gradient_sum import gradient_sum_of, sum_gradients
 from compose.parallel.mesh import BATCH_AXES, axis_size

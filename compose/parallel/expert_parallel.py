@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from compose.comm.activations import Place
+from compose.compression.activations import Place
 from compose.errors import ConfigError
-from compose.operators.registered import operator
+from compose.ops.registered import operator
 from compose.parallel.mesh import axis_size
 from compose.parallel.stream_messages import SendsActivations
 

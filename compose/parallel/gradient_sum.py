@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.profiler import record_function
 
-from compose.base.local_tensor import local_tensor
-from compose.comm.reductions import Levels
-from compose.comm.units import Cut, ReplicaSum, Units
+from compose.compression.reductions import Levels
+from compose.compression.units import Cut, ReplicaSum, Units
+from compose.ops.local_tensor import local_tensor
 
 _SUMS: WeakKeyDictionary[nn.Module, "GradientSum"] = WeakKeyDictionary()
 

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from compose.base.fields import NonNegative, Positive
-from compose.base.paths import LocalPath
-from compose.errors import ConfigError
+from compose.errors import ConfigError, LocalPath, NonNegative, Positive
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # The axes over which samples differ.

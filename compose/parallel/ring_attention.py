@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from compose.operators.attention import finish, sink_gradient, task_of
-from compose.operators.pairs import pairs_of
-from compose.operators.parts import Merged, Sums, parts_of
-from compose.operators.registered import operator
-from compose.operators.task import Task
+from compose.ops.attention import finish, sink_gradient, task_of
+from compose.ops.pairs import pairs_of
+from compose.ops.parts import Merged, Sums, parts_of
+from compose.ops.registered import operator
+from compose.ops.task import Task
 from compose.parallel.sequence import Balance, chunk_starts
 
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.base.torch_versions import ALL_GATHER
-from compose.comm.exchange import OwnMemory
+from compose.compression.exchange import OwnMemory
 from compose.errors import ConfigError
+from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.mesh import axis_size
 
 

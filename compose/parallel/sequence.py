@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.base.batch import ignore_all
+from compose.ops.batch import ignore_all
 
 Balance = Literal["headtail", "none"]
 

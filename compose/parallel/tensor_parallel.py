@@ -30,10 +30,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from compose.base.local_tensor import local_tensor
-from compose.base.tied import tie, tied_names
 from compose.errors import ConfigError
-from compose.operators.rms_norm import RMSNorm
+from compose.ops.local_tensor import local_tensor
+from compose.ops.rms_norm import RMSNorm
+from compose.ops.tied import tie, tied_names
 from compose.parallel.adapter_parallel import without_adapter
 
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from compose.base.local_tensor import local_tensor
-from compose.comm.activations import Place
+from compose.compression.activations import Place
 from compose.errors import ConfigError
+from compose.ops.local_tensor import local_tensor
 from compose.parallel.stream_messages import SendsActivations, send_stream
 
 

@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from torch.distributed.tensor import DTensor
 
-from compose.base.batch import Sample
 from compose.errors import ConfigError
-from compose.loss.output import StepLoss
+from compose.ops.batch import Sample
 from compose.parallel.data_parallel import finish_backward
+from compose.parallel.output import StepLoss
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
 from compose.pipeline.shell import try_first_stage
 from compose.pipeline.split import Stage, Tied, balanced, split

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from compose.base.own_files import read_file
-from compose.errors import ConfigError, did_you_mean
+from compose.errors import ConfigError, did_you_mean, read_file
 from compose.parallel.mesh import Parallel
 
 # The names of schedules, and how many stages each rank holds by default.

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from compose.base.batch import Sample, on_meta
-from compose.base.tied import tied_names
 from compose.errors import ConfigError
+from compose.ops.batch import Sample, on_meta
+from compose.ops.tied import tied_names
 from compose.plan import Pipeline
 
 

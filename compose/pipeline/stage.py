@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from compose.base.local_tensor import arrived
-from compose.base.torch_versions import StageOverrides
 from compose.errors import ConfigError
-from compose.loss.cross_entropy import logits_of
-from compose.loss.output import StepLoss
+from compose.ops.cross_entropy import logits_of
+from compose.ops.local_tensor import arrived
+from compose.ops.torch_versions import StageOverrides
 from compose.parallel.data_parallel import finish_backward, gather, prepare_micro_batch
+from compose.parallel.output import StepLoss
 
 
 def plain_stream(output: Any) -> Tensor:

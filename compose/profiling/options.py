@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from compose.base.fields import NonNegative
+from compose.errors import NonNegative
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from compose.base.local_tensor import local_tensor
-from compose.base.own_files import write_whole
-from compose.profiling.memory import (
-    GRADIENTS,
-    OPTIMIZER,
-    OTHER,
-    WEIGHTS,
-    allocations,
-    peak,
-    snapshot,
-)
+from compose.errors import write_whole
+from compose.ops.local_tensor import local_tensor
+from compose.parallel.stragglers import report_phase
+from compose.profiling.memory import GRADIENTS, OPTIMIZER, OTHER, WEIGHTS, allocations, peak, snapshot
 from compose.profiling.options import Profile
 from compose.profiling.shares import time_shares
 from compose.profiling.text import as_text
 from compose.profiling.trace import NOTED, Trace, span, step_span
-from compose.runtime.stragglers import report_phase
 
 _GZIP = 5  # of 9; traces of large models are hundreds of megabytes, and other ranks wait for them
 _HISTORY = 1_000_000  # events of the CUDA allocator that are kept; each takes some kilobytes

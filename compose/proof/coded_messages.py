@@ -1,7 +1,7 @@
 """The proof of messages in fewer bytes: results with what was lost are those of plain messages.
 
 A code rounds, so a coded gradient is not one process's. But each rank can tell what its own messages
-lost (compose/comm/account.py). A coded gradient plus all that was lost must be the plain gradient, to
+lost (compose/compression/account.py). A coded gradient plus all that was lost must be the plain gradient, to
 the last digits. One process computes with the weights as they were received, and its optimizer takes
 the coded gradients. What was lost is compared with what the code is expected to lose.
 """
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compose.base.local_tensor import local_tensor
-from compose.comm.account import Account
-from compose.comm.activations import Lost
-from compose.comm.compression import Compression
-from compose.comm.units import Unit
-from compose.composition.state import Composition
+from compose.composition import Composition
+from compose.compression.account import Account
+from compose.compression.activations import Lost
+from compose.compression.compression import Compression
+from compose.compression.units import Unit
+from compose.ops.local_tensor import local_tensor
 from compose.parallel.mesh import axis_size
 from compose.proof.comparison import Comparison
 

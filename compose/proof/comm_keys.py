@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.base.local_tensor import local_tensor
-from compose.comm.compression import Compression
-from compose.comm.gathers import CodedGather
-from compose.comm.low_rank import LowRank
-from compose.comm.options import Comm
-from compose.comm.reductions import InBlocks
-from compose.comm.sparse import Largest
-from compose.comm.units import LOSSY
-from compose.composition.state import Composition
+from compose.composition import Composition
+from compose.compression.compression import Compression
+from compose.compression.gathers import CodedGather
+from compose.compression.low_rank import LowRank
+from compose.compression.reductions import InBlocks
+from compose.compression.sparse import Largest
+from compose.compression.units import LOSSY
+from compose.ops.local_tensor import local_tensor
+from compose.parallel.comm import Comm
 from compose.proof.comparison import Comparison
 
 SILENT = {"timeout", "start_timeout", "prefetch", "check_every", "measure_every"}

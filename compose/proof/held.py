@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compose.base.local_tensor import local_tensor
-from compose.composition.state import Composition
+from compose.composition import Composition
 from compose.errors import ConfigError
+from compose.ops.local_tensor import local_tensor
 from compose.weights import local_shard, named_generator
 
 # The standard deviation of the noise that is added to a parameter whose elements are all alike.

@@ -17,9 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
-from compose.base.local_tensor import local_tensor
-from compose.composition.options import Options
-from compose.composition.state import Composition
+from compose.composition import Composition, Options
+from compose.ops.local_tensor import local_tensor
 from compose.proof.comparison import Comparison
 
 

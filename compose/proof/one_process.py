@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compose.loss.cross_entropy import LossFunction, count_targets
-from compose.operators.dropout import DropoutKey, Masks, dropouts
+from compose.memory.float8 import NOTHING, Choice, Recipe, apply_float8
+from compose.memory.precision import Precision
+from compose.ops.cross_entropy import LossFunction, count_targets
+from compose.ops.dropout import DropoutKey, Masks, dropouts
 from compose.parallel.routing import routers
-from compose.precision.float8 import NOTHING, Choice, Recipe, apply_float8
-from compose.precision.options import Precision
 from compose.proof.examine import in_float64
 from compose.proof.optimizers import Named
 from compose.proof.plain_attention import PlainAttention

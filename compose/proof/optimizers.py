@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compose.optimizer.options import Optimizer
-from compose.optimizer.rounding import random_bits, store
-from compose.optimizer.rules import ParameterRule
+from compose.memory.precision import Precision
+from compose.optim.options import Optimizer
+from compose.optim.rounding import random_bits, store
+from compose.optim.rules import ParameterRule
 from compose.parallel.routing import routers
 from compose.plan import Plan
-from compose.precision.options import Precision
 
 Named = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]

@@ -1,12 +1,12 @@
 """The codes of [outer] by their definitions, and what each is expected to lose.
 
-This shares no code with compose/outer/codes.py, which it judges.
+This shares no code with compose/diloco/codes.py, which it judges.
 """
 
 import torch
 from torch import Tensor
 
-from compose.outer.options import Outer
+from compose.diloco.options import Outer
 
 _BLOCK = 256  # elements that share a scale in int8 and e3m0
 _ROW, _ROWS = 4096, 32  # of top_k: elements of a row, and rows that share two magnitudes

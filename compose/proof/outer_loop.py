@@ -18,20 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.base.local_tensor import local_tensor
 from compose.build import fill_weights, parallelize
-from compose.legality.job import Job
-from compose.outer.codes import Code
-from compose.outer.exchange import Misses, nobody
-from compose.outer.loop import OuterLoop
-from compose.outer.options import Outer
+from compose.config.job import Job
+from compose.diloco.codes import Code
+from compose.diloco.exchange import Misses, nobody
+from compose.diloco.loop import OuterLoop
+from compose.diloco.options import Outer
+from compose.ops.local_tensor import local_tensor
+from compose.parallel.islands import Islands, current
+from compose.parallel.processes import start_timeout
 from compose.proof.coded_messages import CODES, allowed
 from compose.proof.comparison import Comparison
 from compose.proof.one_process import EXACT, precision_of
 from compose.proof.outer_codes import received
 from compose.proof.report import Report, tolerance_of
-from compose.runtime.islands import Islands, current
-from compose.runtime.processes import start_timeout
 from compose.weights import local_shard, named_generator
 
 ROUNDS = 3

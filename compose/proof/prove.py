@@ -9,15 +9,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
-from compose.composition.state import Composition
-from compose.data.task import task_of
-from compose.legality.job import Job
-from compose.lora.options import Lora
-from compose.optimizer.lr_schedule import learning_rate, set_learning_rate
-from compose.optimizer.options import Optimizer
-from compose.precision.float8 import select_layers
-from compose.precision.loss_scale import first_scale
-from compose.precision.options import Precision
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.config.task import task_of
+from compose.memory.float8 import select_layers
+from compose.memory.lora import Lora
+from compose.memory.loss_scale import first_scale
+from compose.memory.precision import Precision
+from compose.optim.lr_schedule import learning_rate, set_learning_rate
+from compose.optim.options import Optimizer
 from compose.proof.one_process import EXACT, Arithmetic, arithmetic_of, precision_of
 from compose.proof.optimizers import Named, Reference, is_named, stated_rate, stated_rules
 from compose.proof.report import Report, Row

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from compose.errors import ConfigError
-from compose.loss.cross_entropy import LossFunction
-from compose.precision.float8 import NOTHING, Choice
+from compose.memory.float8 import NOTHING, Choice
+from compose.ops.cross_entropy import LossFunction
 from compose.proof.examine import check_repeats, float64_problem
 from compose.proof.one_process import EXACT, Arithmetic, Coded, OneProcess
 from compose.proof.optimizers import Named

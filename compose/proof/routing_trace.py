@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from compose.composition.state import Composition
+from compose.composition import Composition
 from compose.parallel.mesh import axis_size, batch_share
 from compose.parallel.routing import routers
 from compose.parallel.sequence import shard_sequence

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply, with_degrees
-from compose.base.batch import targets_of
-from compose.composition.options import Options
-from compose.composition.state import Composition
+from compose.composition import Composition, Options
 from compose.errors import ConfigError, refused_if
-from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
-from compose.operators.dropout import DropoutKey
-from compose.optimizer.adamw import AdamW
+from compose.memory.float8 import NOTHING as WHOLE
+from compose.memory.float8 import Choice, select_layers
+from compose.ops.batch import targets_of
+from compose.ops.cross_entropy import LossFunction, count_targets, cross_entropy
+from compose.ops.dropout import DropoutKey
+from compose.optim.adamw import AdamW
 from compose.parallel.mesh import axis_size, batch_share
 from compose.parallel.routing import routers
 from compose.plan import Plan, resolve
-from compose.precision.float8 import NOTHING as WHOLE
-from compose.precision.float8 import Choice, select_layers
 from compose.proof.coded_messages import CODES, CodedMessages, compare_coded, shared
 from compose.proof.comm_keys import compare_keys, compare_unwatched, locals_of
 from compose.proof.comparison import Comparison

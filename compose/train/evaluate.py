@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from compose.composition.state import Composition
-from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
-from compose.loss.output import step_loss
+from compose.composition import Composition
+from compose.ops.cross_entropy import LossFunction, count_targets, cross_entropy
 from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import BATCH_AXES, sum_over
+from compose.parallel.output import step_loss
 from compose.train.step import local_batch, micro_batches, samples_at_once
 
 

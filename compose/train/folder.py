@@ -12,10 +12,9 @@ from typing import IO
 
 import torch.distributed as dist
 
-from compose.base.own_files import LEADS_OUT, leads_out, open_own
 from compose.checkpoint.store import MARK, newest_first
-from compose.errors import ConfigError
-from compose.runtime.islands import current
+from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own
+from compose.parallel.islands import current
 
 _FILES = (".lock", "config.toml", "metrics.jsonl", MARK)
 _FOLDERS = ("checkpoints", "traces", "tokenizer", "islands")

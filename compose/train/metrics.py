@@ -12,9 +12,8 @@ from typing import IO, Any
 
 import torch
 
-from compose.base.own_files import open_own, write_whole
-from compose.errors import ConfigError
-from compose.precision.options import Precision
+from compose.errors import ConfigError, open_own, write_whole
+from compose.memory.precision import Precision
 
 # Dense peak FLOP/s by a part of torch.cuda.get_device_name(), first match wins; bfloat16 and float8
 # without sparsity, from the makers' data sheets (docs/metrics.md names them).

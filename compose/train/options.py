@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from compose.base.fields import NonNegative, Positive
-from compose.base.paths import LocalPath
+from compose.errors import LocalPath, NonNegative, Positive
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compose.base.local_tensor import local_tensor
-from compose.composition.state import Composition
+from compose.composition import Composition
+from compose.ops.local_tensor import local_tensor
 from compose.parallel.mesh import AXES
 
 _PIECE = 2**24  # bytes

@@ -2,20 +2,19 @@
 
 import torch.distributed as dist
 
-from compose.base.own_files import write_whole
 from compose.checkpoint.checkpointer import Progress
-from compose.composition.state import Composition
-from compose.config import Config
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.config.tables import Config
+from compose.config.toml import dump
 from compose.data.batches import Batches
 from compose.data.chats import Conversations
 from compose.data.datasets import keep_tokenizer, old_sets
 from compose.data.tokenizer import TOKENIZER
-from compose.errors import ConfigError
-from compose.legality.job import Job
-from compose.optimizer.lr_schedule import short_of_warmup
+from compose.errors import ConfigError, write_whole
+from compose.optim.lr_schedule import short_of_warmup
+from compose.parallel.islands import speaks
 from compose.parallel.mesh import crosses_nodes
-from compose.runtime.islands import speaks
-from compose.toml import dump
 from compose.train.folder import RunFolder
 from compose.train.metrics import MetricsWriter, StepMetrics
 

@@ -7,8 +7,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from compose.runtime.heartbeat import launcher_died
-from compose.runtime.islands import Islands, current
+from compose.parallel.heartbeat import launcher_died
+from compose.parallel.islands import Islands, current
 
 LAUNCHER_DIED = signal.SIGHUP  # stands for SIGTERM to a rank whose torchrun is gone; it is not sent
 _SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)

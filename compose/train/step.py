@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from compose.base.batch import targets_of
-from compose.base.local_tensor import local_tensor
-from compose.composition.state import Composition
+from compose.composition import Composition
 from compose.errors import ConfigError
-from compose.loss.cross_entropy import LossFunction, count_targets, cross_entropy
-from compose.loss.output import StepLoss, step_loss
-from compose.operators.documents import Documents
-from compose.operators.dropout import DropoutKey
+from compose.memory.float8 import shared_scales
+from compose.ops.batch import targets_of
+from compose.ops.cross_entropy import LossFunction, count_targets, cross_entropy
+from compose.ops.documents import Documents
+from compose.ops.dropout import DropoutKey
+from compose.ops.local_tensor import local_tensor
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
+from compose.parallel.output import StepLoss, step_loss
 from compose.parallel.routing import begin_step, finish_step
 from compose.parallel.secondary_shards import secondary_shards
 from compose.parallel.sequence import chunk_count, chunk_starts, pad_sequence, shard_sequence
-from compose.precision.float8 import shared_scales
 
 
 def forward_backward(
@@ -49,7 +49,7 @@ def forward_backward(
         micro_batch: Samples in one forward; None is the whole share.
         loss_function: Takes (output, targets) and returns a sum over targets: all elements, but
             integers of IGNORE and floats of NaN (``count_targets``). With a CrossEntropy with
-            ``chunk`` (compose/loss/output.py) the model's last projection computes the loss; this needs
+            ``chunk`` (compose/parallel/output.py) the model's last projection computes the loss; this needs
             Plan.output.
         loss_scale: Multiplies the gradients, not the returned loss. ``clip_grad_norm_`` divides by it.
         dropout: The step's number and the run's seed, for a model with dropout in training mode.

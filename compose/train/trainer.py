@@ -10,26 +10,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.checkpoint.checkpointer import Checkpointer, Progress
-from compose.compiler.compilation import GraphCount
-from compose.data.datasets import (
-    OpenData,
-    described,
-    open_data,
-    training_batches,
-)
-from compose.legality.job import Job
-from compose.loss.output import CrossEntropy
-from compose.operators.dropout import DropoutKey
-from compose.optimizer.lr_schedule import learning_rate, set_learning_rate
-from compose.optimizer.offload import OffloadedAdamW
-from compose.outer.loop import OuterLoop
+from compose.config.job import Job
+from compose.data.datasets import OpenData, described, open_data, training_batches
+from compose.diloco.loop import OuterLoop
+from compose.memory.compilation import GraphCount
+from compose.memory.loss_scale import first_scale
+from compose.ops.dropout import DropoutKey
+from compose.optim.lr_schedule import learning_rate, set_learning_rate
+from compose.optim.offload import OffloadedAdamW
+from compose.parallel.islands import current
 from compose.parallel.mesh import batch_share
+from compose.parallel.output import CrossEntropy
+from compose.parallel.processes import TrainingError, set_timeout, start_timeout
 from compose.parallel.routing import routing_metrics
-from compose.precision.loss_scale import first_scale
-from compose.profiling import Profiler, span
-from compose.runtime.islands import current
-from compose.runtime.processes import TrainingError, set_timeout, start_timeout
-from compose.runtime.stragglers import report_phase
+from compose.parallel.stragglers import report_phase
+from compose.profiling.profiler import Profiler
+from compose.profiling.trace import span
 from compose.train.folder import RunFolder
 from compose.train.garbage import collected_between_steps
 from compose.train.metrics import StepMetrics, device_peak, peak_memory

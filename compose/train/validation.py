@@ -3,12 +3,12 @@
 import torch
 
 from compose.build import loss_function
-from compose.composition.state import Composition
-from compose.config import Config
+from compose.composition import Composition
+from compose.config.tables import Config
 from compose.data.batches import in_order
 from compose.data.sources import Samples
 from compose.parallel.mesh import batch_share
-from compose.runtime.stragglers import report_phase
+from compose.parallel.stragglers import report_phase
 from compose.train.evaluate import evaluate
 from compose.train.step import on_device
 

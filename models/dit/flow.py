@@ -8,14 +8,14 @@ to 1 is (1 - t) e + t x. The model sees this point, t and the class, and learns 
 import torch
 from torch import Generator, Tensor
 
-from compose.base.batch import ignored
-from compose.config import Config
+from compose.config.models import Sampler
+from compose.config.tables import Config
 from compose.data.options import Data
 from compose.data.sources import Samples
 from compose.data.token_set import TokenSet
 from compose.errors import ConfigError
-from compose.loss.cross_entropy import LossFunction, at_least_float32
-from compose.registry import Sampler
+from compose.ops.batch import ignored
+from compose.ops.cross_entropy import LossFunction, at_least_float32
 from compose.weights import named_generator
 
 from .images import ImageSet, folder_of_images, to_patches
@@ -33,7 +33,7 @@ class FlowMatching:
     sampler: Sampler | None = GridSampler()
 
     def check(self, config: Config) -> list[str]:
-        """Return the keys that do not suit images; see ``compose.registry.Task.check``."""
+        """Return the keys that do not suit images; see ``compose.config.models.Task.check``."""
         model, train = config.model.config, config.train
         problems = []
         if train.seq_len != model.patches:
@@ -50,7 +50,7 @@ class FlowMatching:
         return problems
 
     def open(self, path: str, config: Config) -> Samples:
-        """Open a folder of images or the drawn shapes; see ``compose.registry.Task.open``.
+        """Open a folder of images or the drawn shapes; see ``compose.config.models.Task.open``.
 
         The default of ``data.path`` is what needs no files, so here it is the shapes.
         """

@@ -5,12 +5,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleO
 
 from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
-from compose.parallel.local_parallel import (
-    LocalColwise,
-    LocalInput,
-    LocalLinear,
-    LocalRowwise,
-)
+from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalLinear, LocalRowwise
 from compose.parallel.tensor_parallel import SharedByHeads
 from models.layers.plans import outermost
 

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.base.fields import whole_number
-from compose.composition.state import Composition
-from compose.config import Config
-from compose.errors import ConfigError
+from compose.composition import Composition
+from compose.config.tables import Config
+from compose.errors import ConfigError, whole_number
 from compose.parallel.mesh import BATCH_AXES
 from compose.train.evaluate import forward
 from compose.weights import named_generator
@@ -57,7 +56,7 @@ class GridSampler:
     }
 
     def prepare(self, config: Config, flags: Mapping[str, str]) -> Callable[[Composition], None]:
-        """Check the flags; see ``compose.registry.Sampler``."""
+        """Check the flags; see ``compose.config.models.Sampler``."""
         model: DiTConfig = config.model.config
         if model.channels not in (1, 3):
             raise ConfigError(

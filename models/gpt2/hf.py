@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from compose.huggingface.stored import Stored
+from compose.checkpoint.hf_stored import Stored
 from models.layers.published import keys, number, only, size, truth
 
 from .model import GPT2Config

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from compose.operators.attention import attention
-from compose.operators.attention_options import AttentionOptions
-from compose.operators.documents import Documents
-from compose.operators.pairs import attention_pairs as pairs_between
+from compose.ops.attention import attention
+from compose.ops.attention_options import AttentionOptions
+from compose.ops.documents import Documents
+from compose.ops.pairs import attention_pairs as pairs_between
 
 __all__ = ["AttentionCore", "Documents", "Sinks", "attention_pairs", "documents_of"]
 

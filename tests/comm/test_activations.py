@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compose import ConfigError, forward_backward
 from compose.build import build
-from compose.comm import kernels
-from compose.comm.activations import Activations
-from compose.comm.exchange import Traffic
-from compose.comm.row_codes import RowCode
-from compose.data import random_batch
+from compose.compression import kernels
+from compose.compression.activations import Activations
+from compose.compression.exchange import Traffic
+from compose.compression.row_codes import RowCode
+from compose.data.packing import random_batch
 from compose.parallel.mesh import batch_share
 from compose.parallel.stream_messages import send_stream
-from compose.planning.sent_bytes import sent_bytes
+from compose.planner.sent_bytes import sent_bytes
 from compose.proof.held import whole
 from compose.proof.report import Report
 from tests.comm.cases import EXPERTS, INT8, Keys, given
@@ -203,7 +203,7 @@ def test_one_process_takes_the_same_steps(pool: Pool) -> None:
 FAULTS: dict[str, tuple[str, str, str, str, str]] = {
     "a neighbour's scale": (
         "tp 4, odd, float8",
-        "compose.comm.row_codes:_decoded",
+        "compose.compression.row_codes:_decoded",
         "* scales",
         "* scales.roll(1, 0)",
         "lost of activations",

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.comm import kernels
-from compose.comm.blocks import Blocks
-from compose.comm.codecs import (
+from compose.compression import kernels
+from compose.compression.blocks import Blocks
+from compose.compression.codecs import (
     decode_blocks,
     decode_into,
     encode_blocks,
     encode_with_remainder,
     keep_blocks,
 )
-from compose.comm.exchange import Scratch
-from compose.comm.feedback import BlockFeedback, Feedback
-from compose.comm.layout import Layout, Packing
-from compose.comm.rotation import rotated_blocks
+from compose.compression.exchange import Scratch
+from compose.compression.feedback import BlockFeedback, Feedback
+from compose.compression.layout import Layout, Packing
+from compose.compression.rotation import rotated_blocks
 
 # Relative error of blocks of 64, 256 and 1024 elements, measured with scales of 16 bits: normal values,
 # and Student's t with 3 degrees of freedom. (What Blocks.expected says gives the same.)

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from compose.build import build
-from compose.data import random_batch
+from compose.data.packing import random_batch
 from compose.parallel.mesh import batch_share
-from compose.planning.sent_bytes import sent_bytes
+from compose.planner.sent_bytes import sent_bytes
 from compose.train.step import forward_backward
 from tests.comm.cases import EXPERTS, Keys, comm, given
 from tests.helpers import make_job, tier

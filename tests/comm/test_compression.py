@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from compose import ConfigError, forward_backward
-from compose.base.torch_versions import ALL_GATHER
 from compose.build import build
-from compose.data import random_batch
-from compose.legality.job import Job
+from compose.config.job import Job
+from compose.data.packing import random_batch
+from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.mesh import batch_share
 from compose.proof.held import whole
 from compose.proof.report import Report
@@ -119,63 +119,63 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
 FAULTS: dict[str, tuple[str, str, str, str, str]] = {
     "a neighbour's scale": (
         "near 2, int4",
-        "compose.comm.codecs:read_steps",
+        "compose.compression.codecs:read_steps",
         "= codes[..., -SCALE_BYTES:]",
         "= codes[..., -SCALE_BYTES:].roll(1, -2)",
         "lost of gradients",
     ),
     "a block off by one": (
         "zero 3, int8",
-        "compose.comm.layout:Packing._write",
+        "compose.compression.layout:Packing._write",
         ".unflatten(-1, (self.blocks, width))",
         ".unflatten(-1, (self.blocks, width)).roll(1, -2)",
         "lost of",
     ),
     "integer sums": (
         "zero 3, int8",
-        "compose.comm.codecs:_decode_into",
+        "compose.compression.codecs:_decode_into",
         "out.add_(found)",
         "out.add_(found.sign())",
         "gradient",
     ),
     "a sum that is a mean": (
         "zero 3, int8",
-        "compose.comm.codecs:write_sum",
+        "compose.compression.codecs:write_sum",
         "_sum_into(place, terms, bits, add)",
         "_sum_into(place, terms, bits, add).div_(len(terms))",
         "gradient",
     ),
     "feedback added twice": (
         "zero 3 uneven, int4",
-        "compose.comm.codecs:_round_with_remainder",
+        "compose.compression.codecs:_round_with_remainder",
         ".mul_(kept_steps * scale)",
         ".mul_(2 * kept_steps * scale)",
         "lost of remainders",
     ),
     "what was sent stays in the remainder": (
         "zero 3 uneven, int4",
-        "compose.comm.codecs:_round_with_remainder",
+        "compose.compression.codecs:_round_with_remainder",
         "rest.add_(x).sub_(rounded * steps)",
         "rest.add_(x).sub_(rounded * steps * (1 - ADDED))",
         "lost of remainders",
     ),
     "a stale base": (
         "zero 3 uneven, int4",
-        "compose.comm.gathers:DifferenceGather.fill",
+        "compose.compression.gathers:DifferenceGather.fill",
         "self.base, self.sent = base, True",
         "self.base, self.sent = self.__dict__.setdefault('first', base.clone()).clone(), True",
         "gradient",
     ),
     "own weights that stay exact": (
         "zero 3 uneven, int4",
-        "compose.comm.gathers:DifferenceGather.fill",
+        "compose.compression.gathers:DifferenceGather.fill",
         "base[group.rank()], self.writes_base = self.own, False",
         "self.writes_base = False",
         "gradient",
     ),
     "replicas left out": (
         "hsdp zero 1, powersgd",
-        "compose.comm.units:ReplicaSum.hook",
+        "compose.compression.units:ReplicaSum.hook",
         "    self.sum(flat)",
         "    pass",
         "gradient",

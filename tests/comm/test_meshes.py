@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from compose import legality
-from compose.toml import load
+from compose.config import rules
+from compose.config.toml import load
 from tests.helpers import ROOT, SMALL, Keys, agreed, prove_step
 from tests.pool import Pool
 
@@ -23,10 +23,10 @@ def meshes(comm: Keys) -> tuple[list[dict[str, int]], list[str]]:
     overrides = SMALL | {name.replace("__", "."): value for name, value in KEYS.items()}
     config = load(str(ROOT / "train.toml"), [(k, str(v).lower()) for k, v in overrides.items()])
     coded = {name.removeprefix("comm__"): value for name, value in comm.items()}
-    plain = {tuple(d.values()): problems for d, problems in legality.survey(config, RANKS)}
+    plain = {tuple(d.values()): problems for d, problems in rules.survey(config, RANKS)}
     config = replace(config, comm=replace(config.comm, **coded))
     legal, refused = [], []
-    for degrees, problems in legality.survey(config, RANKS):
+    for degrees, problems in rules.survey(config, RANKS):
         if not problems:
             legal.append(degrees)
         elif not plain[tuple(degrees.values())]:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.comm.exchange import Traffic
-from compose.comm.layout import Layout
-from compose.comm.options import Comm
-from compose.comm.units import Cut, Unit, Units
+from compose.compression.exchange import Traffic
+from compose.compression.layout import Layout
+from compose.compression.units import Cut, Unit, Units
+from compose.parallel.comm import Comm
 from tests.checkpoints import SAVING, resume, train_on
 from tests.helpers import Keys, tier
 from tests.pool import Pool

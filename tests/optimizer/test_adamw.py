@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from compose.config import Parallel
-from compose.optimizer import AdamW, adamw
-from compose.optimizer.offload import MEANS
-from compose.optimizer.regions import local
-from compose.optimizer.rounding import random_bits
+from compose.config.tables import Parallel
+from compose.optim import adamw
+from compose.optim.adamw import AdamW
+from compose.optim.offload import MEANS
+from compose.optim.regions import local
+from compose.optim.rounding import random_bits
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.tensor_parallel import apply_tensor_parallel
 from compose.weights import local_shard

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from compose.build import build_optimizer
-from compose.composition.state import Composition
-from compose.config import Optimizer as Options
-from compose.config import Parallel, Precision
-from compose.optimizer import Muon, ParameterRule, adamw, muon, orthogonalized
-from compose.optimizer.assignment import Layout, Messages, layout_of
-from compose.optimizer.regions import within
-from compose.optimizer.rounding import random_bits
+from compose.composition import Composition
+from compose.config.tables import Optimizer as Options
+from compose.config.tables import Parallel, Precision
+from compose.optim import adamw, muon
+from compose.optim.assignment import Layout, Messages, layout_of
+from compose.optim.muon import Muon, orthogonalized
+from compose.optim.regions import within
+from compose.optim.rounding import random_bits
+from compose.optim.rules import ParameterRule
 from compose.parallel.expert_parallel import expert_mesh
 from compose.proof.optimizers import Reference
 from tests.experts import QWEN

@@ -20,10 +20,12 @@ from torch import nn
 from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.errors import ConfigError
-from compose.optimizer import OffloadedAdamW, make_state, offload
-from compose.optimizer.files import TensorFile, page_aligned
-from compose.optimizer.scratch import MARK, Scratch
-from compose.runtime.processes import TrainingError
+from compose.optim import offload
+from compose.optim.files import TensorFile, page_aligned
+from compose.optim.offload import OffloadedAdamW
+from compose.optim.scratch import MARK, Scratch
+from compose.optim.state import make_state
+from compose.parallel.processes import TrainingError
 from compose.train.signals import Signals
 from compose.train.trainer import Trainer
 from tests.checkpoints import SAVING, train_on, trained_state

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from compose.config import Optimizer
-from compose.optimizer import learning_rate, set_learning_rate
-from compose.optimizer.lr_schedule import short_of_warmup
+from compose.config.tables import Optimizer
+from compose.optim.lr_schedule import learning_rate, set_learning_rate, short_of_warmup
 
 
 def rates(steps: int, **keys: object) -> list[float]:

@@ -9,9 +9,9 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from compose.optimizer import regions, rounding
-from compose.optimizer.regions import chunks, lengths, within
-from compose.optimizer.rounding import random_bits, store
+from compose.optim import regions, rounding
+from compose.optim.regions import chunks, lengths, within
+from compose.optim.rounding import random_bits, store
 
 SHAPE = (7, 30, 50)
 WHOLE = [slice(0, n) for n in SHAPE]

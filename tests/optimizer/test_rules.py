@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from compose import ConfigError, Parallel, Pipeline, Plan
-from compose.config import Optimizer
-from compose.optimizer import ParameterRule, parameter_rules
-from compose.registry import find_model
+from compose.config.models import find_model
+from compose.config.tables import Optimizer
+from compose.optim.rules import ParameterRule, parameter_rules
 from tests.helpers import make_config
 
 MUON = Optimizer(name="muon", weight_decay=0.5)

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compose.build import build, build_optimizer
-from compose.optimizer import AdamW, Muon, make_state
-from compose.optimizer.groups import Together
+from compose.optim.adamw import AdamW
+from compose.optim.groups import Together
+from compose.optim.muon import Muon
+from compose.optim.state import make_state
 from tests.helpers import make_job
 from tests.pool import Pool, make_mesh
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compose import ConfigError
-from compose.commands.plan import plan
+from compose.cli.plan import plan
 from tests.helpers import Keys, make_job
 from tests.outer.cases import outer
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.outer.codes import BLOCK, E3M0, Code, Int8, Plain, TopK, code_of
-from compose.outer.options import ROW, Outer
+from compose.diloco.codes import BLOCK, E3M0, Code, Int8, Plain, TopK, code_of
+from compose.diloco.options import ROW, Outer
 from compose.proof.coded_messages import allowed
 from compose.proof.outer_codes import received
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from compose.build import build
-from compose.commands.dry_run import describe
-from compose.outer.loop import OuterLoop
-from compose.runtime.islands import current
-from compose.runtime.processes import start_timeout
+from compose.cli.dry_run import describe
+from compose.diloco.loop import OuterLoop
+from compose.parallel.islands import current
+from compose.parallel.processes import start_timeout
 from tests.helpers import Keys, make_job, tier
 from tests.outer.cases import INSIDE, outer
 from tests.pool import Pool, make_mesh

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.build import build
-from compose.composition.state import Composition
-from compose.outer.loop import OuterLoop
-from compose.outer.options import Outer
+from compose.composition import Composition
+from compose.diloco.loop import OuterLoop
+from compose.diloco.options import Outer
+from compose.parallel.islands import current
 from compose.parallel.mesh import batch_share
 from compose.proof.held import whole
-from compose.runtime.islands import current
 from compose.train.step import forward_backward
 from tests.helpers import Keys, make_job, tier
 from tests.outer.cases import INSIDE

@@ -1,13 +1,13 @@
 """A fault of one island alone, which islands see themselves; sensitivity/outer.py has the others."""
 
-from compose.runtime.islands import current
-from compose.runtime.processes import TrainingError
+from compose.parallel.islands import current
+from compose.parallel.processes import TrainingError
 from tests.helpers import Keys
 from tests.mutation import mutated
 from tests.outer.cases import STREAMING, proof
 from tests.pool import Pool
 
-END = "compose.outer.loop:OuterLoop._end"
+END = "compose.diloco.loop:OuterLoop._end"
 
 
 def _one_island_alone() -> str:

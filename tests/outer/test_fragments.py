@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from compose.build import build
-from compose.outer.fragments import Part, rows_of, shares
-from compose.outer.loop import OuterLoop
-from compose.outer.options import Outer
+from compose.diloco.fragments import Part, rows_of, shares
+from compose.diloco.loop import OuterLoop
+from compose.diloco.options import Outer
+from compose.parallel.islands import Islands
+from compose.parallel.processes import start_timeout
 from compose.proof.outer_loop import messages_of
-from compose.runtime.islands import Islands
-from compose.runtime.processes import start_timeout
 from tests.helpers import Keys, make_job, tier
 from tests.outer.cases import INSIDE
 from tests.pool import Pool, make_mesh

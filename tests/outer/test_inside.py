@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.parallel.islands import current
 from compose.proof.held import whole
-from compose.runtime.islands import current
 from compose.train import trainer as trainer_module
 from compose.train.metrics import StepMetrics
 from compose.train.trainer import Trainer

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from compose import legality
-from compose.toml import load
+from compose.config import rules
+from compose.config.toml import load
 from tests.helpers import ROOT, SMALL, Keys
 from tests.outer.cases import STREAMING, proof
 from tests.pool import Pool
@@ -24,7 +24,7 @@ def inside(ranks: int) -> list[dict[str, int]]:
     overrides = SMALL | {name.replace("__", "."): value for name, value in KEYS.items()}
     config = load(str(ROOT / "train.toml"), [(k, str(v).lower()) for k, v in overrides.items()])
     config = replace(config, train=replace(config.train, global_batch=8 // (RANKS // ranks)))
-    found = legality.survey(config, ranks)
+    found = rules.survey(config, ranks)
     return [d for d, problems in found if not problems and d["dp_replicate"] == 1]
 
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from compose.checkpoint import checkpointer, store
 from compose.checkpoint.checkpointer import Checkpointer, SaveReport
 from compose.checkpoint.options import Checkpoint
-from compose.config import Config
+from compose.config.tables import Config
 from compose.errors import ConfigError
+from compose.parallel.islands import Islands, current
+from compose.parallel.processes import process_group
 from compose.proof.held import whole
-from compose.runtime.islands import Islands, current
-from compose.runtime.processes import process_group
 from compose.train.metrics import StepMetrics
 from compose.train.trainer import Trainer
 from tests.checkpoints import shards

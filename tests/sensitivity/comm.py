@@ -28,15 +28,15 @@ EXPERTS: Keys = {
     "parallel__ep": 2,
     "comm__activations": "float8",
 }
-_RESULT = "compose.comm.low_rank:LowRank.__call__", "(left[i][me] @ q.T).view(1, -1)"
-_SETTLED = "compose.comm.activations:Place.settled"
-_GATHER = "compose.comm.gathers:CodedGather.__call__", "self.fill(rows, input_tensor, group)"
+_RESULT = "compose.compression.low_rank:LowRank.__call__", "(left[i][me] @ q.T).view(1, -1)"
+_SETTLED = "compose.compression.activations:Place.settled"
+_GATHER = "compose.compression.gathers:CodedGather.__call__", "self.fill(rows, input_tensor, group)"
 
 WEIGHTS = [
     Row(
         "int8 weights are 2% too large",
         SHARDED | {"comm__weights": "int8"},
-        "compose.comm.gathers:CodedGather.fill",
+        "compose.compression.gathers:CodedGather.fill",
         "self.packing.unpack(gathered(message, group), rows)",
         "self.packing.unpack(gathered(message, group), rows); rows.mul_(1.02)",
         "lost of weights",
@@ -44,7 +44,7 @@ WEIGHTS = [
     Row(
         "differences of weights are doubled",
         SHARDED | {"comm__weights": "int4_diff"},
-        "compose.comm.gathers:DifferenceGather._received",
+        "compose.compression.gathers:DifferenceGather._received",
         "own.to(wide) - sent",
         "2 * (own.to(wide) - sent)",
         "lost of weights 2",
@@ -86,7 +86,7 @@ GRADIENTS = [
     Row(
         "integers of 8 bits are 2% too large",
         INT8,
-        "compose.comm.codecs:_decode_into",
+        "compose.compression.codecs:_decode_into",
         "codes.float() * steps\n",
         "codes.float() * steps * 1.02\n",
         "lost of gradients",
@@ -94,7 +94,7 @@ GRADIENTS = [
     Row(
         "the halves of a block of 4 bits change places",
         INT4,
-        "compose.comm.codecs:_packed",
+        "compose.compression.codecs:_packed",
         "(low & 15) | (high << 4)",
         "(high & 15) | (low << 4)",
         "lost of gradients",
@@ -102,7 +102,7 @@ GRADIENTS = [
     Row(
         "bfloat16 cuts off what it should round",
         SHARDED | {"comm__gradients": "bfloat16"},
-        "compose.comm.blocks:Blocks.encode",
+        "compose.compression.blocks:Blocks.encode",
         "x.to(torch.bfloat16).contiguous()",
         "(x.float().view(torch.int32) & -0x200000).view(torch.float32).to(torch.bfloat16).contiguous()",
         "lost of gradients",
@@ -110,7 +110,7 @@ GRADIENTS = [
     Row(
         "the largest elements go to the next one's place",
         TOP_K,
-        "compose.comm.sparse:Largest.unpack",
+        "compose.compression.sparse:Largest.unpack",
         "out.scatter_(1, places,",
         "out.scatter_(1, places.roll(1, 1),",
         "gradient",
@@ -118,7 +118,7 @@ GRADIENTS = [
     Row(
         "the smallest elements are sent",
         TOP_K,
-        "compose.comm.sparse:Largest.pack",
+        "compose.compression.sparse:Largest.pack",
         ".topk(count, 1, sorted=False)",
         ".topk(count, 1, sorted=False, largest=False)",
         "gradient",
@@ -128,7 +128,7 @@ FEEDBACK = [
     Row(
         "no remainder is added to blocks",
         INT4,
-        "compose.comm.codecs:_round_with_remainder",
+        "compose.compression.codecs:_round_with_remainder",
         "x + rest * ADDED",
         "x + rest * 0",
         "added",
@@ -138,7 +138,7 @@ FEEDBACK = [
     Row(
         "the remainder of blocks is doubled",
         INT4,
-        "compose.comm.codecs:_round_with_remainder",
+        "compose.compression.codecs:_round_with_remainder",
         ".mul_(kept_steps * scale)",
         ".mul_(2 * kept_steps * scale)",
         "lost of remainders 2",
@@ -146,7 +146,7 @@ FEEDBACK = [
     Row(
         "PowerSGD forgets the remainder",
         LOW_RANK,
-        "compose.comm.feedback:Feedback.added",
+        "compose.compression.feedback:Feedback.added",
         "KEPT.sum_into(blocks, self.codes[None], wide)",
         "blocks.zero_()",
         "lost of remainders 2",
@@ -155,7 +155,7 @@ FEEDBACK = [
     Row(
         "top_k adds the remainder twice",
         TOP_K,
-        "compose.comm.feedback:Feedback.added",
+        "compose.compression.feedback:Feedback.added",
         "KEPT.sum_into(blocks, self.codes[None], wide)",
         "KEPT.sum_into(blocks, self.codes[None], wide); blocks.mul_(2)",
         "lost of remainders 2",
@@ -163,7 +163,7 @@ FEEDBACK = [
     Row(
         "error feedback is off all the same",
         INT4,
-        "compose.comm.units:Units._reduction",
+        "compose.compression.units:Units._reduction",
         'comm.error_feedback and kind == "int4"',
         "False",
         "form of messages",
@@ -172,7 +172,7 @@ FEEDBACK = [
     Row(
         "error feedback is on all the same",
         TOP_K | {"comm__error_feedback": False},
-        "compose.comm.units:Units._feedback",
+        "compose.compression.units:Units._feedback",
         "if self.comm.error_feedback else None",
         "",
         "form of messages",
@@ -183,7 +183,7 @@ BLOCK = [
     Row(
         "another block",
         INT8 | {"comm__block": 64},
-        "compose.comm.units:Units._blocks",
+        "compose.compression.units:Units._blocks",
         "self.comm.block",
         "256",
         "form of messages",
@@ -194,7 +194,7 @@ RANK = [
     Row(
         "another rank",
         LOW_RANK | {"comm__rank": 2},
-        "compose.comm.units:Units._reduction",
+        "compose.compression.units:Units._reduction",
         "comm.rank",
         "1",
         "form of messages",
@@ -205,7 +205,7 @@ DENSITY = [
     Row(
         "another density",
         TOP_K,
-        "compose.comm.sparse:Largest.__init__",
+        "compose.compression.sparse:Largest.__init__",
         "density * part.numel",
         "0.5 * density * part.numel",
         "form of messages",
@@ -216,7 +216,7 @@ START_STEP = [
     Row(
         "start_step is passed over",
         LATE,
-        "compose.comm.units:ShardSum.__call__",
+        "compose.compression.units:ShardSum.__call__",
         "self.moment.step >= self.start_step",
         "True",
         "form of messages",
@@ -226,7 +226,7 @@ START_STEP = [
     Row(
         "codes begin a step late",
         LATE,
-        "compose.comm.units:ShardSum.__call__",
+        "compose.compression.units:ShardSum.__call__",
         "self.moment.step >= self.start_step",
         "self.moment.step > self.start_step",
         "form of messages",
@@ -248,7 +248,7 @@ NEAR_RANKS = [
     Row(
         "near ranks sum one row twice",
         NEAR,
-        "compose.comm.reductions:InBlocks.__call__",
+        "compose.compression.reductions:InBlocks.__call__",
         "self.near_packing.sum(got[:, k], rows.dtype) for k in",
         "self.near_packing.sum(got[:, 0], rows.dtype) for k in",
         "gradient",

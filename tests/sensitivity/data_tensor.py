@@ -244,7 +244,7 @@ TENSOR = [
     Row(
         "loss parallel: the loss is averaged over ranks",
         TP,
-        "compose.loss.vocabulary:_CrossEntropy.forward",
+        "compose.ops.vocabulary_loss:_CrossEntropy.forward",
         "(log_zs - target).masked_fill_(ignored, 0.0).sum()",
         "(log_zs - target).masked_fill_(ignored, 0.0).sum() / max(1, len(found))",
         "loss",
@@ -253,7 +253,7 @@ TENSOR = [
     Row(
         "loss parallel: the z-loss is that of a part of the vocabulary",
         TP | {"train__z_loss": 0.1},
-        "compose.loss.vocabulary:_LogZ.forward",
+        "compose.ops.vocabulary_loss:_LogZ.forward",
         "rows.gathered(logits.logsumexp(-1)).logsumexp(0)",
         "rows.gathered(logits.logsumexp(-1))[0]",
         "gradient",
@@ -263,7 +263,7 @@ TENSOR = [
     Row(
         "loss parallel in chunks: the hidden states' gradient stays a part",
         TP | {"train__loss_chunk": 16},
-        "compose.loss.chunked:chunked_cross_entropy",
+        "compose.ops.chunked_loss:chunked_cross_entropy",
         "Partial() if rows.group else Replicate()",
         "Replicate()",
         "gradient",

@@ -5,8 +5,8 @@ from tests.sensitivity.row import SHARDED, Keys, Row
 ONE: Keys = {"train__global_batch": 8}
 MUON: Keys = ONE | {"optimizer__name": "muon"}
 OFFLOADED: Keys = ONE | {"optimizer__offload": "cpu"}
-_RULES = "compose.optimizer.rules:parameter_rules"
-_SCHEDULE = "compose.optimizer.lr_schedule:learning_rate"
+_RULES = "compose.optim.rules:parameter_rules"
+_SCHEDULE = "compose.optim.lr_schedule:learning_rate"
 
 
 def _update(
@@ -29,7 +29,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "Muon does not look ahead",
             MUON,
-            "compose.optimizer.muon:Muon._momentum",
+            "compose.optim.muon:Muon._momentum",
             'g.add(momentum, alpha=options["momentum"])',
             "momentum",
             "layers.*.attention.wq.weight",
@@ -37,7 +37,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "Muon scales by the shorter side",
             MUON,
-            "compose.optimizer.muon:Muon._update",
+            "compose.optim.muon:Muon._update",
             "max(shape[1:])",
             "min(shape[1:])",
             "layers.*.feed_forward.w1.weight",
@@ -45,7 +45,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "Muon's iteration has another coefficient",
             MUON,
-            "compose.optimizer.muon:orthogonalized",
+            "compose.optim.muon:orthogonalized",
             "a, b, c = COEFFICIENTS",
             "a, b, c = 3.4, -4.7750, 2.0315",
             "layers.*.attention.wq.weight",
@@ -71,21 +71,21 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "offloaded AdamW counts from the second step",
             OFFLOADED,
-            "compose.optimizer.offload:OffloadedAdamW._update",
+            "compose.optim.offload:OffloadedAdamW._update",
             '["step"] - 1',
             '["step"]',
         ),
         _update(
             "offloaded AdamW reads no file",
             ONE | {"optimizer__offload": "nvme"},
-            "compose.optimizer.offload:OffloadedAdamW._load",
+            "compose.optim.offload:OffloadedAdamW._load",
             "file.read(piece.start, memory)",
             "pass",
         ),
         _update(
             "offloaded AdamW has no weight decay of 0.01",
             OFFLOADED | {"optimizer__weight_decay": 0.01},
-            "compose.optimizer.offload:OffloadedAdamW._update",
+            "compose.optim.offload:OffloadedAdamW._update",
             'weight_decay=group["weight_decay"]',
             "weight_decay=0.0",
             quantity="float64 update",
@@ -93,7 +93,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "offloaded AdamW has no weight decay",
             OFFLOADED | {"parallel__offload": "cpu"},
-            "compose.optimizer.offload:OffloadedAdamW._update",
+            "compose.optim.offload:OffloadedAdamW._update",
             'weight_decay=group["weight_decay"]',
             "weight_decay=0.0",
         ),
@@ -102,7 +102,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "another learning rate",
             ONE,
-            "compose.optimizer.lr_schedule:set_learning_rate",
+            "compose.optim.lr_schedule:set_learning_rate",
             "lr * group.get",
             "1.01 * lr * group.get",
         ),
@@ -111,7 +111,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "lr_scale is forgotten",
             ONE | {"optimizer__lr_scale": '["output=0.5"]'},
-            "compose.optimizer.lr_schedule:set_learning_rate",
+            "compose.optim.lr_schedule:set_learning_rate",
             'group.get("lr_scale", 1.0)',
             "1.0",
             "output.weight",
@@ -178,7 +178,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "no weight decay of 0.01, float32",
             ONE | {"optimizer__weight_decay": 0.01},
-            "compose.optimizer.groups:grouped",
+            "compose.optim.groups:grouped",
             '"weight_decay": rule.weight_decay}',
             '"weight_decay": 0.0}',
             quantity="float64 update",
@@ -186,7 +186,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "all weights decay",
             ONE,
-            "compose.optimizer.groups:grouped",
+            "compose.optim.groups:grouped",
             '"weight_decay": rule.weight_decay}',
             '"weight_decay": 0.1}',
             "*norm.weight",
@@ -212,7 +212,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "Muon has no weight decay",
             MUON,
-            "compose.optimizer.muon:Muon._update",
+            "compose.optim.muon:Muon._update",
             '(1 - lr * options["weight_decay"])',
             "1",
             "layers.*.attention.wq.weight",
@@ -284,7 +284,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "LoRA leaves norms trained",
             SHARDED | {"model__lora__rank": 4, "model__lora__targets": '["layers.*.attention.w*"]'},
-            "compose.lora.adapt:adapt",
+            "compose.memory.lora:adapt",
             "parameter.requires_grad_(False)",
             "parameter.requires_grad_(parameter.ndim < 2)",
             "trained",
@@ -293,7 +293,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "LoRA misses a target",
             SHARDED | {"model__lora__rank": 4, "model__lora__targets": '["layers.*.attention.w*"]'},
-            "compose.lora.adapt:adapt",
+            "compose.memory.lora:adapt",
             "for name in targets:",
             "for name in targets[1:]:",
             "trained",

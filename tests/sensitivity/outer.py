@@ -4,7 +4,7 @@ from tests.lora import lora
 from tests.outer.cases import EXPERTS, STREAMING, outer
 from tests.sensitivity.row import Keys, Row
 
-LOOP = "compose.outer.loop:OuterLoop"
+LOOP = "compose.diloco.loop:OuterLoop"
 INIT, BEGIN, END, STEP = (f"{LOOP}.{name}" for name in ("__init__", "_begin", "_end", "_step"))
 AFTER = f"{LOOP}.after_step"
 DECODED = "self.code.decode(message[CHECK:end].to(theta.device), theta).double()"
@@ -56,7 +56,7 @@ RATES = [
     fault(
         "the rate of fewer islands",
         STREAMING,
-        "compose.outer.options:best_lr",
+        "compose.diloco.options:best_lr",
         "known <= islands",
         "known < islands",
     ),
@@ -94,7 +94,7 @@ FRAGMENTS = [
     fault(
         "fragments of what a rank holds",
         STREAMING,
-        "compose.outer.fragments:rows_of",
+        "compose.diloco.fragments:rows_of",
         "torch.arange(*place[0])",
         "torch.arange(place[0][1] - place[0][0])",
         names="output.weight",
@@ -103,7 +103,7 @@ FRAGMENTS = [
     fault(
         "neighbouring layers make a fragment",
         outer(every=4, fragments=2) | {"model__n_layers": 4},
-        "compose.outer.fragments:shares",
+        "compose.diloco.fragments:shares",
         "found[layer % count]",
         "found[layer * count // len(layers)]",
         names="layers.*",
@@ -119,7 +119,7 @@ FRAGMENTS = [
     fault(
         "frozen weights are exchanged",
         STREAMING | lora(3),
-        "compose.outer.fragments:fragments_of",
+        "compose.diloco.fragments:fragments_of",
         "if parameter.requires_grad:",
         "if True:",
         ISLAND,
@@ -160,7 +160,7 @@ CODES = [
     fault(
         "what arrives in int8 is doubled",
         STREAMING | outer(dtype="int8"),
-        "compose.outer.codes:Int8.decode",
+        "compose.diloco.codes:Int8.decode",
         "self.blocks.decode(",
         "2 * self.blocks.decode(",
         LOST,
@@ -169,7 +169,7 @@ CODES = [
     fault(
         "int8 is rounded down",
         STREAMING | outer(dtype="int8"),
-        "compose.comm.codecs:_rounded",
+        "compose.compression.codecs:_rounded",
         ".round_()",
         ".floor_()",
         LOST,
@@ -178,28 +178,28 @@ CODES = [
     fault(
         "e3m0 rounds at the middle of the exponents",
         STREAMING | outer(dtype="e3m0"),
-        "compose.outer.codes:E3M0.encode",
+        "compose.diloco.codes:E3M0.encode",
         "ratio / 0.75",
         "ratio / 0.70710678",
     ),
     fault(
         "e3m0 takes a neighbour's scale",
         STREAMING | outer(dtype="e3m0"),
-        "compose.outer.codes:E3M0.decode",
+        "compose.diloco.codes:E3M0.decode",
         "* scales.float()",
         "* scales.float().roll(1, 0)",
     ),
     fault(
         "the change is sent as it is",
         STREAMING | outer(dtype="bfloat16"),
-        "compose.outer.codes:code_of",
+        "compose.diloco.codes:code_of",
         'if options.dtype == "float32" else torch.bfloat16',
         "",
     ),
     fault(
         "top_k sends the smallest",
         STREAMING | outer(dtype="top_k"),
-        "compose.outer.codes:TopK.encode",
+        "compose.diloco.codes:TopK.encode",
         ".topk(self.kept, 1)",
         ".topk(self.kept, 1, largest=False)",
         LOST,
@@ -208,7 +208,7 @@ CODES = [
     fault(
         "half as many are sent",
         STREAMING | outer(dtype="top_k", density=0.03125),
-        "compose.outer.codes:code_of",
+        "compose.diloco.codes:code_of",
         "round(options.density * ROW)",
         "round(options.density / 2 * ROW)",
     ),
@@ -231,7 +231,7 @@ GRACE = [
     fault(
         "a late island is waited for",
         STREAMING | outer(grace=1),
-        "compose.outer.exchange:Exchange._there",
+        "compose.diloco.exchange:Exchange._there",
         "map(str, ready)",
         "map(str, range(count))",
         "waited for a late island",
@@ -251,7 +251,7 @@ BUFFERS = [
     fault(
         "buffers of one island alone",
         STREAMING | EXPERTS,
-        "compose.outer.message:averaged_buffers",
+        "compose.diloco.message:averaged_buffers",
         "if name in persistent and",
         "if 'bias' not in name and name in persistent and",
         ISLAND,

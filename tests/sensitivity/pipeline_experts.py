@@ -64,7 +64,7 @@ PIPELINE = [
     Row(
         "ZBVZeroBubble leaves gradients unreduced",
         VIRTUAL | {"parallel__pp_schedule": "ZBVZeroBubble", "parallel__dp_shard": 2},
-        "compose.base.torch_versions:finish_fsdp_backward",
+        "compose.ops.torch_versions:finish_fsdp_backward",
         "state._root_post_backward_final_callback()",
         "pass",
         "gradient",

@@ -40,7 +40,7 @@ LOGIC = [
     Row(
         "no weight decay",
         SHARDED,
-        "compose.optimizer.groups:grouped",
+        "compose.optim.groups:grouped",
         '"weight_decay": rule.weight_decay}',
         '"weight_decay": 0.0}',
         "update",
@@ -105,7 +105,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "no bias correction in bfloat16",
             KEPT,
-            "compose.optimizer.adamw:AdamW._update",
+            "compose.optim.adamw:AdamW._update",
             "lr / (1 - beta1**step)",
             "lr",
             "update",
@@ -113,7 +113,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "ring sums dq in bfloat16",
             CP | REDUCED["bfloat16"],
-            "compose.operators.parts:Sums.__init__",
+            "compose.ops.parts:Sums.__init__",
             "torch.promote_types(x.dtype, torch.float32)",
             "torch.bfloat16",
             "float64 gradient",
@@ -184,7 +184,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "what is gathered in 8 bits has another scale",
             TP | FLOAT8_SHAPE,
-            "compose.precision.float8:send_as_bytes",
+            "compose.memory.float8:send_as_bytes",
             "given._scale,",
             "given._scale * 2,",
             "gradient",
@@ -215,7 +215,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "a mean is rounded to the nearest",
             KEPT,
-            "compose.optimizer.adamw:AdamW._update",
+            "compose.optim.adamw:AdamW._update",
             "store(mean[here], m, bits)",
             "store(mean[here], m, 0 * bits + 0x8000)",
             "rounding",
@@ -245,7 +245,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "both of Adam's means are rounded by the same bits",
             KEPT,
-            "compose.optimizer.adamw:AdamW._update",
+            "compose.optim.adamw:AdamW._update",
             "bits >> 16",
             "bits",
             "rounding",

@@ -8,7 +8,7 @@ LOSS = [
     Row(
         "the loss is that of the last chunk",
         ONE | {"train__loss_chunk": 16},
-        "compose.loss.chunked:_in_chunks",
+        "compose.ops.chunked_loss:_in_chunks",
         "loss + losses.sum()",
         "losses.sum()",
         "loss",
@@ -18,7 +18,7 @@ LOSS = [
     Row(
         "the output's gradient is that of the last chunk",
         ONE | {"train__loss_chunk": 16},
-        "compose.loss.chunked:_add_product",
+        "compose.ops.chunked_loss:_add_product",
         "total.addmm_(a, b)",
         "total.addmm_(a, b, beta=0)",
         "gradient",
@@ -29,7 +29,7 @@ LOSS = [
     Row(
         "half the z-loss, in chunks",
         ONE | {"train__loss_chunk": 16, "train__z_loss": 0.1},
-        "compose.loss.chunked:_differentiate",
+        "compose.ops.chunked_loss:_differentiate",
         "(1 + 2 * z_loss * log_zs)",
         "(1 + z_loss * log_zs)",
         "gradient",
@@ -190,7 +190,7 @@ MEMORY: dict[str, list[Row]] = {
         Row(
             "a compiled layer gets no documents",
             TP | {"compile__mode": "block", "model__n_layers": 1},
-            "compose.compiler.compilation:apply_compile",
+            "compose.memory.compilation:apply_compile",
             "_settled(torch.compile(module.forward, fullgraph=True, **how))",
             "(lambda f: lambda *a, **k: f(a[0], a[1], a[2], None))"
             "(_settled(torch.compile(module.forward, fullgraph=True, dynamic=False,"

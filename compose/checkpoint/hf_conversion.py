@@ -1,0 +1,356 @@
+"""Converts a Hugging Face folder to a checkpoint and back, in one process.
+
+One tensor at a time is in memory.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from compose.checkpoint import store
+from compose.checkpoint.checkpointer import Progress
+from compose.checkpoint.hf_folder import (
+    config_problems,
+    differences,
+    fill_shard,
+    find_hf,
+    name_of,
+    published,
+    read_config,
+)
+from compose.checkpoint.hf_sources import kept_tokenizer
+from compose.checkpoint.hf_stored import together
+from compose.checkpoint.loading import cause_of
+from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner, mismatches
+from compose.checkpoint.peft_adapters import Merged, adapted, table_of
+from compose.checkpoint.peft_files import peft_name, target_modules, write_adapters
+from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
+from compose.checkpoint.state import named_tensors
+from compose.checkpoint.storage import PartsReader, PartsWriter, alone
+from compose.config.json_files import parse_json, read_json
+from compose.config.models import find_model, model_names
+from compose.config.tables import Config, Model
+from compose.config.toml import dump
+from compose.data.ends import generation_values
+from compose.data.special_tokens import GENERATION, MODEL
+from compose.data.tokenizer import TOKENIZER, carry, keep
+from compose.errors import ConfigError, write_whole
+
+SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The result of a conversion."""
+
+    path: Path
+    """The folder that was written."""
+    tensors: int
+    """Number of tensors."""
+    bytes: int
+    """Bytes of the tensors."""
+    files: int
+    """Number of files that hold the tensors."""
+    original: str = ""
+    """The folder that the model came from, if the run kept nothing of it; else empty."""
+
+
+def import_(source: Path, target: Path, config: Config) -> Converted:
+    """Make a run's folder with a checkpoint of step 0 from a Hugging Face folder.
+
+    The checkpoint holds only the model, in float32. A run begins with it.
+
+    Raises:
+        ConfigError: ``source`` holds another model, or ``target`` exists or cannot be written.
+    """
+    name, shape = config.model.name, config.model.config
+    problems = config_problems(source, name, shape)
+    if problems:
+        raise ConfigError(*problems)
+    whole, files, hf_name = _on_meta(config.model), TensorFiles(source), name_of(name, shape)
+    problems = differences(files, whole, hf_name)
+    if problems:
+        raise ConfigError(*problems)
+    places = {f"model.{ours}": place for ours, place, _ in published(whole, hf_name)}
+    tensors = {ours: copies[0] for ours, copies in named_tensors(whole, None).items()}
+
+    def read(key: str) -> Tensor:
+        if key not in places:  # a buffer that is not published keeps its value in a new model
+            return tensors[key].clone()
+        part = _whole(tensors[key], "cpu")
+        fill_shard(files, places[key], part)
+        return part.local
+
+    _absent(target)
+    root = target / "checkpoints"
+    state = {
+        **dataclasses.asdict(Progress()),
+        "model": {"name": name, **dataclasses.asdict(shape)},
+        "seed": config.train.seed,
+        "ranks": 1,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "hugging_face": str(source.resolve()),
+    }
+    try:
+        target.mkdir(parents=True)  # made only here, so a failure removes only our folder
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+    try:
+        folder = store.begin(root, 0)
+        writer = PartsWriter(folder)
+        with alone():
+            dcp.save(
+                {key: _whole(tensor, "meta") for key, tensor in tensors.items()},
+                storage_writer=writer,
+                planner=_Streamed(read),
+                no_dist=True,
+            )
+        write_whole(folder / store.STATE, json.dumps(state, indent=1))
+        write_whole(folder / "config.toml", dump(config))
+        others = store.described(p for p in folder.iterdir() if p.name not in writer.entries)
+        written = store.publish(folder, others | writer.entries)
+        store.mark(target)
+        keep(source, target / TOKENIZER)
+    except BaseException as error:
+        shutil.rmtree(target, ignore_errors=True)
+        if not isinstance(error, (OSError, CheckpointException)):
+            raise
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return Converted(written, len(tensors), size, len(list(written.glob("*.safetensors"))))
+
+
+def export(
+    source: Path,
+    target: Path,
+    config: Config | None = None,
+    original: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Make a folder that transformers opens from a checkpoint.
+
+    Adapters in it are merged into the weights that they were trained with.
+
+    Args:
+        source: The checkpoint.
+        target: The folder to make.
+        config: The config with the model; None takes the model that the checkpoint names.
+        original: The Hugging Face folder with the tokenizer to copy; None takes the tokenizer that the
+            run has kept.
+        dtype: Dtype of the parameters; buffers stay in float32.
+        shard_bytes: Bytes of tensors in a file.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: The checkpoint is damaged or of another model, or ``target`` exists or cannot be
+            written.
+    """
+    known = _whole_state(source)
+    model = config.model if config else _model_of(source, known)
+    try:
+        values = find_hf(model.name).hf_config(model.config)
+    except ValueError as error:
+        raise ConfigError(f"{source}: model.{error}") from None
+    whole, reader, hf_name = _on_meta(model), _Reader(source), name_of(model.name, model.config)
+    groups = together(published(whole, hf_name))
+
+    def read(name: str, like: Tensor) -> Tensor:
+        return _read(reader, f"model.{name}", like)
+
+    held = {ours: tensor for group in groups for ours, _, tensor in group}
+    if known.lora:
+        buffers = {name: b for name, b in held.items() if not isinstance(b, nn.Parameter)}
+        held = adapted(_on_meta(model), known.lora) | buffers
+    _check_held(source, reader, held)
+    value_of = Merged(source, known, _on_meta(model), hf_name, read).weight if known.lora else read
+
+    plan: list[list[Planned]] = []
+    for group in groups:
+        _, place, tensor = group[0]
+        kind = dtype if isinstance(tensor, nn.Parameter) else torch.float32
+        shape = place.shape(tensor.shape)
+        plan.append([Planned(name, shape, kind) for name in place.names(tensor.shape)])
+
+    def tensors() -> Iterator[Tensor]:
+        for group, planned in zip(groups, plan, strict=True):
+            values = [
+                (value_of if isinstance(tensor, nn.Parameter) else read)(ours, tensor)
+                for ours, _, tensor in group
+            ]
+            for part in group[0][1].theirs(values):
+                yield part.to(planned[0].dtype)
+
+    kept = kept_tokenizer(source)
+    unknown = "" if original or (kept / MODEL).exists() else known.hugging_face or ""
+    original = original or (kept if kept.is_dir() else None)
+    values |= {
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if original and not original.is_dir():
+        raise ConfigError(f"{original}: no such folder")
+    there = read_config(original) if original and (original / MODEL).exists() else {}
+    special = generation_values(original, model.config.vocab_size)
+    own = ("bos_token_id", "pad_token_id", "max_position_embeddings")
+    values |= special | {key: there[key] for key in own if there.get(key) is not None}
+    flat = [one for part in plan for one in part]
+    with _new_folder(target) as aside:
+        written = write_files(aside, flat, tensors(), shard_bytes)
+        (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
+        if original:
+            carry(original, aside)
+        how = aside / GENERATION
+        special = (read_json(how, dict[str, Any]) if how.exists() else {}) | special
+        write_whole(how, json.dumps(special, indent=2))
+    return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
+
+
+@contextlib.contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which becomes ``target`` if nothing fails."""
+    _absent(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # The name is new, so a failure removes nobody else's files.
+        aside = Path(tempfile.mkdtemp(prefix=f".writing-{target.name}-", dir=target.parent))
+        aside.chmod(0o777 & ~_umask())
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+    try:
+        yield aside
+        aside.rename(target)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if not isinstance(error, (OSError, CheckpointException)):
+            raise
+        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+
+
+def export_adapters(source: Path, target: Path, config: Config | None = None) -> Converted:
+    """Make a folder that peft opens from a checkpoint of adapters.
+
+    Args:
+        source: The checkpoint.
+        target: The folder to make.
+        config: The config with the model; None takes the model that the checkpoint names.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: The checkpoint is damaged, of another model or without adapters, or ``target``
+            exists or cannot be written.
+    """
+    known = _whole_state(source)
+    if known.lora is None:
+        raise ConfigError(f"{source}: holds the whole model, and no adapters")
+    shape = config.model if config else _model_of(source, known)
+    model, reader, hf_name = _on_meta(shape), _Reader(source), name_of(shape.name, shape.config)
+    parameters = adapted(model, known.lora)
+    _check_held(source, reader, parameters)
+    tensors = {
+        peft_name(name, hf_name): _read(reader, f"model.{name}", p) for name, p in parameters.items()
+    }
+    with _new_folder(target) as aside:
+        words = target_modules(model, hf_name)
+        write_adapters(aside, table_of(known.lora), known.lora.load_hf, words, tensors)
+    return Converted(target, len(tensors), sum(t.nbytes for t in tensors.values()), 1)
+
+
+def _whole_state(source: Path) -> store.State:
+    """Return a checkpoint's state.json; raise ConfigError if the checkpoint is damaged."""
+    damage = store.problems(source)
+    if damage:
+        raise ConfigError(*(f"{source}: damaged: {problem}" for problem in damage))
+    return store.read_state(source)
+
+
+def _check_held(source: Path, reader: PartsReader, held: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError unless a checkpoint has these tensors of its model."""
+    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in held.items()}
+    problems = mismatches(parts, reader.read_metadata())
+    if problems:
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
+
+
+class _Streamed(ShardSavePlanner):
+    """Plans the writing of Parts on meta; ``read`` makes each tensor when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.read(index.fqn)
+
+
+class _Reader(PartsReader):
+    """Reads the checkpoint's description once, instead of once for each tensor."""
+
+    known: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self.known is None:
+            self.known = super().read_metadata(*args, **kwargs)
+        return self.known
+
+
+def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
+    part = _whole(like, "cpu")
+    with alone():
+        dcp.load({key: part}, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
+    return part.local
+
+
+def _whole(like: Tensor, device: str) -> LocalShard:
+    """Return an empty LocalShard for a whole tensor with the shape and dtype of ``like``."""
+    local = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return LocalShard(like.shape, torch.Size([0] * like.ndim), local)
+
+
+def _on_meta(model: Model) -> nn.Module:
+    return find_model(model.name).on_meta(model.config)
+
+
+def _model_of(folder: Path, known: store.State) -> Model:
+    """Return the model of a checkpoint from its state.json."""
+    there, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
+    kind = find_model(name).Config if name in model_names() else None
+    if not kind:
+        raise ConfigError(f"{there}.name: {name!r} is none of {', '.join(model_names())}")
+    unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})
+    if unknown:
+        raise ConfigError(f"{there}: {name} has no {', '.join(unknown)}")
+    try:
+        return Model(name=name, config=parse_json(json.dumps(fields).encode(), kind))
+    except ValueError as error:
+        raise ConfigError(f"{there}: {error}") from None
+
+
+def _umask() -> int:
+    """Return the umask of the process, which can be read only by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _absent(target: Path) -> None:
+    if os.path.lexists(target):
+        raise ConfigError(f"{target}: exists already; choose another target")

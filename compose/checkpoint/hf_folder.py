@@ -1,0 +1,287 @@
+"""Hugging Face folders (config.json and safetensors), read into a model that may be cut already.
+
+The names of a model's weights in such a folder come from its ``models/<name>/hf.py``.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from compose.checkpoint.hf_stored import Named, Stored, stored
+from compose.checkpoint.local_shards import LocalShard, local_shard_of
+from compose.checkpoint.safetensors_files import DTYPES, TensorFiles
+from compose.composition import Composition, module_of
+from compose.config.job import Job
+from compose.config.json_files import read_json
+from compose.config.models import training_fields
+from compose.errors import LEADS_OUT, ConfigError, leads_out
+from compose.memory.lora import is_adapter
+from compose.ops.tied import tied_names
+
+# Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Both are
+# computed here.
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(masked_)?bias$")
+# A layer of DeepSeek's multi-token prediction. No model here has one.
+_PREDICTION = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+
+HfName = Callable[[str], str | Stored]
+
+
+class HuggingFace(Protocol):
+    """The interface of ``models/<name>/hf.py``."""
+
+    MODEL_TYPES: Sequence[str]
+    """The values of model_type in config.json that the model can express."""
+
+    def hf_name(self, name: str, config: Any = None) -> str | Stored:
+        """Return Hugging Face's name of a parameter or buffer, or a Stored where theirs is not as ours.
+
+        Args:
+            name: Its name in our model.
+            config: The model's config, if the name depends on it.
+
+        Returns:
+            The name, in which '{}' stands for the index in a stack; or the place.
+
+        Raises:
+            KeyError: The buffer is not published.
+        """
+        ...
+
+    def hf_config(self, config: Any) -> dict[str, Any]:
+        """Return the content of config.json for our config."""
+        ...
+
+    def config_from_hf(self, values: Mapping[str, Any]) -> Any:
+        """Return our config for the content of config.json."""
+        ...
+
+
+def find_hf(name: str) -> HuggingFace:
+    """Return the hf.py of the model ``models/<name>/``.
+
+    Raises:
+        ConfigError: There is no hf.py.
+    """
+    if importlib.util.find_spec(f"models.{name}.hf") is None:
+        raise ConfigError(f"models/{name}: has no hf.py, with Hugging Face's names of its weights")
+    return cast(HuggingFace, importlib.import_module(f"models.{name}.hf"))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of config.json in ``folder``.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    path = folder / "config.json"
+    if leads_out(path, folder):
+        raise ConfigError(f"{path}: {LEADS_OUT}")
+    return read_json(path, dict[str, Any])
+
+
+def config_problems(folder: Path, name: str, config: Any) -> list[str]:
+    """Return one line for each field in which a config differs from the folder's config.json.
+
+    Only fields that change what the weights compute count.
+
+    Args:
+        folder: The Hugging Face folder.
+        name: The name of the model.
+        config: The model's config.
+
+    Returns:
+        The lines; empty if the configs agree.
+    """
+    try:
+        hf = find_hf(name)
+        theirs = hf.config_from_hf(read_config(folder))
+    except ValueError as error:
+        return [f"{folder}/config.json: {error}"]
+    except ConfigError as error:
+        return error.problems
+    # Convert there and back, so that fields without use in such a model become equal.
+    there, here = (_there_and_back(hf, one) for one in (theirs, config))
+    fields = [f.name for f in dataclasses.fields(config) if f.name not in training_fields(config)]
+    other = [field for field in fields if getattr(there, field) != getattr(here, field)]
+    # Show the given values if they differ; else the converted ones.
+    for one, two in ((theirs, config), (there, here)):
+        problems = [
+            f"{folder}: is a model with {field} = {getattr(one, field)}, not {getattr(two, field)}"
+            for field in other
+            if getattr(one, field) != getattr(two, field)
+        ]
+        if problems:
+            return problems
+    return []
+
+
+def _there_and_back(hf: HuggingFace, config: Any) -> Any:
+    with contextlib.suppress(ValueError):
+        return hf.config_from_hf(hf.hf_config(config))
+    return config
+
+
+def source_problems(job: Job) -> list[str]:
+    """Return everything that keeps ``checkpoint.load_hf`` from filling the model of ``job``."""
+    folder, model = Path(job.config.checkpoint.load_hf), job.config.model
+    if not folder.is_dir():
+        return [f"{folder}: no such folder"]
+    problems = config_problems(folder, model.name, model.config)
+    if problems:  # comparing the tensors would be useless
+        return problems
+    try:
+        return differences(TensorFiles(folder), job.model, name_of(model.name, model.config))
+    except ConfigError as error:
+        return error.problems
+
+
+def name_of(name: str, config: Any) -> HfName:
+    """Return the ``hf_name`` function of a model with this config.
+
+    Raises:
+        ConfigError: The model has no hf.py.
+    """
+    return functools.partial(find_hf(name).hf_name, config=config)
+
+
+def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named]:
+    """Yield (our name, its place in a folder, tensor) for each published tensor of a model.
+
+    These are all parameters except adapters', and the persistent buffers that have a name in Hugging
+    Face's model.
+
+    Args:
+        whole: A model, or a composition, which has this rank's part.
+        hf_name: Hugging Face's name of our parameter.
+
+    Returns:
+        An iterator over the tensors; the names are those in the whole model.
+    """
+    model = module_of(whole)
+    for name, parameter in whole.named_parameters():
+        if not is_adapter(name):
+            yield name, stored(hf_name(name)), parameter
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        try:
+            place = stored(hf_name(name))
+        except KeyError:
+            continue
+        if name in persistent:
+            yield name, place, buffer
+
+
+def load_hf(
+    model: nn.Module | Composition,
+    folder: str | Path,
+    hf_name: HfName,
+    whole: nn.Module | None = None,
+) -> None:
+    """Fill a model from safetensors; each rank reads only its own part of each weight.
+
+    The values are cast to the parameters' dtype.
+
+    Args:
+        model: A whole model, or what ``compose.apply`` returned. It must have memory.
+        folder: The folder that holds the safetensors.
+        hf_name: Hugging Face's name of our parameter, as ``hf_name`` of a model's hf.py returns it.
+        whole: The model before it was cut, on meta, if ``model`` is a pipeline's part of it.
+
+    Raises:
+        ConfigError: A tensor is missing, unknown, or has another shape. All such tensors are named, and
+            none is loaded.
+    """
+    files = TensorFiles(Path(folder))
+    problems = differences(files, whole or model, hf_name)
+    if problems:
+        raise ConfigError(*problems)
+    for _, place, tensor in published(model, hf_name):
+        fill_shard(files, place, local_shard_of(tensor))
+
+
+@torch.no_grad()
+def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
+    """Read this rank's part of a tensor in the files."""
+    if part.local.numel() == 0:
+        return
+    region = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
+    code = place.code_in(files.entries)
+    if code:
+        code.fill(part.local, place.name, region, files.read)
+        return
+
+    def read(name: str, own: list[slice], shape: Sequence[int]) -> Tensor:
+        return place.ours(files.read(place.found(name, files.entries), place.region(own, shape)))
+
+    names = place.names(part.shape)
+    if not place.stacked:
+        part.local.copy_(read(names[0], region, part.shape))
+        return
+    for own, name in zip(part.local, names[region[0]], strict=True):
+        own.copy_(read(name, region[1:], part.shape[1:]))
+
+
+def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfName) -> list[str]:
+    """Return one line for each tensor in which the files and the model differ.
+
+    A tensor may be missing, of another shape or dtype, or unknown. Equal lines for several layers
+    become one line. The files may also hold the second name of a tied weight, frequencies of the rotary
+    embedding, causal masks, and layers of multi-token prediction.
+
+    Args:
+        files: The tensors of a folder.
+        whole: A model, or a composition without pipeline stages.
+        hf_name: Hugging Face's name of our parameter.
+
+    Returns:
+        The lines; empty if there is no difference.
+    """
+    model = module_of(whole)
+    expected: dict[str, tuple[int, ...]] = {}
+    found: list[tuple[str, str]] = []
+    coded: set[str] = set()
+    for _, place, tensor in published(whole, hf_name):
+        code = place.code_in(files.entries)
+        if code:
+            coded.update(code.names(place.name))
+            found += code.problems(place.name, tensor.shape, files.entries)
+            continue
+        names = [place.found(name, files.entries) for name in place.names(tensor.shape)]
+        expected |= dict.fromkeys(names, place.shape(tensor.shape))
+    for name, shape in expected.items():
+        entry = files.entries.get(name)
+        if entry is None:
+            found.append((name, "is missing"))
+        elif entry.shape != shape:
+            found.append((name, f"is {entry.shape}, the model's is {shape}"))
+        elif entry.dtype not in DTYPES:
+            found.append((name, f"is {entry.dtype}, not one of {', '.join(DTYPES)}"))
+    tied = {stored(hf_name(name)).name for names in tied_names(model) for name in names[1:]}
+    prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
+    prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
+    for name in files.entries:
+        besides = name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
+        if name not in expected and name not in coded and not besides:
+            found.append((name, "is not of this model"))
+    return [f"{files.folder}: {line}" for line in collapsed(found)]
+
+
+def collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
+    """Return one line for equal words about names that differ only by numbers."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, words in found:
+        alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), words), []).append(name)
+    return [
+        f"{pattern} {words} ({len(names)} of them)" if len(names) > 1 else f"{names[0]} {words}"
+        for (pattern, words), names in alike.items()
+    ]

@@ -1,0 +1,162 @@
+"""Where a tensor of ours lies in a Hugging Face folder, and how it lies there.
+
+Most tensors lie there as they are here. A stack may lie there slice by slice, several tensors may lie
+there as one, and a matrix may be transposed. Nothing is computed, so both ways are bitwise. Besides,
+files may hold a tensor in a code of fewer bits, which is read and not written.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compose.checkpoint.safetensors_files import Entry
+
+
+class Coded(Protocol):
+    """A code in which files may hold a tensor; compose/checkpoint/hf_mxfp4.py is one."""
+
+    def names(self, name: str) -> Sequence[str]:
+        """Return the names of the tensors that hold the one of ``name``."""
+        ...
+
+    def problems(
+        self, name: str, shape: Sequence[int], entries: Mapping[str, Entry]
+    ) -> list[tuple[str, str]]:
+        """Return what is wrong with them: their names, each with the words about it.
+
+        Args:
+            name: Hugging Face's name of the tensor.
+            shape: The shape of ours.
+            entries: The tensors in the files, of which at least one is among :meth:`names`.
+
+        Returns:
+            The problems.
+        """
+        ...
+
+    def fill(
+        self,
+        target: Tensor,
+        name: str,
+        region: Sequence[slice],
+        read: Callable[[str, Sequence[slice]], Tensor],
+    ) -> None:
+        """Fill a part of ours."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The place of one of our tensors in the tensors of a folder."""
+
+    name: str
+    """Hugging Face's name; '{}' in it stands for the index in a stack."""
+    transposed: bool = False
+    """Theirs is a matrix whose two dims are swapped, or a stack of such matrices."""
+    part: int = 0
+    """Which part of theirs ours is, along our first dim (that of a slice, in a stack)."""
+    parts: int = 1
+    """How many of our tensors make theirs; they have one shape."""
+    base: str = ""
+    """A prefix of the name. Files that the model without its head has written leave it out."""
+    code: Coded | None = None
+    """A code in which files may hold ours instead; if so, nothing else here applies but the name."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.part < self.parts, "the part is one of the parts"
+
+    def names(self, shape: Sequence[int]) -> list[str]:
+        """Return the name of each tensor that holds a part of ours."""
+        return [self.name.format(i) for i in range(shape[0])] if self.stacked else [self.name]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether each slice of ours is a tensor of theirs."""
+        return "{}" in self.name
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of theirs (of one slice, if they are several) for that of ours."""
+        own = tuple(shape[1:] if self.stacked else shape)
+        whole = (own[0] * self.parts, *own[1:]) if self.parts > 1 else own
+        return (*whole[:-2], whole[-1], whole[-2]) if self.transposed else whole
+
+    def code_in(self, files: Container[str]) -> Coded | None:
+        """Return the code, if ``files`` hold any of its tensors.
+
+        Args:
+            files: The names in the files.
+
+        Returns:
+            The code or None.
+        """
+        code = self.code
+        return code if code and any(name in files for name in code.names(self.name)) else None
+
+    def found(self, name: str, files: Container[str]) -> str:
+        """Return the name under which ``files`` hold a tensor, or its own name if they lack it."""
+        short = name.removeprefix(self.base)
+        return short if name not in files and short in files else name
+
+    def region(self, region: Sequence[slice], shape: Sequence[int]) -> list[slice]:
+        """Return the place of a part of ours in theirs.
+
+        Args:
+            region: One slice for each dim of ours (of a slice, in a stack).
+            shape: The shape of ours (of a slice, in a stack).
+
+        Returns:
+            One slice for each dim of theirs.
+        """
+        there = list(region)
+        if self.part:
+            before = self.part * shape[0]
+            there[0] = slice(region[0].start + before, region[0].stop + before)
+        return [*there[:-2], there[-1], there[-2]] if self.transposed else there
+
+    def ours(self, theirs: Tensor) -> Tensor:
+        """Return what was read from such a region, in our layout."""
+        return theirs.mT if self.transposed else theirs
+
+    def theirs(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the tensors of theirs that ``parts`` make, in the order of :meth:`names`.
+
+        Args:
+            parts: Our whole tensors, one for each of ``parts``, in order.
+
+        Returns:
+            An iterator over the tensors; there are several for a stack.
+        """
+        for own in zip(*parts, strict=True) if self.stacked else [tuple(parts)]:
+            whole = own[0] if len(own) == 1 else torch.cat(own)
+            yield whole.mT.contiguous() if self.transposed else whole
+
+
+def stored(found: str | Stored) -> Stored:
+    """Return what an ``hf_name`` returned as a Stored; a name alone is that of a tensor as ours is."""
+    return Stored(found) if isinstance(found, str) else found
+
+
+Named = tuple[str, Stored, Tensor]
+"""Our name, the place in the files, and the tensor."""
+
+
+def together(tensors: Iterable[Named]) -> list[list[Named]]:
+    """Return our tensors in groups: each makes one tensor of theirs, or one stack.
+
+    Args:
+        tensors: All tensors of a model.
+
+    Returns:
+        The groups, in the order of their first tensors; in a group, parts are in order.
+    """
+    groups: dict[str, list[Named]] = {}
+    for one in tensors:
+        groups.setdefault(one[1].name, []).append(one)
+    for group in groups.values():
+        group.sort(key=lambda one: one[1].part)
+        parts = [place.part for _, place, _ in group]
+        assert parts == list(range(group[0][1].parts)), f"{group[0][1].name} has the parts {parts}"
+    return list(groups.values())

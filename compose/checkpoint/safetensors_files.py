@@ -1,0 +1,207 @@
+"""Folders of safetensors files: read by slices, written one tensor at a time.
+
+The format (https://github.com/huggingface/safetensors) has three parts: 8 bytes with the header's
+length; the header, JSON with each tensor's type, shape and place; the tensors' bytes. All numbers are
+little-endian. Several files have an index beside them with the file of each tensor.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compose.config.json_files import read_json
+from compose.errors import LEADS_OUT, ConfigError, leads_out
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# The types of the format that our checkpoints may hold.
+NAMES = {
+    **{dtype: name for name, dtype in DTYPES.items()},
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """The dtype's name in the format, such as "F32"."""
+    path: Path
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The used part of the index: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+class TensorFiles:
+    """The tensors of a folder; ``entries`` lists them by name, and ``read`` reads parts of them."""
+
+    def __init__(self, folder: Path, only: str = "") -> None:
+        """Read the headers of the files in ``folder``, or of the one file ``only``.
+
+        Raises:
+            ConfigError: With a line for each file that is missing or cannot be read.
+        """
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        problems = []
+        for path in [folder / only] if only else self._paths():
+            if leads_out(path, folder):
+                problems.append(f"{path}: {LEADS_OUT}")
+                continue
+            if path.exists() and not path.is_file():  # a pipe, for example, might never end
+                problems.append(f"{path}: is no file")
+                continue
+            try:
+                with safe_open(path, "pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (it has no iterator)
+                        part = file.get_slice(name)
+                        entry = Entry(tuple(part.get_shape()), part.get_dtype(), path)
+                        if self.entries.setdefault(name, entry) is not entry:
+                            other = self.entries[name].path.name
+                            problems.append(f"{path}: holds {name}, which {other} holds too")
+            except FileNotFoundError:
+                problems.append(f"{path}: is missing")
+            except (OSError, SafetensorError) as error:
+                problems.append(f"{path}: cannot be read: {error}")
+        if problems:
+            raise ConfigError(*problems)
+
+    def _paths(self) -> list[Path]:
+        index = self.folder / INDEX
+        if index.exists():
+            if leads_out(index, self.folder):
+                raise ConfigError(f"{index}: {LEADS_OUT}")
+            names = sorted(set(read_json(index, _Index).weight_map.values()))
+            # The index may name only files in its own folder.
+            wrong = [name for name in names if name in ("", ".", "..") or set(name) & set("/\\\0")]
+            if wrong:
+                raise ConfigError(
+                    *(f"{index}: weight_map: {json.dumps(name)} is no file's name" for name in wrong)
+                )
+            return [self.folder / name for name in names]
+        if (self.folder / WHOLE).exists():
+            return [self.folder / WHOLE]
+        if not self.folder.is_dir():
+            raise ConfigError(f"{self.folder}: no such folder")
+        raise ConfigError(f"{self.folder}: has neither {WHOLE} nor {INDEX}")
+
+    def read(self, name: str, region: Sequence[slice]) -> Tensor:
+        """Read a part of a tensor.
+
+        Args:
+            name: The name of the tensor.
+            region: One slice for each dim.
+
+        Returns:
+            The part; its memory may be that of the mapped file.
+        """
+        # Open the file each time: while a file stays mapped, all pages read from it stay in memory.
+        with safe_open(self.entries[name].path, "pt") as file:
+            return file.get_slice(name)[tuple(region) or ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_files(
+    folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
+) -> list[Path]:
+    """Write tensors into files, holding only one tensor at a time.
+
+    Args:
+        folder: The folder to write into.
+        planned: The tensors to write, in order.
+        tensors: Their values, in the same order.
+        limit: Bytes of tensors in a file; a larger tensor has a file of its own.
+
+    Returns:
+        The files.
+    """
+    shards: list[list[Planned]] = [[]]
+    filled = 0
+    for one in planned:
+        if shards[-1] and filled + one.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(one)
+        filled += one.nbytes
+    count = len(shards)
+    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else [WHOLE]
+    source = iter(tensors)
+    for name, shard in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as file:
+            _write(file, shard, source)
+    if count > 1:
+        places = {one.name: name for name, shard in zip(names, shards, strict=True) for one in shard}
+        total = sum(one.nbytes for one in planned)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return [folder / name for name in names]
+
+
+def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) -> bytes:
+    """Return the beginning of a file whose tensors lie one after another.
+
+    Args:
+        planned: The tensors, in order.
+        more: Metadata to add.
+
+    Returns:
+        The length of the header, and the header.
+    """
+    # transformers requires "pt"
+    words: dict[str, Any] = {"__metadata__": {"format": "pt", **(more or {})}}
+    end = 0
+    for one in planned:
+        begin, end = end, end + one.nbytes
+        words[one.name] = {
+            "dtype": NAMES[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(words, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligns the tensors' bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor on the CPU; if it is not contiguous, that of a copy."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _write(file: IO[bytes], shard: Sequence[Planned], tensors: Iterator[Tensor]) -> None:
+    file.write(header(shard))
+    for one in shard:
+        tensor = next(tensors)
+        assert (tuple(tensor.shape), tensor.dtype) == (one.shape, one.dtype), one.name
+        file.write(bytes_of(tensor))
+        del tensor  # free it before the next one is made

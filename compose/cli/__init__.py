@@ -1,0 +1,1 @@
+"""The command line: train.py and python -m compose."""

@@ -1,0 +1,329 @@
+"""The logits of the next token, with or without a cache of keys and values.
+
+Causal attention is the only place where a token of a language model reads others. So what earlier
+tokens give to a later one are their keys and values in each attention core. If these are kept, a token
+runs through the model once, alone (Pope et al. 2022, arXiv:2211.05102, section 2). The work for a token
+then grows with the text by attention's one query alone, and with a window not at all.
+
+An attention core is a module with ``options`` (compose.AttentionOptions), called as ``core(q, k, v,
+documents=None, sinks=None)``. models/layers/attention.py has one. A cache takes the place of its
+forward while the model runs. So no model knows of it. What is kept are the keys and values of this
+rank's heads, as the core gets them: with latent attention those of all heads, and not the latent.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compose.composition import Composition
+from compose.config.toml import COMMAND_LINE
+from compose.errors import ConfigError
+from compose.ops.attention import attention
+from compose.ops.attention_options import AttentionOptions
+from compose.parallel.mesh import axis_size
+from compose.parallel.routing import routers
+from compose.train.evaluate import forward
+
+Wanted = Literal["auto", "on", "off"]
+"""Whether to keep keys and values: where it can be done, or else refuse, or never."""
+Forward = Callable[..., Tensor]
+
+
+class KeyValues:
+    """The keys and values of one attention core: of all tokens so far, or of its window.
+
+    The tensors have room for more tokens than there are, and are doubled when it is used up. So a token
+    costs the same on average, however long the text. A window is a ring: a token takes the place of the
+    one that no query sees any more. The order of keys changes no result but by rounding.
+    """
+
+    def __init__(self, options: AttentionOptions) -> None:
+        """Begin with no token."""
+        self.window = options.window
+        # The one query sees all keys that are kept.
+        self.options = replace(options, causal=False, window=None)
+        self.length = 0
+        """Tokens so far, with those that a window has left behind."""
+        self._kept: list[Tensor] = []
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The keys (B, S, G, K) and the values (B, S, G, V), in any order."""
+        held = min(self.length, self.window or self.length)
+        return [kept[:, :, :held].transpose(1, 2) for kept in self._kept]
+
+    def query(self, q_B1HK: Tensor, sinks: Tensor | None) -> Tensor:
+        """Compute attention of the last token's query to the keys that are kept.
+
+        Args:
+            q_B1HK: The query.
+            sinks: As the core takes them.
+
+        Returns:
+            (B, 1, H, V).
+        """
+        keys, values = self.kept
+        return attention(q_B1HK, keys, values, None, sinks, self.options)[0]
+
+    def append(self, k_BLGK: Tensor, v_BLGV: Tensor) -> None:
+        """Add the keys and values of the next tokens.
+
+        Args:
+            k_BLGK: Keys; L is 1, except for the first tokens.
+            v_BLGV: Values.
+        """
+        before, self.length = self.length, self.length + k_BLGK.shape[1]
+        # Heads come first, so that the keys of a head lie together.
+        new = [x.transpose(1, 2) for x in (k_BLGK, v_BLGV)]
+        room = self._kept[0].shape[2] if self._kept else 0
+        if room < min(self.length, self.window or self.length):
+            room = min(1 << self.length.bit_length(), self.window or sys.maxsize)
+            grown = [x.new_empty((*x.shape[:2], room, x.shape[3])) for x in new]
+            for old, more in zip(self._kept, grown, strict=False):
+                more[:, :, : old.shape[2]] = old
+            self._kept = grown
+        first = max(before, self.length - room)
+        places = torch.arange(first, self.length, device=k_BLGK.device) % room
+        for kept, x in zip(self._kept, new, strict=True):
+            kept[:, :, places] = x[:, :, first - before :]
+
+
+class Cache:
+    """The keys and values of a model, for one sequence in each row of the batch.
+
+    It serves any composition for which :func:`obstacle` finds nothing.
+    """
+
+    def __init__(self, composition: Composition) -> None:
+        """Begin with no token."""
+        self.length = 0
+        """Tokens so far."""
+        self.of = {core: KeyValues(core.options) for core in attention_cores(composition).values()}
+        """Keys and values by attention core."""
+
+    @contextmanager
+    def taking(self, count: int) -> Iterator[None]:
+        """Let a forward inside of this context take the next tokens of the sequence.
+
+        Args:
+            count: Tokens; what the batch has more is padding, and is not kept. It is 1, except for the
+                first forward.
+        """
+        assert count == 1 or not self.length
+        forwards = {core: partial(_attend, kept, count, core.forward) for core, kept in self.of.items()}
+        with _replaced(forwards):
+            yield
+        self.length += count
+
+
+def _attend(
+    cache: KeyValues,
+    count: int,
+    former: Forward,
+    q_BLHK: Tensor,
+    k_BLGK: Tensor,
+    v_BLGV: Tensor,
+    documents: Any = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return what the core returns for the next ``count`` of L tokens; the others are padding."""
+    begins = not cache.length
+    cache.append(k_BLGK[:, :count], v_BLGV[:, :count])
+    if begins:
+        return former(q_BLHK, k_BLGK, v_BLGV, documents, sinks)
+    return F.pad(cache.query(q_BLHK[:, :1], sinks), (0, 0, 0, 0, 0, q_BLHK.shape[1] - 1))
+
+
+def attention_cores(composition: Composition) -> dict[str, Any]:
+    """Return the attention cores of a model by name: the modules that have AttentionOptions."""
+    named = composition.model.named_modules()
+    return {n: m for n, m in named if isinstance(getattr(m, "options", None), AttentionOptions)}
+
+
+@contextmanager
+def _replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+    """Give modules another forward, and afterwards the one that they had."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, other in forwards.items():
+            module.forward = other
+        yield
+    finally:
+        for module, former in before.items():
+            if former is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = former
+
+
+def next_logits(
+    composition: Composition, tokens: Sequence[int], cache: Cache | None = None
+) -> Tensor | None:
+    """Return the logits of the token that follows ``tokens``; a collective.
+
+    Args:
+        composition: The model.
+        tokens: The ids of the whole text.
+        cache: The keys and values of its first tokens. The others are run, and added to it. None runs
+            all tokens.
+
+    Returns:
+        Logits (V,) on the CPU, or None on ranks without the last token.
+    """
+    mesh = composition.mesh
+    first = cache.length if cache else 0
+    new, length = tokens[first:], len(tokens)
+    missing = -len(new) % axis_size(mesh, "tp")
+    # The padding changes nothing: attention is causal, and experts do not count it.
+    batch = {
+        "tokens": torch.tensor([[*new, *[new[-1]] * missing]], device=mesh.device_type),
+        "positions": torch.tensor([[*range(first, length), *[-1] * missing]], device=mesh.device_type),
+    }
+    found: list[Tensor] = []
+
+    def keep(output: Tensor, part: Mapping[str, Tensor]) -> None:
+        for place in (part["positions"][0] == length - 1).nonzero().flatten().tolist():
+            row = output[0, place]
+            found.append(row.full_tensor() if isinstance(row, DTensor) else row)
+
+    with cache.taking(len(new)) if cache else ExitStack():
+        forward(composition, batch, each=keep)
+    return found[0].cpu() if found else None
+
+
+def open_cache(composition: Composition, wanted: Wanted) -> Cache | None:
+    """Return an empty cache for a model, or None if every token is to run the whole text; a collective.
+
+    If ``wanted`` is "auto" and the model cannot have a cache, one line on standard error says why.
+
+    Args:
+        composition: The model.
+        wanted: Whether to keep keys and values.
+
+    Returns:
+        The cache, or None.
+
+    Raises:
+        ConfigError: ``wanted`` is "on", and the model cannot have a cache.
+    """
+    if wanted == "off":
+        return None
+    why = obstacle(composition)
+    if not why:
+        return Cache(composition)
+    if wanted == "on":
+        raise ConfigError(f"{COMMAND_LINE}: --cache: on, but {why}; use --cache auto")
+    if dist.get_rank() == 0:
+        print(f"generate: every token runs the whole text again: {why}", file=sys.stderr)
+    return None
+
+
+def obstacle(composition: Composition) -> str:
+    """Return why a model cannot have a cache of keys and values; a collective.
+
+    The model is run on two tokens while its attention cores mix none. Then the logits of the second
+    token must not depend on the first one. If they do, tokens are mixed elsewhere, and a token alone
+    would not give what it gives in its text.
+
+    Args:
+        composition: The model.
+
+    Returns:
+        The reason; "" if the model can have one.
+    """
+    for axis in ("pp", "cp"):
+        if (size := axis_size(composition.mesh, axis)) > 1:
+            return f"parallel.{axis} = {size} cuts the text or the model into parts that have no cache"
+    if composition.float8.recipe != "off":
+        return f"precision.float8 = {composition.float8.recipe} scales all tokens of a text together"
+    cores = attention_cores(composition)
+    if not cores:
+        return "the model has no attention core (a module with compose.AttentionOptions)"
+    for name, core in cores.items():
+        if not core.options.causal:
+            return f"{name} is not causal, so later tokens change what earlier ones give"
+    return _Probe(composition, cores).problem
+
+
+class _Probe:
+    """A run of a model on two tokens while its attention cores mix none of them."""
+
+    def __init__(self, composition: Composition, cores: Mapping[str, Any]) -> None:
+        self.problem = ""
+        """The reason that was found; it is empty if there is none."""
+        self._length = 2 + -2 % axis_size(composition.mesh, "tp")
+        self._calls: Counter[str] = Counter()
+        self._differs = False
+        with ExitStack() as stack:
+            alone = {c: partial(self._alone, name, c, c.forward) for name, c in cores.items()}
+            stack.enter_context(_replaced(alone))
+            for router in routers(composition.model).values():
+                stack.callback(cast(nn.Module, router).register_forward_hook(self._routed).remove)
+            one = next_logits(composition, [0, 0])
+            assert one is not None
+            self._calls.clear()
+            other = next_logits(composition, [len(one) - 1, 0])
+            assert other is not None
+        if idle := [name for name in cores if not self._calls[name]]:
+            self._found(f"{idle[0]} does not run in the model's forward")
+        # Ranks hold other heads, and round in other ways, and must agree.
+        found = torch.tensor([int(self._differs), int(_apart(one, other))])
+        found = found.to(composition.mesh.device_type)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        differs, mixes = found.tolist()
+        if differs:
+            self._found("a core with AttentionOptions computes something else than compose.attention")
+        if mixes:
+            self._found("the model mixes tokens outside of its attention cores")
+
+    def _found(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+    def _alone(
+        self,
+        name: str,
+        core: Any,
+        former: Forward,
+        q_BLHK: Tensor,
+        k_BLGK: Tensor,
+        v_BLGV: Tensor,
+        documents: Any = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Return each token's own value."""
+        self._calls[name] += 1
+        if torch.compiler.is_compiling():
+            self._found("the model is compiled (compile.mode), and a cache grows with each token")
+        elif self._calls[name] > 1:
+            self._found(f"{name} runs more than once in the model's forward")
+        elif documents is not None:
+            self._found(f"{name} attends within documents, of which a token alone does not tell")
+        elif not q_BLHK.shape[1] == k_BLGK.shape[1] == self._length:
+            self._found(f"{name} has other queries and keys than one for each token")
+        else:
+            cache = KeyValues(core.options)
+            cache.append(k_BLGK, v_BLGV)
+            whole = former(q_BLHK, k_BLGK, v_BLGV, documents, sinks)
+            last = cache.query(q_BLHK[:, -1:], sinks)
+            self._differs = self._differs or _apart(whole[:, -1:], last)
+        return v_BLGV.repeat_interleave(q_BLHK.shape[2] // v_BLGV.shape[2], 2)
+
+    def _routed(self, router: nn.Module, inputs: Any, routing: Any) -> None:
+        if getattr(routing, "kept", None) is not None:
+            self._found("experts have a capacity, and the whole text competes for it")
+
+
+def _apart(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors differ by more than rounding in different kernels."""
+    difference = float((one - other).double().norm() / one.double().norm())
+    return difference > torch.finfo(one.dtype).eps ** 0.5

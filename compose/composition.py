@@ -1,0 +1,116 @@
+"""The options for carrying out a plan: the tables of train.toml that ``compose.apply`` takes.
+
+The result of ``compose.apply``: the cut model, and what was done to it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from compose.compression.compression import Compression
+from compose.memory.activation_checkpointing import ActivationCheckpoint
+from compose.memory.activation_offload import ActivationOffload
+from compose.memory.compilation import Compile
+from compose.memory.float8 import NOTHING, Choice
+from compose.memory.precision import Precision
+from compose.ops.batch import Sample
+from compose.ops.dropout import Masks
+from compose.parallel.comm import Comm
+from compose.parallel.mesh import Parallel
+from compose.parallel.output import Output
+from compose.parallel.secondary_shards import SecondaryGather
+from compose.parallel.sequence import Balance
+from compose.pipeline.pipeline_parallel import PipelineRunner
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``compose.apply`` besides the plan. Each field is a table of train.toml."""
+
+    parallel: Parallel = field(default_factory=Parallel)
+    """The degrees, which are those of the mesh; ZeRO, the pipeline's schedule and the like."""
+    precision: Precision = field(default_factory=Precision)
+    """Types of forward, backward, reduction and master weights."""
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    """What backward computes again, and what waits for it in host memory."""
+    compile: Compile = field(default_factory=Compile)
+    """What torch.compile makes graphs of."""
+    comm: Comm = field(default_factory=Comm)
+    """When FSDP begins its gathers, and in how many bits it sends; the limits of time are the
+    trainer's."""
+    seq_len: int = 2048
+    """Tokens of a sample. FLOPs and bytes, by which layers are shared out, depend on it."""
+    inputs: Callable[[], Mapping[str, Tensor]] | None = None
+    """Makes a model's inputs of one sample, on meta; None is token ids of seq_len tokens."""
+
+    @property
+    def sample(self) -> Sample:
+        """The sample for which FLOPs and bytes are counted."""
+        return self.inputs or self.seq_len
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A model that was cut over a mesh, with everything that running it needs.
+
+    It holds the model and does not wrap it: ``model`` is the module that ``compose.apply`` was given.
+    """
+
+    model: nn.Module
+    """The module; this rank keeps only its part of it."""
+    mesh: DeviceMesh
+    """The mesh of ``compose.init_mesh``."""
+    zero: int = 3
+    """The ZeRO stage."""
+    balance: Balance = "headtail"
+    """How context parallel expects sequences to be cut."""
+    sequence_ranks: int = 1
+    """Ranks of tp that share a sequence between layers; each holds an equal part of it."""
+    pipeline: PipelineRunner | None = None
+    """The runner of the stages; None if the model is not cut into stages."""
+    output: Output | None = None
+    """The projection that Plan.output names, if any."""
+    offload: bool = False
+    """Whether parameters stay in host memory between their uses."""
+    activations: ActivationOffload | None = None
+    """The object that moves saved activations to host memory, if any."""
+    float8: Choice = NOTHING
+    """The layers that compute in float8."""
+    gathers: Sequence[SecondaryGather] = ()
+    """Gathers of units whose shards neighbours keep for a step."""
+    compression: Compression | None = None
+    """The messages that are sent in fewer bytes, if any are."""
+    dropout: Masks | None = None
+    """The masks of dropout, if the model has any."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names in the whole model of parameters that have another name here, by the name here."""
+        return self.pipeline.aliases if self.pipeline else {}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters, each with its name in the whole model.
+
+        If stages of a pipeline share a parameter, a rank may hold several copies with one name.
+        """
+        for name, parameter in self.model.named_parameters():
+            yield self.aliases.get(name, name), parameter
+
+    def holders(self, name: str) -> int:
+        """Return how many stages of the pipeline hold the parameter ``name`` of the whole model."""
+        ties = self.pipeline.ties if self.pipeline else ()
+        return next((len(tied.holders) for tied in ties if tied.name == name), 1)
+
+    def holding_ranks(self, name: str) -> int:
+        """Return how many ranks of pp hold the parameter ``name``; one may have several stages."""
+        if self.pipeline is None or self.holders(name) == 1:
+            return 1
+        stages = next(tied.holders for tied in self.pipeline.ties if tied.name == name)
+        return len({self.pipeline.placement[stage] for stage, _ in stages})
+
+
+def module_of(whole: nn.Module | Composition) -> nn.Module:
+    """Return the module of a model that was not cut, or of what ``compose.apply`` returned."""
+    return whole.model if isinstance(whole, Composition) else whole

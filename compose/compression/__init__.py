@@ -1,0 +1,1 @@
+"""Messages in fewer bytes: quantized, low-rank and sparse weights and gradients."""

@@ -1,0 +1,1 @@
+"""The tables of train.toml, how they are read, the rules between them, and the job of a run."""

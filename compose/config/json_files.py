@@ -1,0 +1,150 @@
+"""JSON files from any source: read as the expected type, or refused with a one-line error."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from compose.errors import ConfigError, read_file, read_own
+
+T = TypeVar("T")
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""A field that counts or measures; it fits a signed integer of 64 bits."""
+_KINDS = {
+    "bool_type": "true or false",
+    "dataclass_type": "an object",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+    "tuple_type": "a list",
+}
+"""The type that each kind of pydantic error asks for."""
+_SHOWN = 60  # characters of a value, or of a field's name, in a message
+
+
+def read_json(path: Path, kind: type[T], own: bool = False) -> T:
+    """Read a JSON file as a value of ``kind``.
+
+    Every type is checked strictly, and numbers are finite. Fields that ``kind`` does not have are
+    ignored.
+
+    Args:
+        path: The file.
+        kind: ``dict[str, Any]``, a dataclass, or a model of pydantic.
+        own: The file is of a folder that anyone may have made, and may not be a link.
+
+    Returns:
+        The value.
+
+    Raises:
+        ConfigError: One line with the file, and with the field if one is wrong.
+    """
+    try:
+        content = read_own(path) if own else read_file(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    try:
+        return parse_json(content, kind)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def parse_json(content: bytes, kind: type[T]) -> T:
+    """Parse the content of a JSON file as :func:`read_json` does.
+
+    Args:
+        content: The bytes of the file.
+        kind: ``dict[str, Any]``, a dataclass, or a model of pydantic.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: One line, without the file.
+    """
+    try:
+        # Some editors begin a file with a byte order mark, which has no meaning.
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8: byte {error.start}: {error.reason}") from None
+    try:
+        # Python's parser refuses numbers that are not JSON; pydantic takes them where a field is Any.
+        json.loads(text, parse_constant=_refused, parse_float=_finite, parse_int=_whole)
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ValueError(_line(error)) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"holds {name}, which is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"holds a number out of range: {_cut(digits)}")
+    return value
+
+
+def _whole(digits: str) -> int:
+    # Python has a limit of digits, and its error message names a setting.
+    if len(digits) > 400:
+        raise ValueError(f"holds a number out of range: {_cut(digits)}")
+    return int(digits)
+
+
+def _line(error: ValidationError) -> str:
+    """Return the first error in words."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place, value, words = _field(first["loc"]), _value(first["input"]), first["msg"]
+    if first["type"] == "json_invalid":
+        if "recursion limit" in words:
+            return "is nested too deeply"
+        return f"is not JSON: {words.removeprefix('Invalid JSON: ')}"
+    if first["type"] == "missing":
+        return f"{place}: is missing"
+    wanted = _KINDS.get(first["type"])
+    if wanted and not place:
+        return f"is {value}, not {wanted}"
+    start = f"{place}: " if place else ""
+    if wanted:
+        return f"{start}expected {wanted}, got {value}"
+    _, should, reason = words.partition(" should ")
+    return f"{start}{value}{should}{reason}" if should else f"{start}{value}: {words}"
+
+
+def _field(place: Sequence[int | str]) -> str:
+    """Return the path of a field, such as ``shards[3].tokens``."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{_plain(part)}" for part in place]
+    return "".join(parts).removeprefix(".")
+
+
+def _plain(key: str) -> str:
+    """Return a key without characters that would move a terminal's cursor."""
+    return _cut(key if key.isprintable() else ascii(key))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,204 @@
+"""Finds models by the name of their folder: ``models/<name>/`` exports Config, Model, PRESETS, plan.
+
+It may also export ``task``: what the model learns, if that is not the next token.
+"""
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Generator, Tensor, nn
+
+from compose.errors import ConfigError, did_you_mean
+from compose.parallel.mesh import Parallel
+from compose.plan import Plan
+
+if TYPE_CHECKING:
+    from compose.composition import Composition
+    from compose.config.tables import Config
+    from compose.data.sources import Samples
+    from compose.ops.cross_entropy import LossFunction
+
+
+class Sampler(Protocol):
+    """How ``python -m compose generate`` makes samples with a model."""
+
+    flags: Mapping[str, str]
+    """The command's flags, each of which takes a value, with a line on each."""
+
+    def prepare(self, config: "Config", flags: Mapping[str, str]) -> "Callable[[Composition], None]":
+        """Check the flags, before any rank starts.
+
+        Args:
+            config: The tables of the run.
+            flags: The flags that were given, with their values.
+
+        Returns:
+            What every rank calls with the composition: it makes the samples, and the first rank writes
+            them.
+
+        Raises:
+            ConfigError: A flag is wrong.
+        """
+        ...
+
+
+class Task(Protocol):
+    """The task of a model: its data, its loss and its samples. compose takes all of them from here.
+
+    A batch is tensors by name: ``targets``, which only the loss sees, and the inputs of the model. A
+    tensor (B, L, ...) is of sequences, of which a rank of cp has a part; a tensor (B,) is of samples.
+    """
+
+    sampler: Sampler | None
+    """How samples are made; None: the model continues a text."""
+
+    def check(self, config: "Config") -> list[str]:
+        """Return what does not fit among the keys of a config, one line each.
+
+        Args:
+            config: The tables of the run.
+        """
+        ...
+
+    def open(self, path: str, config: "Config") -> "Samples":
+        """Open a set of samples.
+
+        Args:
+            path: A name in ``data.path``, or ``data.validation``.
+            config: The tables of the run.
+
+        Returns:
+            The samples. What they draw may depend on the seed, the number of a sample and the epoch
+            alone, so that it does not depend on the mesh.
+
+        Raises:
+            ConfigError: They cannot be opened. The message does not name the key.
+        """
+        ...
+
+    def random_batch(self, config: "Config", samples: int, seed: int) -> dict[str, Tensor]:
+        """Return a batch that needs no data and makes a proof hard.
+
+        Args:
+            config: The tables of the run.
+            samples: Samples of the batch.
+            seed: Seed of the random numbers.
+
+        Returns:
+            The tensors of a batch, with shapes and types as the data's.
+        """
+        ...
+
+    def loss(self, config: "Config") -> "LossFunction":
+        """Return the loss: of the model's output and targets, the sum over targets.
+
+        All elements of ``targets`` count, but integers of IGNORE and floats of NaN. Their number in the
+        global batch divides the sum.
+
+        Args:
+            config: The tables of the run.
+        """
+        ...
+
+
+class ModelConfig(Protocol):
+    """The part of any model's config that compose reads. The model may have more fields.
+
+    That of a language model also has ``vocab_size``.
+    """
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the FLOPs of forward and backward for a token of a sample of ``seq_len`` tokens."""
+        ...
+
+
+class InitialisedModel(Protocol):
+    """A model as the trainer needs it: besides ``forward``, it can draw one whole parameter."""
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """Fill a whole parameter with its first values.
+
+        Args:
+            name: Name of the parameter in the whole model.
+            tensor: The tensor to fill, float32, in the parameter's shape; for a stack, one slice.
+            generator: The source of random numbers.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The values that a model's folder exports."""
+
+    name: str
+    Config: type
+    Model: Callable[[Any], nn.Module]
+    presets: Mapping[str, ModelConfig]
+    plan: Callable[[Any, Parallel], Plan]
+    task: Task | None = None
+    """What the model learns; None: the next token (``compose.config.task.LanguageModelling``)."""
+
+    def on_meta(self, config: Any) -> nn.Module:
+        """Return the model of ``config`` on meta, without memory.
+
+        Raises:
+            ConfigError: A weight has more elements than torch can count.
+        """
+        try:
+            with torch.device("meta"):
+                return self.Model(config)
+        except RuntimeError as error:
+            _, _, shape = str(error).partition("overflowed with sizes=")
+            if not shape:
+                raise
+            raise ConfigError(f"model: a weight of shape {shape} is too large") from None
+
+
+def model_names() -> list[str]:
+    """Return the folders under models/ that hold a plan.py."""
+    package = importlib.import_module("models")
+    return sorted(
+        found.name
+        for found in pkgutil.iter_modules(package.__path__)
+        if found.ispkg and importlib.util.find_spec(f"models.{found.name}.plan")
+    )
+
+
+def find_model(name: str) -> ModelFolder:
+    """Return the model in ``models/<name>/``.
+
+    Raises:
+        ConfigError: There is no such model, or its folder lacks some exports.
+    """
+    known = model_names()
+    if name not in known:
+        raise ConfigError(
+            f"model.name: unknown model {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+        )
+    folder = importlib.import_module(f"models.{name}")
+    missing = [part for part in ("Config", "Model", "PRESETS", "plan") if not hasattr(folder, part)]
+    problems = [f"models/{name}/__init__.py: exports no {part}" for part in missing]
+    if "Model" not in missing and not hasattr(folder.Model, "init_parameter"):
+        problems.append(f"models/{name}: Model has no init_parameter(name, tensor, generator)")
+    if problems:
+        raise ConfigError(*problems)
+    task = getattr(folder, "task", None)
+    return ModelFolder(name, folder.Config, folder.Model, folder.PRESETS, folder.plan, task)
+
+
+def training_fields(config: object) -> tuple[str, ...]:
+    """Return the fields of a model's config that change its training, but not what its weights mean."""
+    return getattr(config, "training_fields", ())
+
+
+def max_seq_len(config: object) -> int | None:
+    """Return the most tokens of a sample that a model can take; None if there is no limit.
+
+    It is the field ``max_seq_len`` of the model's config, which a model with a table of positions has.
+    """
+    return getattr(config, "max_seq_len", None)

@@ -1,0 +1,68 @@
+"""Rules of the profiler: the steps and ranks must exist."""
+
+from compose.config.job import Job
+from compose.config.rule import Rule
+from compose.errors import ConfigError, toml_value
+from compose.profiling.options import Profile
+
+
+def _steps(job: Job) -> None:
+    steps, train = job.config.profile.steps, job.config.train
+    if not steps:
+        return
+    if len(steps) != 2:
+        raise ConfigError(
+            f"profile.steps: {list(steps)} should be a first and a last step;"
+            f" nearest: {[steps[0], steps[-1]]}"
+        )
+    first, last = steps
+    end = min(train.stop_after or train.steps, train.steps)
+    if first > last:
+        raise ConfigError(
+            f"profile.steps: {[first, last]} ends before it begins; nearest: {[last, first]}"
+        )
+    if first < 1:
+        raise ConfigError(
+            f"profile.steps: {[first, last]} begins before the first step, 1; nearest:"
+            f" {[1, max(1, last)]}"
+        )
+    if last > end:
+        raise ConfigError(
+            f"profile.steps: {[first, last]} goes beyond the run's last step, {end}; nearest:"
+            f" {[min(first, end), end]}"
+        )
+
+
+def _ranks(job: Job) -> None:
+    absent = [rank for rank in job.config.profile.ranks if rank >= job.world_size]
+    if absent:
+        raise ConfigError(
+            f"profile.ranks: {absent[0]} is none of the {job.world_size} ranks; nearest:"
+            f" {job.world_size - 1}"
+        )
+
+
+def _read(job: Job) -> None:
+    chosen, default = job.config.profile, Profile()
+    problems = [
+        f"profile.{key}: {toml_value(getattr(chosen, key))} is never read; set profile.steps too"
+        for key in ("ranks", "memory")
+        if getattr(chosen, key) != getattr(default, key) and not chosen.steps
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+PROFILE: list[Rule[Job]] = [
+    Rule(
+        "profile.steps is a first and a last step of this run, the last one not before the first",
+        "a range that is never reached would leave nothing, without a word",
+        _steps,
+    ),
+    Rule("profile.ranks are ranks", "a rank that is not there writes nothing", _ranks),
+    Rule(
+        "profile.ranks and profile.memory go with profile.steps",
+        "without it nothing is profiled",
+        _read,
+    ),
+]

@@ -1,0 +1,75 @@
+"""The request that ``compose.apply`` gets, and the form of a rule for it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from compose.composition import Options
+from compose.errors import ConfigError
+from compose.parallel.mesh import Parallel
+from compose.plan import Resolved
+
+Asked = TypeVar("Asked")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A plan for a model, with the options of ``compose.apply`` and the number of ranks."""
+
+    model: nn.Module
+    """The whole model, on any device."""
+    resolved: Resolved
+    """The plan, resolved for the model."""
+    options: Options
+    """The options; their degrees are known."""
+    world_size: int
+    """Number of ranks."""
+    device_type: str
+    """The type of the ranks' devices."""
+    micro_batches: int = 0
+    """Micro-batches of one rank in a step; 0 if unknown."""
+
+    @property
+    def degrees(self) -> Parallel:
+        """The table [parallel]."""
+        return self.options.parallel
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the devices are GPUs."""
+        return self.device_type == "cuda"
+
+
+@dataclass(frozen=True)
+class Rule(Generic[Asked]):
+    """A condition that a :class:`Setup`, or a run, must meet."""
+
+    condition: str
+    """The condition."""
+    reason: str
+    """Why it must hold."""
+    check: Callable[[Asked], None]
+    """Raises ConfigError, with the nearest legal change, if the condition does not hold."""
+    upstream: str = ""
+    """The place in PyTorch that requires it; empty if arithmetic requires it."""
+
+
+def problems_of(rules: Sequence[Rule[Asked]], asked: Asked) -> list[str]:
+    """Check rules, and return all problems.
+
+    Args:
+        rules: The rules to check.
+        asked: The setup, or the run.
+
+    Returns:
+        One line for each problem, without repetition.
+    """
+    found: list[str] = []
+    for rule in rules:
+        try:
+            rule.check(asked)
+        except ConfigError as error:
+            found += error.problems
+    return list(dict.fromkeys(found))

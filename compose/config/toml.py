@@ -1,0 +1,357 @@
+"""Reads a TOML file and a command line into a Config, and reports all mistakes at once."""
+
+import dataclasses
+import difflib
+import os
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from compose.config.models import ModelConfig, ModelFolder, find_model
+from compose.config.tables import TABLES, Config, Model, table_of
+from compose.errors import (
+    ConfigError,
+    attribute,
+    did_you_mean,
+    docs,
+    local_path,
+    open_own,
+    toml_value,
+    type_name,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+COMMAND_LINE = "command line"
+_MOST_FILES = 100  # in a chain of files that extend one another
+_SHOWN = 200  # characters of a value in a message
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Vanished(float):
+    """A number in a file that is not 0, but becomes 0 as a float."""
+
+    text = ""
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if value == 0 and set(text.lower().partition("e")[0]) & set("123456789"):
+        value = _Vanished(value)
+        value.text = text
+    return value
+
+
+@dataclass
+class Keys:
+    """Raw values by (table, key), and the file or command line of each."""
+
+    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+    origins: dict[tuple[str, str], str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def set(self, table: str, key: str, value: Any, origin: str) -> None:
+        """Set a raw value, or those of a table within the table.
+
+        Args:
+            table: The table.
+            key: The key in it.
+            value: The raw value.
+            origin: The file, or the command line.
+        """
+        inner = f"{table}.{key}"
+        if inner in TABLES and isinstance(value, dict):
+            for name, each in value.items():
+                self.set(inner, name, each, origin)
+            return
+        self.values[table, key] = value
+        self.origins[table, key] = origin
+
+    def problem(self, table: str, key: str, text: str) -> None:
+        """Note a problem with a key.
+
+        Args:
+            table: The table.
+            key: The key in it.
+            text: What is wrong.
+        """
+        self.problems.append(f"{self.origins[table, key]}: {table}.{key}: {text}")
+
+
+def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = False) -> Config:
+    """Read a file, apply overrides, and check each key by itself.
+
+    ``compose.legality.check`` checks the rules between keys.
+
+    Args:
+        file: The TOML file.
+        overrides: Keys with the text of their values: (("train.steps", "20"), ...).
+        alone: The file comes from a folder that anyone may have made, so it may not name another file.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigError: Every problem found.
+    """
+    keys = Keys()
+    _read(file, keys, (), alone)
+    if alone:  # its run's place is of no use, and an older one may be a name that is now refused
+        keys.values.pop(("run", "dir"), None)
+    return _config(keys, overrides, file)
+
+
+def given_keys(file: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """Return the keys that a file, the files that it extends, or a command line sets.
+
+    Args:
+        file: The TOML file.
+        overrides: Keys of the command line with the text of their values.
+
+    Returns:
+        The file of each key "table.key", or COMMAND_LINE.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    keys = Keys()
+    _read(file, keys, ())
+    found = {f"{table}.{key}": origin for (table, key), origin in keys.origins.items()}
+    return found | {name: COMMAND_LINE for name, _ in overrides}
+
+
+def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
+    """Return ``config`` with overrides applied, checked as in :func:`load`.
+
+    Args:
+        config: The config.
+        overrides: Keys with the text of their values.
+
+    Returns:
+        A new config.
+
+    Raises:
+        ConfigError: Every problem found.
+    """
+    keys = Keys()
+    for table, key, value in _values(config):
+        keys.set(table, key, value, config.source)
+    return _config(keys, overrides, config.source)
+
+
+def _config(keys: Keys, overrides: Sequence[tuple[str, str]], source: str) -> Config:
+    for name, text in overrides:
+        table, _, key = name.partition(".")
+        inner, _, rest = key.partition(".")
+        if rest and f"{table}.{inner}" in TABLES:
+            table, key = f"{table}.{inner}", rest
+        keys.set(table, key, _parse_value(text), COMMAND_LINE)
+    tables = {name: _table(name, kind, keys) for name, kind in TABLES.items() if kind is not Model}
+    tables["model"] = dataclasses.replace(_model(keys), lora=tables.pop("model.lora"))
+    for table, key in keys.values:
+        if table not in TABLES:
+            unknown = f"unknown table{did_you_mean(table, TABLES)}"
+            keys.problems.append(f"{keys.origins[table, key]}: {table}: {unknown}")
+    if keys.problems:
+        raise ConfigError(*dict.fromkeys(keys.problems))
+    return Config(**tables, source=source)
+
+
+def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) -> None:
+    if len(above) > _MOST_FILES:
+        raise ConfigError(
+            f"{file}: is the last of more than {_MOST_FILES} files that extend one another"
+        )
+    text = ""
+    try:
+        # Not Path.resolve, which fails for a loop of links.
+        place = os.path.realpath(file)
+        if place in above:
+            raise ConfigError(f"{file}: extends itself")
+        text = _text(file, alone)
+        content = tomllib.loads(text, parse_float=_float)
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: {_syntax_error(text, error)}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot read it: {error}") from None
+    base = content.pop("extends", None)
+    if base is not None and alone:
+        raise ConfigError(f"{file}: extends: is of a checkpoint, whose files stand alone")
+    if isinstance(base, str) and base:
+        try:
+            base = local_path(base)
+        except ValueError as error:
+            raise ConfigError(f"{file}: extends: {toml_value(base)} {error}") from None
+        _read(os.path.join(os.path.dirname(file), base), keys, (*above, place))
+    elif base is not None:
+        keys.problems.append(f'{file}: extends: expected a file name in quotes, as "base.toml"')
+    for table, values in content.items():
+        if not isinstance(values, dict):
+            keys.problems.append(f"{file}: {table}: unknown key{nearest_key(table)}")
+            continue
+        if not values and table not in TABLES:
+            keys.problems.append(f"{file}: {table}: unknown table{did_you_mean(table, TABLES)}")
+        for key, value in values.items():
+            keys.set(table, key, value, file)
+
+
+def _text(file: str, alone: bool) -> str:
+    # Some editors begin a file with a byte order mark, which has no meaning.
+    if not alone:
+        return Path(file).read_text(encoding="utf-8-sig")
+    with open_own(Path(file), "r") as opened:
+        return opened.read().removeprefix("\ufeff")
+
+
+def _syntax_error(text: str, error: ValueError) -> str:
+    """Return the parser's message with the text of the line that it names."""
+    words = str(error)
+    place = words.partition("(at line ")[2].partition(",")[0]
+    if not place.isdigit():
+        return f"TOML syntax: {words}"
+    line = text.split("\n")[int(place) - 1].strip()[:_SHOWN]
+    return f"line {place}: TOML syntax: {words.partition(' (at line')[0]}: {line}"
+
+
+def _parse_value(text: str) -> Any:
+    """Return ``text`` as a TOML value; a text that is none stays a string."""
+    try:
+        found = tomllib.loads(f"value = {text}", parse_float=_float)
+    except (ValueError, RecursionError):
+        return text
+    return found["value"] if len(found) == 1 else text  # several lines are not one value
+
+
+def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
+    """Return a hint for an unknown key, or an empty string.
+
+    The hint is a table of that name, the same key of another table, or a similar key.
+
+    Args:
+        key: The unknown key.
+        table: The table in which it was given, if any.
+        known: The keys of that table.
+
+    Returns:
+        The hint.
+    """
+    key = key.lstrip("-")
+    if key in TABLES:
+        return f"; it is a table: --{key}.key=value, or [{key}] in a file"
+    everywhere: dict[str, str] = {}
+    for other, kind in TABLES.items():
+        for name in docs(kind):
+            everywhere.setdefault(name, f"{other}.{name}")
+    if key in everywhere:
+        return f"; did you mean {everywhere[key]}?"
+    near = did_you_mean(f"{table}.{key}", [f"{table}.{name}" for name in known])
+    if near:
+        return near
+    like = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.7)
+    return f"; did you mean {everywhere[like[0]]}?" if like else ""
+
+
+def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[str, Any]:
+    """Return the values of ``table`` with the type of their field; note a problem for others."""
+    types = typing.get_type_hints(kind, include_extras=True)
+    good = {}
+    for (name, key), value in keys.values.items():
+        if name != table:
+            continue
+        if key not in known:
+            keys.problem(table, key, f"unknown key{nearest_key(key, table, known)}")
+            continue
+        vanished = [one for one in (value if isinstance(value, list) else [value]) if _vanishes(one)]
+        if vanished:
+            keys.problem(table, key, f"{vanished[0].text} is too near 0 for a float, which would be 0")
+            continue
+        # A frozen dataclass has tuples for TOML's arrays.
+        given = tuple(value) if isinstance(value, list) else value
+        try:
+            good[key] = TypeAdapter(types[attribute(key)], config=_STRICT).validate_python(given)
+        except ValidationError as error:
+            kind_name, got = type_name(types[attribute(key)]), toml_value(value)
+            got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
+            detail = error.errors()[0]
+            if detail["type"].endswith(("_type", "literal_error")):
+                keys.problem(table, key, f"expected {kind_name}, got {got}")
+            elif detail["type"] == "value_error":
+                keys.problem(table, key, f"{got} {detail['msg'].removeprefix('Value error, ')}")
+            else:
+                reason = detail["msg"].removeprefix("Input should be ")
+                keys.problem(table, key, f"{got} should be {reason}")
+    return good
+
+
+def _vanishes(value: Any) -> TypeGuard[_Vanished]:
+    return isinstance(value, _Vanished)
+
+
+def _table(table: str, kind: type, keys: Keys) -> Any:
+    checked = _checked(table, kind, keys, list(docs(kind)))
+    return kind(**{attribute(key): value for key, value in checked.items()})
+
+
+def _model(keys: Keys) -> Model:
+    """Return the table [model]: name, preset, and the fields of that model's own config."""
+    chosen = {k: v for k, v in keys.values.items() if k[1] in ("name", "preset")}
+    words = _checked("model", Model, Keys(chosen, keys.origins, keys.problems), ["name", "preset"])
+    if len(words) < len([key for key in chosen if key[0] == "model"]):
+        return Model()
+    name, preset = words.get("name", Model.name), words.get("preset", Model.preset)
+    try:
+        folder = find_model(name)
+    except ConfigError as error:
+        origin = keys.origins.get(("model", "name"), "model")
+        keys.problems += [f"{origin}: {p}" for p in error.problems]
+        return Model()
+    if preset not in folder.presets:
+        near = did_you_mean(preset, folder.presets)
+        known = ", ".join(folder.presets)
+        keys.problem("model", "preset", f"unknown preset {preset!r} of {name}{near} (known: {known})")
+        return Model()
+    return Model(name, preset, _model_config(folder, folder.presets[preset], keys))
+
+
+def _model_config(folder: ModelFolder, preset: ModelConfig, keys: Keys) -> Any:
+    fields = Keys(
+        {key: value for key, value in keys.values.items() if key[1] not in ("name", "preset")},
+        keys.origins,
+        keys.problems,
+    )
+    values = _checked("model", folder.Config, fields, list(docs(folder.Config)))
+    try:
+        return dataclasses.replace(preset, **values)  # type: ignore[type-var]
+    except ValueError as error:  # the config's own check, "field: reason"
+        origins = {key[1]: origin for key, origin in keys.origins.items() if key[0] == "model"}
+        blamed = str(error).partition(":")[0]
+        origin = origins.get(blamed, next((origins[key] for key in values), "model"))
+        keys.problems.append(f"{origin}: model.{error}")
+        return preset
+
+
+def dump(config: Config) -> str:
+    """Return ``config`` as TOML, with every key of every table, so that no default matters."""
+    tables: dict[str, list[str]] = {}
+    for table, key, value in _values(config):
+        tables.setdefault(table, []).append(f"{key} = {toml_value(value)}")
+    return "\n".join("\n".join([f"[{table}]", *lines, ""]) for table, lines in tables.items())
+
+
+def _values(config: Config) -> Iterator[tuple[str, str, Any]]:
+    """Yield (table, key, value) of every key, with those of the model's own config."""
+    for table, kind in TABLES.items():
+        values = table_of(config, table)
+        yield from ((table, key, getattr(values, attribute(key))) for key in docs(kind))
+        if isinstance(values, Model):
+            yield from ((table, key, getattr(values.config, key)) for key in docs(type(values.config)))

@@ -1,0 +1,1 @@
+"""Workers that train alone and exchange their weights every few steps (DiLoCo)."""

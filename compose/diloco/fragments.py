@@ -1,0 +1,213 @@
+"""Fragments of a model: what islands exchange at a time, and which rank of an island sends which part.
+
+A fragment has every F-th layer (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512). The rows
+of all other parameters are dealt to fragments so that they get as equal as can be. A row's number in
+the whole parameter decides, so fragments do not depend on the mesh. Rows of one fragment are spread
+over the parameter, so ranks send messages of like size. Ranks that hold the same part of a parameter,
+such as replicas, each send a part of it.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from types import EllipsisType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from compose.composition import Composition
+from compose.ops.local_tensor import local_tensor
+from compose.weights import local_region
+
+Part = tuple[int, int]
+"""The rows [low, high) of a parameter, by their places in the deal, or [begin, end) of a vector."""
+Place = tuple[tuple[int, int], ...]
+"""The region of a parameter that a rank holds: [begin, end) of each dim."""
+_GOLDEN = 2654435769
+"""2^32 over the golden ratio: multiples of it, modulo 2^32, are spread evenly (Knuth 1973, 6.4)."""
+WHOLE = 2**32
+"""The number of places in the deal."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter on this rank, with the ranks of the island that hold the same part of it."""
+
+    name: str
+    """Its name in the whole model."""
+    copies: list[nn.Parameter]
+    """It, and its other copies on this rank, as stages of a pipeline have them."""
+    ranks: tuple[int, ...]
+    """The ranks, of the default group."""
+    group: dist.ProcessGroup | None
+    """Their group; None if it is this rank alone."""
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of the first copy."""
+        return local_tensor(self.copies[0]).detach()
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a parameter in a fragment."""
+
+    held: Held
+    rows: Tensor | EllipsisType
+    """The rows of the local tensor that are in the fragment; Ellipsis if all are."""
+    size: int
+    """Elements of these rows."""
+
+    @property
+    def each(self) -> int:
+        """Elements that each of its ranks sends; the last ones may send fewer."""
+        return -(-self.size // len(self.held.ranks))
+
+    @property
+    def own(self) -> Part:
+        """The part of :meth:`take` that this rank sends."""
+        begin = min(self.held.ranks.index(dist.get_rank()) * self.each, self.size)
+        return begin, min(begin + self.each, self.size)
+
+    def take(self, local: Tensor) -> Tensor:
+        """Return the span's elements of a local tensor as a vector, (size,)."""
+        return local[self.rows].flatten()
+
+    def put(self, local: Tensor, values: Tensor) -> None:
+        """Write a vector, (size,), to the span's elements of a local tensor."""
+        local[self.rows] = values.to(local).view(-1, *local.shape[1:])
+
+
+def shares(
+    shapes: Mapping[str, Sequence[int]], layers: Sequence[str], each: int
+) -> list[dict[str, Part]]:
+    """Deal parameters to fragments.
+
+    Args:
+        shapes: The shape of each parameter of the whole model, by name.
+        layers: Names of the layers, in order.
+        each: Layers of a fragment; 0 makes one fragment of all.
+
+    Returns:
+        For each fragment its part of each parameter, as :func:`rows_of` takes it.
+    """
+    count = -(-len(layers) // each) if each and layers else 1
+    found: list[dict[str, Part]] = [{} for _ in range(count)]
+    rest: list[str] = []
+    for name in shapes:
+        layer = next((i for i, one in enumerate(layers) if name.startswith(f"{one}.")), None)
+        if layer is None:
+            rest.append(name)
+        else:
+            found[layer % count][name] = (0, WHOLE)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    amount = sum(sizes[name] for name in rest)
+    got = _poured([sum(sizes[name] for name in part) for part in found], amount)
+    borders = [total * WHOLE // max(1, amount) for total in accumulate(got, initial=0)]
+    for fragment, (low, high) in enumerate(pairwise(borders)):
+        found[fragment] |= {name: (low, high) for name in rest if low < high}
+    return found
+
+
+def rows_of(part: Part, place: Place) -> tuple[Tensor | EllipsisType, int]:
+    """Return which rows of a region are in a part, and how many elements they have.
+
+    Args:
+        part: The part of the whole parameter.
+        place: The region.
+
+    Returns:
+        (the numbers of the rows in the region, elements of all of them).
+    """
+    size = math.prod(end - begin for begin, end in place)
+    if part == (0, WHOLE) or not place:  # a single number is in the part that has the first row
+        return ..., size if part[0] == 0 else 0
+    dealt = torch.arange(*place[0]) * _GOLDEN % WHOLE
+    rows = ((dealt >= part[0]) & (dealt < part[1])).nonzero().flatten()
+    return rows, size // max(1, len(dealt)) * len(rows)
+
+
+def _poured(filled: Sequence[int], amount: int) -> list[int]:
+    """Return how much of ``amount`` each gets, so that the fullest is as low as can be."""
+    # The highest level to which there is enough to fill all that are below it.
+    levels = range(amount + sum(filled) + 1)
+    level = bisect_right(levels, amount, key=lambda n: sum(max(0, n - size) for size in filled)) - 1
+    got = [max(0, level - size) for size in filled]
+    got[filled.index(min(filled))] += amount - sum(got)
+    return got
+
+
+def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> list[list[Span]]:
+    """Return this rank's parts of all fragments; a collective of the island.
+
+    Args:
+        composition: The composed model.
+        layers: Names of the layers of the whole model, in order.
+        each: Layers of a fragment; 0 makes one fragment of all.
+
+    Returns:
+        The spans of each fragment.
+    """
+    copies: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in composition.named_parameters():
+        if parameter.requires_grad:
+            copies.setdefault(name, []).append(parameter)
+    here = {name: place_of(some[0]) for name, some in copies.items() if local_tensor(some[0]).numel()}
+    shapes = {name: tuple(some[0].shape) for name, some in copies.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (here, shapes))
+    holders: dict[tuple[str, Place], list[int]] = {}
+    whole: dict[str, tuple[int, ...]] = {}
+    for rank, (there, known) in enumerate(everyone):
+        whole |= known
+        for name, place in there.items():
+            holders.setdefault((name, place), []).append(rank)
+    groups = _groups(composition.mesh, {tuple(ranks) for ranks in holders.values()})
+    found: list[list[Span]] = []
+    for fragment in shares(dict(sorted(whole.items())), layers, each):
+        found.append([])
+        for name, part in fragment.items():
+            if name not in here:
+                continue
+            ranks = tuple(holders[name, here[name]])
+            rows, size = rows_of(part, here[name])
+            if size:
+                held = Held(name, copies[name], ranks, groups.get(ranks))
+                found[-1].append(Span(held, rows, size))
+    return found
+
+
+def place_of(parameter: Tensor) -> Place:
+    """Return the region of a parameter that this rank holds."""
+    if not isinstance(parameter, DTensor):
+        return tuple((0, size) for size in parameter.shape)
+    return tuple((cut.start, cut.stop) for cut in local_region(parameter))
+
+
+def _groups(mesh: DeviceMesh, wanted: set[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Return a process group for each set of several ranks, those of the mesh where it has them."""
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    of_mesh: set[tuple[int, ...]] = set()
+    for axis, _ in enumerate(mesh.shape):
+        rows = mesh.mesh.movedim(axis, -1).flatten(0, -2).tolist()
+        of_mesh |= {tuple(row) for row in rows}
+        if mesh.size(axis) > 1:
+            group = mesh.get_group(axis)
+            found[tuple(sorted(dist.get_process_group_ranks(group)))] = group
+    everyone = tuple(range(dist.get_world_size()))
+    for ranks in sorted(wanted - of_mesh):
+        if len(ranks) == len(everyone) > 1:
+            assert dist.group.WORLD is not None
+            found[ranks] = dist.group.WORLD
+        elif len(ranks) > 1:
+            group = dist.new_group(list(ranks))
+            if dist.get_rank() in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                found[ranks] = group
+    return found

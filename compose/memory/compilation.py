@@ -1,0 +1,169 @@
+"""Applies torch.compile in place: names, hooks and parameters do not change.
+
+    block  each unit of the plan is one graph; equal units share it, so only one layer is compiled
+    model  the whole model, or stage; its hooks split it into several graphs, as FSDP's do
+
+Shapes are static, so a new length or micro-batch size is compiled again.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+
+from compose.errors import ConfigError
+from compose.ops.local_tensor import arrived
+from compose.ops.torch_versions import enable_async_tp
+
+
+@dataclass(frozen=True)
+class Compile:
+    """The table [compile]: what torch.compile makes graphs of."""
+
+    mode: Literal["off", "block", "model"] = "off"
+    """What torch.compile makes one graph of: each layer, or as much of the model as hooks leave."""
+    async_tp: bool = False
+    """With tp on CUDA: run products in pieces while their messages travel."""
+    backend: Any = "inductor"  # backend of torch.compile
+
+
+def check_whole(mode: str, tp: int) -> None:
+    """Raise ConfigError if the whole model is compiled with ``tp`` above 1.
+
+    Args:
+        mode: The mode of [compile].
+        tp: The degree of tensor parallelism.
+
+    Raises:
+        ConfigError: The two do not go together.
+    """
+    if mode == "model" and tp > 1:
+        raise ConfigError(
+            f'compile.mode: "model" with parallel.tp = {tp}: Dynamo cannot trace the hooks by which'
+            ' styles change tensors between modules; use compile.mode = "block"'
+        )
+
+
+def compiled_parts(model: nn.Module, units: Sequence[str], opaque: Collection[str]) -> Iterator[str]:
+    """Yield the names of the modules to compile.
+
+    A unit without an opaque module is one part. In place of another unit come the largest modules
+    inside it that hold no opaque module. A linear layer alone is left out, since a compiler cannot
+    improve it.
+
+    Args:
+        model: The model.
+        units: Names of the units.
+        opaque: Names of the modules that cannot be traced.
+
+    Returns:
+        An iterator over names.
+    """
+    for name in units:
+        if not any(other == name or other.startswith(name + ".") for other in opaque):
+            yield name
+            continue
+        inner = [
+            f"{name}.{child}"
+            for child, module in model.get_submodule(name).named_children()
+            if not isinstance(module, nn.Linear) and any(True for _ in module.parameters())
+        ]
+        yield from compiled_parts(model, inner if name not in opaque else (), opaque)
+
+
+def apply_compile(
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    units: Sequence[str],
+    experts: Collection[str],
+    options: Compile,
+    mesh: DeviceMesh,
+) -> None:
+    """Compile a model in place.
+
+    FSDP must be applied afterwards, so that its hooks stay outside of the graphs.
+
+    Args:
+        model: The model.
+        stages: The stages to compile in mode "model".
+        units: Names of the modules to compile in mode "block".
+        experts: Names of the modules of experts. Their number of rows varies, and PyTorch cannot trace
+            what sends rows to them (docs/speed.md). In mode "block" only what they compute is compiled.
+        options: The table [compile].
+        mesh: The mesh of the tp axis.
+    """
+    if options.mode == "off":
+        return
+    if options.async_tp:
+        enable_async_tp(mesh.get_group().group_name)
+    how: dict[str, Any] = {"dynamic": False, "backend": options.backend}
+    if options.mode == "block":
+        for name in compiled_parts(model, units, experts):
+            module = model.get_submodule(name)
+            # Compile forward only: the hooks of FSDP and tp stay outside.
+            module.forward = _settled(torch.compile(module.forward, fullgraph=True, **how))
+        for name in set(units) & set(experts):
+            inner: Any = model.get_submodule(name)
+            inner.run = _of_any_rows(torch.compile(inner.run, fullgraph=True, **how))
+        return
+    for name in experts:
+        module = model.get_submodule(name)
+        module.forward = torch.compiler.disable(module.forward)
+    for stage in stages:
+        stage.compile(**how)
+
+
+def _settled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``forward`` that first waits for inputs whose collective is still running.
+
+    As inputs of a graph, such tensors have another type. They would need another graph, and their
+    gradient would be lost without an error (torch 2.13).
+    """
+
+    def settled(*args: Any, **kwargs: Any) -> Any:
+        return forward(*map(arrived, args), **{name: arrived(x) for name, x in kwargs.items()})
+
+    return settled
+
+
+def _of_any_rows(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` with one graph for any number of rows, its first argument's, above one."""
+
+    def marked(rows: Tensor, *others: Any) -> Any:
+        torch._dynamo.maybe_mark_dynamic(rows, 0)
+        return run(rows, *others)
+
+    return marked
+
+
+def graphs_compiled() -> int:
+    """Return the number of graphs that this process has compiled."""
+    return counters["stats"]["unique_graphs"]
+
+
+class GraphCount:
+    """Counts the compiled graphs of a run for its reports; without a compiler it counts nothing."""
+
+    def __init__(self, mode: str) -> None:
+        self.on, self.steps, self.known = mode != "off", 0, 0
+
+    def after_step(self, say: Callable[[str], None]) -> int | None:
+        """Return the number of graphs so far, or None without a compiler.
+
+        If a graph is compiled after the first two steps, ``say`` is called: shapes or types have
+        changed.
+        """
+        if not self.on:
+            return None
+        before, self.known = self.known, graphs_compiled()
+        self.steps += 1
+        if self.steps > 2 and self.known > before:
+            say(
+                f"torch.compile compiled {self.known - before} more graphs, {self.known} in all:"
+                " TORCH_LOGS=recompiles tells why"
+            )
+        return self.known

@@ -1,0 +1,212 @@
+"""The table [model.lora].
+
+Gives a model adapters of low rank (LoRA, Hu et al. 2021, arXiv:2106.09685), and its plan their cut.
+
+This is done once, to the model on meta, before anything else reads model or plan. So training, proof,
+dry run and planner see one model whose weights are frozen but for the adapters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from compose.errors import ConfigError, LocalPath, NonNegative
+from compose.parallel.adapter_parallel import Adapter, AdapterParallel
+from compose.parallel.tensor_parallel import HeadParallel
+from compose.plan import Plan, inside, matching
+
+Alpha = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The table [model.lora]: adapters of low rank, trained in place of the model's weights."""
+
+    rank: NonNegative = 0
+    """Rank of the adapters; the model's own weights are then frozen. 0: no adapters, all is trained."""
+    alpha: Alpha = 0.0
+    """An adapter's output is multiplied by alpha / rank; 0 is 2 x rank."""
+    targets: tuple[str, ...] = ()
+    """Patterns, as in a plan, of the linear layers with adapters: ["layers.*.attention.w*"]."""
+    load: LocalPath = ""
+    """Folder of peft with the adapters that a new run begins with; empty: drawn."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's output."""
+        return self.effective_alpha / self.rank
+
+    @property
+    def effective_alpha(self) -> float:
+        """``alpha``, or what stands for 0."""
+        return self.alpha or 2.0 * self.rank
+
+
+CHILD = "lora"
+"""The name of an adapter in its layer."""
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter, by its name in the model, is part of an adapter."""
+    return name.endswith((f".{CHILD}.A", f".{CHILD}.B"))
+
+
+def adapt(model: nn.Module, plan: Plan, lora: Lora, tp: int = 1) -> Plan:
+    """Give each target of ``lora`` an adapter, and freeze all other parameters, in place.
+
+    A model that has its adapters already gets no others.
+
+    Args:
+        model: The model.
+        plan: Its plan.
+        lora: The table [model.lora].
+        tp: Ranks on the tp axis.
+
+    Returns:
+        The plan with the cut of the adapters.
+
+    Raises:
+        ConfigError: The table does not fit the model, with all problems.
+    """
+    if not lora.rank:
+        if lora.targets or lora.load:
+            raise ConfigError("model.lora.rank: 0 adapts nothing; use at least 1, or no [model.lora]")
+        return plan
+    names = [name for name, _ in model.named_modules() if name]
+    targets = find_targets(model, plan, lora, names)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for name in targets:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        if not hasattr(layer, CHILD):
+            adapter = Adapter(layer, lora.rank, lora.scale)
+            layer.add_module(CHILD, adapter)
+            adapter.attach(layer)
+        layer.get_submodule(CHILD).requires_grad_(True)
+    return replace(plan, tensor={**plan.tensor, **_styles(plan, targets, names, tp)})
+
+
+def find_targets(model: nn.Module, plan: Plan, lora: Lora, names: Sequence[str]) -> list[str]:
+    """Return the layers that get adapters, in the model's order.
+
+    Raises:
+        ConfigError: A pattern names no linear layer, or one that cannot have an adapter of this rank.
+    """
+    key = "model.lora.targets"
+    if not lora.targets:
+        raise ConfigError(
+            f'{key}: [] names no layer; give patterns of linear layers, as ["layers.*.attention.w*"]'
+        )
+    problems: list[str] = []
+    found: set[str] = set()
+    experts = {name for pattern in plan.expert for name in matching(pattern, names)[0]}
+    weights = [name for name, _ in model.named_parameters() if inside(name, experts)]
+    for pattern in lora.targets:
+        modules, near = matching(pattern, names)
+        linear = {name for name in modules if type(model.get_submodule(name)) is nn.Linear}
+        stacked = [n for n in modules if n in experts or inside(n, experts)]
+        stacked += matching(pattern, weights)[0]
+        if stacked:
+            problems.append(
+                f"{key}: pattern {pattern!r} names {stacked[0]}, whose weights are stacks of experts,"
+                " and no nn.Linear; name layers of attention, or dense ones"
+            )
+        elif not modules:
+            problems.append(f"{key}: pattern {pattern!r} matches no module{near}")
+        elif not linear:
+            kind = type(model.get_submodule(modules[0])).__name__
+            inner = [n for n, m in model.get_submodule(modules[0]).named_modules() if _is_linear(m, n)]
+            cure = f"; did you mean {pattern}.{inner[0]}?" if inner else ""
+            problems.append(
+                f"{key}: pattern {pattern!r} matches no nn.Linear: {modules[0]} is {kind}{cure}"
+            )
+        found |= linear
+    output = [name for name in found if name == plan.output]
+    if output:
+        problems.append(
+            f"{key}: {output[0]} is the projection onto the vocabulary, which the loss may compute"
+            " itself; name layers before it"
+        )
+    small = {
+        n: m
+        for n in names
+        if n in found and (m := model.get_submodule(n)) and lora.rank > min(_sides(m))
+    }
+    if small:
+        name = min(small, key=lambda n: min(_sides(small[n])))
+        rows, columns = _sides(small[name])
+        problems.append(
+            f"model.lora.rank: {lora.rank} is more than {name} has, which is {rows} x {columns};"
+            f" nearest: {min(rows, columns)}"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return [name for name in names if name in found]
+
+
+def _is_linear(module: nn.Module, name: str) -> bool:
+    return bool(name) and type(module) is nn.Linear
+
+
+def _sides(layer: nn.Module) -> tuple[int, int]:
+    assert isinstance(layer, nn.Linear)
+    return layer.out_features, layer.in_features
+
+
+def _styles(
+    plan: Plan, targets: Sequence[str], names: Sequence[str], tp: int
+) -> dict[str, ParallelStyle]:
+    """Return the styles of the adapters, by patterns where the plan has them."""
+    if not plan.tensor:
+        return {}
+    wanted, styles = set(targets), dict[str, ParallelStyle]()
+    placed = [*plan.tensor.items(), *((pattern, None) for pattern in plan.replicate)]
+    for pattern, style in placed:
+        matched = matching(pattern, names)[0]
+        here = [name for name in matched if name in wanted]
+        if not here:
+            continue
+        whole = [pattern] if len(here) == len(matched) else here
+        styles |= {f"{name}.{CHILD}": _style_of(here[0], style, tp) for name in whole}
+    return styles
+
+
+def _style_of(name: str, style: ParallelStyle | None, tp: int) -> AdapterParallel:
+    if style is None:
+        return AdapterParallel("nothing")
+    if isinstance(style, HeadParallel):
+        shared = style.n_heads % tp != 0
+        return AdapterParallel("heads", style.n_heads) if shared else AdapterParallel("rows")
+    if isinstance(style, ColwiseParallel):
+        return AdapterParallel("rows")
+    if isinstance(style, RowwiseParallel):
+        return AdapterParallel("columns")
+    raise ConfigError(
+        f"model.lora.targets: {name} has the style {type(style).__name__} under plan.tensor, from which"
+        " no cut of an adapter follows; name other layers, or give it ColwiseParallel, RowwiseParallel"
+        " or HeadParallel"
+    )
+
+
+@torch.no_grad()
+def init_adapter(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill a whole parameter of an adapter as peft does: A as nn.Linear's weight, B with zeros.
+
+    A is uniform in +-1 / in_features^0.5 (He et al. 2015, arXiv:1502.01852, with a = 5^0.5).
+
+    Args:
+        name: The parameter's name.
+        tensor: The parameter, A (r, D) or B (N, r).
+        generator: The random numbers.
+    """
+    if name.endswith(".A"):
+        bound = tensor.shape[1] ** -0.5
+        tensor.uniform_(-bound, bound, generator=generator)
+    else:
+        tensor.zero_()

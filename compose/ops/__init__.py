@@ -1,0 +1,1 @@
+"""Operators of one device: attention, norms, dropout and the loss."""

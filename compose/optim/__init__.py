@@ -1,0 +1,1 @@
+"""Optimizers, their state and the learning rate."""

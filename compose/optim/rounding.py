@@ -1,0 +1,86 @@
+"""Stochastic rounding to bfloat16, with random bits that depend on an element's place alone.
+
+bfloat16 keeps 8 bits of a number. Rounding to nearest loses every step that is smaller than half of the
+last bit. Stochastic rounding moves the number up or down with a probability that makes the result right
+on average (Gupta et al. 2015, arXiv:1502.02551).
+
+The bits of an element are a hash of the seed, the step, the parameter's name and the element's place in
+the whole parameter. So they are the same on every rank that holds a copy, on every mesh, and in a
+resumed run.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compose.ops.compiled import compiles, run_compiled
+
+
+def random_bits(
+    seed: int, purpose: str, region: Sequence[slice], shape: Sequence[int], like: Tensor
+) -> Tensor:
+    """Return 32 random bits, int32, for each element in a region of a tensor.
+
+    Args:
+        seed: The seed.
+        purpose: What the bits are for; the same words give the same bits.
+        region: The places of the elements in the whole tensor.
+        shape: The shape of the whole tensor, 1 dim or more.
+        like: The tensor to be rounded.
+
+    Returns:
+        The bits; a single zero if ``like`` is not bfloat16.
+    """
+    device = like.device
+    if like.dtype != torch.bfloat16:
+        return torch.zeros((), dtype=torch.int32, device=device)
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    key = int.from_bytes(digest[:4], "big", signed=True)
+    row = torch.zeros((1,) * len(shape), dtype=torch.int32, device=device)
+    for dim, (held, size) in enumerate(zip(region[:-1], shape[:-1], strict=True)):
+        place = torch.arange(held.start, held.stop, dtype=torch.int32, device=device)
+        row = row * size + place.view([-1 if d == dim else 1 for d in range(len(shape))])
+    last = torch.arange(region[-1].start, region[-1].stop, dtype=torch.int32, device=device)
+    return _mix(_mix(row ^ key) + last)
+
+
+def store(target: Tensor, value: Tensor, bits: Tensor) -> None:
+    """Copy float32 values into a tensor, and round them if it is bfloat16.
+
+    Args:
+        target: float32 or bfloat16.
+        value: The values, float32.
+        bits: Random bits, int32; the low 16 of each decide the rounding.
+    """
+    if target.dtype == torch.bfloat16:
+        if compiles(target) and target.is_contiguous() and value.shape == bits.shape:
+            run_compiled(_round_into, *(x.flatten() for x in (target, value, bits)))
+        else:
+            _round_into(target, value, bits)
+    else:
+        target.copy_(value)
+
+
+def _round_into(target: Tensor, value: Tensor, bits: Tensor) -> None:
+    # The upper half of a float32 is a bfloat16. The lower half over 2^16 is the probability of rounding
+    # up.
+    raised = value.view(torch.int32) + (bits & 0xFFFF)
+    target.copy_((raised & ~0xFFFF).view(torch.float32))
+
+
+def _mix(x: Tensor) -> Tensor:
+    return run_compiled(_mix_, x.flatten()).view(x.shape) if compiles(x) else _mix_(x)
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """Hash each int32 in place, by the 32-bit finalizer "lowbias32".
+
+    It is from Wellons 2018 (nullprogram.com/blog/2018/07/31). Products wrap around; a shifted sign is
+    masked off.
+    """
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
+        x ^= (x >> shift) & (2 ** (32 - shift) - 1)
+        x *= factor
+    return x

@@ -1,0 +1,124 @@
+"""Rules that say which optimizer trains a parameter, and how fast, by its name in the whole model."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from compose.errors import ConfigError
+from compose.optim.options import Optimizer
+from compose.parallel.routing import routers
+from compose.plan import Plan, inside, matching
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """The way in which one parameter is trained."""
+
+    muon: bool
+    """Whether Muon trains it, and not AdamW."""
+    lr_scale: float
+    """The factor of the learning rate."""
+    weight_decay: float
+    """The weight decay of this parameter."""
+
+
+def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, ParameterRule]:
+    """Return the rule of every parameter of the whole model, under each of its names if it is tied.
+
+    Matrices are 2-dim weights, and 3-dim weights are stacks of them. In the modules of ``plan.expert``,
+    which hold stacks alone, 2-dim weights are stacks of vectors. Muon trains the matrices in the plan's
+    layers (``plan.pipeline.layers``) except those of embeddings and of routers. AdamW trains everything
+    else. Weights with two or more dims decay by ``optimizer.weight_decay``, but no stacks of vectors.
+    Patterns are those of a Plan. They name parameters, or modules, which stands for all parameters
+    inside. If several match, the last one counts.
+
+    Args:
+        model: The whole model.
+        plan: Its plan.
+        options: The table [optimizer].
+
+    Returns:
+        The rules by name.
+
+    Raises:
+        ConfigError: A pattern matches nothing or has a wrong value, or muon finds no matrix. The error
+            has a line for each problem.
+    """
+    names: dict[str, list[str]] = {}
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = by_id.setdefault(id(parameter), [])
+        names[name].append(name)
+    known = [name for name, _ in model.named_modules() if name] + list(names)
+    problems: list[str] = []
+
+    def find(key: str, pattern: str) -> list[str]:
+        """Return the parameters that ``pattern`` names, by all their names."""
+        found, near = matching(pattern, known)
+        if not found:
+            problems.append(
+                f"optimizer.{key}: pattern {pattern!r} matches no module or parameter{near}"
+            )
+        meant = [name for name in names if name in found or inside(name, set(found))]
+        return [other for name in meant for other in names[name]]
+
+    lr_scale = _scales("lr_scale", options.lr_scale, find, problems)
+    decay = _scales("weight_decay_scale", options.weight_decay_scale, find, problems)
+    excepted = {name for pattern in options.muon_except for name in find("muon_except", pattern)}
+    stacks = {name for pattern in plan.expert for name in matching(pattern, known)[0]}
+    vectors = {name for name in names if model.get_parameter(name).ndim < 2 + inside(name, stacks)}
+    muon = options.name == "muon"
+    matrices = _layers_matrices(model, plan, names) - excepted - vectors if muon else set()
+    if muon and not problems and not matrices:
+        problems.append(
+            "optimizer.name: muon trains matrices in layers, and finds none (Plan.pipeline names the"
+            ' layers); use "adamw"'
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return {
+        name: ParameterRule(
+            name in matrices,
+            lr_scale.get(name, 1.0),
+            options.weight_decay * decay.get(name, float(name not in vectors)),
+        )
+        for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def _layers_matrices(model: nn.Module, plan: Plan, names: dict[str, list[str]]) -> set[str]:
+    if plan.pipeline is None:
+        return set()
+    layers = {plan.pipeline.layers}
+    apart = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    # A router's gradient may be nearly zero. Muon would make a full step of its rounding errors.
+    apart |= set(routers(model))
+    return {
+        name
+        for name, all_names in names.items()
+        if model.get_parameter(name).ndim in (2, 3)
+        and all(inside(other, layers) and not inside(other, apart) for other in all_names)
+    }
+
+
+def _scales(
+    key: str, given: Sequence[str], find: Callable[[str, str], list[str]], problems: list[str]
+) -> dict[str, float]:
+    """Return the number of each parameter that the lines "PATTERN=NUMBER" in ``given`` name."""
+    scales: dict[str, float] = {}
+    for text in given:
+        pattern, _, number = text.rpartition("=")
+        try:
+            scale = float(number)
+        except ValueError:
+            scale = -1.0
+        if not pattern or not 0 <= scale < math.inf:
+            problems.append(
+                f'optimizer.{key}: {text!r} is not "PATTERN=NUMBER", as "output=0.5", with a number'
+                " of at least 0"
+            )
+            continue
+        scales |= dict.fromkeys(find(key, pattern.strip()), scale)
+    return scales

@@ -1,0 +1,58 @@
+"""The table [comm]: timeouts, prefetching, and what is sent in fewer bits."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from compose.errors import NonNegative, Positive
+
+Density = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Comm:
+    """The table [comm]: timeouts, prefetching, checks and compression of the communication."""
+
+    timeout: Positive = 600
+    """Seconds after which a collective that a rank has not joined is an error."""
+    start_timeout: Positive = 1800
+    """The same until the first step has ended, which loads, compiles and connects; at least timeout."""
+    prefetch: NonNegative = 0
+    """Units (layers) whose gather begins before the one ahead of them runs, in forward and backward; 0:
+    the next one, in backward, and with experts under ep or tp in forward too."""
+    check_every: NonNegative = 0
+    """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
+    weights: Literal["off", "int8", "int4_diff"] = "off"
+    """How data parallel sends weights: int8, or as int4 what has changed since they were last sent."""
+    gradients: Literal["off", "bfloat16", "int8", "int4", "powersgd", "top_k"] = "off"
+    """How data parallel sends gradients; sums are in float32."""
+    activations: Literal["off", "int8", "float8"] = "off"
+    """How tp sends activations and their gradients, and ep the rows of experts."""
+    block: Positive = 256
+    """Elements of int8, int4 and float8 that share a scale; a power of two."""
+    near: Positive = 1
+    """Neighbours with fast links among the ranks of data parallel: between them gradients are int8, and
+    beyond them what is chosen."""
+    error_feedback: bool = True
+    """With int4, powersgd and top_k: add what was lost to what is sent next."""
+    rank: Positive = 4
+    """With powersgd: the rank of what is sent; transformers need 16 or more."""
+    density: Density = 0.01
+    """With top_k: the part of the elements that is sent, the largest."""
+    start_step: NonNegative = 0
+    """Steps before gradients are compressed; until then they travel plain."""
+
+    measure_every: NonNegative = 0
+    """Steps between measurements of how alike sent and true gradients are, at the cost of sending them
+    plain too; 0 is never."""
+
+    @property
+    def compresses(self) -> bool:
+        """Whether data parallel sends weights or gradients in a code."""
+        return self.weights != "off" or self.gradients != "off"
+
+    @property
+    def codes(self) -> bool:
+        """Whether anything is sent in a code."""
+        return self.compresses or self.activations != "off"

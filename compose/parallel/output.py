@@ -1,0 +1,175 @@
+"""The end of a model and the beginning of its loss: logits are handed on, or never made."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from compose.errors import ConfigError
+from compose.ops.chunked_loss import chunked_cross_entropy
+from compose.ops.cross_entropy import (
+    IGNORE,
+    LossFunction,
+    at_least_float32,
+    count_targets,
+    cross_entropy,
+    logits_of,
+)
+from compose.ops.vocabulary_loss import log_z
+from compose.parallel.mesh import BATCH_AXES, sum_over
+from compose.parallel.vocabulary_parallel import placed_input
+
+
+class CrossEntropy:
+    """``cross_entropy`` as a LossFunction with options.
+
+    With ``chunk``, ``forward_backward`` lets the projection that Plan.output names return the loss, by
+    :meth:`of_hidden`. A direct call takes whole logits in any case. The gradient is that of both
+    losses. The value is the cross-entropy alone, and :meth:`mean_square` returns the other.
+
+    Args:
+        chunk: Tokens whose logits exist at a time; 0: all.
+        z_loss: Weight of (log Z)^2, added to each target's loss (Chowdhery et al. 2022,
+            arXiv:2204.02311).
+    """
+
+    def __init__(self, chunk: int = 0, z_loss: float = 0.0) -> None:
+        self.chunk, self.z_loss = chunk, z_loss
+        self.tally: Tensor | None = None
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of whole logits.
+
+        Args:
+            logits: (B, L, V).
+            targets: (B, L), int64.
+
+        Returns:
+            The sum over targets, a scalar.
+        """
+        loss = cross_entropy(logits, targets)
+        if not self.z_loss:
+            return loss
+        squares = (
+            log_z(at_least_float32(logits_of(logits)))
+            .square()
+            .masked_fill(targets == IGNORE, 0.0)
+            .sum()
+        )
+        self._count(squares, targets)
+        z = self.z_loss * squares
+        return loss + (z - z.detach())
+
+    def of_hidden(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the same loss of the logits ``hidden @ weight.T``.
+
+        Args:
+            hidden: (B, L, D).
+            weight: (V, D).
+            targets: (B, L), int64.
+
+        Returns:
+            The sum over targets, a scalar.
+        """
+        loss, squares = chunked_cross_entropy(hidden, weight, targets, self.chunk, self.z_loss)
+        self._count(squares, targets)
+        return loss
+
+    def _count(self, squares: Tensor, targets: Tensor) -> None:
+        if self.z_loss and torch.is_grad_enabled():  # like a router, it counts nothing in evaluation
+            found = torch.stack([squares.detach(), count_targets(targets)]).double()
+            self.tally = found if self.tally is None else self.tally + found
+
+    def mean_square(self, mesh: DeviceMesh) -> Tensor:
+        """Return the mean of (log Z)^2 over all ranks' targets since the last call; a collective.
+
+        Only forwards with gradients count. The mean is a scalar on the device.
+        """
+        found = self.tally
+        if found is None:
+            found = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
+        self.tally = None
+        squares, targets = sum_over(found, mesh, ("pp", *BATCH_AXES, "cp"))
+        return squares / targets.clamp(min=1)
+
+
+class Output:
+    """The projection onto the vocabulary, which can return a loss in place of logits.
+
+    The loss is computed inside the module's own forward, where a style has laid out its input and FSDP
+    has gathered its weight. It is returned as (1, 1, 1). These are as many dims as logits have, so the
+    layouts that a style gives the output are valid for it too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.logits = module, module.forward
+        self.loss: CrossEntropy | None = None
+        self.targets: Tensor | None = None
+        module.forward = self._forward
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        if self.loss is None:
+            return self.logits(hidden)
+        assert self.targets is not None
+        hidden = placed_input(self.module, hidden)
+        weight = self.module.get_parameter("weight")
+        loss = self.loss.of_hidden(hidden, weight, self.targets).view(1, 1, 1)
+        if isinstance(hidden, DTensor):
+            loss = DTensor.from_local(loss, hidden.device_mesh, [Replicate()], run_check=False)
+        return loss
+
+
+class StepLoss:
+    """The loss of an optimizer step, micro-batch by micro-batch.
+
+    It is a sum over targets, divided by ``count``, their number in the step. Call :meth:`expect` before
+    a micro-batch's forward, and the object with its output.
+    """
+
+    def __init__(self, function: LossFunction, count: Tensor, output: Output | None) -> None:
+        self.function, self.count, self.output = function, count, output
+
+    def expect(self, targets: Tensor) -> None:
+        """Note the targets of the next micro-batch, before its forward."""
+        if self.output:
+            self.output.targets = targets
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a micro-batch.
+
+        Args:
+            output: The model's output.
+            targets: (B, L), int64.
+
+        Returns:
+            The loss, a scalar.
+        """
+        if self.output is None:
+            return self.function(output, targets) / self.count
+        whole = output.full_tensor() if isinstance(output, DTensor) else output
+        return whole.sum() / self.count
+
+
+@contextmanager
+def step_loss(function: LossFunction, count: Tensor, output: Output | None) -> Iterator[StepLoss]:
+    """Yield the loss for one step; ``output`` returns losses meanwhile if the function asks for it.
+
+    Yields:
+        The loss of each micro-batch.
+
+    Raises:
+        ConfigError: The function asks for the projection, and there is none.
+    """
+    if not (isinstance(function, CrossEntropy) and function.chunk):
+        yield StepLoss(function, count, None)
+        return
+    if output is None:
+        raise ConfigError("plan.output: names no projection, which a loss in chunks needs")
+    output.loss = function
+    try:
+        yield StepLoss(function, count, output)
+    finally:
+        output.loss = output.targets = None

@@ -1,0 +1,222 @@
+"""The process group of a command: its start, one report of an error, and its end."""
+
+import contextlib
+import os
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from compose.config.tables import Config
+from compose.errors import ConfigError
+from compose.parallel.comm import Comm
+from compose.parallel.heartbeat import Watch, launcher, set_limit, store_in_first_rank
+from compose.parallel.islands import FAILED, current, divide
+from compose.parallel.stragglers import Stragglers, behind, default_store
+
+_SKEW = 3.0  # seconds within which ranks that wait for the same one give up
+_SAID = "compose/said"
+
+
+def start_timeout(comm: Comm) -> timedelta:
+    """Return how long a collective waits until the first step has ended."""
+    return timedelta(seconds=max(comm.start_timeout, comm.timeout))
+
+
+def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
+    """Set how long collectives wait from now on, and how long a rank may be silent.
+
+    Meshes make their groups with PyTorch's own limit, whatever the default group has. On gloo, sends
+    and receives between two ranks, as in a pipeline, keep the limit that their group was made with.
+
+    Args:
+        timeout: The new limit.
+        but: The group that keeps its limit.
+    """
+    # The private list is read, since PyTorch lists the groups of flattened meshes, and those that only
+    # one module knows, nowhere else.
+    for group in dist.distributed_c10d._world.pg_map:
+        if group is not but:
+            group.set_timeout(timeout + _backstop("nccl" in dist.get_backend(group)))
+    set_limit(default_store(), dist.get_rank(), timeout.total_seconds())
+
+
+def _backstop(nccl: bool) -> timedelta:
+    """Return how much longer than the watch here (heartbeat.py) a group waits.
+
+    NCCL's watchdog aborts the process and names no rank, so the watch must be first.
+    """
+    return timedelta(seconds=60 if nccl else 0)
+
+
+class TrainingError(Exception):
+    """The run cannot go on, for a reason that fits on one line; every rank raises it alike."""
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of this rank for ``run.device``: one GPU per local rank, or the CPU.
+
+    A launcher may show each process its own GPU alone, as Slurm does with ``--gpu-bind``.
+
+    Raises:
+        ConfigError: The process sees several GPUs, and fewer than there are processes on the node.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    # It is read at the first use of CUDA. Segments that grow leave fewer gaps that nothing fits into.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if 1 < count <= local:
+        raise ConfigError(
+            f"run.device: local rank {local} has no GPU, since this process sees {count}: start at most"
+            f" {count} processes on a node (--nproc-per-node {count}), or show each process its own GPU"
+        )
+    device = torch.device("cuda", 0 if count == 1 else local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _claim(device: torch.device, store: dist.Store) -> None:
+    """Raise ConfigError if another rank has this GPU: NCCL takes one rank on each."""
+    if device.type != "cuda":
+        return
+    gpu = torch.cuda.get_device_properties(device)
+    if store.add(f"compose/gpu/{socket.gethostname()}/{gpu.uuid}", 1) > 1:
+        raise ConfigError(
+            f"run.device: two ranks have the same {gpu.name} (CUDA_VISIBLE_DEVICES ="
+            f" {os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}): start one process for each GPU, or run"
+            " with --run.device=cpu"
+        )
+
+
+@contextmanager
+def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
+    """Start the default process group, under torchrun or alone, and yield this rank's device.
+
+    An error inside is reported once, by the rank where it happened first: a ConfigError (exit code 2)
+    or TrainingError (1) as one line, anything else with its traceback (1). The other ranks exit
+    quietly, since their errors only follow from it.
+
+    Args:
+        config: The config of the run.
+        islands: Islands that train alone. Then the default process group is that of this rank's island.
+    """
+    # FSDP warns about a view that is never changed in place here.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
+    everyone, rank, world_size = _rendezvous()
+    store, rank, world_size = divide(everyone, rank, world_size, islands)
+    timeout = start_timeout(config.comm)
+    try:
+        device = pick_device(config.run.device)
+        _claim(device, store)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("compose", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout + _backstop(device.type == "cuda"),
+            device_id=device if device.type == "cuda" else None,
+        )
+        store = default_store()
+        watch = Watch(
+            store,
+            rank,
+            world_size,
+            timeout.total_seconds(),
+            partial(_report_silent, world_size),
+            failed=_SAID,
+            awaited=lambda store: Stragglers(store, world_size).awaited(),
+            kept_by_first=store_in_first_rank() and current().index == 0,
+            parent=launcher(),
+        )
+        watch.start()
+        yield device
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        # No orderly shutdown: other ranks may be waiting in a collective until torchrun ends them.
+        try:
+            _conclude(error, store, rank, world_size)
+        except RuntimeError:  # the store is gone, and with it torchrun or rank 0: nobody else tells
+            _report(error, rank)
+        sys.stderr.flush()
+        os._exit(2 if isinstance(error, ConfigError) else 1)
+    watch.stop()
+    dist.destroy_process_group()
+    with contextlib.suppress(RuntimeError):  # the store has ended, and with it the job
+        current().leave(rank, world_size, timeout.total_seconds())
+
+
+def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int) -> None:
+    """Tell of ``error`` if this rank is the first to fail; else let the first have told."""
+    stragglers = Stragglers(store, world_size)
+    stragglers.give_up(rank)
+    if _first_to_fail(store):
+        _report(error, rank)
+        if _from_others(error) and (line := stragglers.straggler(wait=_SKEW)):
+            print(line, file=sys.stderr)
+        store.set(_SAID, "")
+    else:
+        _wait_for_first(store)
+    # If the store is in this rank, it stays until the others know that they are not the first.
+    end = time.monotonic() + _SKEW if rank == 0 and store_in_first_rank() else 0.0
+    while time.monotonic() < end and store.add(FAILED, 0) < world_size:
+        time.sleep(0.05)
+
+
+def _first_to_fail(store: dist.Store) -> bool:
+    """Note that a rank has failed; return whether it is the first, of all islands."""
+    first = store.add(FAILED, 1) == 1
+    islands = current()
+    return first and (islands.count == 1 or islands.store.add(FAILED, 1) == 1)
+
+
+def _wait_for_first(store: dist.Store) -> None:
+    with contextlib.suppress(RuntimeError):
+        store.wait([_SAID], timedelta(seconds=2 * _SKEW))
+
+
+def _report_silent(world_size: int, store: dist.Store | None, rank: int, seconds: float) -> None:
+    """Tell which rank is silent, if nobody has told of anything. store: None where that rank has it."""
+    if store is None:
+        print(behind(rank, seconds, ""), file=sys.stderr, flush=True)
+    elif _first_to_fail(store):
+        print(Stragglers(store, world_size).silent(rank, seconds), file=sys.stderr, flush=True)
+        store.set(_SAID, "")
+    else:
+        _wait_for_first(store)
+
+
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """Return the store where ranks find each other, this rank's number, and the number of ranks."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # Torchrun's default rendezvous keeps one store. After a restart the addresses of the dead
+        # processes would still be there. (c10d's rendezvous makes a new store; with several nodes each
+        # node counts restarts by itself.)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+    return store, rank, world_size
+
+
+def _from_others(error: Exception) -> bool:
+    """Tell whether a collective has failed, as it does if another rank has died or hangs."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+def _report(error: Exception, rank: int) -> None:
+    if isinstance(error, (ConfigError, TrainingError)):
+        print(error, file=sys.stderr)
+    else:
+        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)

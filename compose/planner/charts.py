@@ -1,0 +1,327 @@
+"""Charts of a plan as SVG and HTML: memory of each stage, the step's timeline, the Pareto front.
+
+Places along x are percentages, so that a chart has the width of its page and text keeps its size. All
+text of a result is escaped here.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from compose.planner.amounts import GIB, digits, memory, number, seconds
+
+CATEGORIES = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered",
+    "communication",
+    "temporaries",
+    "logits",
+)
+"""The categories of memory, in the order of their colours and in a bar."""
+HELD = "reserved, not in use"
+COLOURS = 8
+"""Colours in the style sheet: c0, c1 and so on; "other" is grey."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values to percent of a chart's width or height, linearly or by their logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the place of a value in percent."""
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return 100 * (value - low) / (high - low)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Return round values inside the scale, about ``most`` of them."""
+        power = math.floor(math.log10(self.high - self.low))
+        if self.log:
+            found = [
+                factor * 10.0**power
+                for power in range(
+                    math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1
+                )
+                for factor in (1, 2, 5)
+                if self.low <= factor * 10.0**power <= self.high
+            ]
+            return found[:: -(-len(found) // most)] if found else []
+        steps = (factor * 10.0**each for each in range(power - 3, power + 2) for factor in (1, 2, 5))
+        step = next(step for step in steps if (self.high - self.low) / step < most)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        # Rounded, so that 3 steps of 0.2 are the same as 30 of 0.02.
+        return [float(f"{i * step:.9g}") for i in range(first, last + 1)]
+
+
+def scale_for(values: Sequence[float]) -> Scale:
+    """Return a scale with room around the values, by logarithm if the largest is 8 times the least."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low > 8:
+        return Scale(low / 1.15, high * 1.15, log=True)
+    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return Scale(max(0.0, low - room) if low >= 0 else low - room, high + room)
+
+
+def place(value: float) -> str:
+    """Return a percentage for an attribute."""
+    return f"{value:.3f}".rstrip("0").rstrip(".") + "%"
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return a legend of pairs of a class and a name."""
+    items = (f'<li><i class="key {kind}"></i>{escape(name)}</li>' for kind, name in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def x_axis(scale: Scale, unit: str, title: str, fine: int = 0) -> str:
+    """Return an axis under a chart, with ticks and a title.
+
+    Args:
+        scale: The chart's scale.
+        unit: The unit of its values.
+        title: What the values are.
+        fine: With how many ticks, at most, a chart is shown that is zoomed in.
+
+    Returns:
+        HTML.
+    """
+    parts, usual = [], scale.ticks()
+    ticks: set[float] = set(usual)
+    if fine:
+        ticks.update(scale.ticks(fine))
+    for tick in sorted(ticks):
+        at = scale(tick)
+        anchor = "start" if at < 4 else "end" if at > 96 else "middle"
+        kind = "fine" if tick not in usual else "odd" if usual.index(tick) % 2 else "even"
+        parts.append(
+            f'<g class="{kind}"><line class="tick" x1="{place(at)}" x2="{place(at)}" y1="0" y2="5"/>'
+            f'<text x="{place(at)}" y="18" text-anchor="{anchor}">{tick:,.9g}</text></g>'
+        )
+    name = f'<p class="axis">{escape(title)} ({escape(unit)})</p>'
+    return f'<svg width="100%" height="24" aria-hidden="true">{"".join(parts)}</svg>{name}'
+
+
+def parts_of(use: Mapping[str, Any]) -> list[tuple[str, str, float]]:
+    """Return the parts of a rank's memory in the order of a bar: class, name and bytes."""
+    given = {str(name): number(size) or 0.0 for name, size in use.get("by_category", {}).items()}
+    found = [(f"c{i}", name, given[name]) for i, name in enumerate(CATEGORIES) if given.get(name)]
+    found += [("other", name, size) for name, size in given.items() if size and name not in CATEGORIES]
+    held = (number(use.get("reserved")) or 0.0) - sum(size for _, _, size in found)
+    return [*found, ("held", HELD, held)] if held > 0 else found
+
+
+def memory_chart(use: Mapping[str, Any], capacity: float | None) -> str:
+    """Return a bar for each pipeline rank, by category, against the capacity."""
+    stages = use.get("by_stage") or [use]
+    bars = [parts_of(stage) for stage in stages]
+    totals = [sum(size for _, _, size in bar) for bar in bars]
+    scale = Scale(0.0, 1.04 * (max(*totals, capacity or 0.0, 1.0)) / GIB)
+    line = ""
+    if capacity:
+        at = place(scale(capacity / GIB))
+        line = f'<line class="capacity" x1="{at}" x2="{at}" y1="0" y2="28"/>'
+    rows = []
+    for i, (bar, total) in enumerate(zip(bars, totals, strict=True)):
+        drawn, start = [], 0.0
+        for kind, name, size in bar:
+            drawn.append(
+                f'<rect class="{kind}" x="{place(scale(start / GIB))}" y="4" height="20"'
+                f' width="{place(scale(size / GIB))}">'
+                f"<title>{escape(name)}: {memory(size)} of {memory(total)}</title></rect>"
+            )
+            start += size
+        over = total - (capacity or total)
+        note = f'<span class="over">over by {memory(over)}</span>' if over > 0 else ""
+        label = f"Pipeline rank {i}" if len(stages) > 1 else "Each rank"
+        said = ", ".join(f"{name} {memory(size)}" for _, name, size in bar)
+        rows.append(
+            f'<div class="row"><span class="name">{label}</span>'
+            f'<svg width="100%" height="28" role="img" aria-label="{escape(f"{label}: {said}")}">'
+            f'{"".join(drawn)}{line}</svg><span class="amount">{memory(total)}{note}</span></div>'
+        )
+    shown = {kind: name for bar in bars for kind, name, _ in bar}
+    entries = [(f"c{i}", name) for i, name in enumerate(CATEGORIES) if f"c{i}" in shown]
+    entries += [("other", "other")] if "other" in shown else []
+    entries += [("held", HELD)] if "held" in shown else []
+    entries += [("capacity", f"capacity {memory(capacity)}")] if capacity else []
+    axis = f'<div class="row"><span></span><div>{x_axis(scale, "GiB", "Reserved memory")}</div></div>'
+    return f'{legend(entries)}<div class="bars">{"".join(rows)}{axis}</div>'
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of work that a name begins with: "forward" of "forward 3"."""
+    return re.split(r"[\s:#(\[./\d]", name, maxsplit=1)[0] or "other"
+
+
+@dataclass
+class _Piece:
+    kind: str
+    name: str
+    start: float
+    end: float
+    many: int = 1
+
+
+def _merged(events: Iterable[Mapping[str, Any]], shortest: float) -> list[_Piece]:
+    """Return the pieces of a row. What is too short to be seen becomes one with its like before it."""
+    pieces: list[_Piece] = []
+    for event in sorted(events, key=lambda event: event["start"]):
+        piece = _Piece(kind_of(str(event["name"])), str(event["name"]), event["start"], event["end"])
+        last = pieces[-1] if pieces else None
+        if (
+            last is not None
+            and last.kind == piece.kind
+            and piece.start - last.end < shortest
+            and (piece.end - piece.start < shortest or last.end - last.start < shortest)
+        ):
+            last.end, last.many = max(last.end, piece.end), last.many + 1
+        else:
+            pieces.append(piece)
+    return pieces
+
+
+def timeline_chart(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return the step as rows of streams, below each rank; or a sentence if there are no events.
+
+    Args:
+        events: Each has rank, stream, name, start and end; times in seconds.
+
+    Returns:
+        HTML.
+    """
+    events = [
+        event
+        for event in events
+        if number(event.get("start")) is not None and number(event.get("end")) is not None
+    ]
+    if not events:
+        return "<p>The result has no timeline.</p>"
+    start = min(event["start"] for event in events)
+    end = max(event["end"] for event in events)
+    length = end - start or 1.0
+    unit, factor = ("s", 1.0) if length >= 1 else ("ms", 1e3) if length >= 1e-3 else ("µs", 1e6)
+    scale = Scale(0.0, length * factor)
+    spent: dict[str, float] = defaultdict(float)
+    rows: dict[Any, dict[str, list[Mapping[str, Any]]]] = {}
+    for event in events:
+        spent[kind_of(str(event["name"]))] += event["end"] - event["start"]
+        rows.setdefault(event["rank"], {}).setdefault(str(event["stream"]), []).append(event)
+    kinds = sorted(spent, key=lambda kind: -spent[kind])
+    colour = {kind: f"c{i}" if i < COLOURS else "other" for i, kind in enumerate(kinds)}
+    labels, drawn, y = [], [], 0
+    for rank, streams in rows.items():
+        labels.append(f'<div class="rank">Rank {escape(str(rank))}</div>')
+        y += 20
+        for stream, found in streams.items():
+            labels.append(f'<div class="stream">{escape(stream)}</div>')
+            drawn.append(f'<rect class="lane" x="0" y="{y + 1}" width="100%" height="16"/>')
+            for piece in _merged(found, length / 8000):
+                first, last = (factor * (time - start) for time in (piece.start, piece.end))
+                said = f"{piece.many} times {piece.kind}" if piece.many > 1 else piece.name
+                when = f"{digits(first)} to {digits(last)} {unit}"
+                drawn.append(
+                    f'<rect class="{colour[piece.kind]}" x="{place(scale(first))}" y="{y + 1}"'
+                    f' width="{place(max(0.0, scale(last) - scale(first)))}" height="16">'
+                    f"<title>{escape(said)}: {seconds(piece.end - piece.start)}, {when}"
+                    f" (rank {escape(str(rank))}, {escape(stream)})</title></rect>"
+                )
+            y += 18
+    entries = [(colour[kind], kind) for kind in kinds[:COLOURS]]
+    entries += [("other", "other")] if len(kinds) > COLOURS else []
+    said = f"Timeline of {len(rows)} ranks over {seconds(length)}"
+    return (
+        f"{legend(entries)}"
+        '<p class="zoom" hidden><button type="button" data-zoom="0.5">Zoom out</button>'
+        ' <button type="button" data-zoom="2">Zoom in</button></p>'
+        f'<div class="timeline"><div class="labels">{"".join(labels)}</div>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="Timeline"><div class="wide">'
+        f'<svg width="100%" height="{y}" role="img" aria-label="{said}">{"".join(drawn)}</svg>'
+        f"{x_axis(scale, unit, 'Time in the step', fine=40)}</div></div></div>"
+    )
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the indices of the points that no other beats, in ascending order of the first value.
+
+    A point beats another if neither of its two values is larger and one is smaller.
+    """
+    front: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if not front or points[i][1] < points[front[-1]][1] or points[i] == points[front[-1]]:
+            front.append(i)
+    return front
+
+
+class Dot(NamedTuple):
+    """A candidate in the chart of time and memory."""
+
+    seconds: float
+    bytes: float
+    fits: bool
+    best: bool
+    words: str
+
+
+def front_chart(dots: Sequence[Dot], capacity: float | None) -> str:
+    """Return a chart of time and memory of all candidates, with the line of those that none beats."""
+    if not dots:
+        return "<p>No candidate has both a time and a memory.</p>"
+    longest = max(dot.seconds for dot in dots)
+    unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
+    points = [(dot.seconds * factor, dot.bytes / GIB) for dot in dots]
+    x = scale_for([time for time, _ in points])
+    y = scale_for([size for _, size in points] + ([capacity / GIB] if capacity else []))
+    height = 320
+
+    def at(point: tuple[float, float]) -> tuple[str, str]:
+        return place(x(point[0])), f"{height * (1 - y(point[1]) / 100):.1f}"
+
+    drawn, names = [], []
+    for tick in y.ticks():
+        up = f"{height * (1 - y(tick) / 100):.1f}"
+        drawn.append(f'<line class="grid" x1="0" x2="100%" y1="{up}" y2="{up}"/>')
+        names.append(f'<text x="50" y="{up}" dy="0.35em" text-anchor="end">{tick:,.9g}</text>')
+    if capacity:
+        _, up = at((x.low, capacity / GIB))
+        drawn.append(f'<line class="capacity" x1="0" x2="100%" y1="{up}" y2="{up}"/>')
+    front = pareto_front(points)
+    for one, two in pairwise(front):
+        (x1, y1), (x2, y2) = at(points[one]), at(points[two])
+        drawn.append(f'<line class="front" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y1}"/>')
+        drawn.append(f'<line class="front" x1="{x2}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
+    unbeaten = set(front)
+    # The best is drawn last, above the others.
+    for i in sorted(range(len(dots)), key=lambda i: (dots[i].best, -i)):
+        across, up = at(points[i])
+        dot = dots[i]
+        kinds = ["fits" if dot.fits else "lacks", *["on"] * (i in unbeaten), *["best"] * dot.best]
+        drawn.append(
+            f'<circle class="dot {" ".join(kinds)}" cx="{across}" cy="{up}"'
+            f' r="{7 if dot.best else 4.5}">'
+            f"<title>{escape(dot.words)}: {seconds(dot.seconds)}, {memory(dot.bytes)}</title></circle>"
+        )
+    entries = [("dot best", "the best"), ("dot fits", "fits"), ("dot lacks", "does not fit")]
+    entries += [("front", "Pareto front: none is faster with less memory")]
+    entries += [("capacity", f"capacity {memory(capacity)}")] if capacity else []
+    said = f"{len(dots)} candidates by step time and reserved memory"
+    return (
+        f'{legend(entries)}<p class="axis">Reserved memory of the fullest rank (GiB)</p>'
+        f'<div class="scatter"><svg width="56" height="{height}" aria-hidden="true">'
+        f"{''.join(names)}</svg>"
+        f'<svg class="plot" width="100%" height="{height}" role="img" aria-label="{said}">'
+        f"{''.join(drawn)}</svg><span></span><div>{x_axis(x, unit, 'Step time')}</div></div>"
+    )

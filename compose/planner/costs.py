@@ -1,0 +1,358 @@
+"""Seconds of one thing on one device: a product, an attention, an elementwise kernel, a collective.
+
+Each has a model of few constants that have a physical meaning, which stand in the cluster's file with
+their source. Where the file has measured rows, a time is the model's, times what the nearest rows took
+relative to the model. So a measured point costs what was measured, and the model leads from point to
+point.
+"""
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from compose.errors import ConfigError, did_you_mean
+from compose.planner.cluster import KINDS, Attention, Cluster, Collective, Product
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8": 1}
+_NEAREST = 8  # measured rows of which a time is interpolated
+# Sides of the tiles that cuBLAS's kernels have (CUTLASS profiler, Hopper and Ampere).
+_SIDES = (16, 32, 64, 96, 128, 160, 192, 224, 256)
+# A tile (a, b) reads (a + b) for 2ab FLOPs. Its rate grows with ab / (a + b) up to that of the
+# multipliers; at this intensity it has half. Assumed: 128 x 128 then has 92% of 128 x 256, as cuBLAS's
+# kernels do.
+_HALF_INTENSITY = 30.0
+_HEAD_DIM = 128  # of the heads for which the efficiencies of attention hold
+
+
+class Protocol(NamedTuple):
+    """A way in which a library sends messages."""
+
+    start: float
+    """Seconds of a collective's start."""
+    within: float
+    """Latency of a step in a node, as a multiple of the link's."""
+    between: float
+    """Latency of a step between nodes, as a multiple of the link's."""
+    share: float
+    """Part of the link's bandwidth."""
+
+
+# NCCL's own model, src/graph/tuning.cc: baseLat and hwLat of rings, relative to LL's, and the
+# part of the bandwidth that each has: LL, LL128, Simple. Gloo has one way.
+PROTOCOLS = {
+    "nccl": (
+        Protocol(6.6e-6, 1.0, 1.0, 0.25),
+        Protocol(14.0e-6, 3.2, 1.5, 0.92),
+        Protocol(8.4e-6, 5.7, 5.2, 1.0),
+    ),
+    "gloo": (Protocol(0.0, 1.0, 1.0, 1.0),),
+}
+_TREE_SHARE = 0.9  # of a ring's bandwidth (NCCL, src/graph/tuning.cc)
+_SWITCH_START = 23.0e-6  # of a sum in switches (the same, NVLS)
+
+_Row = TypeVar("_Row", Product, Attention)
+
+
+def power_factor(cluster: Cluster) -> float:
+    """Return the clock that the power limit allows, relative to that of the measured efficiencies.
+
+    The power that depends on the clock is C V² f, and the voltage V grows with the frequency f. So the
+    clock goes with the cube root of the power above that of an idle device.
+    """
+    device = cluster.device
+    allowed = (device.power_limit - device.power_idle) / (device.power - device.power_idle)
+    return min(1.0, allowed ** (1 / 3))
+
+
+def sustained(cluster: Cluster, dtype: str) -> float:
+    """Return the FLOP/s that large products of a type reach for hours.
+
+    Args:
+        cluster: The cluster.
+        dtype: The type's name, such as "bfloat16".
+
+    Returns:
+        The rate of one device.
+
+    Raises:
+        ConfigError: The cluster states no rate for the type.
+    """
+    return _peak(cluster, dtype) * cluster.efficiencies.products[dtype] * power_factor(cluster)
+
+
+def _peak(cluster: Cluster, dtype: str) -> float:
+    rates = cluster.device.peak
+    if dtype not in rates:
+        raise ConfigError(
+            f"cluster {cluster.name}: device.peak: has no rate for {dtype}"
+            f"{did_you_mean(dtype, rates)} (known: {', '.join(rates)})"
+        )
+    return rates[dtype]
+
+
+@functools.lru_cache(maxsize=65536)
+def product_seconds(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype: str) -> float:
+    """Return the seconds of ``batch`` products of matrices (m, k) and (k, n).
+
+    The units of a device (streaming multiprocessors) each compute one tile of the result at a time, so
+    that products come in waves of as many tiles as there are units (NVIDIA, Matrix Multiplication
+    Background User's Guide: tile and wave quantization). A tile takes its multiplications, at a rate
+    that is lower for small tiles, and a time to fill and to drain, which short k cannot hide. The best
+    tile is taken. The memory's bandwidth is a lower bound (roofline: Williams et al. 2009).
+
+    Raises:
+        ConfigError: The cluster states no rate for the type.
+    """
+    if min(m, n, k, batch) < 1:
+        return 0.0
+    modelled = _product(cluster, m, n, k, batch, dtype)
+    rows = [row for row in cluster.measured.products if row.dtype == dtype]
+    if not rows:
+        return modelled
+
+    def place(row: Product) -> tuple[float, ...]:
+        return tuple(math.log2(x) for x in (row.m, row.n, row.k, row.batch))
+
+    def model(row: Product) -> float:
+        return _product(cluster, row.m, row.n, row.k, row.batch, dtype)
+
+    return modelled * _correction((*map(math.log2, (m, n, k, batch)),), rows, place, model)
+
+
+@functools.lru_cache(maxsize=65536)
+def _product(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype: str) -> float:
+    device, rate = cluster.device, sustained(cluster, dtype) / cluster.device.units
+    fill, best = cluster.efficiencies.fill, math.inf
+    for rows, columns, slowness in _tiles(device.tile):
+        tiles = -(-m // rows) * -(-n // columns) * batch
+        of_one = 2.0 * rows * columns * k / rate * slowness + fill
+        best = min(best, -(-tiles // device.units) * of_one)
+    moved = batch * (m * k + k * n + m * n) * BYTES[dtype]
+    return device.launch + max(best, moved / (device.bandwidth * cluster.efficiencies.memory))
+
+
+@functools.cache
+def _tiles(largest: tuple[int, ...]) -> list[tuple[int, int, float]]:
+    """Return the tiles as (rows, columns, time of a multiplication relative to the largest tile's)."""
+    area, longest, least = math.prod(largest), max(largest), min(16, *largest)
+    sides = [side for side in _SIDES if least <= side <= longest] or [least]
+
+    def slowness(a: int, b: int) -> float:
+        return 1 + _HALF_INTENSITY * (a + b) / (a * b)
+
+    fastest = slowness(*largest)
+    return [
+        (a, b, max(1.0, slowness(a, b) / fastest))
+        for a, b in itertools.product(sides, sides)
+        if a * b <= area
+    ]
+
+
+@functools.lru_cache(maxsize=65536)
+def attention_seconds(
+    cluster: Cluster, flops: float, bytes: float, dtype: str, head_dim: int, backward: bool
+) -> float:
+    """Return the seconds of one fused attention.
+
+    Its products and the exponentials of its softmax take turns: 4 head_dim FLOPs forward and 10
+    head_dim backward for each exponential (Shah et al. 2024, arXiv:2407.08608, section 2.2), which is
+    why narrow heads are slower. The efficiencies of the file hold for heads of 128. Short sequences do
+    fewer FLOPs per byte and are slower, as published times show.
+
+    Args:
+        cluster: The cluster.
+        flops: FLOPs of its products, for the scores that the mask leaves.
+        bytes: Bytes that it reads and writes.
+        dtype: Type of queries, keys and values.
+        head_dim: Elements of a head.
+        backward: Whether it is the backward.
+
+    Returns:
+        Seconds on one device.
+
+    Raises:
+        ConfigError: The cluster states no rate for the type.
+    """
+    if flops <= 0:
+        return 0.0
+    modelled = _attention(cluster, flops, bytes, dtype, head_dim, backward)
+    measured = cluster.measured.attention
+    rows = [row for row in measured if row.dtype == dtype and row.backward == backward]
+    if not rows:
+        return modelled
+
+    def place(row: Attention) -> tuple[float, ...]:
+        return tuple(math.log2(x) for x in (row.flops, row.bytes, row.head_dim))
+
+    def model(row: Attention) -> float:
+        return _attention(cluster, row.flops, row.bytes, dtype, row.head_dim, backward)
+
+    return modelled * _correction((*map(math.log2, (flops, bytes, head_dim)),), rows, place, model)
+
+
+def _attention(
+    cluster: Cluster, flops: float, bytes: float, dtype: str, head_dim: int, backward: bool
+) -> float:
+    device, known = cluster.device, cluster.efficiencies
+    share = known.attention_backward if backward else known.attention_forward
+    of_flop = 1 / (_peak(cluster, dtype) * share)  # of heads of 128, the exponentials included
+    if device.exponentials:
+        of_exponential = 1 / (device.exponentials * (10 if backward else 4))
+        # More than half of the time the exponentials cannot take, or the file contradicts itself.
+        of_128 = min(of_exponential / _HEAD_DIM, of_flop / 2)
+        of_flop += of_128 * (_HEAD_DIM / head_dim - 1)
+    computed = (flops + known.attention_half[backward] * bytes) * of_flop / power_factor(cluster)
+    return device.launch + max(computed, bytes / (device.bandwidth * known.memory))
+
+
+def memory_seconds(cluster: Cluster, bytes_moved: float, kernels: int = 1) -> float:
+    """Return the seconds of kernels that do little but read and write.
+
+    Args:
+        cluster: The cluster.
+        bytes_moved: Bytes that all of them read and write.
+        kernels: Number of kernels, which have equal shares.
+
+    Returns:
+        Seconds on one device.
+    """
+    if kernels < 1:
+        return 0.0
+    device, copies = cluster.device, cluster.measured.copies
+    if copies:
+        sizes, seconds = [row.bytes for row in copies], [row.seconds for row in copies]
+        return kernels * _between(sizes, seconds, bytes_moved / kernels, seconds[-1] / sizes[-1])
+    return kernels * device.launch + bytes_moved / (device.bandwidth * cluster.efficiencies.memory)
+
+
+def host_seconds(cluster: Cluster, bytes: float) -> float:
+    """Return the seconds of one copy of ``bytes`` between a device and host memory."""
+    return cluster.host.latency + bytes / cluster.host.usable
+
+
+def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, stride: int) -> float:
+    """Return the seconds of one collective.
+
+    Rings send (n - 1)/n of the bytes over each link in n - 1 steps, an all-reduce twice that (Thakur,
+    Rabenseifner, Gropp 2005; the bus bandwidth of NCCL's tests is defined by the same factors). A group
+    in several nodes has a ring through each of its devices' network cards, as NCCL makes them, so that
+    the slower of the two decides: a device's link in the node, or the cards of the group's devices in a
+    node together. An all-reduce takes a tree where that is faster, with log2 of the nodes as its steps
+    (Sanders et al. 2009; NCCL's double binary trees), or in one node the switches' own sum where they
+    have one: each device sends its bytes once and receives (n + 1)/n of them in all (NVLink SHARP). In
+    an all-to-all each device sends what leaves the node by its own card, and the rest within the node
+    meanwhile.
+
+    Args:
+        cluster: The cluster.
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or p2p.
+        bytes: Bytes of the whole result (all_gather), of the whole input (reduce_scatter, all_reduce,
+            broadcast), or of what one rank sends, its own part included (all_to_all, p2p).
+        ranks: Ranks in the group.
+        stride: Distance of neighbours of the group in ranks of the job.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ConfigError: The kind is unknown.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"collective: unknown kind {kind!r}{did_you_mean(kind, KINDS)}")
+    if ranks <= 1:
+        return 0.0
+    row = _measured(cluster, kind, ranks, stride)
+    if row is not None:
+        return _between(row.bytes, row.seconds, bytes, row.inverse_bandwidth)
+    group = _Group(cluster.node, ranks, stride)
+    protocols = PROTOCOLS[cluster.backend]
+    sent = min(_by_protocol(cluster, kind, bytes, group, protocol) for protocol in protocols)
+    return min(sent, _in_switch(cluster, kind, bytes, group))
+
+
+class _Group:
+    """The ranks of a collective and their places in the nodes."""
+
+    def __init__(self, node: int, ranks: int, stride: int) -> None:
+        inside = ranks * stride <= node
+        self.ranks = ranks
+        self.local = ranks if inside else max(1, min(ranks, node // stride))  # in one node
+        self.nodes = 1 if inside else max(2, -(-ranks // self.local))
+
+
+def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, protocol: Protocol) -> float:
+    """Return the seconds of a collective by one of a library's protocols."""
+    ranks, nodes, local = group.ranks, group.nodes, group.local
+    inner = cluster.within.latency * protocol.within
+    outer = max(inner, cluster.between.latency * protocol.between)
+    within, between = (link.usable * protocol.share for link in (cluster.within, cluster.between))
+    bus = within if nodes == 1 else min(within, local * between)  # of a ring, for each device
+    one, ring = bytes * (ranks - 1) / ranks / bus, (ranks - nodes) * inner + (nodes - 1) * outer
+    if kind in ("all_gather", "reduce_scatter"):
+        return protocol.start + ring + one
+    if kind == "broadcast":
+        return protocol.start + ring + bytes / bus
+    if kind == "p2p":
+        link = within if nodes == 1 else min(within, between)
+        return protocol.start + (inner if nodes == 1 else outer) + bytes / link
+    if kind == "all_to_all":
+        # NCCL sends bytes that leave the node to the card's own device first (PXN). So they take the
+        # links within the node too.
+        leaves = bytes * (ranks - local) / ranks / between
+        steps = (local - 1) * inner + (ranks - local) * outer
+        return protocol.start + steps + max(bytes * (ranks - 1) / ranks / within, leaves)
+    found = [2 * ring + 2 * one]
+    if cluster.backend == "nccl":
+        steps = (local - 1) * inner + math.ceil(math.log2(nodes)) * outer
+        found.append(2 * steps + 2 * bytes / (_TREE_SHARE * bus))
+    return protocol.start + min(found)
+
+
+def _in_switch(cluster: Cluster, kind: str, bytes: float, group: _Group) -> float:
+    """Return the seconds of an all-reduce by the node's switches; infinite where they cannot."""
+    rate = cluster.within.in_switch
+    if kind != "all_reduce" or group.nodes > 1 or not rate:
+        return math.inf
+    return _SWITCH_START + bytes * (group.ranks + 1) / group.ranks / rate
+
+
+def _measured(cluster: Cluster, kind: str, ranks: int, stride: int) -> Collective | None:
+    """Return the measured collective of as many ranks on the same level, with the nearest stride."""
+    rows = [row for row in cluster.measured.collectives if (row.kind, row.ranks) == (kind, ranks)]
+    inside = ranks * stride <= cluster.node
+    rows = [row for row in rows if (row.ranks * row.stride <= cluster.node) == inside]
+    return min(rows, key=lambda row: abs(math.log(row.stride / stride)), default=None)
+
+
+def _correction(
+    at: Sequence[float],
+    rows: Sequence[_Row],
+    place: Callable[[_Row], Sequence[float]],
+    model: Callable[[_Row], float],
+) -> float:
+    """Return what the rows nearest to ``at`` took, relative to the model (Shepard 1968)."""
+    order = sorted((math.dist(at, place(row)), number) for number, row in enumerate(rows))
+    weights = logarithms = 0.0
+    for distance, number in order[:_NEAREST]:
+        logarithm = math.log(rows[number].seconds / model(rows[number]))
+        if distance == 0:
+            return math.exp(logarithm)
+        weights, logarithms = weights + distance**-2, logarithms + logarithm * distance**-2
+    return math.exp(logarithms / weights)
+
+
+def _between(sizes: Sequence[float], seconds: Sequence[float], size: float, slope: float) -> float:
+    """Return the time of ``size`` between measured ones, in logarithms.
+
+    Smaller sizes take the time of the smallest. Larger ones take ``slope`` seconds more for each byte.
+    """
+    if size <= sizes[0]:
+        return seconds[0]
+    if size >= sizes[-1]:
+        return seconds[-1] + (size - sizes[-1]) * slope
+    at = bisect.bisect_right(sizes, size)
+    way = math.log(size / sizes[at - 1]) / math.log(sizes[at] / sizes[at - 1])
+    return seconds[at - 1] * (seconds[at] / seconds[at - 1]) ** way

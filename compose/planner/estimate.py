@@ -1,0 +1,341 @@
+"""The estimate of one composition: memory of every pipeline rank, and the time of a step.
+
+Pipeline ranks whose stages are equal have equal estimates, so one of them is recorded.
+"""
+
+import signal
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from compose.config.job import Job
+from compose.pipeline.schedules import Action, build_table
+from compose.planner import costs
+from compose.planner.allocator import replay
+from compose.planner.cluster import Cluster
+from compose.planner.growth import RankCosts, renamed, with_all_layers
+from compose.planner.memory import STEP, categorize, peak, place_of, rank_memory
+from compose.planner.pipeline_time import Slot, simulate
+from compose.planner.recorder import Record
+from compose.planner.reduction import FEWEST, Runs, few_micro_batches, places, reduced, runs_of
+from compose.planner.seconds import Seconds, action_seconds, apart, seconds_of
+from compose.planner.trace import Played, Traced, trace
+
+
+@dataclass(frozen=True)
+class Otherwise:
+    """The differences of another program, whose times are published, from the composition."""
+
+    change: Callable[[Record, Job], None]
+    """It changes the record before it is costed; a function of a module, since it goes to a process."""
+    fused: bool = True
+    """Whether operators that follow one another in a layer are one kernel."""
+    compiled: bool = False
+    """Whether the host issues what is fused as one operator too."""
+    exchange: float = 0.0
+    """Seconds of each action of a pipeline in which the host waits for its neighbours."""
+    documents: bool = False
+    """Whether attention stays within documents."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One record to make: a rank, with some of the layers."""
+
+    job: Job
+    cluster: Cluster
+    pp_rank: int
+    runs: Runs | None
+    kept: Runs | None
+    """The layers to keep; None keeps all."""
+    stream: Any = None
+    """The shape and dtype of what stages send, as the first rank of the pipeline broadcast them."""
+    otherwise: "Otherwise | None" = None
+    """The differences of another program; None for the composition itself."""
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """The peak of one pipeline rank."""
+
+    allocated: int
+    """Bytes of tensors."""
+    reserved: int
+    """Bytes that the caching allocator has from the device."""
+    by_category: Mapping[str, int]
+    """Bytes of each category at the peak."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimate of a composition on a cluster."""
+
+    peaks: list[RankPeak]
+    """The peak of each pipeline rank."""
+    step_seconds: float
+    tokens_per_second_per_device: float
+    mfu: float
+    """Model FLOPs of a step over what all devices would do at the peak of the type of the products."""
+    bubble: float
+    """Share of the pipeline's time in which its ranks wait for one another, on average."""
+    work: Mapping[str, float]
+    """Seconds that the slowest rank computes: product, attention, memory (all else), optimizer."""
+    exposed: Mapping[str, float]
+    """Seconds of a step that the slowest rank waits for messages, by axis, and "optimizer"."""
+    slots: list[Slot]
+    """The actions of all pipeline ranks on the clock."""
+
+
+def schedule_rows(job: Job) -> list[list[Action]]:
+    """Return the actions of each pipeline rank in order; without one, micro-batches in turn."""
+    parallel, count = job.degrees, job.micro_batches
+    if parallel.pp == 1:
+        return [[Action(0, kind, i) for i in range(count) for kind in "FB"]]
+    return build_table(parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages, count)
+
+
+def estimate(
+    job: Job,
+    cluster: Cluster,
+    workers: int = 2,
+    stream: Any = None,
+    otherwise: Otherwise | None = None,
+) -> Estimate:
+    """Return the memory and the time of a job's step on a cluster.
+
+    Args:
+        job: The checked job.
+        cluster: The cluster.
+        workers: How many processes make records side by side.
+        stream: What :func:`stream_of` returns; None finds it.
+        otherwise: What another program does otherwise.
+
+    Returns:
+        The estimate.
+    """
+    rows = schedule_rows(job)
+    ranks = rank_costs(job, cluster, rows, workers, stream, otherwise)
+    count = job.micro_batches
+    peaks = []
+    for costs_of, row in zip(ranks, rows, strict=True):
+        size, shares = peak(costs_of.memory, row, count)
+        peaks.append(RankPeak(size, round(size * costs_of.overhead), dict(shares)))
+    of_stage = {a.stage: ranks[rank] for rank, row in enumerate(rows) for a in row}
+
+    exchange = otherwise.exchange if otherwise and job.degrees.pp > 1 else 0.0
+
+    def seconds(action: Action) -> float:
+        return _of(of_stage[action.stage], action, count)["all"] + exchange
+
+    def parts(action: Action) -> tuple[float, float]:
+        return apart(_of(of_stage[action.stage], action, count), action.kind)
+
+    slots = simulate(rows, seconds, _messages(job, cluster), parts, cluster.device.sharing)
+    return _summary(job, cluster, rows, ranks, peaks, slots)
+
+
+def _of(rank: RankCosts, action: Action, count: int) -> Seconds:
+    return seconds_of(rank.seconds, (action.stage, action.kind, place_of(action.micro_batch, count)))
+
+
+def _messages(job: Job, cluster: Cluster) -> Any:
+    """Return the time of a message between two ranks of the pipeline."""
+    if job.degrees.pp == 1:
+        return lambda source, target: 0.0
+    train, parallel = job.config.train, job.degrees
+    tokens = train.micro_batch * train.seq_len / parallel.cp
+    # With sequence parallel each rank of tp sends its part of the stream.
+    tokens /= parallel.tp if parallel.tp > 1 and parallel.sequence else 1
+    width = getattr(job.config.model.config, "dim", 0)
+    size = tokens * width * getattr(torch, job.config.precision.param).itemsize
+    stride = job.world_size // parallel.pp
+    took = costs.collective_seconds(cluster, "p2p", size, 2, stride)
+    return lambda source, target: took
+
+
+def _summary(
+    job: Job,
+    cluster: Cluster,
+    rows: list[list[Action]],
+    ranks: list[RankCosts],
+    peaks: list[RankPeak],
+    slots: list[Slot],
+) -> Estimate:
+    count, train = job.micro_batches, job.config.train
+    length = max(slot.end for slot in slots)
+    update = max(rank.seconds[STEP]["all"] for rank in ranks)
+    busy = [sum(_of(rank, a, count)["all"] for a in row) for rank, row in zip(ranks, rows, strict=True)]
+    slowest = max(range(len(rows)), key=lambda i: busy[i])
+    exposed: dict[str, float] = defaultdict(float)
+    work = dict.fromkeys(("product", "attention", "memory"), 0.0)
+    actions = [_of(ranks[slowest], action, count) for action in rows[slowest]]
+    for seconds in [*actions, ranks[slowest].seconds[STEP]]:
+        for name, value in seconds.items():
+            if name.startswith("exposed "):
+                exposed[name.removeprefix("exposed ")] += value
+            elif name in work and seconds is not ranks[slowest].seconds[STEP]:
+                work[name] += value
+    exposed["optimizer"] = update - sum(
+        v for k, v in ranks[slowest].seconds[STEP].items() if k.startswith("exposed ")
+    )
+    step = length + update
+    tokens = train.global_batch * train.seq_len
+    flops = job.config.model.config.flops_per_token(train.seq_len) * tokens
+    rate = cluster.device.peak[job.config.precision.param]
+    return Estimate(
+        peaks,
+        step,
+        tokens / step / job.world_size,
+        flops / (step * job.world_size * rate),
+        1 - sum(busy) / (len(rows) * length),
+        work | {"optimizer": exposed["optimizer"]},
+        dict(exposed),
+        slots,
+    )
+
+
+def rank_costs(
+    job: Job,
+    cluster: Cluster,
+    rows: Sequence[Sequence[Action]],
+    workers: int = 2,
+    stream: Any = None,
+    otherwise: Otherwise | None = None,
+) -> list[RankCosts]:
+    """Return the costs of each pipeline rank.
+
+    Args:
+        job: The checked job.
+        cluster: The cluster.
+        rows: The actions of each rank.
+        workers: How many processes make records side by side.
+        stream: What :func:`stream_of` returns; None finds it.
+        otherwise: What another program does otherwise.
+
+    Returns:
+        The costs.
+    """
+    runs = runs_of(job)
+    last = max(action.stage for row in rows for action in row)
+    stages = [sorted({action.stage for action in row}) for row in rows]
+    alike: dict[Any, list[int]] = {}
+    for rank, mine in enumerate(stages):
+        alike.setdefault(_kind(runs, mine, last), []).append(rank)
+    # The longest of those that are alike is recorded, so that fewer layers may stand for all.
+    chosen = {
+        like: max(ranks, key=lambda r: sum(runs.layers()[s] for s in stages[r]) if runs else 0)
+        for like, ranks in alike.items()
+    }
+    plans = {rank: _kept(runs, stages[rank], len(alike[like])) for like, rank in chosen.items()}
+    if stream is None and job.degrees.pp > 1:
+        stream = stream_of(job, cluster, otherwise)
+    tasks = [
+        Task(job, cluster, rank, runs, k, stream, otherwise) for rank in plans for k in plans[rank]
+    ]
+    # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
+    with get_context("fork").Pool(min(workers, len(tasks)), _begin, (), 1) as pool:
+        made = iter(pool.map(recorded, tasks, chunksize=1))
+    found: dict[int, RankCosts] = {}
+    for like, source in chosen.items():
+        base, *longer = [next(made) for _ in plans[source]]
+        for rank in alike[like]:
+            one = renamed(base, dict(zip(stages[source], stages[rank], strict=True)))
+            if runs is not None and longer:
+                steps = [
+                    (place, renamed(more, dict(zip(stages[source], stages[rank], strict=True))))
+                    for place, more in zip(runs.places(), longer, strict=True)
+                ]
+                one = with_all_layers(one, runs, steps)
+            found[rank] = one
+    return [found[rank] for rank in range(len(rows))]
+
+
+def _kind(runs: Runs | None, stages: Sequence[int], last: int) -> Any:
+    """Return what ranks have in common of which one record serves all."""
+    if runs is None:
+        return tuple(stages)
+    # A run that is too short to leave layers out is another kind of stage.
+    shapes = [tuple(n if n < FEWEST else FEWEST for n in runs.lengths[s]) for s in stages]
+    # Stages that follow one another on a rank pass tensors without a message and its buffer.
+    follow = tuple(s + 1 in stages for s in stages)
+    return follow, *((shape, s == 0, s == last) for shape, s in zip(shapes, stages, strict=True))
+
+
+def _kept(runs: Runs | None, stages: Sequence[int], ranks: int) -> list[Runs | None]:
+    """Return the layers of each record; all layers in one record, if that is less work.
+
+    Args:
+        runs: The runs of the job's stages.
+        stages: The stages of the recorded rank.
+        ranks: How many ranks the record is for; with other lengths they need the longer ones too.
+    """
+    if runs is None or not runs.places():
+        return [None]
+    all_layers = sum(runs.layers()[s] for s in stages)
+    several = [runs.fewest(), *map(runs.longer, runs.places())]
+    if ranks == 1 and all_layers <= sum(kept.layers()[s] for kept in several for s in stages):
+        return [None]
+    return [*several]
+
+
+def stream_of(
+    job: Job, cluster: Cluster, otherwise: Otherwise | None = None
+) -> tuple[torch.Size, torch.dtype]:
+    """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch."""
+    runs = runs_of(job)
+    task = Task(job, cluster, 0, runs, runs and runs.fewest(), otherwise=otherwise)
+    with get_context("fork").Pool(1, _begin) as pool:
+        return pool.apply(_stream, (task,))
+
+
+def _stream(task: Task) -> tuple[torch.Size, torch.dtype]:
+    return _record(task, only_stream=True).broadcast[0]
+
+
+def _begin() -> None:
+    """Prepare a process that makes records."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the search, which ends the pool
+    # FSDP warns about a view that is never changed in place here.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
+
+
+def recorded(task: Task) -> RankCosts:
+    """Make a record, and return what it costs."""
+    one, job = _record(task), task.job
+    if task.otherwise:
+        task.otherwise.change(one.record, job)
+    categorize(one.record, job.resolved.output)
+    where = places(job, task.runs, task.kept) if task.runs and task.kept else {}
+    count = len(few_micro_batches(job))
+    fused = task.otherwise.fused if task.otherwise else job.config.compile.mode != "off"
+    compiled = task.otherwise.compiled if task.otherwise else True
+    seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused, compiled)
+    grows = task.cluster.backend == "nccl"  # as parallel/processes.py sets the allocator
+    peaks = replay(((place, change) for _, place, change in one.record.changes), grows)
+    overhead = peaks.reserved / max(1, peaks.allocated)
+    return RankCosts(rank_memory(one.record, count, where), overhead, seconds)
+
+
+def _record(task: Task, only_stream: bool = False) -> Traced:
+    job, kept = task.job, task.kept
+    model, layers = None, ()
+    if task.runs is not None and kept is not None:
+        model = reduced(job, task.runs, kept)
+        layers = kept.layers() if job.degrees.pp > 1 else ()
+    return trace(
+        Played(
+            job,
+            task.pp_rank * job.world_size // job.degrees.pp,
+            model,
+            layers,
+            0 if only_stream else len(few_micro_batches(job)),
+            "cpu" if task.cluster.backend == "gloo" else "cuda",
+            task.otherwise.documents if task.otherwise else True,
+            None if task.pp_rank == 0 else [task.stream],
+        )
+    )

@@ -1,0 +1,382 @@
+"""One rank of a world that is not there: a composition runs on meta tensors, and messages do nothing.
+
+Every change of PyTorch that this takes is in this file. The names are private in torch 2.11 to 2.15.
+
+FSDP refuses parameters on meta, asks the device's module for streams and events, and makes its buffers
+on the device. AdamW refuses meta for its fused step. A process that waits for the objects of another
+rank would wait for ever. Here FSDP gets streams that only tell a listener what happens on them, all
+tensors are made on meta, and the objects that the first rank broadcast are handed in.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+import torch.autograd
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from compose.ops import devices
+from compose.planner.host_memory import host_memory
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_TRIES = "_propagate_tensor_meta_non_cached"
+_GATHERS = ("unshard", "wait_for_unshard")
+_FILES = ("_fsdp_collectives", "_fsdp_init", "_fsdp_param_group", "_fsdp_state")
+
+
+class Listener(Protocol):
+    """A value that is told what happens on the streams of the device."""
+
+    stream: int
+    """The number of the current stream; 0 is the one that computes."""
+    within: str
+    """"gather" while FSDP gathers parameters, "reduce" while it reduces gradients, else empty."""
+
+    def new_stream(self) -> int:
+        """Return the number of a new stream."""
+        ...
+
+    def record(self) -> int:
+        """Return a number for all that the current stream was given so far."""
+        ...
+
+    def wait(self, stream: int, event: int) -> None:
+        """Note that what ``stream`` is given from now on waits for an event of :meth:`record`."""
+        ...
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size than before."""
+        ...
+
+    def backward(self) -> None:
+        """Note that a backward begins."""
+        ...
+
+    def to_host(self, tensors: Iterable[Tensor]) -> None:
+        """Note that tensors are in host memory from now on."""
+        ...
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is in host memory."""
+        ...
+
+    def made_outside(self, tensor: Tensor) -> None:
+        """Note a tensor that no operator made."""
+        ...
+
+
+class _Streams:
+    """A device's module, such as torch.cuda, as far as FSDP uses it."""
+
+    def __init__(self, listener: Listener) -> None:
+        streams = self
+
+        class Event:
+            """An event of a stream; ``number`` is None until it is recorded."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.number: int | None = None
+
+            def record(self, stream: Any = None) -> "Event":
+                self.number = listener.record()
+                return self
+
+            def wait(self, stream: Any = None) -> None:
+                streams.current_stream().wait_event(self)
+
+            def query(self) -> bool:
+                return True
+
+            def synchronize(self) -> None:
+                self.wait()
+
+        class Stream:
+            """A stream; work of one stream runs in order."""
+
+            def __init__(self, *args: Any, number: int | None = None, **kwargs: Any) -> None:
+                self.number = listener.new_stream() if number is None else number
+                # Since 2.15 FSDP records streams by these numbers.
+                self.stream_id, self.device_index, self.device_type = self.number, 0, 0
+
+            def record_event(self, event: Any = None) -> Event:
+                return (event or Event()).record()
+
+            def wait_event(self, event: Event) -> None:
+                if event.number is not None:
+                    listener.wait(self.number, event.number)
+
+            def wait_stream(self, other: "Stream") -> None:
+                before, listener.stream = listener.stream, other.number
+                self.wait_event(Event().record())
+                listener.stream = before
+
+        self.Event, self.Stream, self._listener = Event, Stream, listener
+
+    def current_stream(self, device: Any = None) -> Any:
+        return self.Stream(number=self._listener.stream)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self._listener.stream = self._listener.stream, stream.number
+        try:
+            yield
+        finally:
+            self._listener.stream = before
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+
+class OnMeta(TorchFunctionMode):
+    """A mode in which tensors are made on meta.
+
+    Args:
+        devices: The types of device in whose place meta stands.
+        kernels: The device whose kernels of attention and norms are taken: on meta PyTorch would hold
+            all scores.
+        on_host: Tells whether a tensor stands for host memory; it is copied to a GPU.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] = ("cpu", "cuda"),
+        kernels: str = "cuda",
+        on_host: Callable[[Tensor], bool] | None = None,
+    ) -> None:
+        super().__init__()
+        self.devices, self.kernels = devices, kernels
+        self.on_host = on_host if kernels == "cuda" else None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        given = tuple(kwargs.values())
+        name = getattr(func, "__name__", "")
+        # A number stays on the host: AdamW counts its steps there.
+        value: Any = args[0] if args else None
+        number = func is torch.tensor and not isinstance(value, (list, tuple))
+        if self._replaces(kwargs.get("device")) and not (number and kwargs["device"] == "cpu"):
+            kwargs["device"] = torch.device("meta")
+        if name == "scaled_dot_product_attention":
+            return _attention(self.kernels, *args, **kwargs)
+        if name == "rms_norm" and self.kernels == "cuda":
+            return _rms_norm(*args, **kwargs)
+        if name in self.devices and args:
+            return args[0]
+        if name == "to":
+            if self.on_host and any(map(_is_gpu, (*args, *given))) and self.on_host(args[0]):
+                return args[0].clone()
+            args = tuple(torch.device("meta") if self._replaces(a) else a for a in args)
+        if name == "item" and args[0].is_meta:
+            return 1  # the stages of a pipeline ask each other whether all are there
+        if name == "pin_memory":
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _replaces(self, device: Any) -> bool:
+        if isinstance(device, torch.device):
+            return device.type in self.devices
+        return isinstance(device, str) and device.partition(":")[0] in self.devices
+
+
+def _is_gpu(value: Any) -> bool:
+    kind = value.type if isinstance(value, torch.device) else value
+    return isinstance(kind, str) and kind.partition(":")[0] in ("cuda", "meta")
+
+
+def _attention(
+    device: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return scaled_dot_product_attention by the kernel that ``device`` would choose."""
+    ops = torch.ops.aten
+    if device == "cpu" and q.shape[-1] != v.shape[-1]:  # the flash kernel does not take it
+        return ops._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if device == "cpu":
+        mask: Any = attn_mask
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            mask = torch.zeros_like(attn_mask, dtype=q.dtype)  # the CPU's kernel adds it to the scores
+        return ops._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )[0]
+    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        return ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:  # the other kernels take grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return ops._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Return rms_norm by one kernel, as CUDA has it; on meta PyTorch would take it apart.
+
+    The kernel of layer_norm stands for it. Its bytes are the same, but for the means.
+    """
+    return torch.layer_norm(x, shape, weight, None, 1e-6 if eps is None else eps)
+
+
+class _Sent:
+    """The work of a message; whoever waits for it waits on the stream of messages.
+
+    It keeps the tensor until then, as NCCL's and gloo's do.
+    """
+
+    def __init__(self, listener: Listener, event: int, tensor: Tensor) -> None:
+        self.listener, self.event = listener, event
+        self.tensor: Tensor | None = tensor
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.listener.wait(self.listener.stream, self.event)
+        self.tensor = None
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _batch(listener: Listener) -> Any:
+    """Return dist.batch_isend_irecv, on a stream of its own for each group as NCCL has it."""
+    streams: dict[str, int] = {}
+
+    def send(operations: Sequence[dist.P2POp], desc: str | None = None) -> list[Any]:
+        before, works = listener.stream, []
+        for each in operations:
+            name = each.group.group_name if each.group else ""
+            if name not in streams:
+                streams[name] = listener.new_stream()
+            ready = listener.record()
+            listener.stream = streams[name]
+            listener.wait(listener.stream, ready)
+            to = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+            each.op(each.tensor, group=each.group, tag=each.tag, **to)
+            works.append(_Sent(listener, listener.record(), each.tensor))
+            listener.stream = before
+        return works
+
+    return send
+
+
+def _marked(listener: Listener, mark: str, method: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, listener.within = listener.within, mark
+        try:
+            return method(*args, **kwargs)
+        finally:
+            listener.within = before
+
+    return call
+
+
+def _unseen(method: Any) -> Any:
+    """Return a method that modes do not see: DTensor tries an operator on whole tensors first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return method(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def fake_world(
+    rank: int,
+    world_size: int,
+    listener: Listener,
+    kernels: str = "cuda",
+    objects: list[Any] | None = None,
+) -> Iterator[list[Any]]:
+    """Start a fake process group, in which a composition runs on meta tensors.
+
+    Args:
+        rank: The rank to play.
+        world_size: Number of ranks.
+        listener: It is told of streams and events.
+        kernels: The device whose attention kernel is taken, "cpu" or "cuda".
+        objects: What the first rank of a pipeline broadcast, in order; None on that rank itself.
+
+    Yields:
+        The objects that this rank has broadcast so far.
+    """
+    send = _batch(listener)
+    streams, sent, left = _Streams(listener), [], list(objects or ())
+
+    def broadcast(found: list[Any], *args: Any, **kwargs: Any) -> None:
+        if objects is None:
+            sent.extend(found)
+        else:
+            found[:] = [left.pop(0) for _ in found]
+
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        # The function mode is off while Tensor.backward runs.
+        with OnMeta(kernels=kernels, on_host=listener.on_host):
+            listener.backward()
+            return engine(*args, **kwargs)
+
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        found = resize(storage, size)
+        listener.resized(storage)
+        return found
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    with ExitStack() as stack:
+        for name in _FILES:
+            file = importlib.import_module(f"{_FSDP}.{name}")
+            stack.enter_context(mock.patch.object(file, "_get_device_handle", return_value=streams))
+        for owner, name, other in (
+            (FSDPParamGroup, "_validate_no_meta_params", nothing),
+            (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", nothing),
+            (torch.cuda, "get_device_capability", lambda *args: (9, 0)),  # it has products of 8 bits
+            (torch.autograd, "_engine_run_backward", backward),
+            (torch.accelerator, "current_stream", streams.current_stream),
+            (dist, "broadcast_object_list", broadcast),
+            (dist, "batch_isend_irecv", send),
+            (schedules, "_batch_p2p", send),
+            (torch.UntypedStorage, "resize_", resized),
+            (devices, "device_of", lambda tensor: kernels),
+            *(
+                (FSDPParamGroup, name, _marked(listener, "gather", getattr(FSDPParamGroup, name)))
+                for name in _GATHERS
+            ),
+            (_fsdp_param_group, "foreach_reduce", _marked(listener, "reduce", foreach_reduce)),
+            (ShardingPropagator, _TRIES, _unseen(getattr(ShardingPropagator, _TRIES))),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, other))
+        stack.enter_context(host_memory(listener, kernels))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        stack.callback(dist.destroy_process_group)
+        # What DTensor remembers of an operator holds a mesh, and this one's groups end here.
+        stack.callback(_clear_sharding_prop_cache)
+        yield sent

@@ -1,0 +1,167 @@
+"""Fewer layers in place of many: equal layers in a row cost equally much, so few of them are traced.
+
+A run is a row of equal layers in one stage. What a stage costs is linear in the length of each run:
+bytes and seconds grow by the same amount with every layer that is added. So a run is traced with three
+layers, and once more with four. Three are needed since the first and the last layer of a run may do
+something else: the next unit's gather begins in the one before it.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+
+from torch import nn
+
+from compose.config.job import Job
+from compose.pipeline.schedules import build_table
+from compose.pipeline.split import layer_names
+from compose.plan import Pipeline
+
+FEWEST = 3
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The lengths of the runs of every stage."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """The length of each run, by stage."""
+
+    def fewest(self) -> "Runs":
+        """Return the runs cut to FEWEST layers."""
+        return Runs(tuple(tuple(min(n, FEWEST) for n in stage) for stage in self.lengths))
+
+    def longer(self, place: int) -> "Runs":
+        """Return the fewest layers, and one more in the run ``place`` of each stage that is longer."""
+        return Runs(
+            tuple(
+                tuple(min(n, FEWEST + (i == place)) for i, n in enumerate(stage))
+                for stage in self.lengths
+            )
+        )
+
+    def places(self) -> list[int]:
+        """Return the places of runs that are longer than FEWEST in some stage."""
+        return sorted({i for stage in self.lengths for i, n in enumerate(stage) if n > FEWEST})
+
+    def more(self, stage: int, place: int) -> int:
+        """Return how many layers a run has beyond FEWEST."""
+        lengths = self.lengths[stage]
+        return max(0, lengths[place] - FEWEST) if place < len(lengths) else 0
+
+    def layers(self) -> tuple[int, ...]:
+        """Return the number of layers of each stage."""
+        return tuple(map(sum, self.lengths))
+
+
+def runs_of(job: Job) -> Runs | None:
+    """Return the runs of a job's stages; None if its layers are not known or may not be left out.
+
+    Which layers are recomputed is chosen from the whole model, so it must be the same for all of them.
+    """
+    pipeline = job.resolved.pipeline
+    if pipeline is None or job.config.activation_checkpoint.mode in ("every_k", "budget"):
+        return None
+    apart = set(job.resolved.float8_except)
+    kinds = [
+        (_kind(layer), any(f"{pipeline.layers}.{name}" == other for other in apart))
+        for name, layer in job.model.get_submodule(pipeline.layers).named_children()
+    ]
+    stages = job.degrees.pp_layers if job.degrees.pp > 1 else (len(kinds),)
+    found, start = [], 0
+    for count in stages:
+        within = kinds[start : start + count]
+        found.append(tuple(len(list(run)) for _, run in groupby(within)))
+        start += count
+    return Runs(tuple(found))
+
+
+def few_micro_batches(job: Job) -> list[int]:
+    """Return which micro-batches of a step are enough to know what all of them cost.
+
+    They are the first, the last, and one between. With a pipeline there is one between for each kind of
+    action that a stage runs between: a table may split the backward of some micro-batches only.
+    """
+    count, parallel = job.micro_batches, job.degrees
+    if count <= 3:
+        return list(range(count))
+    if parallel.pp == 1:
+        return [0, 1, count - 1]
+    return list(_of_table(parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages, count))
+
+
+@cache
+def _of_table(schedule: str, pp: int, virtual_stages: int, count: int) -> tuple[int, ...]:
+    chosen: dict[tuple[int, str], int] = {}
+    for row in build_table(schedule, pp, virtual_stages, count):
+        for action in row:
+            if 0 < action.micro_batch < count - 1:
+                chosen.setdefault((action.stage, action.kind), action.micro_batch)
+    return tuple(sorted({0, *chosen.values(), count - 1}))
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Return what two layers have in common if they cost equally much."""
+    modules = tuple(
+        # Attention has options, and a window costs less than all keys.
+        (name, type(module).__name__, getattr(module, "options", None))
+        for name, module in layer.named_modules()
+    )
+    weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    return modules, weights
+
+
+def reduced(job: Job, runs: Runs, kept: Runs) -> nn.Module:
+    """Return a copy of the job's model on meta, with fewer layers."""
+    pipeline: Pipeline | None = job.resolved.pipeline
+    assert pipeline is not None
+    names, gone, start = layer_names(job.model, pipeline), [], 0
+    for lengths, counts in zip(runs.lengths, kept.lengths, strict=True):
+        for length, count in zip(lengths, counts, strict=True):
+            gone += names[start + count : start + length]
+            start += length
+    model = copy.deepcopy(job.model)
+    container = model.get_submodule(pipeline.layers)
+    for name in gone:
+        del container._modules[name]
+    return model
+
+
+def places(job: Job, runs: Runs, kept: Runs) -> dict[str, list[str]]:
+    """Return the places of each layer of a reduced model, from the start and the end of its run.
+
+    The two layers at each end of a run have a place; one may have two.
+    """
+    pipeline = job.resolved.pipeline
+    assert pipeline is not None
+    names, found, start = layer_names(job.model, pipeline), {}, 0
+    for stage, (lengths, counts) in enumerate(zip(runs.lengths, kept.lengths, strict=True)):
+        for run, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            for i, name in enumerate(names[start : start + count]):
+                ends = [f"start {i}"] * (i < 2) + [f"end {count - 1 - i}"] * (count - i <= 2)
+                found[f"{pipeline.layers}.{name}"] = [f"{stage}.{run} {end}" for end in ends]
+            start += length
+    return found
+
+
+def linear(
+    base: Mapping[str, float], longer: Sequence[tuple[float, Mapping[str, float]]]
+) -> dict[str, float]:
+    """Return the figures of the whole runs.
+
+    Args:
+        base: The figures with the fewest layers.
+        longer: For each run that is longer, how many layers it has beyond the fewest, and the figures
+            with one more.
+
+    Returns:
+        The figures.
+    """
+    found = dict(base)
+    for more, figures in longer:
+        for key in {*base, *figures}:
+            step = figures.get(key, 0.0) - base.get(key, 0.0)
+            found[key] = found.get(key, 0.0) + more * step
+    return found

@@ -1,0 +1,192 @@
+"""The result of a search as plain data, as text, and as a file that a run can start from."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compose.errors import toml_value
+from compose.parallel.mesh import AXES, crosses_nodes
+from compose.planner.candidate import Candidate, Space, capacity, fits
+from compose.planner.explain import reasons
+from compose.planner.memory import CATEGORIES
+from compose.planner.search import DEGREES, TRIED
+
+_GIB = 2**30
+_SHOWN = 4  # pipeline ranks whose memory is told in words
+_KINDS = {"F": "forward", "B": "backward", "I": "inputs' gradients", "W": "weights' gradients"}
+
+
+def as_data(space: Space, found: Sequence[Candidate]) -> dict[str, Any]:
+    """Return the result as plain data, for JSON.
+
+    Args:
+        space: The space of the search.
+        found: The candidates, the best first.
+
+    Returns:
+        The result; docs/planning.md names its keys.
+    """
+    train = space.config.train
+    return {
+        "cluster": space.cluster.name,
+        "world_size": space.world_size,
+        "model": f"{space.config.model.name} {space.config.model.preset}",
+        "global_batch": train.global_batch,
+        "seq_len": train.seq_len,
+        "capacity": capacity(space.cluster),
+        "candidates": [_candidate(space, c, i == 0) for i, c in enumerate(found)],
+    }
+
+
+def _keys(candidate: Candidate) -> dict[str, Any]:
+    """Return all keys that the search looks at, also those that are fixed."""
+    keys = [*DEGREES, *TRIED, "parallel.offload"]
+    if candidate.config.parallel.pp == 1:
+        keys.remove("parallel.pp_schedule")
+    tables = {key: key.partition(".") for key in keys}
+    return {key: getattr(getattr(candidate.config, t), name) for key, (t, _, name) in tables.items()}
+
+
+def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]:
+    estimate = candidate.found
+    assert estimate is not None
+    fullest = max(estimate.peaks, key=lambda p: p.reserved)
+    data: dict[str, Any] = {
+        "keys": _keys(candidate),
+        "fits": fits(space, candidate),
+        "step_seconds": estimate.step_seconds,
+        "tokens_per_second_per_device": estimate.tokens_per_second_per_device,
+        "mfu": estimate.mfu,
+        "bubble": estimate.bubble,
+        "exposed": dict(estimate.exposed),
+        "memory": {
+            "allocated": fullest.allocated,
+            "reserved": fullest.reserved,
+            "by_category": {c: fullest.by_category.get(c, 0) for c in CATEGORIES},
+            "by_stage": [
+                {
+                    "allocated": p.allocated,
+                    "reserved": p.reserved,
+                    "by_category": {c: p.by_category.get(c, 0) for c in CATEGORIES},
+                }
+                for p in estimate.peaks
+            ],
+        },
+        "why": crosses_nodes(candidate.config.parallel, space.cluster.node),
+    }
+    if best:
+        data["timeline"] = [
+            {
+                "rank": slot.rank,
+                "stream": "compute",
+                "name": f"{_KINDS[slot.action.kind]} {slot.action.micro_batch}"
+                f" of stage {slot.action.stage}",
+                "start": slot.start,
+                "end": slot.end,
+            }
+            for slot in estimate.slots
+        ]
+    return data
+
+
+def table(space: Space, found: Sequence[Candidate]) -> str:
+    """Return the candidates as a table of text."""
+    axes = [a for a in (*AXES, "ep") if any(getattr(c.config.parallel, a) > 1 for c in found)]
+    rows = [
+        [
+            *axes,
+            "zero",
+            "schedule",
+            "recompute",
+            "micro",
+            "step s",
+            "tokens/s",
+            "MFU",
+            "bubble",
+            "GiB",
+            "",
+        ]
+    ]
+    for candidate in found:
+        estimate, parallel = candidate.found, candidate.config.parallel
+        assert estimate is not None
+        rows.append(
+            [
+                *(str(getattr(parallel, axis)) for axis in axes),
+                str(parallel.zero),
+                parallel.pp_schedule if parallel.pp > 1 else "-",
+                candidate.config.activation_checkpoint.mode,
+                str(candidate.config.train.micro_batch),
+                f"{estimate.step_seconds:.3f}",
+                f"{estimate.tokens_per_second_per_device:,.0f}",
+                f"{estimate.mfu:.1%}",
+                f"{estimate.bubble:.1%}",
+                f"{candidate.reserved / _GIB:.1f}",
+                "; ".join(
+                    ([] if fits(space, candidate) else ["does not fit"])
+                    + [w for w in [crosses_nodes(parallel, space.cluster.node)] if w]
+                ),
+            ]
+        )
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{c:>{w}}" for c, w in zip(row, wide, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def in_words(space: Space, best: Candidate) -> str:
+    """Return the best candidate's memory and time in words."""
+    estimate = best.found
+    assert estimate is not None
+    room = capacity(space.cluster)
+    lines = [
+        f"{space.world_size} x {space.cluster.device.name}, {room / _GIB:.1f} GiB of each for a process"
+    ]
+    fullest = sorted(range(len(estimate.peaks)), key=lambda i: -estimate.peaks[i].reserved)[:_SHOWN]
+    for rank, p in enumerate(estimate.peaks):
+        if rank not in fullest:
+            continue
+        parts = ", ".join(
+            f"{c} {p.by_category[c] / _GIB:.1f}" for c in CATEGORIES if p.by_category.get(c, 0) > 2**26
+        )
+        lines.append(
+            f"  pipeline rank {rank}: allocated {p.allocated / _GIB:.1f} GiB, reserved"
+            f" {p.reserved / _GIB:.1f} ({parts})"
+        )
+    if len(estimate.peaks) > _SHOWN:
+        lines.append(f"  the other {len(estimate.peaks) - _SHOWN} pipeline ranks hold less")
+    waits = sorted(estimate.exposed.items(), key=lambda pair: -pair[1])
+    shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in waits if seconds > 0.0005)
+    lines.append(
+        f"  step {estimate.step_seconds:.3f} s: bubble {estimate.bubble:.1%}; the slowest rank waits"
+        f" for: {shown or 'nothing'}"
+    )
+    return "\n".join(lines)
+
+
+def write_toml(
+    space: Space, best: Candidate, source: str, overrides: Mapping[str, Any], target: Path
+) -> str:
+    """Return the text of a file that runs the best candidate.
+
+    Args:
+        space: The space of the search.
+        best: The candidate.
+        source: The file that the search read; the new one extends it.
+        overrides: Keys of the command line, which the new file sets too.
+        target: Where the new file will be.
+
+    Returns:
+        The text.
+    """
+    base = os.path.relpath(source, target.parent)
+    why = reasons(space, best)
+    tables: dict[str, list[str]] = {}
+    islands = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
+    for name, value in {**overrides, **best.keys, **islands}.items():
+        head, _, key = name.partition(".")
+        reason = f"  # {why[name]}" if name in why and name in best.keys else ""
+        tables.setdefault(head, []).append(f"{key} = {toml_value(value)}{reason}")
+    blocks = ["\n".join([f"[{name}]", *lines, ""]) for name, lines in tables.items()]
+    head = f"# Planned for {space.world_size * space.islands} ranks of {space.cluster.name}.\n"
+    return "\n".join([f"{head}extends = {toml_value(base)}\n", *blocks])

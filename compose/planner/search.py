@@ -1,0 +1,292 @@
+"""The search: every candidate gets a quick estimate, and the best of them get a record."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from compose.config import rules
+from compose.config.job import Job, make_job
+from compose.config.tables import Config
+from compose.errors import ConfigError
+from compose.parallel.mesh import AXES, resolve_degrees
+from compose.pipeline.schedules import stages_per_rank
+from compose.planner.candidate import Candidate, Space, capacity, fits, order
+from compose.planner.estimate import estimate, stream_of
+from compose.planner.quick import Facts, facts_of, micro_batches, quick
+from compose.planner.turns import Turns
+
+DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")
+# What is tried of each key that is free. The degrees come from the number of ranks.
+TRIED: dict[str, tuple[Any, ...]] = {
+    "parallel.zero": (3, 2, 1),
+    "activation_checkpoint.mode": ("none", "selective", "full"),
+    "train.micro_batch": (1, 2, 4, 8),
+    "parallel.pp_schedule": ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"),
+}
+# What a rank must hold at least, as a share of the quick estimate of its memory.
+_SURELY = 0.75
+_SHORT = 3  # candidates that are recorded if nothing fits
+_MOST_TP = 2  # nodes over which tp is tried
+_LEAST_TOKENS = 2048  # of a sequence on each rank of cp
+
+
+def candidates(
+    space: Space, facts: Facts, offload: bool = False, anyway: bool = False
+) -> Iterator[Candidate]:
+    """Yield the candidates whose quick estimate says that they may fit.
+
+    Args:
+        space: The space.
+        facts: The model's facts.
+        offload: Whether shards wait in host memory; this is slow, and tried if nothing else fits.
+        anyway: Whether to yield those that do not fit too.
+
+    Yields:
+        The candidates, in no particular order.
+    """
+    room = capacity(space.cluster)
+    for keys in _keys(space, facts):
+        if offload:
+            if keys.get("parallel.zero", space.config.parallel.zero) != 3:
+                continue
+            keys["parallel.offload"] = "cpu"
+        config = with_keys(space.config, keys)
+        if not micro_batches(config):
+            continue
+        if config.parallel.pp > 1 and not _pipelines(config, facts):
+            continue
+        rough = quick(facts, config, space.cluster)
+        if anyway or rough.memory * _SURELY <= room:
+            yield Candidate(config, keys, rough)
+
+
+def _pipelines(config: Config, facts: Facts) -> bool:
+    """Return whether there are layers for all stages, and micro-batches for all ranks."""
+    parallel = config.parallel
+    stages = parallel.pp * stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages)
+    return stages - 2 <= facts.count and micro_batches(config) >= parallel.pp
+
+
+def with_keys(config: Config, keys: dict[str, Any]) -> Config:
+    """Return ``config`` with other values of some keys."""
+    tables: dict[str, dict[str, Any]] = {}
+    for name, value in keys.items():
+        table, _, key = name.partition(".")
+        tables.setdefault(table, {})[key] = value
+    changed = {table: replace(getattr(config, table), **values) for table, values in tables.items()}
+    return replace(config, **changed)
+
+
+def _keys(space: Space, facts: Facts) -> Iterator[dict[str, Any]]:
+    config, fixed = space.config, set(space.fixed)
+    for degrees in _meshes(space, facts):
+        pp, data = degrees["parallel.pp"], degrees["parallel.dp_shard"] * degrees["parallel.cp"]
+        data *= degrees["parallel.dp_replicate"]
+        free = {
+            key: values
+            for key, values in TRIED.items()
+            if key not in fixed
+            and not (key == "parallel.pp_schedule" and pp == 1)
+            and not (key == "parallel.zero" and data == 1)
+        }
+        for values in itertools.product(*free.values()):
+            keys = {**degrees, **dict(zip(free, values, strict=True))}
+            if keys.get("parallel.zero") in (1, 2) and degrees["parallel.dp_replicate"] > 1:
+                continue
+            if "parallel.pp_schedule" in keys and "parallel.pp_virtual_stages" not in fixed:
+                keys["parallel.pp_virtual_stages"] = 0
+            if "parallel.pp_layers" not in fixed:
+                keys["parallel.pp_layers"] = ()
+            if config.parallel.zero3_reshard and "parallel.zero3_reshard" not in fixed:
+                keys["parallel.zero3_reshard"] = 0
+            yield keys
+
+
+def _meshes(space: Space, facts: Facts) -> Iterator[dict[str, int]]:
+    """Yield the degrees that may be legal: cheap rules first, since there are many meshes."""
+    config, cluster, fixed = space.config, space.cluster, set(space.fixed)
+    routed = [experts for kind in facts.layers for experts, _, _ in kind.experts]
+    most = {
+        "tp": _MOST_TP * cluster.node,
+        "cp": max(1, config.train.seq_len // _LEAST_TOKENS),
+        "pp": facts.count + 2,
+        "dp_replicate": config.train.global_batch,
+        "dp_shard": config.train.global_batch,
+    }
+
+    def allowed(axis: str) -> list[int]:
+        if axis in ("tp", "cp", "pp") and axis not in facts.axes:
+            return [1]
+        own = getattr(config.parallel, axis)
+        if f"parallel.{axis}" in fixed and own != -1:
+            return [own]
+        upto = min(most[axis], space.world_size)
+        return [d for d in range(1, upto + 1) if space.world_size % d == 0]
+
+    for pp, dp_replicate, cp, tp in itertools.product(
+        *map(allowed, ("pp", "dp_replicate", "cp", "tp"))
+    ):
+        dp_shard, rest = divmod(space.world_size, pp * dp_replicate * cp * tp)
+        if rest or dp_shard not in allowed("dp_shard"):
+            continue
+        # Replicas are for weights that are sharded over at least a node.
+        few = dp_shard * cp * tp < cluster.node or dp_shard == 1
+        if "parallel.dp_replicate" not in fixed and dp_replicate > 1 and few:
+            continue
+        inner = dp_replicate * dp_shard * cp * tp
+        eps = [1]
+        if routed and "parallel.ep" in fixed:
+            eps = [config.parallel.ep]
+        elif routed:
+            eps = [d for d in range(1, min(routed) + 1) if inner % d == 0 and min(routed) % d == 0]
+            eps = [d for d in eps if d & (d - 1) == 0]
+        for ep in eps:
+            yield {
+                "parallel.pp": pp,
+                "parallel.dp_replicate": dp_replicate,
+                "parallel.dp_shard": dp_shard,
+                "parallel.cp": cp,
+                "parallel.tp": tp,
+                "parallel.ep": ep,
+            }
+
+
+def facts_for(space: Space) -> Facts:
+    """Return the facts of the space's model."""
+    one = with_keys(space.config, dict.fromkeys(DEGREES, 1))
+    return facts_of(make_job(one, 1))
+
+
+def own(space: Space) -> Candidate:
+    """Return the candidate of the config's own mesh.
+
+    Raises:
+        ConfigError: It is not legal.
+    """
+    degrees = resolve_degrees(space.config.parallel, space.world_size)
+    config = replace(space.config, parallel=degrees)
+    keys = {key: getattr(degrees, key.partition(".")[2]) for key in DEGREES}
+    job = rules.check(config, space.world_size)
+    rough = quick(facts_for(space), job.config, space.cluster)
+    return Candidate(job.config, keys, rough, estimate(job, space.cluster))
+
+
+def search(
+    space: Space,
+    most: int = 12,
+    seconds: float = 60.0,
+    progress: Callable[[str], None] = lambda text: None,
+    workers: int = 2,
+) -> list[Candidate]:
+    """Return the best candidates, the best first.
+
+    Args:
+        space: The space.
+        most: How many candidates get a record.
+        seconds: After this time no new record is begun.
+        progress: Called with a line of text.
+        workers: How many processes make records side by side.
+
+    Returns:
+        Candidates with an estimate, those that fit first. An interrupt (SIGINT) ends the search with
+        what there is.
+
+    Raises:
+        ConfigError: No candidate is legal.
+    """
+    began, facts = time.monotonic(), facts_for(space)
+    every = sorted(candidates(space, facts), key=lambda c: order(space, c))
+    if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
+        every = sorted([*candidates(space, facts, offload=True), *every], key=lambda c: order(space, c))
+    if not every:  # the least short ones tell by how much
+        every = sorted(candidates(space, facts, anyway=True), key=lambda c: c.rough.memory)
+        most = min(most, _SHORT)
+    for axis in ("tp", "cp", "pp"):
+        if axis not in facts.axes:
+            progress(f"the plan of {space.config.model.name} cannot cut {axis}: it is left out")
+    progress(f"{len(every)} candidates may fit; the best {most} are recorded")
+    found: list[Candidate] = []
+    refused: list[str] = []
+    streams: dict[Any, Any] = {}
+    try:
+        turns = Turns(space, every)
+        while candidate := turns.next(found):
+            if len(found) >= most or (found and time.monotonic() - began > seconds):
+                break
+            try:
+                job = rules.check(candidate.config, space.world_size)
+            except ConfigError as error:
+                refused += error.problems
+                continue
+            stream = None
+            if job.degrees.pp > 1:
+                key = _stream_key(job)
+                stream = streams[key] = streams.get(key) or stream_of(job, space.cluster)
+            estimated = estimate(job, space.cluster, workers, stream)
+            measured = replace(candidate, config=job.config, found=estimated)
+            found.append(measured)
+            progress(f"{len(found)}: {describe(measured)}")
+    except KeyboardInterrupt:
+        progress("interrupted: these are the best so far")
+    if not found and not every:
+        return []
+    if not found:
+        raise ConfigError(*dict.fromkeys(refused))
+    return sorted(found, key=lambda c: order(space, c))
+
+
+def _stream_key(job: Job) -> tuple[Any, ...]:
+    """Return what decides what a pipeline's stages send."""
+    parallel, train = job.degrees, job.config.train
+    return train.micro_batch, parallel.cp, parallel.tp, parallel.sequence, job.config.precision.param
+
+
+def fewest(
+    space: Space, tokens: float, days: float, progress: Callable[[str], None] = lambda text: None
+) -> tuple[Space, list[Candidate]]:
+    """Find the fewest devices that hold the model and see enough tokens in time.
+
+    The search tries 1, 2, 4 ... devices, up to the space's ranks. A number is searched if a quick
+    estimate says that it may do. The first number that does by its record is taken.
+
+    Args:
+        space: The space; its ranks are the most.
+        tokens: Tokens to train on.
+        days: Days in which they are to be seen.
+        progress: Called with a line of text.
+
+    Returns:
+        The space with that number of ranks, and its candidates. They are none if no number does.
+    """
+    needed, ranks = tokens / (days * 86400), 1
+    facts, train = facts_for(space), space.config.train
+    while ranks <= space.world_size:
+        here = replace(space, world_size=ranks, objective="time")
+        rough = [c for c in candidates(here, facts) if fits(here, c)]
+        best = min((c.rough.step for c in rough), default=float("inf"))
+        if train.global_batch * train.seq_len / best >= needed / 2:
+            found = [c for c in search(here, most=4, progress=progress) if fits(here, c)]
+            if found and found[0].found:
+                rate = found[0].found.tokens_per_second_per_device * ranks
+                progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")
+                if rate >= needed:
+                    return here, found
+        ranks *= 2
+    return space, []
+
+
+def describe(candidate: Candidate) -> str:
+    """Return a candidate in one line."""
+    parallel = candidate.config.parallel
+    parts = [f"{a} {getattr(parallel, a)}" for a in (*AXES, "ep") if getattr(parallel, a) > 1]
+    parts.append(f"zero {parallel.zero}")
+    if parallel.pp > 1:
+        parts.append(parallel.pp_schedule)
+    parts.append(f"recompute {candidate.config.activation_checkpoint.mode}")
+    parts.append(f"micro_batch {candidate.config.train.micro_batch}")
+    text = ", ".join(parts)
+    if candidate.found:
+        text += f": {candidate.found.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
+    return text

@@ -1,0 +1,236 @@
+"""The time of each action: its operators and messages on the device's streams, in the order of issue.
+
+A stream runs its work in order, and waits where the program waits. What a stream of messages does while
+the computing one computes costs only the units that the message keeps. The rest is exposed, and belongs
+to the axis of the message that is waited for. The host issues work in order too, and each piece takes
+it a time. While the device is busy for longer, that costs nothing.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from compose.parallel.mesh import AXES, Parallel
+from compose.planner import costs
+from compose.planner.cluster import Cluster
+from compose.planner.memory import Key, action_key, stand_ins
+from compose.planner.recorder import BACKWARD, Message, Operator, Record, Wait
+from compose.planner.reduction import linear
+
+Seconds = dict[str, float]
+"""Seconds by what they are: "all" of the action, and of it "exposed AXIS" and each kind of operator."""
+PART = "part"
+"""The kind of an operator that is a part of a kernel for many tensors: no launch of its own."""
+_NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
+
+
+def action_seconds(
+    record: Record,
+    cluster: Cluster,
+    degrees: Parallel,
+    micro_batches: int,
+    fused: bool,
+    compiled: bool = True,
+) -> dict[Key, Seconds]:
+    """Return the time of each kind of action of a record.
+
+    "host" is the time in which the device waits for the host.
+
+    Args:
+        record: The record.
+        cluster: The devices and links.
+        degrees: The degrees of the mesh.
+        micro_batches: How many micro-batches it ran.
+        fused: Whether torch.compile fuses operators that follow one another in a layer.
+        compiled: Whether the host issues such operators at once too. Kernels that are fused by hand
+            leave it more to do, about as much as without them.
+
+    Returns:
+        The seconds by action. Messages between stages are not in them.
+    """
+    # The first stage has no input whose gradient it could compute: its I does nothing.
+    found: dict[Key, Seconds] = {
+        action_key(segment.action, micro_batches): defaultdict(float)
+        for segment in record.segments
+        if segment.action[1] != "setup"
+    }
+    clock: dict[int, float] = defaultdict(float)
+    host, waiting = 0.0, 0
+    reached: dict[int, float] = {}
+    sent: dict[int, str] = {}
+    events = sorted((place, number) for number, place in record.events.items())
+    taken = 0
+    for place, work in enumerate(_joined(record) if fused else record.work):
+        while taken < len(events) and events[taken][0] <= place:
+            number = events[taken][1]
+            reached[number] = clock[record.event_streams[number]]
+            taken += 1
+        if work is None:
+            waiting += not compiled
+            continue
+        action = record.segments[work.segment].action
+        if action[1] == "setup":
+            continue
+        seconds = found[action_key(action, micro_batches)]
+        before = clock[0]
+        if isinstance(work, Wait):
+            until = reached.get(work.event, 0.0)
+            if work.stream == 0 and until > clock[0]:
+                axis = sent.get(record.event_streams[work.event], "copy")
+                seconds[f"exposed {axis}"] += until - clock[0]
+            clock[work.stream] = max(clock[work.stream], until)
+        elif isinstance(work, Message):
+            axis = axis_of(work, degrees)
+            if axis == "pp" or work.received:
+                continue
+            took = _message(cluster, work)
+            host += cluster.device.dispatch
+            late = max(0.0, host - clock[work.stream])
+            clock[work.stream] += late + took
+            sent[work.stream] = axis
+            if work.stream == 0:
+                seconds[f"exposed {axis}"] += took
+                seconds["host"] += late
+            seconds[f"sent {axis}"] += took
+        else:
+            took = operator_seconds(cluster, work, record.segments[work.segment].phase == BACKWARD)
+            host += (work.kind != PART) * (1 + waiting) * cluster.device.dispatch
+            late = max(0.0, host - clock[work.stream])
+            running = max((clock[stream] for stream in sent if stream), default=0.0)
+            took = beside_messages(cluster, took, running - clock[work.stream] - late)
+            clock[work.stream] += late + took
+            waiting = 0
+            if work.stream == 0:
+                seconds[work.kind] += took
+                seconds["host"] += late
+        seconds["all"] += clock[0] - before
+    return found
+
+
+def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
+    """Return the seconds of an action with more layers.
+
+    What is exposed may shrink with a layer. It does not fall below 0.
+
+    Args:
+        base: The seconds with few layers.
+        longer: How many layers to add, and the seconds with one more.
+    """
+    found = {name: max(0.0, value) for name, value in linear(base, longer).items()}
+    found["all"] = sum(v for name, v in found.items() if name != "all" and not name.startswith("sent "))
+    return found
+
+
+def apart(seconds: Seconds, kind: str) -> tuple[float, float]:
+    """Return the parts of an action that need no input yet, and that come after its result.
+
+    Args:
+        seconds: The seconds of the action.
+        kind: Its kind: F, B, I or W.
+    """
+    exposed = sum(v for name, v in seconds.items() if name.startswith("exposed dp_"))
+    return (exposed, 0.0) if kind == "F" else (0.0, exposed)
+
+
+def seconds_of(found: Mapping[Key, Seconds], key: Key) -> Seconds:
+    """Return the time of an action, by the actions that stand for it."""
+    if key in found:
+        return found[key]
+    whole: Seconds = defaultdict(float)
+    for each in stand_ins(key, found):
+        for name, value in found[each].items():
+            whole[name] += value
+    return whole
+
+
+def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
+    """Return the time of one operator."""
+    if work.kind == "product" and len(work.shape) == 4:
+        batch, m, n, k = work.shape
+        return costs.product_seconds(cluster, m, n, k, batch, work.dtype)
+    if work.kind == "attention":
+        return costs.attention_seconds(
+            cluster, work.flops, work.bytes, work.dtype, work.shape[-1], backward
+        )
+    if work.name in _NO_KERNEL or not work.bytes:
+        return 0.0
+    took = costs.memory_seconds(cluster, work.bytes)
+    return max(0.0, took - cluster.device.launch) if work.kind == PART else took
+
+
+def beside_messages(cluster: Cluster, alone: float, messages: float) -> float:
+    """Return the time of an operator beside messages, which keep units of the device."""
+    left = 1 - cluster.device.message_units / cluster.device.units
+    return min(alone / left, alone + max(0.0, messages) * (1 - left))
+
+
+def axis_of(message: Message, degrees: Parallel) -> str:
+    """Return the axes over which a message goes, joined by "+"; "ep" for what goes to experts."""
+    if message.kind == "all_to_all" and degrees.ep > 1 and degrees.cp_method != "ulysses":
+        return "ep"
+    found, size = [], 1
+    for axis in reversed(AXES):
+        degree = getattr(degrees, axis)
+        if len({rank // size % degree for rank in message.ranks}) > 1:
+            found.append(axis)
+        size *= degree
+    return "+".join(reversed(found)) or "other"
+
+
+def _message(cluster: Cluster, work: Message) -> float:
+    ranks = len(work.ranks)
+    stride = work.ranks[1] - work.ranks[0] if ranks > 1 else 1
+    return costs.collective_seconds(cluster, work.kind, work.bytes, ranks, stride)
+
+
+def _joined(record: Record) -> Iterator[Operator | Message | Wait | None]:
+    """Yield the work with neighbours of one layer fused: one kernel reads and writes what is needed.
+
+    The places stay: None is where an operator became a part of the next one.
+    """
+    last_read: dict[int, int] = {}
+    for place, work in enumerate(record.work):
+        if isinstance(work, Operator):
+            for read in work.reads:
+                last_read[read] = place
+    group: list[Operator] = []
+    for place, work in enumerate(record.work):
+        joins = (
+            _compiles(work)
+            and bool(record.segments[work.segment].unit)
+            and (not group or group[-1].segment == work.segment)
+        )
+        if joins:
+            assert isinstance(work, Operator)
+            group.append(work)
+        follows = record.work[place + 1] if place + 1 < len(record.work) else None
+        if not joins:
+            yield work
+        elif follows and _compiles(follows) and follows.segment == group[-1].segment:
+            yield None
+        else:
+            yield _fused(record, group, last_read, place)
+            group = []
+
+
+def _compiles(work: Operator | Message | Wait) -> bool:
+    """Tell whether torch.compile makes code of its own for an operator."""
+    return (
+        isinstance(work, Operator)
+        and work.kind == "memory"
+        and work.stream == 0
+        # Complex numbers it leaves to PyTorch's own kernels (pytorch/torchtitan #15).
+        and not work.dtype.startswith("complex")
+    )
+
+
+def _fused(
+    record: Record, group: Sequence[Operator], last_read: Mapping[int, int], end: int
+) -> Operator:
+    """Return one kernel for several: it reads what came from outside, and writes what is used."""
+    written = {w for one in group for w in one.writes}
+    read = {r for one in group for r in one.reads} - written
+    kept = {w for w in written if last_read.get(w, -1) > end or record.allocations[w].end is None}
+    size = sum(record.allocations[i].bytes for i in read | kept)
+    most = sum(one.bytes for one in group)
+    first = group[0]
+    return Operator(first.segment, 0, "fused", "memory", 0.0, min(size, most), first.dtype, first.shape)

@@ -1,0 +1,269 @@
+"""Runs one optimizer step of a composition as one rank of a fake world, and records it."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import compose.pipeline.pipeline_parallel
+from compose.apply import apply
+from compose.build import build_optimizer, loss_function
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.config.task import batch_on_meta
+from compose.ops.dropout import DropoutKey
+from compose.ops.local_tensor import local_tensor
+from compose.optim.state import make_state
+from compose.parallel.data_parallel import finish_backward
+from compose.parallel.mesh import init_mesh
+from compose.pipeline.schedules import Action, Table, build_table
+from compose.plan import Resolved
+from compose.planner.fake_world import OnMeta, fake_world
+from compose.planner.host_memory import slots
+from compose.planner.recorder import Record, Recorder
+from compose.planner.reduction import few_micro_batches
+from compose.train.step import clip_grad_norm_, forward_backward, local_batch
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The record of one rank's step."""
+
+    record: Record
+    broadcast: list[Any]
+    """What the rank broadcast, for the other ranks of its pipeline."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """The rank that one process plays, and what it runs."""
+
+    job: Job
+    """The checked job."""
+    rank: int = 0
+    """The rank of the job."""
+    model: nn.Module | None = None
+    """The model on meta, if it has fewer layers than the job's; it is changed."""
+    pp_layers: tuple[int, ...] = ()
+    """The layers of each stage of that model; empty: those of the job."""
+    micro_batches: int = 3
+    """How many micro-batches to run: all, or as many as :func:`few_micro_batches` chooses; with 0 only
+    the pipeline's stream is found."""
+    device_type: str = "cuda"
+    """The device whose kernels are chosen, "cpu" or "cuda"."""
+    documents: bool = True
+    """Whether the batch tells where documents begin, as that of a training run does."""
+    objects: list[Any] | None = None
+    """What the first rank of the pipeline broadcast; None for that rank itself."""
+
+
+def trace(played: Played) -> Traced:
+    """Record one step: forward and backward of some micro-batches, clipping, and the optimizer."""
+    job, model, micro_batches = played.job, played.model, played.micro_batches
+    device_type = played.device_type
+    recorder, config = Recorder(device_type), job.config
+    model = copy.deepcopy(job.model) if model is None else model
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to("meta"))
+    here = {name for name, _ in model.named_modules()}
+    # A plan may name single layers, which are gone if layers were left out.
+    resolved = job.resolved.without(n for n, _ in job.model.named_modules() if n not in here)
+    with fake_world(played.rank, job.world_size, recorder, device_type, played.objects) as sent:
+        mesh = init_mesh(job.degrees, device_type)
+        # Operators are recorded one by one; the time model fuses them.
+        options = replace(job.options, compile=replace(config.compile, mode="off"))
+        if job.degrees.pp > 1:
+            layers = played.pp_layers or job.degrees.pp_layers
+            options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
+        # A run counts the bytes of a budget on meta tensors too, where norms are taken apart.
+        with OnMeta(["cuda"], kernels="cpu"):
+            composition = apply(model, resolved, mesh, options)
+            # Muon's products are in another type on a GPU, and files are not made.
+            dtype = torch.float32 if device_type == "cpu" else None
+            optimizer = build_optimizer(composition, _without_files(job), muon_dtype=dtype)
+        if composition.offload:
+            recorder.to_host(p for _, p in composition.named_parameters())
+        recorder.note((p for _, p in composition.named_parameters()), "weights")
+        with OnMeta():
+            make_state(optimizer)
+        if composition.offload or config.optimizer.offload != "none":
+            recorder.to_host(each for each in _state(optimizer) if each.ndim)
+        recorder.note(_state(optimizer), "optimizer")
+        passed = slots(optimizer, device_type, config.optimizer.offload == "nvme")
+        recorder.note(passed, "optimizer")
+        batch = step_batch(job, micro_batches, played.documents)
+        recorder.note(batch.values(), "activations")
+        _try_stream(composition, batch, config.train.micro_batch, device_type)
+        if not micro_batches:
+            return Traced(recorder.record_of, sent)
+        if composition.compression:
+            # A first step has no remainders yet, and no bases of differences.
+            with _few(job, micro_batches), OnMeta(kernels=device_type):
+                size, loss = config.train.micro_batch, loss_function(config)
+                forward_backward(
+                    composition, batch, micro_batch=size, loss_function=loss, dropout=DropoutKey(0)
+                )
+                optimizer.zero_grad()
+            recorder.note(composition.compression.state().values(), "communication")
+        marks = _marks(recorder, composition, resolved)
+        order = _few(job, micro_batches)
+        with marks, order, OnMeta(kernels=device_type, on_host=recorder.on_host), recorder:
+            forward_backward(
+                composition,
+                batch,
+                micro_batch=config.train.micro_batch,
+                loss_function=loss_function(config),
+                dropout=DropoutKey(1),
+            )
+            recorder.begin((-1, "step", 0), "")
+            recorder.note(_gradients(composition), "gradients")
+            clip_grad_norm_(composition, config.train.max_norm)
+            optimizer.step()
+            recorder.begin((-1, "step", 1), "")
+            optimizer.zero_grad()
+    return Traced(recorder.record_of, sent)
+
+
+def step_batch(job: Job, micro_batches: int, documents: bool = True) -> dict[str, Tensor]:
+    """Return a rank's batch on meta."""
+    samples = max(1, micro_batches) * job.config.train.micro_batch
+    return batch_on_meta(job.config, samples, documents)
+
+
+def _try_stream(
+    composition: Composition, batch: Mapping[str, Tensor], micro_batch: int, device_type: str
+) -> None:
+    """Have a pipeline find what it sends, which it does once in a run, before the step is recorded."""
+    pipeline = composition.pipeline
+    if not pipeline:
+        return
+    local = local_batch(composition, {name: value[:micro_batch] for name, value in batch.items()})
+    inputs = {name: value for name, value in local.items() if name != "targets"}
+    with OnMeta(kernels=device_type):
+        pipeline.stream(inputs.pop(pipeline.first_argument), inputs)
+        if pipeline.placement[0] == pipeline.rank:
+            finish_backward(pipeline.stages[0].module, composition.zero, last=True)
+
+
+def _without_files(job: Job) -> Job:
+    """Return a job whose optimizer has its state in host memory, if that of ``job`` is in files."""
+    if job.config.optimizer.offload != "nvme":
+        return job
+    inside = replace(job.config.optimizer, offload="cpu")
+    return replace(job, config=replace(job.config, optimizer=inside))
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _gradients(composition: Composition) -> Iterator[Tensor]:
+    for _, parameter in composition.named_parameters():
+        if parameter.grad is not None:
+            yield local_tensor(parameter.grad)
+
+
+@contextmanager
+def _marks(recorder: Recorder, composition: Composition, resolved: Resolved) -> Iterator[None]:
+    """Tell the recorder where actions and units begin."""
+    handles = []
+    pipeline = composition.pipeline
+    stages = [(s.index, s.module) for s in pipeline.stages] if pipeline else [(0, composition.model)]
+    names = _units(composition.model, resolved)
+    for _, module in stages:
+        for name in names:
+            try:
+                unit = module.get_submodule(name)
+            except AttributeError:
+                continue
+            if not isinstance(unit, nn.Identity):
+                handles += _mark_unit(recorder, unit, name)
+    with ExitStack() as stack:
+        for method, marked in _actions(recorder).items():
+            stack.enter_context(mock.patch.object(PipelineStage, method, marked))
+        if not pipeline:
+            count = iter(range(1 << 30))
+
+            def forward(*unused: Any) -> None:
+                recorder.begin((0, "F", next(count)), "")
+
+            handles.append(composition.model.register_forward_pre_hook(forward, prepend=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _units(model: nn.Module, resolved: Resolved) -> list[str]:
+    """Return the layers and the modules of the model's ends."""
+    if resolved.pipeline is None:
+        return [name for unit in resolved.shard for name in unit]
+    layers = resolved.pipeline.layers
+    inside = [f"{layers}.{name}" for name, _ in model.get_submodule(layers).named_children()]
+    return [*resolved.pipeline.first, *inside, *resolved.pipeline.last]
+
+
+def _mark_unit(recorder: Recorder, unit: nn.Module, name: str) -> list[Any]:
+    def before(*unused: Any) -> None:
+        recorder.begin(unit=name)
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        recorder.begin(unit="")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda grad: recorder.begin(unit=name))
+
+    return [
+        unit.register_forward_pre_hook(before, prepend=True),
+        unit.register_forward_hook(after),
+    ]
+
+
+def _actions(recorder: Recorder) -> dict[str, Callable[..., Any]]:
+    """Return methods of a pipeline's stage that tell the recorder which action runs."""
+
+    def marked(name: str, kind: Callable[[bool], str]) -> Callable[..., Any]:
+        method = getattr(PipelineStage, name)
+
+        def call(stage: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+            recorder.begin((stage.stage_index, kind(kwargs.get("full_backward", True)), number), "")
+            return method(stage, number, *args, **kwargs)
+
+        return call
+
+    return {
+        "forward_one_chunk": marked("forward_one_chunk", lambda full: "F"),
+        "backward_one_chunk": marked("backward_one_chunk", lambda full: "B" if full else "I"),
+        "backward_weight_one_chunk": marked("backward_weight_one_chunk", lambda full: "W"),
+    }
+
+
+@contextmanager
+def _few(job: Job, micro_batches: int) -> Iterator[None]:
+    """Have a pipeline run its schedule's table with some of the micro-batches.
+
+    Those are of :func:`few_micro_batches`, if they are fewer than all.
+    """
+    chosen = few_micro_batches(job)
+    if job.degrees.pp == 1 or micro_batches != len(chosen):
+        yield
+        return
+    number = {which: i for i, which in enumerate(chosen)}
+
+    def table(name: str, pp: int, per_rank: int, micro_batches: int) -> Table:
+        whole = build_table(name, pp, per_rank, job.micro_batches)
+        return [
+            [Action(a.stage, a.kind, number[a.micro_batch]) for a in row if a.micro_batch in number]
+            for row in whole
+        ]
+
+    with mock.patch.object(compose.pipeline.pipeline_parallel, "build_table", table):
+        yield
