@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 torch.set_num_threads(1)
 
@@ -17,7 +17,9 @@ def pool() -> Iterator[Pool]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, default=300, help="odd inputs that tests/test_fuzz.py draws")
+    parser.addoption(
+        "--cases", type=int, default=300, help="odd inputs that tests/whole/test_fuzz.py draws"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

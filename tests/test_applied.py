@@ -11,8 +11,8 @@ from compose.build import build
 from compose.data.packing import random_batch
 from compose.parallel.mesh import batch_share
 from compose.train.step import forward_backward
-from tests.helpers import make_job
-from tests.pool import Pool, make_mesh
+from tests.support.helpers import make_job
+from tests.support.pool import Pool, make_mesh
 
 
 def _is_let_go(keys: dict[str, object]) -> bool:

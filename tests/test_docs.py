@@ -12,8 +12,8 @@ import pytest
 from compose.cli.command_line import read_arguments
 from compose.config.rules import check
 from compose.config.toml import load
-from tests.command_lines import execute
-from tests.helpers import ROOT, tier
+from tests.support.command_lines import execute
+from tests.support.helpers import ROOT, tier
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

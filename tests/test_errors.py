@@ -5,7 +5,7 @@ import pytest
 from compose.__main__ import main
 from compose.cli.command_line import launched_ranks
 from compose.errors import ConfigError
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 
 def test_a_long_word_is_cut() -> None:

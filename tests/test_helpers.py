@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.command_lines import execute
-from tests.pool import Pool
+from tests.support.command_lines import execute
+from tests.support.pool import Pool
 
 FOLDER = Path(__file__).parent
 

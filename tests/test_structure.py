@@ -22,8 +22,8 @@ from compose import Composition, apply, plan
 from compose.composition import Options
 from compose.config import models as registry
 from compose.config import rules
-from tests.helpers import ROOT
-from tests.pool import Pool
+from tests.support.helpers import ROOT
+from tests.support.pool import Pool
 
 SOURCES = sorted((ROOT / "compose").rglob("*.py"))
 # Which room, or file at the top, imports which others. What is named in a line comes before it: nothing

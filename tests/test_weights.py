@@ -12,9 +12,9 @@ from compose.build import build
 from compose.proof.held import whole
 from compose.weights import named_generator
 from models.llama import PRESETS, Model
-from tests.helpers import make_job, tier
-from tests.meshes import MESHES, name_of, ranks_of
-from tests.pool import Pool, make_mesh
+from tests.support.helpers import make_job, tier
+from tests.support.meshes import MESHES, name_of, ranks_of
+from tests.support.pool import Pool, make_mesh
 
 
 def _fingerprint(keys: dict[str, object]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The differences between the versions of PyTorch that pyproject.toml allows, 2.11 to 2.15.
 
 Each name says which versions it serves. It is removed when the oldest of these is no longer allowed.
-The private names of PyTorch that all versions have are listed in tests/test_torch_versions.py.
+The private names of PyTorch that all versions have are listed in tests/ops/test_torch_versions.py.
 """
 
 import warnings

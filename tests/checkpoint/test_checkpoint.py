@@ -1,0 +1,318 @@
+"""Checkpoints: saved while training goes on, resumed on any mesh, whole or not there."""
+
+import fcntl
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose.checkpoint import store
+from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.errors import ConfigError
+from compose.train.trainer import Trainer
+from tests.support.checkpoints import MESHES, SAVING, refusal, resume, train_on, trained_state
+from tests.support.experts import DEEPSEEK, QWEN
+from tests.support.helpers import Keys, tier
+from tests.support.pool import Pool
+from tests.support.training import keys_for, lines
+
+TIED: Keys = {"model__tie_embeddings": True, "model__n_layers": 3}
+PAIRS: list[tuple[str, Keys, str, str]] = [
+    ("llama", {"model__n_layers": 3}, "data", "tensor, uneven"),
+    ("llama", {"model__n_layers": 3}, "tensor, uneven", "one"),
+    ("llama", {"model__n_layers": 3}, "one", "pipeline"),
+    ("llama", {"model__n_layers": 3}, "v-schedule", "context"),
+    ("llama", {"model__n_layers": 3}, "replicas", "v-schedule"),
+    ("tied", TIED, "pipeline", "data"),
+    ("tied", TIED, "tensor, uneven", "v-schedule"),
+    ("tied", TIED, "v-schedule", "pipeline"),
+    ("qwen3", QWEN | {"model__n_layers": 2}, "experts", "one"),
+    ("qwen3", QWEN | {"model__n_layers": 2}, "data", "experts and pipeline"),
+    ("deepseek_v3", DEEPSEEK | {"model__n_layers": 3}, "experts and pipeline", "experts"),
+    ("deepseek_v3", DEEPSEEK | {"model__n_layers": 3}, "one", "experts"),
+]
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Seven steps of a model on one process: (its state, its lines), made once."""
+    known: dict[str, Any] = {}
+
+    def get(name: str, model: Keys) -> Any:
+        if name not in known:
+            folder = tmp_path_factory.mktemp("one")
+            state = train_on(pool, folder, model, MESHES["one"], 7)
+            known[name] = state, lines(folder)
+        return known[name]
+
+    return get
+
+
+IN_THE_SUITE = {
+    ("llama", "tensor, uneven", "one"),
+    ("tied", "v-schedule", "pipeline"),
+    ("qwen3", "data", "experts and pipeline"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "before", "after"),
+    [
+        pytest.param(
+            *pair,
+            id=f"{pair[0]}: {pair[2]} to {pair[3]}",
+            marks=tier(pair[0] in ("llama", "qwen3"), full=(pair[0], *pair[2:]) not in IN_THE_SUITE),
+        )
+        for pair in PAIRS
+    ],
+)
+def test_resumes_on_another_mesh(
+    pool: Pool,
+    tmp_path: Path,
+    uninterrupted: Callable[..., Any],
+    name: str,
+    model: Keys,
+    before: str,
+    after: str,
+) -> None:
+    """Two steps on one mesh and five on another are seven on one process, optimizer state included."""
+    train_on(pool, tmp_path, model, MESHES[before], 2)
+    found = train_on(pool, tmp_path, model, MESHES[after], 7)
+    expected, steps = uninterrupted(name, model)
+    there = lines(tmp_path)
+    assert [line["step"] for line in there] == list(range(1, 8))
+    for a, b in zip(steps, there, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["samples"] == a["samples"]
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        # AdamW divides by a gradient's own size, which may be rounding noise.
+        bound = 1e-3 if key.startswith("model.") else 1e-2
+        error = (found[key].double() - value.double()).norm()
+        assert float(error) <= bound * float(value.double().norm()) + 1e-12, key
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("one", marks=pytest.mark.full),
+        pytest.param("tensor, uneven", marks=pytest.mark.slow),
+        pytest.param("v-schedule", marks=pytest.mark.full),
+    ],
+)
+def test_goes_on_bitwise_on_the_same_mesh(pool: Pool, tmp_path: Path, mesh: str) -> None:
+    model: Keys = {"model__n_layers": 3}
+    expected = train_on(pool, tmp_path / "whole", model, MESHES[mesh], 5)
+    train_on(pool, tmp_path / "parts", model, MESHES[mesh], 2)
+    found = train_on(pool, tmp_path / "parts", model, MESHES[mesh], 5)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "parts"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
+def test_what_is_kept(pool: Pool, tmp_path: Path) -> None:
+    keys = SAVING | {"checkpoint__interval": 1, "checkpoint__keep_every": 3}
+    train_on(pool, tmp_path, keys, MESHES["data"], 8)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == [store.name_of(step) for step in (3, 6, 7, 8)]
+    for folder in (tmp_path / "checkpoints").iterdir():
+        assert store.problems(folder) == []
+    state = json.loads((tmp_path / "checkpoints" / names[-1] / "state.json").read_text())
+    assert (state["step"], state["samples"], state["tokens"]) == (8, 64, 8 * 8 * 16)
+    reports = [line["checkpoint"] for line in lines(tmp_path) if "checkpoint" in line]
+    assert reports  # also of saves that were still going on when the next one began
+    assert all(r["stall"] < r["seconds"] and r["bytes"] > 0 and not r["failed"] for r in reports)
+
+
+def _damage(folder: Path, how: str) -> str:
+    """Damage a checkpoint; what is then said of it."""
+    shard = min(folder.glob("__*.safetensors"))
+    if how == "truncated":
+        size = shard.stat().st_size
+        with shard.open("r+b") as file:
+            file.truncate(size - 10)
+        return f"{shard.name} has {size - 10:,} of {size:,} bytes"
+    if how == "one bit":
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 4
+        shard.write_bytes(content)
+        return f"{shard.name} is not what was written (checksum)"
+    if how == "a shard is gone":
+        shard.unlink()
+        return f"{shard.name} is missing"
+    if how == "no manifest":
+        (folder / "manifest.json").unlink()
+        return "manifest.json is missing"
+    (folder / "manifest.json").write_text('{"files": {')
+    return (
+        "manifest.json cannot be read: is not JSON: Expecting property name enclosed in double quotes:"
+        " line 1 column 12 (char 11)"
+    )
+
+
+DAMAGES = ["truncated", "one bit", "a shard is gone", "no manifest", "half a manifest"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_is_named_and_passed_over(pool: Pool, tmp_path: Path, how: str) -> None:
+    train_on(pool, tmp_path, {}, MESHES["data"], 4)
+    root = tmp_path / "checkpoints"
+    words = _damage(root / store.name_of(4), how)
+    keys = keys_for(tmp_path, **SAVING)
+    progress, said = pool.run(resume, 2, keys)[0]
+    assert progress == Progress(2, 16, 2 * 8 * 16)
+    assert said == [
+        f"{root}/step-00000004: damaged and passed over: {words}",
+        f"{root}/step-00000002: resumed after step 2",
+    ]
+    assert (root / store.name_of(4)).is_dir(), "what is damaged is never deleted"
+
+
+def test_what_is_damaged_stays_beside_what_takes_its_name(pool: Pool, tmp_path: Path) -> None:
+    train_on(pool, tmp_path, {}, MESHES["data"], 4)
+    root = tmp_path / "checkpoints"
+    _damage(root / store.name_of(4), "one bit")
+    damaged = shards_of(root / store.name_of(4))
+    train_on(pool, tmp_path, {}, MESHES["data"], 4)
+    assert sorted(p.name for p in root.iterdir()) == [
+        store.name_of(2),
+        store.name_of(4),
+        f"{store.name_of(4)}.damaged-1",
+    ]
+    assert store.problems(root / store.name_of(4)) == []
+    assert shards_of(root / f"{store.name_of(4)}.damaged-1") == damaged
+
+
+def shards_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("__*")}
+
+
+def test_a_broken_attempt_is_not_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    train_on(pool, tmp_path, {}, MESHES["data"], 2)
+    root = tmp_path / "checkpoints"
+    shutil.copytree(root / store.name_of(2), root / ".writing-step-00000004")
+    (root / ".writing-step-00000004" / "manifest.json").unlink()
+    progress, said = pool.run(resume, 2, keys_for(tmp_path, **SAVING))[0]
+    assert progress
+    assert progress.step == 2
+    assert said == [f"{root}/step-00000002: resumed after step 2"]
+    assert [p.name for p in root.iterdir()] == ["step-00000002"]
+
+
+def test_another_models_checkpoint_is_refused(pool: Pool, tmp_path: Path) -> None:
+    train_on(pool, tmp_path, {"model__n_layers": 2}, MESHES["one"], 2)
+    keys = keys_for(tmp_path, **SAVING, model__n_layers=3, model__tie_embeddings=True)
+    folder = tmp_path / "checkpoints/step-00000002"
+    assert pool.run(refusal, 1, keys)[0] == [
+        f"{folder}: was made with model.n_layers = 2, not 3",
+        f"{folder}: was made with model.tie_embeddings = False, not True",
+    ]
+
+
+def _train_saying(keys: Keys) -> list[str]:
+    with mock.patch("builtins.print") as said:
+        try:
+            trained_state(keys)
+        except Exception as error:
+            return [str(error)]
+    return [str(call.args[0]) for call in said.call_args_list]
+
+
+def _with_full_disk(keys: Keys) -> list[str]:
+    """With a limit on the size of files, which the shards exceed."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        return _train_saying(keys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk(pool: Pool, tmp_path: Path) -> None:
+    """Training goes on, and says so once for each save; what was valid stays."""
+    train_on(pool, tmp_path, {}, MESHES["data"], 2)
+    root = tmp_path / "checkpoints"
+    keys = keys_for(tmp_path, **(SAVING | MESHES["data"] | {"train__stop_after": 6}))
+    said = pool.run(_with_full_disk, 2, keys)[0]
+    failures = [line for line in said if line.startswith("checkpoint of step")]
+    assert [line.split(" failed: ")[0] for line in failures] == [
+        "checkpoint of step 4",
+        "checkpoint of step 6",
+    ]
+    assert all(line.endswith("; training goes on") for line in failures)
+    assert len(lines(tmp_path)) == 6
+    assert [line["checkpoint"]["failed"] for line in lines(tmp_path) if "checkpoint" in line] == [1.0]
+    assert [p.name for p in root.iterdir()] == [store.name_of(2)]
+    assert store.problems(root / store.name_of(2)) == []
+    keys |= {"checkpoint__fail_after": 1, "train__stop_after": 20}
+    assert pool.run(_with_full_disk, 2, keys)[0][-1].endswith(
+        ": 1 checkpoints could not be saved (checkpoint.fail_after)"
+    )
+
+
+def _train_and_remove(keys: Keys) -> list[str]:
+    """With the folder of checkpoints removed on the way, in a save and between two."""
+    real = Trainer.step
+
+    def step(trainer: Trainer) -> Any:
+        if dist.get_rank() == 0 and trainer.progress.step in (3, 6):
+            if trainer.progress.step == 6:
+                trainer.checkpointer.wait()
+            shutil.rmtree(trainer.checkpointer.root, ignore_errors=True)
+        return real(trainer)
+
+    with mock.patch.object(Trainer, "step", step):
+        return _train_saying(keys)
+
+
+def test_a_folder_that_goes_away_is_made_again(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_for(tmp_path, **(SAVING | MESHES["data"] | {"train__stop_after": 8}))
+    said = pool.run(_train_and_remove, 2, keys | {"checkpoint__interval": 1})[0]
+    failures = [line for line in said if line.startswith("checkpoint of step")]
+    assert all(" failed: " in line and line.endswith("; training goes on") for line in failures)
+    assert len(failures) <= 1, failures
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == [store.name_of(7), store.name_of(8)]
+    assert store.problems(tmp_path / "checkpoints" / names[-1]) == []
+    assert len(lines(tmp_path)) == 8
+
+
+def test_a_second_run_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """While a first one holds the folder: here, this process."""
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 7 on node3")
+        file.flush()
+        said = pool.run(_train_saying, 2, keys_for(tmp_path, **(SAVING | MESHES["data"])))
+    assert said == [[f"run.dir: {tmp_path} is in use by another run (process 7 on node3)"]] * 2
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_other_data_are_told_and_another_tokenizer_refused() -> None:
+    was = {"tokenizer": "ab", "samples": [9], "weights": [], "seq_len": 32, "seed": 0}
+
+    def said(now: dict[str, Any], before: dict[str, Any] = was) -> list[str]:
+        words: list[str] = []
+        here = cast(Checkpointer, SimpleNamespace(data=now, _say=words.append))
+        Checkpointer._compare_data(here, Path("step"), before)
+        return words
+
+    assert said(was) == []
+    assert said(was, {}) == []  # of an older checkpoint nothing is known
+    assert said({**was, "seq_len": 64, "samples": [4]}) == [
+        "step: the data are not what they were (samples [9], now [4], seq_len 32, now 64); samples are"
+        " counted on"
+    ]
+    assert len(said({**was, "tokenizer": None})) == 1
+    with pytest.raises(ConfigError) as caught:
+        said({**was, "tokenizer": "cd"})
+    assert str(caught.value) == "step: was trained on ids of another tokenizer than data.path is of"

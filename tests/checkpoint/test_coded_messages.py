@@ -1,0 +1,97 @@
+"""What messages kept, in files that anyone may have made: another shape, type or name is one line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.checkpoint.coded_messages import Kept, write
+from compose.errors import ConfigError
+from compose.train.trainer import Trainer
+from tests.diloco.cases import outer
+from tests.support.helpers import Keys, make_job, tier
+from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for
+
+State = dict[str, Tensor]
+SMALL: Keys = {"model__hidden_dim": 192, "train__seq_len": 16, "train__global_batch": 8}
+STEPS = 2
+NONE = "is no name of what messages keep"
+DROPPED = (
+    "what messages kept is of another mesh, of other codes, or of an earlier version, and is dropped"
+)
+
+
+def _faults(kept: Kept) -> list[tuple[State, str]]:
+    """States of which one tensor is wrong, and the line for each."""
+    right = kept.copied()
+    assert right
+    found: list[tuple[State, str]] = [(right, "")]
+    for name in (min(right), max(right)):
+        value, short = right[name], name.removeprefix("outer.").removeprefix("0.")
+        own = f"{'floats' if name.endswith('.base') else value.dtype} {list(value.shape)}"
+        for wrong in (torch.cat([value, value]), value.to(torch.int32), value[None]):
+            shown = f"{wrong.dtype} {list(wrong.shape)}"
+            found.append((right | {name: wrong}, f"{short} is {shown}, not {own}"))
+        found.append((right | {f"{name}x": value.clone()}, f"{short}x {NONE}"))
+    strange = "7.output.weight.shards.feedback"
+    found.append((right | {strange: torch.zeros(1)}, f"{strange} {NONE}"))
+    for name in ("lost.x", "lost.00", "pending.0.3.7", "pending.0.9.0", "pending.9.3.0", "pending"):
+        found.append((right | {f"outer.{name}": torch.zeros(1)}, f"{name} {NONE}"))
+    if kept.outer is None:
+        found[-6:] = [({**right, "outer.lost.0": torch.zeros(1)}, f"lost.0 {NONE}")]
+    else:  # an exchange of another fragment at the same time
+        other = "pending.1.3.0"
+        (size,), _ = kept.outer._forms(STEPS)[other]
+        wrong = torch.zeros(size, dtype=torch.uint8)
+        found.append((right | {f"outer.{other}": wrong}, f"{other} {NONE}"))
+    return found
+
+
+def _differences(keys: Keys, folder: Path, islands: int = 1) -> list[tuple[str, str]]:
+    """Give back what was kept, each time with a fault: the lines that are not the expected ones."""
+    job = make_job(dist.get_world_size() * islands, **(SMALL | keys))
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    for _ in range(STEPS):
+        trainer.step()
+    checkpointer = trainer.checkpointer
+    kept = Kept(checkpointer.config, trainer.composition, checkpointer.outer)
+    name, own = f"comm-{dist.get_rank():05d}.safetensors", folder / checkpointer.root.parent.name
+    found = []
+    faults = _faults(kept)
+    for number, (state, expected) in enumerate(faults):
+        there = own / str(number)
+        there.mkdir(parents=True, exist_ok=True)
+        write(there, dist.get_rank(), kept.config, state)
+        try:
+            said = kept.restore(there, checkpointer.group, STEPS)
+        except ConfigError as error:
+            (said,) = error.problems
+            said = said.removeprefix(f"{there / name}: ")
+        found.append((said, expected))
+    (own / "link").mkdir(exist_ok=True)
+    (own / "link" / name).symlink_to(own / "0" / name)
+    found.append((kept.restore(own / "link", checkpointer.group, STEPS), f"{own / 'link'}: {DROPPED}"))
+    assert len(found) > 10
+    return [(said, expected) for said, expected in found if said != expected]
+
+
+CODES: dict[str, Keys] = {
+    "powersgd": {"comm__gradients": "powersgd", "comm__rank": 2},
+    "int4": {"comm__gradients": "int4", "comm__weights": "int4_diff"},
+    "top_k": {"comm__gradients": "top_k"},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n != "int4")) for n in CODES])
+def test_what_codes_keep(pool: Pool, tmp_path: Path, name: str) -> None:
+    keys = keys_for(tmp_path / "run", **CODES[name], parallel__dp_shard=2)
+    assert pool.run(_differences, 2, keys, tmp_path) == [[], []]
+
+
+def test_what_islands_keep(pool: Pool, tmp_path: Path) -> None:
+    keys = outer(every=4, fragments=1, dtype="top_k", delay=1) | {"parallel__dp_replicate": 2}
+    found = pool.run(_differences, 2, keys_for(tmp_path / "run", **keys), tmp_path, 2, islands=2)
+    assert found == [[], []]

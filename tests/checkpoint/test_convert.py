@@ -1,0 +1,249 @@
+"""Hugging Face's folders to checkpoints and back: bit for bit, one tensor at a time, or refused."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compose.__main__ import main
+from compose.checkpoint.hf_conversion import export
+from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
+from compose.checkpoint.safetensors_files import INDEX, Planned, write_files
+from compose.errors import ConfigError
+from models import llama
+from tests.support.checkpoints import MESHES, train_on
+from tests.support.helpers import ROOT, make_job
+from tests.support.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
+from tests.support.pool import Pool
+from tests.support.tokenizer_kinds import save_kind
+from tests.support.tokenizers_made import CHATML
+from tests.support.training import keys_for, lines, train
+from tests.support.transformers_models import (
+    GEMMA3,
+    GPT2,
+    GPT_OSS,
+    MIXTRAL,
+    QWEN3,
+    QWEN3_MOE,
+    YARN,
+    as_files,
+    randomize,
+)
+
+LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=71)
+DEEPSEEK_V2 = dataclasses.replace(
+    YARN,
+    kv_rank=18,  # transformers views a row as complex numbers
+    q_rank=0,
+    scoring="softmax",
+    normalize_weights=False,
+    n_groups=1,
+    top_groups=1,
+    rope_mscale=0.707,
+    rope_mscale_all_dim=0.707,
+    bias_rate=0.0,
+)
+FAMILIES: dict[str, tuple[str, Any]] = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2, not tied": ("gpt2", dataclasses.replace(GPT2, tie_embeddings=False)),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3, untied": ("gemma3", dataclasses.replace(GEMMA3, tie_embeddings=False)),
+    "llama": ("llama", LLAMA),
+    "llama, tied, scaled": (
+        "llama",
+        dataclasses.replace(
+            LLAMA, tie_embeddings=True, rope_scaling=4.0, rope_original_seq_len=16, rope_theta=50.0
+        ),
+    ),
+    "qwen3": ("qwen3", QWEN3),
+    "qwen3, tied": ("qwen3", dataclasses.replace(QWEN3, tie_embeddings=True)),
+    "qwen3, experts": ("qwen3", QWEN3_MOE),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "mixtral": ("mixtral", MIXTRAL),
+    "deepseek_v3": ("deepseek_v3", YARN),
+    "deepseek_v2": ("deepseek_v3", DEEPSEEK_V2),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What transformers saved, in several files, comes back as it was, and transformers opens it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name, config = FAMILIES[family]
+    there, run, back = tmp_path / "there", tmp_path / "run", tmp_path / "back"
+    torch.manual_seed(0)
+    options: Any = {"experts_implementation": "eager"}
+    reference = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**find_hf(name).hf_config(config)), **options
+    ).eval()
+    randomize(reference)
+    for key, buffer in reference.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+    reference.save_pretrained(there, max_shard_size="60KB")
+    assert (there / INDEX).exists()
+    (there / "tokenizer_config.json").write_text('{"model_max_length": 7}')
+
+    assert main(["convert", str(there), str(run)]) == 0
+    done = export(run / "checkpoints/step-00000000", back, shard_bytes=50_000)
+    assert done.files == len(list(back.glob("*.safetensors"))) > 1
+    assert capsys.readouterr().out.startswith(f"{run}/checkpoints/step-00000000: ")
+    assert_same(read_tensors(back), read_tensors(there))
+    assert (back / "tokenizer_config.json").read_text() == '{"model_max_length": 7}'
+
+    other: Any = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True, **options)
+    other, info = other
+    assert not any(info.values()), info
+    ours = FOLDERS[name].Model(config)
+    load_hf(ours, there, name_of(name, config))
+    tokens = torch.randint(config.vocab_size, (2, 40))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+        assert torch.equal(other.eval()(tokens).logits, expected)
+        found = ours.eval()(tokens)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_an_export_ends_where_generate_ends(tmp_path: Path) -> None:
+    """A run that was not begun with published weights: of bytes, and of a tokenizer with a template."""
+    from transformers import AutoConfig, GenerationConfig
+
+    hf, run = tmp_path / "hf", tmp_path / "run"
+    save_model(hf, {})
+    assert main(["convert", str(hf), str(run)]) == 0
+    shutil.rmtree(run / "tokenizer")
+    for kind, ends in {"": 256, "qwen": [0, 2]}.items():
+        if kind:
+            save_kind(run / "tokenizer", kind, eos_token="<|endoftext|>", chat_template=CHATML)
+            (run / "tokenizer/generation_config.json").write_text('{"top_k": 20, "eos_token_id": 0}')
+        target = tmp_path / f"back{kind}"
+        assert main(["convert", str(run), str(target)]) == 0
+        generation = GenerationConfig.from_pretrained(target)
+        config: Any = AutoConfig.from_pretrained(target)
+        assert generation.eos_token_id == config.eos_token_id == ends
+        assert generation.bos_token_id is config.bos_token_id is None
+        assert generation.top_k == (20 if kind else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param("tied", "tensor, uneven", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "experts and pipeline", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "experts and pipeline", marks=pytest.mark.slow),
+    ],
+)
+def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mesh: str) -> None:
+    """The newest checkpoint of a run on eight ranks, as transformers would open it."""
+    run, back = tmp_path / "run", tmp_path / "back"
+    state = train_on(pool, run, MODELS[name], MESHES[mesh], 2)
+    assert main(["convert", str(run), str(back), "--dtype", "bfloat16"]) == 0
+    job, files = make_job(1, **MODELS[name]), read_tensors(back)
+    chosen = job.config.model
+    expected = as_files(
+        (
+            ours,
+            place,
+            state[f"model.{ours}"].to(torch.bfloat16 if tensor.requires_grad else torch.float32),
+        )
+        for ours, place, tensor in published(job.model, name_of(chosen.name, chosen.config))
+    )
+    assert_same(files, expected)
+    assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_run_begins_with_what_was_imported(pool: Pool, tmp_path: Path) -> None:
+    """And takes the steps that one does which loads the same weights itself."""
+    folder = tmp_path / "hf"
+    save_model(folder, {})
+    assert main(["convert", str(folder), str(tmp_path / "imported")]) == 0
+    keys = {"train__stop_after": 2, "train__global_batch": 4, "parallel__tp": 2}
+    pool.run(train, 2, keys_for(tmp_path / "loaded", **keys, checkpoint__load_hf=folder))
+    pool.run(train, 2, keys_for(tmp_path / "imported", **keys))
+    loaded, imported = lines(tmp_path / "loaded"), lines(tmp_path / "imported")
+    assert [line["step"] for line in imported] == [1, 2]
+    for a, b in zip(loaded, imported, strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
+def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
+    hf, run, config = tmp_path / "hf", tmp_path / "run", str(ROOT / "train.toml")
+    save_model(hf, {})
+    assert main(["convert", str(hf), str(run)]) == 0
+    step = run / "checkpoints/step-00000000"
+    other = tmp_path / "other"
+    other.mkdir()
+    cases: dict[str, list[object]] = {
+        "command line: convert: needs SOURCE and TARGET, got 1 folders": [hf],
+        "command line: --confg: unknown option; did you mean --config?": [hf, "x", "--confg=a"],
+        "command line: --dtype: is for the way to Hugging Face": [hf, "x", "--dtype=float32"],
+        "command line: --dtype: int8 is none of float32, bfloat16, float16": [run, "x", "--dtype=int8"],
+        "command line: gone: no such folder": ["gone", "x"],
+        f"command line: {other}: is neither a checkpoint (manifest.json) nor Hugging Face's folder"
+        " (config.json, and model.safetensors or model.safetensors.index.json)": [other, "x"],
+        f"{run}: exists already; choose another target": [hf, run],
+        f"{other}: exists already; choose another target": [step, other],
+        f"{hf}: is a model with n_layers = 2, not 5\n{hf}: is a model with dim = 64, not 128\n"
+        f"{hf}: is a model with hidden_dim = 96, not 384": [hf, "x", "--config", config],
+    }
+    for message, words in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            main(["convert", *map(str, words)])
+        assert sorted(str(caught.value).split("\n")) == sorted(message.split("\n"))
+    (hf / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ConfigError) as caught:
+        main(["convert", str(hf), "x"])
+    assert str(caught.value) == (
+        f"{hf}/config.json: model_type: 'mamba' is no model here"
+        " (known: deepseek_v2, deepseek_v3, gemma3, gemma3_text,"
+        " gpt2, gpt_oss, llama, mixtral, qwen3, qwen3_moe)"
+    )
+    shard = next(step.glob("__*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r": damaged: __0_0\.safetensors has [\d,]+ of [\d,]+ bytes$"):
+        main(["convert", str(run), "x"])
+    assert not Path("x").exists()
+
+
+PEAK = """
+import sys
+from compose.__main__ import main
+
+def peak():  # of this program alone, where getrusage has its parent's too
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
+
+before = peak()
+main(["convert", sys.argv[1], sys.argv[2]])
+main(["convert", sys.argv[2], sys.argv[3]])
+print((peak() - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells of memory on Linux")
+@pytest.mark.slow
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    config = dataclasses.replace(LLAMA, dim=768, n_layers=6, hidden_dim=3072)
+    with torch.device("meta"):
+        model = llama.Model(config)
+    sizes = {place.name: tuple(p.shape) for _, place, p in published(model, name_of("llama", config))}
+    planned = [Planned(name, shape, torch.float32) for name, shape in sizes.items()]
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    write_files(folder, planned, (torch.zeros(one.shape) for one in planned), 10**9)
+    (folder / "config.json").write_text(json.dumps(find_hf("llama").hf_config(config)))
+    words = [sys.executable, "-c", PEAK, folder, tmp_path / "run", tmp_path / "back"]
+    # What is freed is given back at once, and does not stay with the program.
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    grown = int(done.stdout.splitlines()[-1])
+    largest, everything = max(one.nbytes for one in planned), sum(one.nbytes for one in planned)
+    assert everything > 20 * largest
+    assert grown < 5 * largest

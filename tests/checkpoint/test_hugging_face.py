@@ -1,0 +1,573 @@
+"""Hugging Face's weights and config.json: into a model on any mesh, bit for bit, or refused by name."""
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.build import build, fill_weights
+from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
+from compose.checkpoint.local_shards import local_shard_of
+from compose.checkpoint.safetensors_files import INDEX, Planned, TensorFiles, write_files
+from compose.checkpoint.state import named_tensors
+from compose.cli.command_line import parse
+from compose.config.models import model_names
+from compose.errors import ConfigError
+from compose.proof.held import whole
+from models import deepseek_v3, llama
+from tests.support.helpers import ROOT, make_config, make_job
+from tests.support.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
+from tests.support.pool import Pool, make_mesh
+from tests.support.transformers_models import as_files
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_config_json_round_trips(name: str) -> None:
+    hf = find_hf(name)
+    for preset, config in FOLDERS[name].PRESETS.items():
+        assert hf.config_from_hf(json.loads(json.dumps(hf.hf_config(config)))) == config, preset
+
+
+# config.json as published; keys that say nothing of the weights are left out.
+PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
+    ("gemma3", "1b"): {  # gemma-3-1b-pt
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "initializer_range": 0.02,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 262144,
+    },
+    ("llama", "1b"): {  # Llama-3.2-1B
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
+    ("gpt2", "124m"): {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    },
+    ("gpt_oss", "20b"): {  # gpt-oss-20b
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 201088,
+    },
+    ("mixtral", "8x7b"): {  # Mixtral-8x7B-v0.1
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    ("qwen3", "30b_a3b"): {  # Qwen3-30B-A3B
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    ("deepseek_v3", "16b"): {  # DeepSeek-V2-Lite
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "preset"), PUBLISHED)
+def test_published_config_json_is_the_preset(name: str, preset: str) -> None:
+    hf, values = find_hf(name), PUBLISHED[name, preset]
+    assert hf.config_from_hf(values) == FOLDERS[name].PRESETS[preset]
+    there = hf.hf_config(FOLDERS[name].PRESETS[preset])
+    # Of a network that no layer has, and dropout, which is only of training.
+    unused = {"intermediate_size"} if name == "qwen3" else {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
+    assert not {k for k in values.keys() & there.keys() - unused if values[k] != there[k]}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "gemma3",
+            {"hidden_activation": "relu"},
+            'hidden_activation: "relu" cannot be expressed here, only "gelu_pytorch_tanh"',
+        ),
+        (
+            "llama",
+            {"attention_bias": True},
+            "attention_bias: true cannot be expressed here, only false",
+        ),
+        ("llama", {"head_dim": 9}, "head_dim: 9 cannot be expressed here, only 16"),
+        ("llama", {"hidden_size": None}, "hidden_size: is missing"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            'rope_scaling: {"type": "linear", "factor": 2.0} cannot be expressed here',
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": True},
+            "use_sliding_window: true cannot be expressed here, only false",
+        ),
+        (
+            "mixtral",
+            {"router_jitter_noise": 0.1},
+            "router_jitter_noise: 0.1 cannot be expressed here, only 0",
+        ),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            'quantization_config: {"quant_method": "fp8"} cannot be expressed here',
+        ),
+        (
+            "deepseek_v3",
+            {"topk_method": "greedy"},
+            'topk_method: "greedy" cannot be expressed here, only "noaux_tc"',
+        ),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(name: str, change: dict[str, Any], message: str) -> None:
+    hf = find_hf(name)
+    values = hf.hf_config(FOLDERS[name].PRESETS["debug"])
+    with pytest.raises(ValueError, match=r".") as caught:
+        hf.config_from_hf(values | change)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("change", [{"window": 5}, {"sinks": True}])
+def test_windows_and_sinks_are_not_written(change: dict[str, Any]) -> None:
+    config = dataclasses.replace(FOLDERS["llama"].PRESETS["debug"], **change)
+    with pytest.raises(ValueError, match=r".") as caught:
+        find_hf("llama").hf_config(config)
+    key = next(iter(change))
+    assert str(caught.value) == (
+        f"{key}: LlamaForCausalLM has none, so no file of theirs can hold this model"
+    )
+
+
+def test_every_model_has_the_names() -> None:
+    without = [name for name in model_names() if not (ROOT / "models" / name / "hf.py").exists()]
+    assert without == ["dit"], "docs/diffusion.md says why"
+    for name in model_names():
+        assert name in without or find_hf(name).MODEL_TYPES
+
+
+def _loaded(keys: dict[str, object]) -> tuple[dict[str, Tensor], int, int]:
+    """On every rank: (the whole model's state, bytes that were read, bytes that this rank holds)."""
+    job = make_job(dist.get_world_size(), **keys)
+    mesh = make_mesh(job.degrees)
+    read, count = TensorFiles.read, 0
+
+    def counted(self: TensorFiles, name: str, box: Any) -> Tensor:
+        nonlocal count
+        value = read(self, name, box)
+        count += value.nbytes
+        return value
+
+    with mock.patch.object(TensorFiles, "read", counted):
+        composition = build(job, mesh, torch.device("cpu"))
+    share = sum(local_shard_of(p).local.nbytes for p in composition.model.parameters())
+    named = named_tensors(composition, None)
+    mine: dict[str, Tensor] = {}
+    for name, copies in named.items():
+        mine[name], *others = [whole(copy) for copy in copies]
+        assert all(torch.equal(other, mine[name]) for other in others)
+    everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return {name: value for part in everyone for name, value in part.items()}, count, share
+
+
+CUT: list[tuple[str, dict[str, object]]] = [
+    ("gpt2", {"parallel__dp_shard": 2, "parallel__tp": 2}),
+    ("gpt2, not tied", {"parallel__pp": 2, "parallel__dp_shard": 1, "train__micro_batch": 1}),
+    ("llama", {"parallel__dp_shard": 2, "parallel__tp": 2}),
+    ("tied", {"parallel__dp_shard": 4, "parallel__tp": 2}),
+    ("tied", {"parallel__pp": 2, "parallel__dp_shard": 1, "train__micro_batch": 1}),
+    ("qwen3", {"parallel__dp_shard": 2, "parallel__ep": 2}),
+    ("gpt_oss", {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2}),
+    ("mixtral", {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2}),
+    ("deepseek_v3", {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2}),
+    ("deepseek_v3", {"parallel__pp": 2, "parallel__tp": 2, "parallel__ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CUT, ids=[f"{n} {list(m.values())}" for n, m in CUT])
+def test_a_cut_model_is_filled_alike(
+    pool: Pool, tmp_path: Path, name: str, mesh: dict[str, object]
+) -> None:
+    folder = tmp_path / "hf"
+    save_model(folder, MODELS[name])
+    keys = MODELS[name] | {"checkpoint__load_hf": folder}
+    job = make_job(1, **keys)
+    config, one = job.config, copy.deepcopy(job.model)
+    fill_weights(one, job, torch.device("cpu"))
+    names = name_of(config.model.name, config.model.config)
+    assert_same(as_files(published(one, names)), read_tensors(folder))
+    expected = {key: copies[0].detach() for key, copies in named_tensors(one, None).items()}
+    ranks = 1
+    for axis in ("pp", "dp_shard", "tp"):
+        ranks *= int(str(mesh.get(f"parallel__{axis}", 1)))
+    for found, read, share in pool.run(_loaded, ranks, keys | mesh):
+        assert_same(found, expected)
+        buffers = 4 * config.model.config.n_layers * getattr(config.model.config, "n_experts", 0)
+        assert share <= read <= min(share + buffers, 1.1 * share)
+
+
+def test_half_precision_becomes_float32(tmp_path: Path) -> None:
+    save_model(tmp_path / "hf", {}, torch.bfloat16)
+    job = make_job(1, checkpoint__load_hf=tmp_path / "hf")
+    model = copy.deepcopy(job.model)
+    fill_weights(model, job, torch.device("cpu"))
+    there = read_tensors(tmp_path / "hf")["model.layers.1.mlp.up_proj.weight"]
+    found = model.get_parameter("layers.1.feed_forward.w3.weight")
+    assert there.dtype == torch.bfloat16
+    assert found.dtype == torch.float32
+    assert torch.equal(found, there.float())
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = read_tensors(folder)
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
+        path.unlink(missing_ok=True)
+    change(tensors)
+    planned = [Planned(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]
+    write_files(folder, planned, tensors.values(), 300_000)
+
+
+def test_all_that_does_not_fit_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    keys = MODELS["deepseek_v3"]
+    save_model(folder, keys)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for layer in range(3):
+            tensors[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(32)
+            # These may be there.
+            tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+        tensors["model.layers.3.eh_proj.weight"] = tensors["model.layers.3.enorm.weight"] = torch.ones(
+            2
+        )
+        for layer, expert in ((1, 0), (1, 5), (2, 7)):
+            del tensors[f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"]
+        del tensors["model.norm.weight"], tensors["model.layers.2.mlp.gate.e_score_correction_bias"]
+        tensors["lm_head.weight"] = torch.zeros(32, 257)
+        tensors["model.layers.1.mlp.experts.2.down_proj.weight"] = torch.zeros(32, 23)
+
+    _rewrite(folder, change)
+    config = make_config(1, **keys)
+    model = deepseek_v3.Model(config.model.config)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError) as caught:
+        load_hf(model, folder, name_of("deepseek_v3", config.model.config))
+    assert sorted(caught.value.problems) == [
+        f"{folder}: lm_head.weight is (32, 257), the model's is (257, 32)",
+        f"{folder}: model.layers.*.mlp.experts.*.up_proj.weight is missing (3 of them)",
+        f"{folder}: model.layers.*.self_attn.o_proj.bias is not of this model (3 of them)",
+        f"{folder}: model.layers.1.mlp.experts.2.down_proj.weight is (32, 23), the model's is (32, 24)",
+        f"{folder}: model.layers.2.mlp.gate.e_score_correction_bias is missing",
+        f"{folder}: model.norm.weight is missing",
+    ]
+    assert_same(dict(model.named_parameters()), before)
+
+
+def test_the_second_name_of_a_tied_weight_may_be_there(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    save_model(folder, MODELS["tied"])
+    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(257, 64)}))
+    config = make_config(1, **MODELS["tied"])
+    model = llama.Model(config.model.config)
+    load_hf(model, folder, name_of("llama", config.model.config))
+    assert torch.equal(model.output.weight, read_tensors(folder)["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([], "{}: is a model with n_layers = 2, not 5"),
+        (
+            ["--model.n_layers=2", "--model.rope_theta=7.0"],
+            "{}: is a model with rope_theta = 10000.0, not 7.0",
+        ),
+        (["--checkpoint.load_hf=gone"], "gone: no such folder"),
+        (["--model.n_layers=2"], "{}/model-00002-of-00008.safetensors: is missing"),
+    ],
+)
+def test_a_run_says_at_once_what_is_wrong(tmp_path: Path, change: list[str], message: str) -> None:
+    folder = tmp_path / "hf"
+    save_model(folder, {"model__dim": 128, "model__hidden_dim": 384})
+    if "missing" in message:
+        (folder / "model-00002-of-00008.safetensors").unlink()
+    file = str(ROOT / "train.toml")
+    words = [file, f"--checkpoint.load_hf={folder}", f"--run.dir={tmp_path / 'run'}", *change]
+    with pytest.raises(ConfigError) as caught:
+        parse(words, "train.py", trains=True)
+    assert caught.value.problems == [f"{file}: checkpoint.load_hf: {message.format(folder)}"]
+
+
+def _index_of(folder: Path, names: list[object]) -> None:
+    """A Hugging Face folder whose index maps a tensor to each of ``names``."""
+    folder.mkdir(exist_ok=True)
+    places = {f"tensor.{i}": name for i, name in enumerate(names)}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../other/model.safetensors", "weight_map: {} is no file's name"),
+        ("/{other}/model.safetensors", "weight_map: {} is no file's name"),
+        ("sub/model.safetensors", "weight_map: {} is no file's name"),
+        ("..\\other\\model.safetensors", "weight_map: {} is no file's name"),
+        ("..", "weight_map: {} is no file's name"),
+        ("", "weight_map: {} is no file's name"),
+        ("a\0b", "weight_map: {} is no file's name"),
+        (5, "weight_map.tensor.0: expected a string, got 5"),
+    ],
+)
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path, name: object, words: str) -> None:
+    other = tmp_path / "other"
+    (other / "sub").mkdir(parents=True)
+    for folder in (other, other / "sub"):
+        write_files(folder, [Planned("tensor.0", (2,), torch.float32)], [torch.ones(2)], 100)
+    shown = name.format(other=other) if isinstance(name, str) else name
+    _index_of(other, [shown])
+    with pytest.raises(ConfigError) as caught:
+        TensorFiles(other)
+    assert caught.value.problems == [f"{other / INDEX}: {words.format(json.dumps(shown))}"]
+
+
+def test_links_out_of_the_folder_are_refused_and_those_of_the_hub_are_not(tmp_path: Path) -> None:
+    """As the hub's client lays a model out: its files are links to blobs, two folders up."""
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/1f", tmp_path / "models--a--b/blobs"
+    save_model(tmp_path / "hf", MODELS["llama"])
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, path in enumerate(sorted((tmp_path / "hf").iterdir())):
+        path.rename(blobs / str(i))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(i))
+    keys = MODELS["llama"] | {"checkpoint__load_hf": snapshot}
+    job = make_job(1, **keys)
+    fill_weights(copy.deepcopy(job.model), job, torch.device("cpu"))
+    for name in ("config.json", INDEX, "model-00001-of-00002.safetensors"):
+        before = os.readlink(snapshot / name)
+        (snapshot / name).unlink()
+        secret = tmp_path / name
+        secret.write_bytes(b"{}")
+        (snapshot / name).symlink_to(secret)
+        with pytest.raises(ConfigError, match=r"is a link that leads out of its folder") as caught:
+            fill_weights(copy.deepcopy(job.model), job, torch.device("cpu"))
+        assert str(snapshot / name) in str(caught.value)
+        (snapshot / name).unlink()
+        (snapshot / name).symlink_to(before)
+
+
+def test_a_tensor_in_two_files_and_a_pipe_are_named(tmp_path: Path) -> None:
+    one = [Planned("tensor.0", (2,), torch.float32)]
+    for name in ("a.safetensors", "b.safetensors"):
+        write_files(tmp_path, one, [torch.ones(2)], 100)
+        (tmp_path / "model.safetensors").rename(tmp_path / name)
+    os.mkfifo(tmp_path / "c.safetensors")
+    (tmp_path / "d.safetensors").mkdir()
+    _index_of(tmp_path, [f"{letter}.safetensors" for letter in "abcd"])
+    with pytest.raises(ConfigError) as caught:
+        TensorFiles(tmp_path)
+    assert caught.value.problems == [
+        f"{tmp_path}/b.safetensors: holds tensor.0, which a.safetensors holds too",
+        f"{tmp_path}/c.safetensors: is no file",
+        f"{tmp_path}/d.safetensors: is no file",
+    ]

@@ -1,0 +1,288 @@
+"""LoRA against peft: the same training on one process, and the same files."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compose.__main__ import main
+from compose.build import fill_weights
+from compose.checkpoint.hf_folder import name_of
+from compose.checkpoint.peft_files import (
+    CONFIG,
+    KEYS,
+    adapter_problems,
+    named_adapters,
+    target_modules,
+    write_adapters,
+)
+from compose.checkpoint.storage import PartsReader
+from compose.cli.convert import convert
+from compose.errors import ConfigError
+from tests.support.checkpoints import refusal
+from tests.support.command_lines import execute
+from tests.support.helpers import Keys, make_job
+from tests.support.hugging_face import save_model
+from tests.support.lora import ALL, ATTENTION, lora
+from tests.support.pool import Pool
+from tests.support.training import keys_for, train
+
+MODULES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+SHAPE: Keys = {"model__dim": 48, "model__n_heads": 6, "model__n_kv_heads": 2, "model__hidden_dim": 90}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hugging Face's folder of a Llama, every value another, of the size that weights have."""
+    folder = tmp_path_factory.mktemp("lora") / "base"
+    save_model(folder, SHAPE)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        scaled = {n: 1 + t / 9 if t.ndim == 1 else t / 9 for n, t in tensors.items()}
+        save_file(scaled, path, {"format": "pt"})
+    return folder
+
+
+def in_peft(base: Path, rank: int, alpha: int) -> Any:
+    """peft's model of ``base``, with adapters at all linear layers but the output."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=MODULES))
+
+
+def test_training_equals_peft(base: Path) -> None:
+    """20 steps of AdamW from the same adapters, in float64: losses and adapters are the same to 1e-6.
+
+    transformers' norms and rotations compute in float32 all the same, which is what is left.
+    """
+    torch.manual_seed(0)
+    keys = SHAPE | lora(3, alpha=5) | {"checkpoint__load_hf": base}
+    job = make_job(1, **keys, optimizer__lr=1e-2)
+    model: Any = job.model
+    fill_weights(model, job, torch.device("cpu"))
+    model, reference = model.double(), in_peft(base, 3, 5).double()
+    theirs = dict(reference.named_parameters())
+    ours = dict(named_adapters(model, name_of("llama", job.config.model.config)))
+    trained = {n.replace(".default", "") for n, p in theirs.items() if p.requires_grad}
+    assert set(ours) == trained
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            theirs[name.replace(".weight", ".default.weight")].copy_(parameter)
+    # With a smaller eps an element whose gradient is only rounding would take a full step.
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    steps = [
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], **options)
+        for each in (model, reference)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        tokens = torch.randint(257, (2, 33), generator=generator)
+        losses = []
+        for optimizer, logits_of in zip(steps, (model, lambda t: reference(t).logits), strict=True):
+            logits = logits_of(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for name, parameter in ours.items():
+        other = theirs[name.replace(".weight", ".default.weight")].detach()
+        assert float((parameter.detach() - other).norm() / other.norm()) < 1e-6, name
+
+
+def run_of(base: Path, folder: Path, **more: object) -> dict[str, object]:
+    """The keys of a run of three steps with adapters over ``base``."""
+    return keys_for(
+        folder,
+        **SHAPE,
+        **lora(),
+        checkpoint__load_hf=base,
+        checkpoint__interval=2,
+        train__seq_len=16,
+        train__stop_after=3,
+        optimizer__lr=1e-2,
+        optimizer__warmup=0,
+        **more,
+    )
+
+
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+@pytest.mark.slow
+def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path) -> None:
+    """What a run on two ranks leaves: peft and transformers compute the logits of our model from it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    keys = run_of(base, tmp_path / "run", parallel__tp=2, parallel__dp_shard=1)
+    pool.run(train, 2, keys)
+    checkpoint = tmp_path / "run/checkpoints/step-00000003"
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state["lora"]["load_hf"] == str(base.resolve())
+    held = PartsReader(checkpoint).read_metadata().state_dict_metadata
+    assert all(".lora." in name for name in held)
+    assert len(held) == 2 * 7 * 2 * 4  # layers, targets, A and B; themselves and AdamW's three
+
+    adapters, merged = tmp_path / "adapters", tmp_path / "merged"
+    assert main(["convert", str(tmp_path / "run"), str(adapters)]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(merged), "--merged"]) == 0
+    settings = json.loads((adapters / CONFIG).read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (3, 6)
+    assert settings["target_modules"] == MODULES
+
+    with pytest.raises(ConfigError) as caught:
+        convert([str(tmp_path / "run"), str(tmp_path / "more"), "--dtype=bfloat16"])
+    assert caught.value.problems == ["command line: --dtype: is for whole weights; give --merged too"]
+
+    tokens = torch.randint(257, (2, 21), generator=torch.Generator().manual_seed(2))
+    plain = logits_of(AutoModelForCausalLM.from_pretrained(base), tokens)
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapters))
+    by_peft = logits_of(opened, tokens)
+    by_transformers = logits_of(AutoModelForCausalLM.from_pretrained(merged), tokens)
+    assert float((by_peft - plain).norm() / plain.norm()) > 1e-3
+    assert float((by_transformers - by_peft).norm() / by_peft.norm()) < 1e-5
+
+    # Our own model begins with peft's folder.
+    again = make_job(1, **SHAPE, **lora(load=adapters), checkpoint__load_hf=base)
+    fill_weights(again.model, again, torch.device("cpu"))
+    with torch.no_grad():
+        ours = again.model(tokens)
+    assert float((ours - by_peft).norm() / by_peft.norm()) < 1e-5
+
+
+@pytest.mark.slow
+def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path) -> None:
+    """The text of a run with adapters is that of the merged weights."""
+    pool.run(train, 1, run_of(base, tmp_path / "run"))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"]) == 0
+    words = [
+        "--prompt=def ",
+        "--temperature=0",
+        "--max-tokens=9",
+        "--tokenizer=bytes",
+        "--run.device=cpu",
+    ]
+    texts = []
+    for source in ("run", "merged"):
+        made = execute("-m", "compose", "generate", str(tmp_path / source), *words)
+        assert made.returncode == 0, made.stderr
+        texts.append(made.stdout)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len("def ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"r": 4}, "{config}: r is 4, not model.lora.rank = 3"),
+        ({"lora_alpha": 5}, "{config}: lora_alpha is 5, not model.lora.alpha = 6"),
+        ({"use_dora": True}, "{config}: use_dora: true is not supported here"),
+        (
+            {"alora_invocation_tokens": [3]},
+            "{config}: alora_invocation_tokens: [3] is not supported here",
+        ),
+        ({"a new\nkey": 0.5}, '{config}: "a new\\nkey": 0.5 is not supported here'),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            '{config}: init_lora_weights: "pissa_niter_4" is not supported here, as it may change the'
+            " base weights too; save the adapters with peft's path_initial_model_for_weight_conversion,"
+            " or merge them",
+        ),
+        (
+            {},
+            "{folder}: base_model.model.model.layers.*.mlp.gate_proj.lora_A.weight is missing, and"
+            " model.lora.targets names its layer (2 of them)",
+        ),
+    ],
+)
+def test_other_adapters_are_not_loaded(tmp_path: Path, changed: Any, message: str) -> None:
+    """Of another rank, scale or kind, or of other layers."""
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    job = make_job(1, **lora(targets=ATTENTION))
+    hf_name, lacks = name_of("llama", job.config.model.config), not changed
+    tensors = {name: torch.zeros(p.shape) for name, p in named_adapters(job.model, hf_name)}
+    write_adapters(folder, job.config.model.lora, "", target_modules(job.model, hf_name), tensors)
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | changed))
+    wanted = make_job(1, **lora(targets=ALL if lacks else ATTENTION, load=folder))
+    expected = message.format(config=folder / CONFIG, folder=folder)
+    assert adapter_problems(wanted)[0] == expected
+    with pytest.raises(ConfigError) as caught:
+        fill_weights(wanted.model, wanted, torch.device("cpu"))
+    assert caught.value.problems[0] == f"model.lora.load: {expected}"
+
+
+def test_every_field_of_peft_is_looked_at() -> None:
+    """A new version's new field fails here until somebody has said what it is."""
+    from peft import LoraConfig
+
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert fields == KEYS.read | set(KEYS.only) | KEYS.besides
+    assert len(fields) == len(KEYS.read) + len(KEYS.only) + len(KEYS.besides)
+    assert KEYS.problems(LoraConfig(peft_type="LORA").to_dict()) == []  # type: ignore[arg-type]
+    for key, values in KEYS.only.items():
+        assert KEYS.problems(dict.fromkeys([key], values[0])) == []
+        (line,) = KEYS.problems({key: "else"})
+        assert line.startswith(f'{key}: "else" is not supported here')
+    for key in KEYS.besides:
+        assert KEYS.problems({key: "else"}) == []
+
+
+@pytest.mark.parametrize("weights", [True, False, "gaussian", "orthogonal", "pissa", "olora"])
+def test_how_adapters_began_changes_nothing_or_is_refused(
+    base: Path, tmp_path: Path, weights: Any
+) -> None:
+    """peft's logits from the same tensors, by ``init_lora_weights``."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(12)[None]
+    get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+    ).save_pretrained(str(tmp_path))
+
+    def logits() -> Tensor:
+        return logits_of(
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path), tokens
+        )
+
+    config = json.loads((tmp_path / CONFIG).read_text())
+    plain = logits()
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"init_lora_weights": weights}))
+    assert torch.equal(logits(), plain) == (not KEYS.problems({"init_lora_weights": weights}))
+
+
+@pytest.mark.slow
+def test_weights_of_another_base_are_refused(pool: Pool, base: Path, tmp_path: Path) -> None:
+    """The same name of a folder, with other weights in it."""
+    there = tmp_path / "base"
+    shutil.copytree(base, there)
+    pool.run(train, 1, run_of(there, tmp_path / "run"))
+    path = next(p for p in there.glob("*.safetensors") if "lm_head.weight" in load_file(p))
+    tensors = load_file(path)
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, path, {"format": "pt"})
+    saved = tmp_path / "run/checkpoints/step-00000003"
+    assert pool.run(refusal, 1, run_of(there, tmp_path / "run"))[0] == [
+        f"{saved}: holds adapters of other weights than {there.resolve()} now has"
+    ]
+    with pytest.raises(ConfigError) as caught:
+        convert([str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"])
+    assert caught.value.problems == [
+        f"{saved}: holds adapters of other weights than {there.resolve()} now has"
+    ]

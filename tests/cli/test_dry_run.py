@@ -1,0 +1,214 @@
+"""The dry run tells what ranks would really hold."""
+
+import re
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import compose.memory.float8 as float8
+import train
+from compose.__main__ import COMMANDS
+from compose.build import build
+from compose.cli.dry_run import Placed, placements
+from compose.config.job import Job
+from compose.config.rules import check
+from compose.config.toml import load
+from tests.support.command_lines import answered
+from tests.support.helpers import ROOT, SMALL, make_job
+from tests.support.pool import Pool, make_mesh
+
+
+def _real(keys: dict[str, object]) -> list[Placed]:
+    job = make_job(dist.get_world_size(), **keys)
+    mesh = make_mesh(job.degrees)
+    return placements(build(job, mesh, torch.device("cpu")).model, mesh, job.config)
+
+
+def table(output: str) -> dict[str, list[str]]:
+    """Cells by parameter, for a dry run of one layer."""
+    rows = [re.split(r"\s{2,}", line) for line in output.splitlines()]
+    start = next(i for i, row in enumerate(rows) if row[0] == "parameter")
+    end = next(i for i in range(start, len(rows)) if rows[i] == [""])
+    return {row[0]: row[1:] for row in rows[start + 1 : end]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (1, {}),
+        (4, {"dp_shard": 4}),
+        (4, {"dp_shard": 4, "zero": 0}),
+        (8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        (4, {"tp": 4, "sequence": False}),
+    ],
+    ids=str,
+)
+def test_same_as_real_ranks(pool: Pool, ranks: int, mesh: dict[str, object]) -> None:
+    keys: dict[str, object] = {f"parallel__{key}": value for key, value in mesh.items()}
+    real = pool.run(_real, ranks, {**keys, "model__n_layers": 1})[0]
+    overrides = {**SMALL, "model.n_layers": 1} | {
+        f"parallel.{k}": str(v).lower() for k, v in mesh.items()
+    }
+    arguments = [f"--{key}={value}" for key, value in overrides.items()]
+    done = answered("train.py", "--dry-run", "--world-size", str(ranks), *arguments)
+    assert done.returncode == 0, done.stderr
+    found = table(done.stdout)
+    assert found.keys() == {p.name for p in real}
+    axes = next(line for line in done.stdout.splitlines() if line.startswith("parameter ")).split()[
+        2:-3
+    ]
+    for p in real:
+        assert found[p.name] == [
+            "x".join(map(str, p.shape)),
+            *(p.placements[axis] for axis in axes),
+            "x".join(map(str, p.local_shape)),
+            f"{p.local_bytes:,}",
+        ]
+    state = 4 * sum(p.local_bytes for p in real)
+    if ranks > 1 and not mesh.get("zero", 3):
+        assert f"state in all        {state:>18,}" in done.stdout
+    else:
+        assert f"{state:,}" in done.stdout
+
+
+def test_70b_on_512_ranks_takes_seconds() -> None:
+    start = time.time()
+    done = answered(
+        "train.py", "--dry-run", "--world-size", "512", "--model.preset=70b", "--parallel.tp=8",
+        "--train.global_batch=128",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert time.time() - start < 30
+    assert "mesh: 512 ranks: pp 1, dp_replicate 1, dp_shard 64, cp 1, tp 8; zero 3" in done.stdout
+    assert "parameters: 70,553,706,496" in done.stdout
+    row = next(
+        line for line in done.stdout.splitlines() if "attention.wo" in line and "8192x8192" in line
+    )
+    assert row.split()[-7:] == ["8192x8192", "S(0)", "S(1)", "128x1024", "524,288", "x", "80"]
+
+
+def test_needs_no_data_and_writes_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("dry") / "run"
+    done = answered("train.py", "--dry-run", "--data.path=nowhere.bin", f"--run.dir={folder}")
+    assert done.returncode == 0
+    assert not folder.exists()
+
+
+SLOW = (
+    "llama3_405b_cp16_128k",
+    "llama3_405b_tp8_pp16_fsdp64",
+    "llama3_70b_tp8_pp8_dp8_zero1",  # a command of the docs
+    "qwen3_235b_a22b_ep8_pp8_dp32_zero1",
+    "deepseek_v3_671b_pp16_ep64",
+)
+
+
+def ranks_of(recipe: Path) -> int:
+    """As many as the recipe's own comment gives."""
+    text = recipe.read_text()
+    nodes = int((re.search(r"--nnodes (\d+)", text) or [0, 1])[1])
+    return nodes * int((re.search(r"--nproc-per-node (\d+)", text) or [0, 1])[1])
+
+
+each_recipe = pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.full] if path.stem in SLOW else [])
+        for path in sorted((ROOT / "recipes").glob("*.toml"))
+    ],
+)
+
+
+@each_recipe
+def test_recipes_pass(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.main([str(recipe), "--dry-run", "--world-size", str(ranks_of(recipe))])
+    assert "state in all" in capsys.readouterr().out
+
+
+@each_recipe
+def test_recipes_are_legal_on_gpus(recipe: Path) -> None:
+    """What only a GPU refuses, too: this machine may have none."""
+    with (
+        mock.patch.object(Job, "on_cuda", new=True),
+        mock.patch.object(float8, "emulated", return_value=False),
+    ):
+        check(load(str(recipe)), ranks_of(recipe))
+
+
+def test_help_lists_every_key() -> None:
+    from compose.config.tables import TABLES
+    from compose.errors import docs
+
+    done = answered("train.py", "--help")
+    assert done.returncode == 0
+    for table_name, kind in TABLES.items():
+        assert f"[{table_name}]" in done.stdout
+        for key, doc in docs(kind).items():
+            assert re.search(rf"^  {key} .*, default .*\n      {re.escape(doc)}$", done.stdout, re.M), (
+                key
+            )
+    assert re.search(r"^    rope_theta +float, default 10000.0$", done.stdout, re.M)
+
+
+def test_help_for_one_table() -> None:
+    whole = answered("train.py", "--help").stdout
+    some = answered("train.py", "--help", "optimizer", "model", "--model.name=gpt2").stdout
+    assert re.findall(r"^\[(.*)\]$", some, re.M) == ["optimizer", "model"]
+    assert some.startswith("[optimizer]\n  name  ")
+    assert "presets of gpt2: " in some
+    assert some.partition("\n\n")[0] in whole
+    done = answered("train.py", "-h", "optimzer")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "command line: --help: unknown table optimzer; did you mean optimizer?\n",
+    )
+
+
+@pytest.mark.parametrize("command", ["verify", "schedule", "legal", "plan"])
+def test_help_says_what_a_command_and_its_flags_do(command: str) -> None:
+    shown = answered("-m", "compose", command, "--help").stdout
+    usage, _, rest = shown.partition("\n\n")
+    about = rest.partition("FILE defaults to")[0]
+    assert re.match(r"[A-Z][a-z ].*", about)
+    for flag in re.findall(r"--[a-z-]+(?![a-z.-])", usage):
+        assert re.search(rf"^  {flag} +[a-zA-Z\"]", rest, re.M), flag
+
+
+def test_a_short_warmup_is_said() -> None:
+    shown = answered("train.py", "--dry-run", "--train.steps=2").stdout
+    assert (
+        "optimizer.warmup = 20 is not over after train.steps = 2: the learning rate ends at 0.000286"
+        " and never reaches optimizer.lr = 0.003\n" in shown
+    )
+    assert "warmup" not in answered("train.py", "--dry-run", "--train.stop_after=2").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size=8"], "command line: --world-size: goes with --dry-run; else torchrun sets it"),
+        (["--dry-run", "--world-size=x"], "command line: --world-size: x is not a number of ranks"),
+        (["--dry-rn=1"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
+        (["--dry-rn"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
+        (["--seed=3"], "command line: --seed: unknown option; did you mean train.seed?"),
+        (["-v"], "command line: -v: unknown option; see --help"),
+        (["a.toml", "b.toml"], "command line: one TOML file at a time, got a.toml and b.toml"),
+        (["--train.steps"], "command line: --train.steps: needs a value: --train.steps=value"),
+    ],
+)
+def test_bad_command_line(arguments: list[str], message: str) -> None:
+    done = answered("train.py", *arguments)
+    assert (done.returncode, done.stderr.splitlines()) == (2, [message])
+
+
+def test_unknown_command() -> None:
+    done = answered("-m", "compose", "verfy")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"compose: verfy: unknown command; did you mean verify? (known: {', '.join(COMMANDS)})\n",
+    )
+    assert "verify" in answered("-m", "compose").stdout

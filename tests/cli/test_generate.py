@@ -1,0 +1,352 @@
+"""python -m compose generate: the text of a plain loop on every mesh, and refusals in one line."""
+
+import copy
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from compose.__main__ import main
+from compose.build import build, build_optimizer
+from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.checkpoint.hf_folder import load_hf, name_of
+from compose.cli.cache import next_logits
+from compose.cli.generate import (
+    Sampling,
+    _tokenizer,
+    job_of,
+    nucleus,
+    open_model,
+    sample,
+    sample_token,
+    text_of,
+)
+from compose.config.toml import dump
+from compose.data.tokenizer import Bytes
+from compose.errors import ConfigError
+from compose.weights import materialize
+from models import llama
+from tests.support.command_lines import execute
+from tests.support.experts import QWEN
+from tests.support.helpers import make_config, make_job
+from tests.support.hugging_face import save_model
+from tests.support.pool import Pool, make_mesh
+from tests.support.tokenizers_made import save_tokenizer
+
+Keys = dict[str, object]
+CPU = torch.device("cpu")
+PROMPT = Bytes().encode("def __init__(self):\n")
+GREEDY = Sampling(max_tokens=12, temperature=0)
+DRAWN = Sampling(max_tokens=12, temperature=1.5, top_p=0.9, seed=3)
+LLAMA: Keys = {"model__tie_embeddings": True}
+EXPERTS: Keys = QWEN | {"model__n_layers": 2, "model__capacity_factor": 0.5}
+
+
+def _saved(keys: Keys, folder: Path, steps: Sequence[int]) -> dict[str, Tensor]:
+    """Save checkpoints of a model that was not trained, but is sure of what it says; its state."""
+    job = make_job(1, **keys)
+    composition = build(job, make_mesh(job.degrees), CPU)
+    with torch.no_grad():
+        for parameter in composition.model.parameters():
+            parameter.mul_(6 if parameter.ndim > 1 else 1)
+    optimizer = build_optimizer(composition, job)
+    checkpointer = Checkpointer(job.config, composition, optimizer, folder)
+    for step in steps:
+        checkpointer.save(Progress(step), wait=True)
+    return composition.model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, nn.Module]]:
+    """Of each model a run's folder, with its plain model."""
+    found = {}
+    for name, keys in {"llama": LLAMA, "experts": EXPERTS}.items():
+        folder = tmp_path_factory.mktemp(name)
+        state = pool.run(_saved, 1, keys, folder, [1, 2])[0]
+        model = copy.deepcopy(make_job(1, **keys).model)
+        materialize(model, CPU)
+        model.load_state_dict(state)
+        found[name] = folder, model
+    return found
+
+
+def plain(model: nn.Module, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> list[int]:
+    """What the plain model says, in a plain loop."""
+    known = list(prompt)
+    for _ in range(sampling.max_tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([known]))[0, -1]
+        known.append(sample_token(logits, len(known), sampling))
+    return known[len(prompt) :]
+
+
+def newest(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").iterdir(), reverse=True)
+
+
+def _continued(
+    source: Path, folders: list[Path], meshes: dict[str, dict[str, object]], ends: Sequence[int] = ()
+) -> dict[str, list[list[int]]]:
+    """Of each mesh, what is said greedily, and drawn."""
+    found = {}
+    with mock.patch("compose.cli.generate.launched_ranks", return_value=dist.get_world_size()):
+        for name, keys in meshes.items():
+            overrides = [(f"parallel.{key}", str(value)) for key, value in keys.items()]
+            job = job_of(source, folders, overrides)
+            composition = open_model(job, folders, make_mesh(job.degrees), CPU)
+            found[name] = [list(sample(composition, PROMPT, how, ends)) for how in (GREEDY, DRAWN)]
+    return found
+
+
+MESHES: dict[str, dict[str, object]] = {
+    "dp_shard 2": {},
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "V": {"pp": 2, "pp_schedule": "ZBVZeroBubble"},
+    "cp 2": {"cp": 2, "cp_balance": "none"},
+}
+OF_EXPERTS: dict[str, dict[str, object]] = {"ep 2": {"ep": 2}, "tp 2": {"tp": 2, "ep": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "meshes"), [("llama", MESHES), ("experts", OF_EXPERTS)])
+def test_the_same_on_every_mesh(
+    pool: Pool,
+    runs: dict[str, tuple[Path, nn.Module]],
+    name: str,
+    meshes: dict[str, dict[str, object]],
+) -> None:
+    run, model = runs[name]
+    expected = [plain(model, how) for how in (GREEDY, DRAWN)]
+    assert expected[0] != expected[1]
+    assert len(set(expected[0])) > 2, "nothing to go wrong"
+    for found in pool.run(_continued, 2, run, newest(run), meshes):
+        assert found == dict.fromkeys(meshes, expected)
+
+
+def test_the_end_token_ends_it(pool: Pool, runs: dict[str, tuple[Path, nn.Module]]) -> None:
+    run, model = runs["llama"]
+    expected = plain(model, GREEDY)
+    end = expected[5]
+    found = pool.run(_continued, 1, run, newest(run), {"one": {}}, [end])[0]["one"][0]
+    assert found == expected[: expected.index(end)]
+
+
+def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
+    """Behind so many tokens of the prompt, with experts, on tp 2."""
+    with mock.patch("compose.cli.generate.launched_ranks", return_value=2):
+        job = job_of(run, newest(run), [("parallel.tp", "2")])
+    composition = open_model(job, newest(run), make_mesh(job.degrees), CPU)
+    found = [next_logits(composition, PROMPT[:length]) for length in lengths]
+    return [logits for logits in found if logits is not None]
+
+
+def test_padding_takes_no_experts_place(pool: Pool, runs: dict[str, tuple[Path, nn.Module]]) -> None:
+    """Of experts that take a few tokens of a sequence; tp 2 pads one of odd length."""
+    run, model = runs["experts"]
+    lengths = range(7, 20, 2)
+    for found in pool.run(_logits, 2, run, lengths):
+        for length, logits in zip(lengths, found, strict=True):
+            with torch.no_grad():
+                expected = model(torch.tensor([PROMPT[:length]]))[0, -1]
+            assert (logits - expected).norm() < 1e-5 * expected.norm(), length
+
+
+def _from_hugging_face(folder: Path) -> list[list[int]]:
+    return _continued(folder, [], {"tp 2": {"tp": 2}})["tp 2"]
+
+
+def test_hugging_faces_folder(pool: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    save_model(folder, {})
+    job = make_job(1)
+    model = copy.deepcopy(job.model)
+    materialize(model, CPU)
+    load_hf(model, folder, name_of("llama", job.config.model.config))
+    found = pool.run(_from_hugging_face, 2, folder)
+    assert found == [[plain(model, how) for how in (GREEDY, DRAWN)]] * 2
+
+
+def _opened(run: Path, folders: list[Path]) -> tuple[list[str], list[str], float]:
+    """What is refused; what is said; a weight of what was opened."""
+    job = job_of(run, folders, [])
+    with mock.patch("builtins.print") as said:
+        try:
+            composition = open_model(job, folders, make_mesh(job.degrees), CPU)
+        except ConfigError as error:
+            return error.problems, [], 0.0
+    return (
+        [],
+        [str(word) for call in said.call_args_list for word in call.args],
+        next(composition.model.parameters()).sum().item(),
+    )
+
+
+def test_damage(pool: Pool, runs: dict[str, tuple[Path, nn.Module]], tmp_path: Path) -> None:
+    """A run's newest that is whole is taken; what is asked for by name is refused."""
+    run = tmp_path / "run"
+    shutil.copytree(runs["llama"][0], run)
+    new, old = newest(run)
+    shard = next(new.glob("__*"))
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    words = f"{new}: damaged: {shard.name} is not what was written (checksum)"
+    refused, said, weight = pool.run(_opened, 1, run, [new, old])[0]
+    assert (refused, said) == ([], [words, f"{old}: taken instead"])
+    assert weight == pytest.approx(next(runs["llama"][1].parameters()).sum().item())
+    assert pool.run(_opened, 1, run, [new])[0][0] == [words]
+
+
+def test_nucleus() -> None:
+    """The fewest that are enough, whatever their order; of equal ones the first."""
+    probabilities = torch.tensor([0.125, 0.5, 0.0625, 0.25, 0.0625])
+    for top_p, kept in [
+        (1.0, {0, 1, 2, 3, 4}),
+        (0.9375, {0, 1, 2, 3}),
+        (0.875, {0, 1, 3}),
+        (0.76, {0, 1, 3}),
+        (0.75, {1, 3}),
+        (0.51, {1, 3}),
+        (0.5, {1}),
+        (1e-9, {1}),
+    ]:
+        found = nucleus(probabilities, top_p)
+        assert set(found.nonzero().flatten().tolist()) == kept, top_p
+        assert torch.equal(found[list(kept)], probabilities[list(kept)])
+    for seed in range(20):
+        drawn = torch.rand(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        drawn /= drawn.sum()
+        kept = nucleus(drawn, 0.8)
+        assert kept.sum() >= 0.8 > kept.sum() - kept[kept > 0].min()
+        assert kept[kept > 0].min() >= drawn[kept == 0].max()
+
+
+def test_temperature() -> None:
+    """Tokens are drawn as often as softmax(logits / temperature) says, by seed and position alone."""
+    logits = torch.tensor([1.0, 3.0, 2.0, -torch.inf, 0.0])
+    assert sample_token(logits, 5, Sampling(temperature=0, top_p=1e-3)) == 1
+    draws = 4000
+    for temperature in (0.5, 1.0, 2.0):
+        expected = (logits / temperature).softmax(0)
+        how = [Sampling(temperature=temperature, top_p=1, seed=seed) for seed in range(4)]
+        counts = Counter(
+            sample_token(logits, place, each) for each in how for place in range(draws // 4)
+        )
+        for token, share in enumerate(expected.tolist()):
+            deviation = (share * (1 - share) / draws) ** 0.5
+            assert abs(counts[token] / draws - share) <= 4 * deviation, (temperature, token)
+    again = [sample_token(logits, place, Sampling(temperature=2)) for place in range(30)]
+    assert again == [sample_token(logits, place, Sampling(temperature=2)) for place in range(30)]
+    assert again != [
+        sample_token(logits, place, Sampling(temperature=2, seed=1)) for place in range(30)
+    ]
+
+
+def test_text_comes_in_whole_characters() -> None:
+    euro, broken = list("€".encode()), [0xFF]
+    pieces = list(text_of(Bytes(), list(b"a"), [*euro, 98, *broken, 99, *euro[:2]]))
+    assert pieces == ["a", "", "", "€", "b", "", "\ufffdc", "", "", "\ufffd"]
+
+
+def test_which_tokenizer(runs: dict[str, tuple[Path, nn.Module]], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs["llama"][0], run)
+    folders = newest(run)
+    config = job_of(run, folders, []).config
+    larger = replace(config, model=replace(config.model, config=llama.Config(vocab_size=400)))
+    assert isinstance(_tokenizer("", run, folders, config), Bytes)
+    with pytest.raises(ConfigError) as caught:
+        _tokenizer("", run, folders, larger)
+    assert str(caught.value) == (
+        f"{run}/tokenizer/tokenizer.json: no such file, and model.vocab_size 400 is not that of bytes;"
+        " give --tokenizer FILE, a tokenizer.json, or --tokenizer bytes"
+    )
+    assert isinstance(_tokenizer("bytes", run, folders, larger), Bytes)
+    file = save_tokenizer(run / "tokenizer")
+    other = save_tokenizer(tmp_path / "other", vocab_size=280)
+    assert _tokenizer("", run, folders, larger).name == str(file)
+    assert _tokenizer(str(other), run, folders, larger).name == str(other)
+    assert _tokenizer("", tmp_path / "other", [], larger).name == str(other)  # as Hugging Face has it
+    with pytest.raises(ConfigError) as caught:
+        _tokenizer(str(other), run, folders, config)
+    assert str(caught.value) == (
+        f"{other}: has 280 ids, the model's vocabulary 257; give the --tokenizer that it was trained"
+        " with"
+    )
+
+
+def test_generate_says_what_is_wrong(runs: dict[str, tuple[Path, nn.Module]], tmp_path: Path) -> None:
+    run = runs["llama"][0]
+    new = newest(run)[0]
+    say = ["--prompt", "x"]
+    cases: dict[str, Sequence[object]] = {
+        "command line: generate: needs one CHECKPOINT, got 0": say,
+        "command line: generate: needs one CHECKPOINT, got 2": [run, new, *say],
+        "command line: --prompt: needs a text to continue": [run],
+        "command line: --promt: unknown option; did you mean --prompt?": [run, "--promt=x"],
+        "command line: --top-p: 1.5 should be less than or equal to 1": [run, *say, "--top-p=1.5"],
+        "command line: --top-p: 0 should be greater than 0": [run, *say, "--top-p", "0"],
+        "command line: --temperature: nan should be a finite number": [run, *say, "--temperature=nan"],
+        "command line: --max-tokens: ten should be a valid integer\n"
+        "command line: --seed: -1 should be greater than or equal to 0": [
+            *(run, *say, "--max-tokens=ten", "--seed=-1")
+        ],
+        "command line: --cache: yes should be 'auto', 'on' or 'off'": [run, *say, "--cache=yes"],
+        "command line: gone: no such folder": ["gone", *say],
+        f"command line: {tmp_path}: is neither a checkpoint (manifest.json) nor Hugging Face's folder"
+        " (config.json, and model.safetensors or model.safetensors.index.json)": [tmp_path, *say],
+        f"{new}/config.toml: parallel: the degrees' product tp 2 does not divide the world size 1;"
+        " nearest: parallel.tp = 1": [run, *say, "--parallel.tp=2"],
+        "command line: parallel.tpp: unknown key; did you mean parallel.tp?": [
+            *(run, *say, "--parallel.tpp=2")
+        ],
+        "nowhere: no such file": [run, *say, "--tokenizer=nowhere"],
+    }
+    for message, words in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            main(["generate", *map(str, words)])
+        assert str(caught.value) == message
+
+
+def test_another_model_is_refused(pool: Pool, runs: dict[str, tuple[Path, nn.Module]]) -> None:
+    new = newest(runs["llama"][0])[0]
+    assert pool.run(_other, 1, new)[0] == [f"{new}: was made with model.dim = 64, not 32"]
+
+
+def _other(folder: Path) -> list[str]:
+    job = job_of(folder, [folder], [("model.dim", "32")])
+    try:
+        open_model(job, [folder], make_mesh(job.degrees), CPU)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_what_was_compiled_is_not(tmp_path: Path) -> None:
+    """After eight lengths torch.compile would give up."""
+    trained = make_config(1, compile__mode="block")
+    (tmp_path / "config.toml").write_text(dump(trained))
+    assert job_of(tmp_path, [tmp_path], []).config.compile.mode == "off"
+    assert job_of(tmp_path, [tmp_path], [("compile.mode", "block")]).config.compile.mode == "block"
+
+
+def test_the_command(runs: dict[str, tuple[Path, nn.Module]]) -> None:
+    """On two ranks, of which one speaks."""
+    run, model = runs["llama"]
+    words = ["generate", str(run), "--prompt", "def __init__(self):\n", "--max-tokens=12"]
+    words += ["--temperature=1.5", "--top-p=0.9", "--seed=3", "--prompt", "abc"]
+    done = execute("-m", "compose", *words, ranks=2)
+    assert done.returncode == 0, done.stderr
+    texts = []
+    for prompt in (PROMPT, list(b"abc")):
+        ids = [*plain(model, DRAWN, prompt), Bytes.end]
+        texts.append(Bytes().decode([*prompt, *ids[: ids.index(Bytes.end)]]) + "\n")
+    assert done.stdout == "".join(texts).replace("\r", "\n")  # as a text file is read
+    said = [line for line in done.stderr.splitlines() if line.startswith("generate: a prompt")]
+    assert said == [f"generate: a prompt of {count} tokens" for count in (len(PROMPT), 3)]

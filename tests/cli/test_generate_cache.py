@@ -1,0 +1,352 @@
+"""generate with a cache of keys and values: the tokens and logits of the whole text, and less work."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from compose import AttentionOptions, ConfigError, Documents, Parallel, Plan, apply
+from compose.build import build
+from compose.cli.cache import Cache, KeyValues, next_logits, obstacle, open_cache
+from compose.cli.generate import Sampling, sample
+from compose.composition import Composition
+from compose.ops.attention import attention
+from models.layers.attention import AttentionCore
+from tests.support.experts import DEEPSEEK, MIXTRAL, QWEN
+from tests.support.helpers import Keys, make_job, parallel, tier
+from tests.support.pool import Pool, make_mesh
+
+CPU = torch.device("cpu")
+TEXT = [(i * i * 7 + 3) % 250 for i in range(40)]
+NEW = 12
+LLAMA: Keys = {"model__n_layers": 2}
+WINDOW: Keys = LLAMA | {"model__window": 7, "model__sinks": True}
+QWEN_DENSE: Keys = QWEN | {"model__n_layers": 2, "model__n_experts": 0, "model__hidden_dim": 48}
+QWEN_EXPERTS: Keys = QWEN | {"model__n_layers": 2, "model__tie_embeddings": True}
+DEEP: Keys = DEEPSEEK | {"model__n_layers": 2, "model__rope_factor": 4.0}
+MIX: Keys = MIXTRAL | {"model__n_layers": 2}
+MODELS = {
+    "llama": LLAMA,
+    "window and sinks": WINDOW,
+    "qwen3": QWEN_DENSE,
+    "qwen3 experts": QWEN_EXPERTS,
+    "deepseek_v3": DEEP,
+    "mixtral": MIX,
+}
+
+
+# In the default tier on two ranks.
+QUICK = ("window and sinks",)
+
+
+def composed(keys: Keys, world_size: int = 1) -> Composition:
+    """A model that was not trained, but is sure of what it says."""
+    job = make_job(world_size, **keys)
+    composition = build(job, make_mesh(job.degrees), CPU)
+    with torch.no_grad():
+        for name, parameter in composition.model.named_parameters():
+            parameter.mul_(6 if parameter.ndim > 1 else 1)
+            if "sinks" in name:
+                parameter.add_(1.0)
+    return composition
+
+
+def _compared(
+    keys: Keys, ranks: int, lengths: Sequence[int], dtype: torch.dtype = torch.float32
+) -> list[tuple[float, list[int], list[int]]]:
+    """Of prompts of so many tokens, and then each more: the greatest error of logits, and the likeliest
+    next tokens, of the whole text and with a cache."""
+    composition, found = composed(keys, ranks), []
+    composition.model.to(dtype)
+    for length in lengths:
+        cache = open_cache(composition, "on")
+        assert cache is not None
+        wholes, others, worst = [], [], 0.0
+        for end in range(length, length + NEW):
+            whole = next_logits(composition, TEXT[:end])
+            cached = next_logits(composition, TEXT[:end], cache)
+            assert whole is not None
+            assert cached is not None
+            assert cached.dtype == whole.dtype
+            worst = max(worst, float((cached - whole).norm() / whole.norm()))
+            wholes.append(int(whole.argmax()))
+            others.append(int(cached.argmax()))
+        found.append((worst, wholes, others))
+    return found
+
+
+def case(name: str, ranks: int, lengths: Sequence[int], **axes: Any) -> Any:
+    quick = ranks == 1 or (ranks == 2 and name in QUICK and "sequence" not in axes and "ep" not in axes)
+    words = " ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process"
+    keys = MODELS[name] | parallel(**axes)
+    return pytest.param(keys, ranks, lengths, id=f"{name}, {words}", marks=tier(slow=not quick))
+
+
+CASES = [
+    *[case(name, 1, (1, 20)) for name in MODELS],
+    # tp pads a text of odd length, and each token alone.
+    *[case(name, 2, (1, 9), tp=2) for name in MODELS],
+    case("window and sinks", 2, (2, 19), dp_shard=2),
+    case("qwen3 experts", 2, (3,), dp_shard=2, ep=2),
+    case("deepseek_v3", 2, (3,), tp=2, sequence=False),
+    case("mixtral", 2, (3, 6), tp=2, ep=2, sequence=False, loss=False),
+    # Two ranks share a head of keys and values.
+    case("window and sinks", 4, (1, 9, 10), tp=4),
+    case("qwen3", 4, (1, 9, 10), tp=4),
+    case("mixtral", 4, (1, 9, 10), tp=4, ep=2),
+    case("deepseek_v3", 4, (5,), tp=2, dp_shard=2, ep=2),
+]
+
+
+@pytest.mark.parametrize(("keys", "ranks", "lengths"), CASES)
+def test_the_same_as_the_whole_text(pool: Pool, keys: Keys, ranks: int, lengths: Sequence[int]) -> None:
+    for found in pool.run(_compared, ranks, keys, ranks, lengths):
+        for worst, whole, cached in found:
+            assert worst < 1e-5
+            assert cached == whole
+            assert len(set(whole)) > 2, "nothing to go wrong"
+
+
+@pytest.mark.parametrize("keys", MODELS.values(), ids=MODELS)
+def test_the_same_in_float64(pool: Pool, keys: Keys) -> None:
+    ((worst, whole, cached),) = pool.run(_compared, 1, keys, 1, [11], torch.float64)[0]
+    assert worst < 1e-12
+    assert cached == whole
+
+
+def _sampled(keys: Keys, ranks: int, sampling: Sampling) -> dict[str, list[int]]:
+    composition = composed(keys, ranks)
+    before = {name: vars(module).copy() for name, module in composition.model.named_modules()}
+    found = {
+        how: list(sample(composition, TEXT[:5], replace(sampling, cache=how))) for how in ("on", "off")
+    }
+    after = {name: vars(module) for name, module in composition.model.named_modules()}
+    assert [vars.keys() for vars in before.values()] == [vars.keys() for vars in after.values()]
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_the_same_text(pool: Pool, temperature: float) -> None:
+    """On tp 2, where each token is padded; the model is left as it was."""
+    sampling = Sampling(max_tokens=25, temperature=temperature, top_p=0.9, seed=3)
+    for found in pool.run(_sampled, 2, WINDOW | parallel(tp=2), 2, sampling):
+        assert found["on"] == found["off"]
+        assert len(set(found["on"])) > 2, "nothing to go wrong"
+
+
+def _half(keys: Keys) -> tuple[float, float]:
+    """The errors of bfloat16's logits against float32's: of the whole text, and with a cache."""
+    composition = composed(keys)
+
+    def logits(cache: Cache | None) -> Tensor:
+        found = [next_logits(composition, TEXT[:end], cache) for end in range(20, 20 + NEW)]
+        return torch.stack([row for row in found if row is not None]).float()
+
+    exact = logits(None)
+    composition.model.to(torch.bfloat16)
+    whole, cached = logits(None), logits(open_cache(composition, "on"))
+    norm = float(exact.norm())
+    return float((whole - exact).norm()) / norm, float((cached - exact).norm()) / norm
+
+
+@pytest.mark.parametrize("name", ["llama", "window and sinks", "qwen3", "deepseek_v3"])
+def test_bfloat16(pool: Pool, name: str) -> None:
+    """Kernels round one row in another way than many; neither is further from float32."""
+    of_whole, of_cached = pool.run(_half, 1, MODELS[name])[0]
+    assert of_cached == pytest.approx(of_whole, rel=0.3)
+
+
+def _work(keys: Keys) -> tuple[list[int], dict[int, int], list[int]]:
+    """Of 200 tokens: the lengths that layers see, the FLOPs of some tokens, and the room for keys."""
+    composition = composed(keys)
+    cache = open_cache(composition, "on")
+    assert cache is not None
+    lengths: set[int] = set()
+    flops = {}
+    text = [i * 11 % 250 for i in range(200)]
+    next_logits(composition, text[:3], cache)
+    layers = composition.model.get_submodule("layers").children()
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].shape[1]))
+        for layer in layers
+    ]
+    for length in range(4, 201):
+        # Also where the room is doubled.
+        counted = length in (20, 30, 31, 63, 64, 65, 66, 199, 200)
+        with FlopCounterMode(display=False) if counted else nullcontext() as counter:
+            next_logits(composition, text[:length], cache)
+        if counter:
+            flops[length] = counter.get_total_flops()
+    for hook in hooks:
+        hook.remove()
+    assert all(kept.length == 200 for kept in cache.of.values())
+    return sorted(lengths), flops, [kept.kept[0].shape[1] for kept in cache.of.values()]
+
+
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    # Heads times the widths of a key and a value, in each of 2 layers.
+    [(LLAMA, 8 * (8 + 8)), (WINDOW, 0), (QWEN_EXPERTS, 4 * (8 + 8)), (DEEP, 4 * (24 + 16))],
+    ids=["llama", "window", "qwen3 experts", "deepseek_v3"],
+)
+def test_the_work_for_a_token_is_attentions(pool: Pool, keys: Keys, width: int) -> None:
+    """Layers see one token, and a key more costs one product of each head with it and its value."""
+    lengths, flops, held = pool.run(_work, 1, keys)[0]
+    assert lengths == [1]
+    assert held == [200 if width else 7] * 2
+    assert len(flops) == 9
+    for length in flops:
+        assert flops[length] - flops[20] == 2 * 2 * width * (length - 20), length
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
+def test_keys_and_values(window: int | None) -> None:
+    """Of any first tokens: as one attention; the room is doubled, up to the window."""
+    options = AttentionOptions(window=window, softcap=2.0)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 40, heads, width, generator=generator)
+        for heads, width in ((4, 6), (2, 6), (2, 3))
+    )
+    sinks = torch.randn(4, generator=generator)
+    whole, _ = attention(q, k, v, None, sinks, options)
+    for first in (1, 4, 5, 6, 8, 11, 39):
+        cache, rooms = KeyValues(options), set()
+        cache.append(k[:, :first], v[:, :first])
+        for i in range(first, 40):
+            cache.append(k[:, i : i + 1], v[:, i : i + 1])
+            found = cache.query(q[:, i : i + 1], sinks)
+            assert (found - whole[:, i : i + 1]).norm() < 1e-6 * whole[:, i].norm(), i
+            assert cache.kept[0].shape[1] == min(i + 1, window or 40)
+            rooms.add(cache.kept[0].untyped_storage().nbytes() // (2 * 2 * 6 * 4))
+        most = min(64, window or 64)
+        assert max(rooms) == most
+        assert all(room == most or room.bit_count() == 1 for room in rooms)
+
+
+class Own(nn.Module):
+    """A model of the user's own, whose attention does not run as a cache needs it, or does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding, self.output = nn.Embedding(11, 8), nn.Linear(8, 11)
+        options = AttentionOptions(causal=kind != "bidirectional", softcap=3.0)
+        if kind != "coreless":
+            self.core = Biased(options) if kind == "biased" else AttentionCore(options)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(tokens) + positions[..., None].float().cos()
+        if self.kind == "registers":
+            x = torch.cat([torch.ones_like(x[:, :1]), x], 1)
+        if self.kind == "mean":
+            x = x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+        if self.kind in ("coreless", "both"):
+            x = x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        heads = x.unflatten(-1, (2, 4))
+        documents = Documents(tokens) if self.kind == "documents" else None
+        if self.kind not in ("coreless", "idle"):
+            x = x + self.core(heads, heads, heads, documents).flatten(2)
+        if self.kind == "twice":
+            x = x + self.core(heads, heads, heads).flatten(2)
+        return self.output(x[:, -tokens.shape[1] :])
+
+
+class Biased(AttentionCore):
+    """Attention that computes something besides."""
+
+    def forward(self, q_BLHK: Tensor, *others: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(q_BLHK * torch.arange(1, 1 + q_BLHK.shape[1])[:, None, None], *others)
+
+
+KINDS = {
+    "good": "",
+    "coreless": "the model has no attention core (a module with compose.AttentionOptions)",
+    "bidirectional": "core is not causal, so later tokens change what earlier ones give",
+    "biased": "a core with AttentionOptions computes something else than compose.attention",
+    "mean": "the model mixes tokens outside of its attention cores",
+    "both": "the model mixes tokens outside of its attention cores",
+    "registers": "core has other queries and keys than one for each token",
+    "documents": "core attends within documents, of which a token alone does not tell",
+    "twice": "core runs more than once in the model's forward",
+    "idle": "core does not run in the model's forward",
+}
+
+
+def _own() -> list[tuple[str, str, list[list[int]]]]:
+    """Of each model: what stands in the way of a cache, and the texts by default and without one."""
+    mesh, found = make_mesh(Parallel()), []
+    for kind in KINDS:
+        torch.manual_seed(0)
+        composition = apply(Own(kind), Plan(), mesh)
+        texts = [
+            list(sample(composition, [1, 2, 3], Sampling(max_tokens=9, seed=1, cache=how)))
+            for how in ("auto", "off")
+        ]
+        found.append((kind, obstacle(composition), texts))
+    return found
+
+
+def test_models_of_ones_own(pool: Pool) -> None:
+    """A cache is never silently wrong."""
+    found = pool.run(_own, 1)[0]
+    assert [kind for kind, *_ in found] == list(KINDS)
+    for kind, why, (cached, whole) in found:
+        assert why == KINDS[kind], kind
+        assert cached == whole, kind
+
+
+REFUSED: dict[str, tuple[Keys, int, str]] = {
+    "pp": (
+        LLAMA | parallel(pp=2) | {"train__global_batch": 4},
+        2,
+        "parallel.pp = 2 cuts the text or the model into parts that have no cache",
+    ),
+    "cp": (
+        LLAMA | parallel(cp=2),
+        2,
+        "parallel.cp = 2 cuts the text or the model into parts that have no cache",
+    ),
+    "capacity": (
+        QWEN_EXPERTS | {"model__capacity_factor": 0.5} | parallel(tp=2),
+        2,
+        "experts have a capacity, and the whole text competes for it",
+    ),
+    "compile": (
+        LLAMA | {"compile__mode": "block"},
+        1,
+        "the model is compiled (compile.mode), and a cache grows with each token",
+    ),
+}
+
+
+def _refused(keys: Keys, ranks: int) -> tuple[str, list[str]]:
+    """What is said where a cache is asked for, and where it is not."""
+    composition = composed(keys, ranks)
+    with mock.patch("builtins.print") as said:
+        assert open_cache(composition, "auto") is None
+        assert open_cache(composition, "off") is None
+    try:
+        list(sample(composition, TEXT[:3], Sampling(cache="on")))
+    except ConfigError as error:
+        return str(error), [str(call.args[0]) for call in said.call_args_list]
+    return "", []
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(full=n == "compile")) for n in REFUSED])
+def test_what_has_no_cache(pool: Pool, name: str) -> None:
+    """One rank says why, in one line."""
+    keys, ranks, why = REFUSED[name]
+    found = pool.run(_refused, ranks, keys, ranks)
+    assert found[0][0] == f"command line: --cache: on, but {why}; use --cache auto"
+    assert [said for _, said in found] == [
+        [f"generate: every token runs the whole text again: {why}"],
+        *[[]] * (ranks - 1),
+    ]

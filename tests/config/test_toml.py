@@ -1,0 +1,415 @@
+"""Bad input, each with its exact message; and what good input means."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from compose.cli.command_line import parse
+from compose.config import rules
+from compose.config.tables import TABLES, Config
+from compose.config.toml import dump, load
+from compose.errors import ConfigError, attribute, docs, toml_value
+from tests.support.helpers import ROOT
+
+Write = Callable[[str], str]
+
+
+def problems_of(config: Config, world_size: int) -> list[str]:
+    try:
+        rules.check(config, world_size)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write train.toml into an empty folder, and go there."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(text: str) -> str:
+        Path("train.toml").write_text(text)
+        return "train.toml"
+
+    return write_file
+
+
+def problems(*arguments: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments)  # type: ignore[arg-type]
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[parallel]\ntpp = 2", "parallel.tpp: unknown key; did you mean parallel.tp?"),
+        ("[train]\nlr = 1.0", "train.lr: unknown key; did you mean optimizer.lr?"),
+        ("[train]\nkwyjibo = 1", "train.kwyjibo: unknown key"),
+        ("[paralel]\ntp = 2", "paralel: unknown table; did you mean parallel?"),
+        ("seq_len = 2", "seq_len: unknown key; did you mean train.seq_len?"),
+        ('[train]\nsteps = "many"', 'train.steps: expected int, got "many"'),
+        ("[train]\nsteps = 2.5", "train.steps: expected int, got 2.5"),
+        ("[train]\nsteps = true", "train.steps: expected int, got true"),
+        ("[train]\nsteps = 0", "train.steps: 0 should be greater than or equal to 1"),
+        ("[optimizer]\nlr = false", "optimizer.lr: expected float, got false"),
+        ("[parallel]\nzero = 4", "parallel.zero: expected 0 | 1 | 2 | 3, got 4"),
+        ("[parallel]\nsequence = 1", "parallel.sequence: expected bool, got 1"),
+        (
+            '[optimizer]\nschedule = "cosin"',
+            'optimizer.schedule: expected "cosine" | "linear" | "constant", got "cosin"',
+        ),
+        (
+            '[model]\nname = "lama"',
+            "model.name: unknown model 'lama'; did you mean llama? (known: deepseek_v3, dit, gemma3,"
+            " gpt2, gpt_oss, llama, mixtral, qwen3)",
+        ),
+        (
+            '[model]\npreset = "9b"',
+            "model.preset: unknown preset '9b' of llama (known: debug, 1b, 3b, 8b, 70b, 405b)",
+        ),
+        ("[model]\nn_head = 4", "model.n_head: unknown key; did you mean model.n_heads?"),
+        ('[model]\ndim = "wide"', 'model.dim: expected int, got "wide"'),
+        ("[model]\ndim = 100", "model.dim: 100 is not a multiple of 2 * n_heads = 16"),
+        ("[model]\nn_kv_heads = 3", "model.n_kv_heads: 3 does not divide n_heads 8"),
+        ("[model]\nn_layers = 0", "model.n_layers: 0 should be at least 1, below 2^12"),
+        ("[model]\nrope_scaling = 0", "model.rope_scaling: 0.0 should be above 0"),
+        ("[model]\npreset = [1]", "model.preset: expected str, got [1]"),
+        ("[model]\nname = 5", "model.name: expected str, got 5"),
+        ("[optimizer]\nlr = inf", "optimizer.lr: inf should be a finite number"),
+        ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1: 1.0 should be less than 1"),
+        (
+            f"[train]\nseed = {2**63}",
+            f"train.seed: {2**63} should be less than {2**63}",
+        ),
+        ("[oops]", "oops: unknown table"),
+        ("extends = 3", 'extends: expected a file name in quotes, as "base.toml"'),
+        ('extends = "train.toml"', "extends itself"),
+        ('extends = ""', 'extends: expected a file name in quotes, as "base.toml"'),
+        ("train = 5", "train: unknown key; it is a table: --train.key=value, or [train] in a file"),
+        ("[[train]]", "train: unknown key; it is a table: --train.key=value, or [train] in a file"),
+        ("steps = 5", "steps: unknown key; did you mean train.steps?"),
+        (
+            "[optimizer]\neps = 1e-400",
+            "optimizer.eps: 1e-400 is too near 0 for a float, which would be 0",
+        ),
+        (
+            "[data]\nweights = [1.0, 1e-999]",
+            "data.weights: 1e-999 is too near 0 for a float, which would be 0",
+        ),
+        (
+            "[optimizer]\neps = 1e-50",
+            "optimizer.eps: 1e-50 is 0 in float32, which has nothing below 1.2e-38",
+        ),
+        (
+            "[model]\nnorm_eps = 1e-50",
+            "model.norm_eps: 1e-50 is 0 in float32, which has nothing below 1.2e-38",
+        ),
+        ("[train]\nsteps = 2020-01-01", "train.steps: expected int, got 2020-01-01"),
+        ("[train]\nsteps = {a = 1}", "train.steps: expected int, got {a = 1}"),
+        ('[train]\n"xyzzy\\u001b[2J" = 3', "train.xyzzy\\x1b[2J: unknown key"),
+        (
+            "[train]\nsteps = 3\u2028",
+            "line 2: TOML syntax: Expected newline or end of document after a statement: steps = 3",
+        ),
+    ],
+)
+def test_message(write: Write, text: str, message: str) -> None:
+    assert problems(write(text)) == [f"train.toml: {message}"]
+
+
+def test_model_folder_that_lacks_parts(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    import compose.config.models
+
+    monkeypatch.setattr(compose.config.models, "model_names", lambda: ["mine"])
+    half = types.SimpleNamespace(Config=Config, Model=dict, plan=None)
+    monkeypatch.setitem(sys.modules, "models.mine", half)
+    assert problems(write('[model]\nname = "mine"')) == [
+        "train.toml: models/mine/__init__.py: exports no PRESETS",
+        "train.toml: models/mine: Model has no init_parameter(name, tensor, generator)",
+    ]
+
+
+def test_unreadable_files(write: Write) -> None:
+    assert problems(write('extends = "a\\u0000b"')) == ["a\\x00b: cannot read it: embedded null byte"]
+    assert problems("a\0b") == ["a\\x00b: cannot read it: embedded null byte"]
+    Path("latin.toml").write_bytes(b"# \xff")
+    assert problems("latin.toml")[0].startswith("latin.toml: cannot read it: 'utf-8' codec")
+    assert problems(write("a = " + "[" * 5000))[0].startswith("train.toml: ")
+
+
+def test_a_number_of_any_length_is_one_short_line(write: Write) -> None:
+    for number in ("0x" + "f" * 5000, "9" * 5000, "1" * 400):
+        (line,) = problems(write(f"[train]\nsteps = {number}"))
+        assert line.startswith("train.toml: ")
+        assert len(line) < 300
+
+
+def test_loops_and_chains_of_files(write: Write) -> None:
+    Path("one.toml").symlink_to("two.toml")
+    Path("two.toml").symlink_to("one.toml")
+    for found in (problems("one.toml"), problems(write('extends = "one.toml"'))):
+        assert [line.partition(": [Errno")[0] for line in found] == ["one.toml: cannot read it"]
+    Path("self.toml").symlink_to("train.toml")
+    assert problems(write('extends = "self.toml"')) == ["self.toml: extends itself"]
+    for i in range(1100):
+        Path(f"{i}.toml").write_text(f'extends = "{i + 1}.toml"')
+    assert problems("0.toml") == [
+        "101.toml: is the last of more than 100 files that extend one another"
+    ]
+
+
+def test_a_byte_order_mark_says_nothing(write: Write) -> None:
+    assert load(write("\ufeff[train]\nsteps = 3")).train.steps == 3
+    assert problems(write("\ufeff[train]\nsteps = = 3")) == [
+        "train.toml: line 2: TOML syntax: Invalid value: steps = = 3"
+    ]
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    """In one place, for whoever raises it."""
+    error = ConfigError("a\x1b[2J\x07\rb\nc", "d\u202e\ud800\x7f", "é 漢")
+    assert error.problems == ["a\\x1b[2J\\x07\\rb\\nc", "d\\u202e\\ud800\\x7f", "é 漢"]
+    assert str(error) == "\n".join(error.problems)
+
+
+def test_a_value_of_several_lines_is_none(write: Write) -> None:
+    """What stood on the others was passed over."""
+    assert problems(write(""), [("train.steps", "1\ntrain.seed=2")]) == [
+        'command line: train.steps: expected int, got "1\\u000atrain.seed=2"'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dry-run=1"], "--dry-run: takes no value, got 1"),
+        (["--dry-run="], "--dry-run: takes no value, got an empty one"),
+        (["--help=false"], "--help: takes no value, got false"),
+        (
+            ["--train=5"],
+            "--train: unknown option; it is a table: --train.key=value, or [train] in a file",
+        ),
+        (["--steps=5"], "--steps: unknown option; did you mean train.steps?"),
+        (["--out=x"], "--out: unknown option; see --help"),
+        (["--\x1b[31m"], "--\\x1b[31m: unknown option; see --help"),
+        (["--train.seed=\ud800"], 'train.seed: expected int, got "\\ud800"'),
+    ],
+)
+def test_odd_options(write: Write, words: list[str], message: str) -> None:
+    file = write("")
+    with pytest.raises(ConfigError) as caught:
+        parse([file, "--dry-run", *words], "train.py", trains=True)
+    assert caught.value.problems == [f"command line: {message}"]
+
+
+def test_model_error_names_where_the_field_was_set(write: Write) -> None:
+    file = write("[model]\ndim = 100")
+    assert problems(file, [("train.steps", "4")])[0].startswith("train.toml: model.dim: ")
+    assert problems(file, [("model.n_heads", "7")])[0].startswith("train.toml: model.dim: ")
+    assert problems(write(""), [("model.n_heads", "7")])[0].startswith("command line: model.dim: ")
+
+
+def test_syntax_error_shows_the_line(write: Write) -> None:
+    assert problems(write("[train]\nsteps = 3\nseed = = 4\n")) == [
+        "train.toml: line 3: TOML syntax: Invalid value: seed = = 4"
+    ]
+
+
+def test_missing_file(write: Write) -> None:
+    assert problems("nowhere.toml") == ["nowhere.toml: no such file"]
+    assert problems(write('extends = "base.toml"')) == ["base.toml: no such file"]
+    Path("folder").mkdir()
+    assert problems("folder") == ["folder: cannot read it: [Errno 21] Is a directory: 'folder'"]
+
+
+def test_all_problems_together(write: Write) -> None:
+    file = write("[train]\nsteps = 'x'\nsed = 1\n[model]\npreset = 'big'\n[oops]\na = 1\nb = 2\n")
+    assert problems(file, [("parallel.tpp", "2")]) == [
+        'train.toml: train.steps: expected int, got "x"',
+        "train.toml: train.sed: unknown key; did you mean train.seed?",
+        "command line: parallel.tpp: unknown key; did you mean parallel.tp?",
+        "train.toml: model.preset: unknown preset 'big' of llama (known: debug, 1b, 3b, 8b, 70b, 405b)",
+        "train.toml: oops: unknown table",
+    ]
+
+
+def test_overrides_are_toml_or_bare_words(write: Write) -> None:
+    overrides = [
+        ("train.steps", "7"),
+        ("optimizer.lr", "1e-4"),
+        ("run.dir", "runs/a b"),
+        ("data.path", '"7"'),
+        ("parallel.sequence", "false"),
+        ("model.tie_embeddings", "true"),
+        ("optimizer.weight_decay", "0"),
+    ]
+    config = load(write("[train]\nsteps = 3\nseed = 4"), overrides)
+    assert (config.train.steps, config.train.seed, config.optimizer.lr) == (7, 4, 1e-4)
+    assert (config.run.dir, config.data.path) == ("runs/a b", "7")
+    assert config.parallel.sequence is False
+    assert config.model.config.tie_embeddings is True
+
+
+def test_extends_is_relative_and_overridden(write: Write) -> None:
+    Path("base").mkdir()
+    Path("base/root.toml").write_text("[train]\nsteps = 1\nseed = 1\nseq_len = 64\n")
+    Path("base/mid.toml").write_text('extends = "root.toml"\n[train]\nseed = 2\nsteps = 2\n')
+    train = load(write('extends = "base/mid.toml"\n[train]\nsteps = 3\n')).train
+    assert (train.steps, train.seed, train.seq_len) == (3, 2, 64)
+    Path("base/root.toml").write_text("[train]\nstep = 1\n")
+    assert problems("train.toml") == [
+        "base/root.toml: train.step: unknown key; did you mean train.steps?"
+    ]
+
+
+def test_default_file_states_every_default() -> None:
+    """train.toml and the dataclasses say the same, key for key."""
+    from compose.config.toml import tomllib
+
+    text = (ROOT / "train.toml").read_text()
+    content = tomllib.loads(text)
+    content["model.lora"] = content["model"].pop("lora")
+    assert content.keys() == TABLES.keys()
+    for table, kind in TABLES.items():
+        assert list(content[table]) == list(docs(kind)), table
+        for key, value in content[table].items():
+            assert toml_value(value) == toml_value(getattr(kind(), attribute(key))), f"{table}.{key}"
+    for line in text.splitlines():
+        assert not line or line[0] in "[#" or "#" in line, f"no doc: {line}"
+
+
+# Fields that no file can set.
+NO_KEYS = {"model": {"config", "lora"}, "compile": {"backend"}}
+
+
+def test_every_field_has_a_doc() -> None:
+    for table, kind in TABLES.items():
+        undocumented = {f.name.rstrip("_") for f in fields(kind)} - docs(kind).keys()
+        assert undocumented <= NO_KEYS.get(table, set())
+
+
+def test_dump_is_read_back_as_the_same(write: Write) -> None:
+    config = load(
+        write(
+            '[run]\ndir = "a \\"b\\" \\\\ \\u00e9"\n[model]\npreset = "8b"\nn_layers = 3\n'
+            "[optimizer]\nlr = 3e-5\n"
+        )
+    )
+    again = load(write(dump(config)))
+    assert again == config
+    assert isinstance(again, Config)
+    assert again.model.config.n_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "expected"),
+    [
+        (
+            8,
+            {"parallel.tp": "3"},
+            "parallel: the degrees' product tp 3 does not divide the world size 8;"
+            " nearest: parallel.tp = 2",
+        ),
+        (
+            8,
+            {"parallel.dp_shard": "2", "parallel.tp": "2"},
+            "parallel: the degrees' product dp_shard 2 x tp 2 = 4 is not the world size 8;"
+            " nearest: parallel.dp_shard = 4",
+        ),
+        (
+            1,
+            {"parallel.dp_shard": "2"},
+            "parallel: the degrees' product dp_shard 2 is not the world size 1;"
+            " nearest: parallel.dp_shard = 1",
+        ),
+        (8, {"parallel.tp": "0"}, "parallel.tp: 0 is not a degree (1 or more, or -1 for what is left)"),
+        (8, {"parallel.tp": "-1"}, "parallel.dp_shard and parallel.tp: only one degree may be -1"),
+        (
+            16,
+            {"parallel.cp": "16", "parallel.cp_method": "ulysses"},
+            "parallel.cp_method: ulysses cannot divide 8 query heads with 2 key/value heads over cp 16"
+            " x tp 1; ring and allgather can",
+        ),
+        (
+            2,
+            {"parallel.pp": "2", "parallel.pp_layers": "[2, 2]"},
+            "parallel.pp_layers: [2, 2] adds up to 4 layers; the model has 5; nearest: [3, 2]",
+        ),
+        (
+            2,
+            {"parallel.ep": "2"},
+            "plan.expert: the model's plan has nothing under it; add it, or use parallel.ep = 1",
+        ),
+        (
+            4,
+            {"train.global_batch": "30"},
+            "train.global_batch: 30 is not a multiple of dp_replicate x dp_shard x train.micro_batch"
+            " = 4 x 2 = 8; nearest: 32",
+        ),
+        (
+            4,
+            {"train.global_batch": "12"},
+            "train.global_batch: 12 is not a multiple of dp_replicate x dp_shard x train.micro_batch"
+            " = 4 x 2 = 8; nearest: 16, or train.micro_batch = 1",
+        ),
+        (
+            1,
+            {"train.global_batch": "3", "train.micro_batch": "9000000000000000000"},
+            "train.global_batch: 3 is not a multiple of dp_replicate x dp_shard x train.micro_batch"
+            " = 1 x 9000000000000000000 = 9000000000000000000; nearest: 9000000000000000000, or"
+            " train.micro_batch = 3",
+        ),
+        (
+            2,
+            {"parallel.tp": "2", "train.seq_len": "255"},
+            "train.seq_len: 255 is not a multiple of parallel.tp 2, which parallel.sequence needs;"
+            " nearest: 256, or parallel.sequence = false",
+        ),
+        (
+            3,
+            {"parallel.tp": "3", "parallel.sequence": "false"},
+            "parallel.tp: 3 does not divide 8 query heads with 2 key/value heads (allowed: 1, 2, 4, 8)",
+        ),
+        (
+            8,
+            {"parallel.tp": "8", "model.hidden_dim": "20"},
+            "parallel.tp: 8 leaves 1 of the ranks without a column of layers.0.feed_forward.w2.weight,"
+            " which has 20; nearest: 7",
+        ),
+    ],
+)
+def test_what_cannot_work_together(world_size: int, overrides: dict[str, str], expected: str) -> None:
+    config = load(str(ROOT / "train.toml"), list(overrides.items()))
+    assert problems_of(config, world_size) == [expected]
+
+
+def test_several_rules_at_once() -> None:
+    overrides = [("parallel.tp", "3"), ("train.global_batch", "3")]
+    found = problems_of(load(str(ROOT / "train.toml"), overrides), 6)
+    assert [problem.split(":")[0] for problem in found] == [
+        "parallel.tp",
+        "train.global_batch",
+        "train.seq_len",
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6, 8, 12, 64])
+def test_suggested_degrees_work(world_size: int) -> None:
+    """Whatever single degree is wrong, doing what the message says makes the product right."""
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        for degree in (2, 3, 5, 7, 16):
+            overrides = [(f"parallel.{axis}", str(degree)), ("parallel.sequence", "false")]
+            config = load(str(ROOT / "train.toml"), overrides)
+            for problem in problems_of(config, world_size):
+                if not problem.startswith("parallel: "):
+                    continue
+                key, _, value = problem.rpartition("nearest: ")[2].partition(" = ")
+                changed = load(str(ROOT / "train.toml"), [*overrides, (key, value)])
+                again = problems_of(changed, world_size)
+                assert not any(p.startswith("parallel: ") for p in again), problem

@@ -1,0 +1,441 @@
+"""Text to token ids: what is written is what the tokenizer says, by any number of workers, after any
+interruption."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from compose.__main__ import main
+from compose.config.tables import Config, Data
+from compose.data import documents as documents_module
+from compose.data import writing
+from compose.data.batches import Batches
+from compose.data.datasets import old_sets, open_data
+from compose.data.sources import open_samples
+from compose.data.token_set import MANIFEST, open_token_set
+from compose.data.tokenizer import open_tokenizer
+from compose.data.writing import Counts, describe_job, make_shard, make_token_set, units_of
+from compose.errors import LEADS_OUT, ConfigError
+from compose.ops.cross_entropy import IGNORE
+from tests.support.data_made import sets_of
+from tests.support.tokenizer_kinds import KINDS, save_kind, text_of
+from tests.support.tokenizers_made import SPECIAL, TEXT, save_tokenizer
+
+END = SPECIAL.index("<|end|>")
+
+
+def problems_of(config: Config) -> list[str]:
+    try:
+        open_data(config)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    chance = random.Random(seed)
+    parts = [*TEXT, "<|end|>", "\n\n", " ", "é", "\u2028", "0"]
+    return ["".join(chance.choices(parts, k=chance.randint(1, 30))) for _ in range(count)]
+
+
+def json_lines(path: Path, texts: list[str], field: str = "text") -> Path:
+    rows = [json.dumps({"id": i, field: text}, ensure_ascii=False) for i, text in enumerate(texts)]
+    path.write_text("\n".join(rows), encoding="utf-8")
+    return path
+
+
+def expected(tokenizer: Path, texts: list[str]) -> list[int]:
+    """One document after another, each with the end token; what spells a special token is text."""
+    loaded = Tokenizer.from_file(str(tokenizer))
+    loaded.encode_special_tokens = True
+    return [i for text in texts if text for i in [*loaded.encode(text).ids, END]]
+
+
+def make(tokenizer: Path, out: Path, *files: Path, workers: int = 1, unit: int = 1 << 20) -> Counts:
+    job = describe_job(open_tokenizer(tokenizer), "text", "text", END, files, unit)
+    return make_token_set(job, out, workers, lambda done, counts: None)
+
+
+def row_of(folder: Path) -> list[int]:
+    tokens = open_token_set(folder).tokens
+    return tokens.read(0, len(tokens)).tolist()
+
+
+@pytest.mark.parametrize(("unit", "workers"), [(1 << 20, 1), (997, 2), (50, 1)])
+def test_units_make_no_difference(tmp_path: Path, unit: int, workers: int) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    texts = [*documents(60), "", "last"]
+    file = json_lines(tmp_path / "a.jsonl", texts)
+    counts = make(tokenizer, tmp_path / "out", file, unit=unit, workers=workers)
+    assert row_of(tmp_path / "out") == expected(tokenizer, texts)
+    made = open_token_set(tmp_path / "out")
+    assert counts.documents == len(made.ends) == 61
+    assert counts.tokens == len(made.tokens) == made.ends[-1]
+    # The index says where documents end.
+    assert [made.tokens.read(int(end) - 1, int(end))[0] for end in made.ends] == [END] * 61
+
+
+def test_text_files_are_documents_that_may_span_units(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    one = tmp_path / "one.txt"
+    one.write_text("".join(f"{i}: {text}\n" for i, text in enumerate(documents(40))))
+    (tmp_path / "two.md").write_text("no newline at the end")
+    (tmp_path / "none.txt").touch()
+    files = [one, tmp_path / "none.txt", tmp_path / "two.md"]
+    make(tokenizer, tmp_path / "out", *files, unit=300)
+    made, loaded = open_token_set(tmp_path / "out"), Tokenizer.from_file(str(tokenizer))
+    first, second = (
+        made.tokens.read(start, stop - 1).tolist()
+        for start, stop in zip([0, made.ends[0]], made.ends, strict=True)
+    )
+    assert loaded.decode(first, skip_special_tokens=False) == one.read_text()
+    assert loaded.decode(second) == "no newline at the end"
+    assert len(units_of(describe_job(open_tokenizer(tokenizer), "text", "text", END, files, 300))) > 5
+
+
+def test_parquet(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    texts = documents(30)
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table({"n": list(range(31)), "text": [*texts, None]}), path, row_group_size=7
+    )
+    make(tokenizer, tmp_path / "out", path)
+    assert row_of(tmp_path / "out") == expected(tokenizer, texts)
+
+
+@pytest.mark.parametrize("moment", ["before a shard", "between shards", "before the manifest"])
+def test_goes_on_where_it_was(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at any moment, the same command ends with the same folder, and does no shard twice."""
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(60)
+    file = json_lines(tmp_path / "a.jsonl", texts)
+    job = describe_job(open_tokenizer(tokenizer), "text", "text", END, [file], 500)
+    out = tmp_path / "out"
+    writing._claim(job, out)
+    units = units_of(job)
+    assert len(units) > 6
+    done = {"before a shard": units[:2], "between shards": units[3:], "before the manifest": units}
+    for unit in done[moment]:
+        make_shard(job, out, unit)
+    if moment == "before a shard":  # one was being written
+        (out / f".tokens-{units[2].name}.bin").write_bytes(b"half")
+        (out / f"ends-{units[2].name}.bin").write_bytes(b"whole, but not its tokens")
+    with pytest.raises(
+        ConfigError, match=r"is not whole yet; run the same `python -m compose tokenize`"
+    ):
+        open_samples(str(out), Data(), 8, 300)
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("tokens-*.bin")}
+    make_token_set(job, out, 1, lambda done, counts: None)
+    assert row_of(out) == expected(tokenizer, texts)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert len(kept) == len(done[moment])
+
+
+def test_windows_of_a_token_set(tmp_path: Path) -> None:
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(40)
+    make(tokenizer, tmp_path / "out", json_lines(tmp_path / "a.jsonl", texts), unit=300)
+    samples, row = open_samples(str(tmp_path / "out"), Data(), 16, 300), expected(tokenizer, texts)
+    assert len(samples) == (len(row) - 1) // 16
+    for index in range(len(samples)):
+        batch = samples.read(index)
+        window = torch.tensor(row[16 * index : 16 * index + 17])
+        assert torch.equal(batch["tokens"], window[:-1])
+        assert torch.equal(batch["targets"], window[1:].masked_fill(window[:-1] == END, IGNORE))
+
+
+def test_damage_and_misfits_are_named(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    out = tmp_path / "out"
+    make(tokenizer, out, json_lines(tmp_path / "a.jsonl", documents(20)), unit=500)
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def problems(**keys: object) -> list[str]:
+        return problems_of(sets_of(**{"path": str(out), **keys}))
+
+    size = open_tokenizer(tokenizer).vocab_size
+    assert problems() == [
+        f"data.path: {out} has ids up to {size - 1}; set model.vocab_size to at least {size}"
+        " (it is 257)"
+    ]
+    (out / "ends-00001.bin").unlink()
+    (out / "tokens-00000.bin").write_bytes(whole["tokens-00000.bin"][:-1])
+    bytes_ = len(whole["tokens-00000.bin"])
+    assert problems() == [
+        f"data.path: {out}/tokens-00000.bin: has {bytes_ - 1:,} bytes, not the {bytes_:,} of"
+        " manifest.json",
+        f"data.path: {out}/ends-00001.bin: is missing",
+    ]
+    for name, content in whole.items():
+        (out / name).write_bytes(content)
+    (out / MANIFEST).write_bytes(whole[MANIFEST][:-9])
+    (problem,) = problems()
+    assert problem.startswith(f"data.path: {out}/manifest.json: is not JSON: ")
+    (out / MANIFEST).write_text(json.dumps({**json.loads(whole[MANIFEST]), "format": 2}))
+    assert problems() == [f"data.path: {out}/manifest.json: is of format 2, this reads 1"]
+    (tmp_path / "elsewhere.json").write_bytes(whole[MANIFEST])
+    (out / MANIFEST).unlink()
+    (out / MANIFEST).symlink_to(tmp_path / "elsewhere.json")
+    assert problems() == [f"data.path: {out}/manifest.json: {LEADS_OUT}"]
+
+
+def test_tokenizers_must_agree(tmp_path: Path) -> None:
+    file = json_lines(tmp_path / "a.jsonl", documents(5))
+    first, second = (save_tokenizer(tmp_path / f"t{n}", vocab_size=n) for n in (262, 263))
+    make(first, tmp_path / "one", file)
+    make(second, tmp_path / "two", file)
+    (tmp_path / "text.txt").write_text("a text of bytes")
+    config = sets_of(
+        path=(str(tmp_path / "one"), str(tmp_path / "two")), validation=str(tmp_path / "text.txt")
+    )
+    object.__setattr__(config.model.config, "vocab_size", 300)
+    hashes = [open_tokenizer(path).sha256[:12] for path in (first, second)]
+    assert problems_of(config) == [
+        f"data: {tmp_path}/two is of another tokenizer (sha256 {hashes[1]}) than {tmp_path}/one"
+        f" (sha256 {hashes[0]}); tokenize both with the same tokenizer.json",
+        f"data: {tmp_path}/text.txt is of another tokenizer (bytes) than {tmp_path}/one"
+        f" (sha256 {hashes[0]}); tokenize both with the same tokenizer.json",
+    ]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(9)
+    file, out = json_lines(tmp_path / "a.jsonl", texts, "body"), tmp_path / "out"
+    words = ["tokenize", "--tokenizer", str(tokenizer.parent), "--out", str(out), "--workers=1"]
+    assert main([*words, "--field=body", str(file)]) == 0
+    count = len(expected(tokenizer, texts))
+    output = capsys.readouterr()
+    assert output.out == f"{out}: {count:,} tokens, 9 documents\n"
+    assert output.err.startswith("100%  ")
+    before = (out / "tokens-00000.bin").stat().st_mtime_ns
+    assert main([*words, "--field=body", str(file)]) == 0
+    assert (out / "tokens-00000.bin").stat().st_mtime_ns == before
+    assert (out / "tokenizer_config.json").exists()
+
+    def refused(*more: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            main(list(more))
+        return str(caught.value)
+
+    assert refused(*words, str(file)) == (
+        f"{out}: holds another job (files, tokenizer or options differ); choose another --out, or"
+        " delete it"
+    )
+    assert (
+        refused("tokenize", "--out=x", "f") == "command line: tokenize: needs --tokenizer; see --help"
+    )
+    assert refused(*words) == "command line: tokenize: needs FILES; see --help"
+    assert refused(*words, "--wokers=2", "f") == (
+        "command line: --wokers: unknown option; did you mean --workers?"
+    )
+    assert refused(*words, "--workers=0", str(file)) == (
+        "command line: --workers: 0 is not a number of processes"
+    )
+    assert refused(*words, "--end=no", str(file)).startswith("command line: --end: no is no token of ")
+    other = [*words[:3], "--out", str(tmp_path / "other"), "--workers=1"]
+    assert refused(*other, "none.txt", "b.gz", str(file)) == (
+        "none.txt: cannot be read: No such file or directory\nb.gz: is compressed; unpack it first"
+    )
+    assert refused(*other, str(file)) == (
+        f"{file}:1: has no text in 'text' (it has 'id', 'body'); see --field"
+    )
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'{"text": "a"}\n\n{"text": "b}\n')
+    assert refused(*other[:3], "--out", str(tmp_path / "3"), str(bad)).startswith(
+        f"{bad}:3: is not JSON: "
+    )
+    bad.write_bytes(b'{"text": "a"}\n["b"]\n')
+    assert refused(*other[:3], "--out", str(tmp_path / "4"), str(bad)) == f"{bad}:2: is not an object"
+    bad.write_bytes(b'{"text": "a"}\n\xff\n')
+    assert refused(*other[:3], "--out", str(tmp_path / "5"), str(bad)) == (
+        f"{bad}:2: is not UTF-8: invalid start byte"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"text": "a \\ud800 b"}', "holds half a character, \\ud800"),
+        (b'{"text": "a", "\\uDFFF": 1}', "holds half a character, \\udfff"),
+        (b'{"a": ' * 60_000, "is nested too deeply"),
+        (b'{"text": ["a"]}', "has no text in 'text' (it holds a list); see --field"),
+        (b"1" * 5000, "is not JSON: Exceeds the limit"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: bytes, words: str) -> None:
+    tokenizer, file = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "\\ud83d\\ude00 a pair"}\n\n' + line)
+    with pytest.raises(ConfigError) as caught:
+        make(tokenizer, tmp_path / "out", file)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{file}:3: {words}")
+
+
+def test_rows_that_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --skip-bad, those of JSON lines and of Parquet; without it null is an empty text."""
+    tokenizer, lines, table = (
+        save_tokenizer(tmp_path / "t"),
+        tmp_path / "a.jsonl",
+        tmp_path / "b.parquet",
+    )
+    lines.write_bytes(
+        b'\xef\xbb\xbf{"text": "a"}\n{"text": 5}\n\xff\n{"text": null}\n{"text": "b"}\n{"a": 1}'
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": [["c"], ["d"]]}), table)
+    words = ["tokenize", "--workers=1", "--tokenizer", str(tokenizer), "--out", str(tmp_path / "out")]
+    assert main([*words, "--skip-bad", str(lines), str(table)]) == 0
+    assert row_of(tmp_path / "out") == expected(tokenizer, ["a", "b"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith(" 2 documents")
+    assert printed[-6:] == [
+        f"  bad{5:>25}  left out (--skip-bad), for example:",
+        f"    {lines}:2: has no text in 'text' (it holds a number); see --field",
+        f"    {lines}:3: is not UTF-8: invalid start byte",
+        f"    {lines}:6: has no text in 'text' (it has 'a'); see --field",
+        f"    {table}: row 1: has no text in 'text'",
+        f"    {table}: row 2: has no text in 'text'",
+    ]
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    assert [manifest[name] for name in ("rows", "empty", "bad", "documents")] == [3, 1, 5, 2]
+
+
+def test_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    tokenizer, path = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "a.parquet"
+    bad = pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
+    with pytest.raises(ConfigError) as caught:
+        make(tokenizer, tmp_path / "out", path)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{path}: row 1: cannot be read as Parquet: ")
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """Whatever stands in the folder of a job that was begun: it is replaced, or done again."""
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(8)
+    file, out, mine = json_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", tmp_path / "mine"
+    make(tokenizer, out, file)
+    size = (out / "tokens-00000.bin").stat().st_size
+    mine.write_bytes(b"m" * size)
+    names = [path.name for path in out.iterdir() if path.name != writing.JOB]
+    for name in [*names, *(f".{name}" for name in names), *(f".{name}.new" for name in names)]:
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(mine)
+    make(tokenizer, out, file)
+    assert mine.read_bytes() == b"m" * size
+    assert row_of(out) == expected(tokenizer, texts)
+    assert not [name for name in names if (out / name).is_symlink()]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON: Expecting property name"),
+        (b"[]", "is a list, not an object"),
+        (b'{"tokenizer": 5}', "tokenizer: expected a string, got 5"),
+        (None, "is a link that leads out of its folder"),
+    ],
+)
+def test_a_job_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
+    tokenizer, out = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "out"
+    file = json_lines(tmp_path / "a.jsonl", ["a"])
+    out.mkdir()
+    if content is None:
+        (out / writing.JOB).symlink_to(tmp_path / "none")
+    else:
+        (out / writing.JOB).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        make(tokenizer, out, file)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{out}/{writing.JOB}: {words}")
+
+
+def test_a_shard_that_is_not_whole_is_done_again(tmp_path: Path) -> None:
+    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(8)
+    file, out = json_lines(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    make(tokenizer, out, file)
+    for damage in ("[]", '{"tokens": -1}', '{"tokens": 7, "documents": 8, "empty": 0}'):
+        (out / ".00000.json").write_text(damage)
+        make(tokenizer, out, file)
+        assert row_of(out) == expected(tokenizer, texts)
+
+
+def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    make(tokenizer, tmp_path / "out", json_lines(tmp_path / "a.jsonl", ["some", "text"]))
+    assert json.loads((tmp_path / "out" / MANIFEST).read_text())["dtype"] == "<u2"
+    loaded = open_tokenizer(tokenizer)
+    loaded.vocab_size = (1 << 16) + 1
+    assert np.dtype(writing._dtype(loaded)).itemsize == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_what_transformers_makes_of_them(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each kind of tokenizer: rows, and a file that is read in small parts, of several units."""
+    folder, out = save_kind(tmp_path / "tokenizer", kind), tmp_path / "out"
+    rows = [text_of(20, seed) for seed in range(5)] + [" x", "x ", "\n"]
+    text = text_of(600, 9)
+    (tmp_path / "b.txt").write_text(text, newline="")
+    files = [json_lines(tmp_path / "a.jsonl", rows), tmp_path / "b.txt"]
+    monkeypatch.setattr(documents_module, "_BLOCK", 60)
+    monkeypatch.setattr(documents_module, "_AROUND", 256)
+    tokenizer, reference = open_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.special.get("eos_token") == reference.eos_token
+    job = describe_job(tokenizer, "text", "text", tokenizer.end, files, 700)
+    make_token_set(job, out, 1, lambda done, counts: None)
+    made, found = open_token_set(out), []
+    for start, stop in zip([0, *made.ends[:-1]], made.ends, strict=True):
+        found.append(made.tokens.read(int(start), int(stop)).tolist())
+    for ids, each in zip(found, [*rows, text], strict=True):
+        expected = reference(each, split_special_tokens=True)["input_ids"]
+        assert ids == expected + ([] if expected[-1:] == [tokenizer.end] else [tokenizer.end])
+    assert len(units_of(job)) > 6
+    assert made.added is True
+
+
+def test_a_flag_turns_added_tokens_off(tmp_path: Path) -> None:
+    folder, file = save_kind(tmp_path / "t", "llama3"), json_lines(tmp_path / "a.jsonl", ["x", "x y"])
+    words = ["tokenize", "--tokenizer", str(folder), "--workers=1", str(file)]
+    assert main([*words, "--out", str(tmp_path / "with")]) == 0
+    assert main([*words, "--out", str(tmp_path / "without"), "--no-special-tokens"]) == 0
+    start, row = [0], row_of(tmp_path / "without")
+    place = row.index(open_tokenizer(folder).end) + 1
+    assert row_of(tmp_path / "with") == [*start, *row[:place], *start, *row[place:]]
+    manifests = [json.loads((tmp_path / out / MANIFEST).read_text()) for out in ("with", "without")]
+    assert [manifest["added"] for manifest in manifests] == [True, False]
+    with pytest.raises(ConfigError) as caught:
+        main([*words, "--out", "x", "--chat", "--no-special-tokens"])
+    assert str(caught.value) == (
+        "command line: --no-special-tokens: is for text; a chat has the tokens that its template writes"
+    )
+
+
+@pytest.mark.parametrize(("kind", "adds"), [("llama3", "<|begin_of_text|>"), ("qwen", "")])
+def test_old_sets_say_how_they_were_made(tmp_path: Path, kind: str, adds: str) -> None:
+    """A set whose manifest says nothing of added tokens has none."""
+    folder, out = save_kind(tmp_path / "t", kind), tmp_path / "out"
+    file = json_lines(tmp_path / "a.jsonl", ["some words", "and more of them"])
+    words = ["tokenize", "--tokenizer", str(folder), "--workers=1", str(file), "--out", str(out)]
+    assert main([*words, "--no-special-tokens"]) == 0
+
+    def notes() -> list[str]:
+        return old_sets(Batches([open_samples(str(out), Data(), 4, 500)], global_batch=1, seed=0))
+
+    assert notes() == []
+    manifest = json.loads((out / MANIFEST).read_text())
+    del manifest["added"]
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    line = (
+        f"{out}: was made by an earlier version, without {adds}, which its tokenizer adds to a text;"
+        " `python -m compose tokenize` adds it now, and so does `generate`, but with"
+        " --no-special-tokens"
+    )
+    assert notes() == [line] * bool(adds)

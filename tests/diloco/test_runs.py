@@ -1,0 +1,394 @@
+"""Runs on islands: what they leave, and how they go on."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from compose.checkpoint import checkpointer, store
+from compose.checkpoint.checkpointer import Checkpointer, SaveReport
+from compose.checkpoint.options import Checkpoint
+from compose.config.tables import Config
+from compose.errors import ConfigError
+from compose.parallel.islands import Islands, current
+from compose.parallel.processes import process_group
+from compose.proof.held import whole
+from compose.train.metrics import StepMetrics
+from compose.train.trainer import Trainer
+from tests.support.checkpoints import shards
+from tests.support.command_lines import free_port
+from tests.support.forks import forks
+from tests.support.helpers import Keys, make_job
+from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for, lines
+
+RUN: Keys = {
+    "train__seq_len": 16,
+    "train__global_batch": 8,
+    "train__micro_batch": 1,
+    "train__steps": 10,
+    "checkpoint__interval": 5,
+    "outer__every": 4,
+}
+MESHES: dict[str, tuple[int, Keys]] = {
+    "one rank": (1, {}),
+    "zero 3": (2, {"parallel__dp_shard": 2}),
+    "tp": (2, {"parallel__tp": 2, "parallel__dp_shard": 1}),
+}
+# Each is saved in the middle of a round, the first three while messages are on their way.
+OUTER: dict[str, Keys] = {
+    "streaming": {"outer__fragments": 1, "outer__delay": 1, "outer__mix": 0.5},
+    "top_k": {"outer__dtype": "top_k", "outer__delay": 2},
+    "int8, late": {"outer__dtype": "int8", "outer__delay": 3},
+    "diloco": {},
+}
+
+
+DROPPED = (
+    "{}: what messages kept is of another mesh, of other codes, or of an earlier version,"
+    " and is dropped"
+)
+
+
+def run(keys: Keys, islands: int) -> list[str]:
+    """Train; what is said on the first rank."""
+    job = make_job(dist.get_world_size() * islands, **{"parallel__dp_replicate": islands, **keys})
+    assert job.islands == current().count == islands
+    said: list[str] = []
+    with mock.patch("builtins.print", lambda text, **_: said.append(text)):
+        Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
+    return said
+
+
+def outcome(keys: Keys, broken_from: int = 0) -> list[str]:
+    """Train; what is said on this rank, or why it cannot begin. Saves of the second island may fail."""
+    said: list[str] = []
+    real = store.publish
+
+    def publish(folder: Path, files: Any) -> Path:
+        if broken_from and current().index == 1 and int(folder.name[-8:]) >= broken_from:
+            raise OSError(28, "No space left on device")
+        return real(folder, files)
+
+    job = make_job(dist.get_world_size() * 2, **{"parallel__dp_replicate": 2, **keys})
+    with (
+        mock.patch("builtins.print", lambda text, **_: said.append(text)),
+        mock.patch.object(store, "publish", publish),
+    ):
+        try:
+            Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
+        except ConfigError as error:
+            return list(error.problems)
+    return said
+
+
+def steps(run_dir: Path) -> list[str]:
+    """The names of a run's checkpoints, those set aside too."""
+    return sorted(p.name.removeprefix("step-000000") for p in (run_dir / "checkpoints").iterdir())
+
+
+def train(pool: Pool, folder: Path, keys: Keys, mesh: str = "zero 3", islands: int = 2) -> list[str]:
+    ranks, degrees = MESHES[mesh]
+    whole = keys_for(folder, **RUN, **degrees) | keys
+    return pool.run(run, ranks * islands, whole, islands, islands=islands)[0]
+
+
+def folders(run_dir: Path, islands: int = 2) -> list[Path]:
+    return [run_dir, *(run_dir / "islands" / str(i) for i in range(1, islands))]
+
+
+def state(run_dir: Path, step: int, islands: int = 2) -> list[dict[str, int]]:
+    return [shards(one / "checkpoints" / f"step-{step:08d}") for one in folders(run_dir, islands)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OUTER)
+def test_goes_on_bitwise_in_the_middle_of_a_round(pool: Pool, tmp_path: Path, name: str) -> None:
+    train(pool, tmp_path / "whole", OUTER[name])
+    train(pool, tmp_path / "parts", OUTER[name] | {"train__stop_after": 5})
+    said = train(pool, tmp_path / "parts", OUTER[name])
+    assert said[0] == f"{tmp_path / 'parts'}/checkpoints/step-00000005: resumed after step 5"
+    assert state(tmp_path / "parts", 10) == state(tmp_path / "whole", 10)
+    for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path / "parts"), strict=True):
+        right = [line["loss"] for line in lines(one)]
+        assert [line["loss"] for line in lines(other)] == right
+        assert len(right) == 10
+    losses = [[line["loss"] for line in lines(one)] for one in folders(tmp_path / "whole")]
+    assert losses[0] != losses[1]  # they do not train on the same samples
+
+
+def test_all_islands_end_with_the_same_weights(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(_ends, 4, keys_for(tmp_path, **RUN, **OUTER["streaming"]), islands=2)
+    for weights in found[2:]:
+        for name, value in found[0].items():
+            assert torch.equal(weights[name], value), name
+
+
+def _ends(keys: Keys) -> dict[str, torch.Tensor]:
+    job = make_job(4, **{"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **keys})
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer.run()
+    return {name: whole(p) for name, p in trainer.composition.named_parameters()}
+
+
+def _stopped(keys: Keys, at: int) -> int:
+    """Train on; the second island gets SIGTERM in step ``at``. The step after which this one stops."""
+    job = make_job(2, **{"parallel__dp_replicate": 2, **keys})
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    step = trainer.step
+
+    def stepped() -> StepMetrics:
+        if current().index == 1 and trainer.progress.step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if current().index == 0:
+            time.sleep(0.05)  # the islands are not at the same step
+        return step()
+
+    with mock.patch.object(trainer, "step", stepped):
+        trainer.run()
+    return trainer.progress.step
+
+
+@pytest.mark.parametrize("at", [2, 3, 5])
+def test_all_islands_stop_after_the_same_step(pool: Pool, tmp_path: Path, at: int) -> None:
+    keys = keys_for(tmp_path, **RUN, **OUTER["streaming"])
+    stopped = pool.run(_stopped, 2, keys, at, islands=2)
+    assert stopped[0] == stopped[1] <= 10
+    assert stopped[0] > at
+    name = f"step-{stopped[0]:08d}"
+    assert all((one / "checkpoints" / name).exists() for one in folders(tmp_path))
+    assert len(state(tmp_path, stopped[0])) == 2
+
+
+@pytest.mark.slow
+def test_goes_on_on_another_mesh_inside_islands(pool: Pool, tmp_path: Path) -> None:
+    train(pool, tmp_path / "whole", OUTER["streaming"])
+    train(pool, tmp_path, OUTER["streaming"] | {"train__stop_after": 5})
+    folder = f"{tmp_path}/checkpoints/step-00000005"
+    said = train(pool, tmp_path, OUTER["streaming"], mesh="tp")
+    assert said[:2] == [
+        f"{folder}: resumed after step 5",
+        DROPPED.format(folder),
+    ]
+    for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path), strict=True):
+        right, found = ([line["loss"] for line in lines(run)] for run in (one, other))
+        assert found[:5] == right[:5]
+        assert found[5] == pytest.approx(right[5], rel=1e-5)  # the exchange on its way is lost
+        assert found[5:] == pytest.approx(right[5:], rel=0.05)
+
+
+def _as_before_rows(folder: Path) -> None:
+    """Give a checkpoint's messages the label of when fragments were cut from what ranks hold."""
+    for path in folder.glob("comm-*.safetensors"):
+        with safe_open(path, "pt") as file:
+            label = json.loads(file.metadata()["of"])
+        assert label.pop() == "rows"
+        save_file(load_file(path), path, {"of": json.dumps(label)})
+    files = [path for path in folder.iterdir() if path.name != store.MANIFEST]
+    (folder / store.MANIFEST).write_text(json.dumps({"files": store.described(files)}))
+
+
+@pytest.mark.slow
+def test_messages_of_earlier_fragments_are_dropped(pool: Pool, tmp_path: Path) -> None:
+    train(pool, tmp_path, OUTER["streaming"] | {"train__stop_after": 5})
+    for one in folders(tmp_path):
+        _as_before_rows(one / "checkpoints" / "step-00000005")
+    said = train(pool, tmp_path, OUTER["streaming"])
+    assert said[1] == DROPPED.format(f"{tmp_path}/checkpoints/step-00000005")
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 11))
+
+
+@pytest.mark.slow
+def test_goes_on_on_another_mesh_as_one_process(pool: Pool, tmp_path: Path) -> None:
+    """Outer weights and momentum are cut anew: without messages on their way nothing is lost."""
+    train(pool, tmp_path / "whole", OUTER["diloco"])
+    train(pool, tmp_path, OUTER["diloco"] | {"train__stop_after": 5})
+    said = train(pool, tmp_path, OUTER["diloco"], mesh="tp")
+    assert said[0] == f"{tmp_path}/checkpoints/step-00000005: resumed after step 5"
+    assert not any("dropped" in line for line in said)
+    for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path), strict=True):
+        right, found = ([line["loss"] for line in lines(run)] for run in (one, other))
+        assert found == pytest.approx(right, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(2, 4, marks=pytest.mark.slow),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+        (1, 2),
+        (2, 1),
+    ],
+)
+def test_goes_on_with_another_number_of_islands(
+    pool: Pool, tmp_path: Path, before: int, after: int
+) -> None:
+    """All begin with the weights of the first island, and its outer weights, if there are any."""
+    alone: Keys = {"outer__every": 0}
+    begun: Keys = {"train__stop_after": 5} | (alone if before == 1 else {})
+    train(pool, tmp_path, begun, "zero 3", before)
+    saved = state(tmp_path, 5, 1)
+    said = train(pool, tmp_path, alone if after == 1 else {}, "zero 3", after)
+    assert said[0] == f"{tmp_path}/checkpoints/step-00000005: resumed after step 5"
+    found = [lines(one) for one in folders(tmp_path, after)]
+    assert [line["step"] for line in found[0]] == list(range(1, 11))
+    assert [line["step"] for line in found[-1]][-5:] == list(range(6, 11))
+    assert state(tmp_path, 5, 1) == saved
+
+
+def _late(keys: Keys) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train; the second island is late once. How many took part in exchanges, and the weights."""
+    job = make_job(4, **{"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **keys})
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    step, took_part = trainer.step, []
+
+    def stepped() -> StepMetrics:
+        if current().index == 1 and trainer.progress.step == 1:
+            time.sleep(4)
+        metrics = step()
+        if metrics.outer["bytes"] or metrics.step % 2 == 0:
+            took_part.append(metrics.outer["islands"])
+        return metrics
+
+    with mock.patch.object(trainer, "step", stepped):
+        trainer.run()
+    return took_part, {name: whole(p) for name, p in trainer.composition.named_parameters()}
+
+
+@pytest.mark.slow
+def test_an_island_that_is_late_joins_the_next_exchange(pool: Pool, tmp_path: Path) -> None:
+    own: Keys = {"outer__every": 2, "outer__grace": 1, "train__steps": 4}
+    keys = keys_for(tmp_path, **(RUN | own))
+    found = pool.run(_late, 4, keys, islands=2)
+    for took_part, weights in found:
+        assert took_part == [1, 2]  # the exchange after the last step waits for all
+        assert all(torch.equal(weights[name], value) for name, value in found[0][1].items())
+
+
+DRIFT: Keys = {
+    "train__steps": 8,
+    "outer__every": 8,
+    "checkpoint__interval": 2,
+    "checkpoint__keep_last": 8,
+}
+
+
+def _without(run_dir: Path, *gone: int) -> None:
+    for step in gone:
+        shutil.rmtree(run_dir / "checkpoints" / store.name_of(step))
+
+
+def test_islands_without_a_common_step_do_not_begin(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_for(tmp_path, **(RUN | DRIFT))
+    pool.run(outcome, 2, keys | {"train__stop_after": 6}, islands=2)
+    first, second = folders(tmp_path)
+    _without(first, 2)
+    _without(second, 4, 6)
+    said = pool.run(outcome, 2, keys, islands=2)
+    line = (
+        f"run.dir: {tmp_path}: its islands have no checkpoint of the same step (island 0: 6, 4;"
+        " island 1: 2), and none may lose what it has learned: put a folder back, or copy one into the"
+        " checkpoints of all islands to go on from it alone"
+    )
+    assert said == [[line], [line]]
+    assert (steps(first), steps(second)) == (["04", "06"], ["02"])
+    whole, lacking = (one / "checkpoints" / store.name_of(4) for one in (first, second))
+    shutil.copytree(whole, lacking)
+    said = pool.run(outcome, 2, keys, islands=2)  # the cure
+    root = first / "checkpoints"
+    assert said[0][:2] == [
+        f"{root}/step-00000004: resumed after step 4",
+        f"{root}/step-00000006: other islands lack this step; kept as step-00000006.earlier-1",
+    ]
+    assert steps(first) == ["04", "06", "06.earlier-1", "08"]
+    assert steps(second) == ["02", "04", "06", "08"]
+
+
+@pytest.mark.slow
+def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> None:
+    """The second island's saves fail from step 4 on, and it says so; the first one keeps step 2."""
+    keys = keys_for(tmp_path, **(RUN | DRIFT | {"checkpoint__keep_last": 1}))
+    said = pool.run(outcome, 2, keys, 4, islands=2)
+    first, second = folders(tmp_path)
+    assert (steps(first), steps(second)) == (["02", "04", "06", "08"], ["02"])
+    assert not any("failed" in line for line in said[0])
+    assert said[1] == [
+        f"island 1: checkpoint of step {step} failed: No space left on device; training goes on"
+        for step in (4, 6, 8)
+    ]
+    said = pool.run(outcome, 2, keys, islands=2)
+    assert said[0][0] == f"{first}/checkpoints/step-00000002: resumed after step 2"
+    # What the first island had learned after step 2 is whole, and not called damaged.
+    kept = {"04.earlier-1", "06.earlier-1", "08", "08.earlier-1"}
+    assert kept <= set(steps(first)) <= kept | {"06"}
+    assert "08" in steps(second)
+
+
+def _at_island(
+    index: int, shared: dist.Store, patch: pytest.MonkeyPatch, rank: int = 0, folder: Path = Path()
+) -> Checkpointer:
+    """A checkpointer that has only what it needs to prune and to speak."""
+    one, here = Checkpointer.__new__(Checkpointer), Islands(index, 2, shared)
+    one.root, one.config, one.rank = folder, Config(checkpoint=Checkpoint(keep_last=1)), rank
+    patch.setattr(checkpointer, "current", lambda: here)
+    patch.setattr(checkpointer, "speaks", lambda: rank == index == 0)
+    return one
+
+
+def test_no_island_prunes_what_another_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = dist.HashStore()
+    for step in (2, 4, 6, 8):
+        folder = tmp_path / store.name_of(step)
+        folder.mkdir()
+        (folder / store.MANIFEST).touch()
+    first = _at_island(0, shared, monkeypatch, folder=tmp_path)
+    for others, left in (([], [2, 4, 6, 8]), ([2], [2, 4, 6, 8]), ([2, 6], [6, 8]), ([8], [8])):
+        shared.set("told/checkpoints/1", json.dumps([store.name_of(step) for step in others]))
+        first._prune(tmp_path / store.name_of(8))
+        assert [store.step_of(p) for p in sorted(tmp_path.iterdir())] == left
+
+
+@pytest.mark.parametrize(
+    ("island", "rank", "said"), [(0, 0, "word\n"), (0, 1, ""), (1, 0, "island 1: word\n"), (1, 1, "")]
+)
+def test_each_island_speaks_of_its_own_files(
+    island: int, rank: int, said: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = _at_island(island, dist.HashStore(), monkeypatch, rank)
+    one.thread, one.failures = mock.Mock(is_alive=lambda: False), 0
+    one.report = SaveReport(4, 0.0, problem="No space left on device")
+    one.finished()
+    line = "checkpoint of step 4 failed: No space left on device; training goes on\n"
+    assert capsys.readouterr().out == said.replace("word\n", line)
+
+
+def _leave(index: int, port: int) -> None:
+    """One of two islands without torchrun; the second one asks the store once more, late."""
+    place = {"RANK": index, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    with process_group(Config(), 2):
+        if index == 1:
+            time.sleep(0.5)
+            current().told("last", "word")
+
+
+def test_the_island_with_the_store_leaves_last() -> None:
+    port = free_port()
+    both = [forks().Process(target=_leave, args=(index, port)) for index in (0, 1)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]

@@ -1,0 +1,215 @@
+"""torch.compile: the same gradients on every mesh, one graph for all layers that are alike."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+from compose import ConfigError, forward_backward
+from compose.build import fill_weights, parallelize
+from compose.data.packing import random_batch
+from compose.memory.compilation import Compile, GraphCount, compiled_parts, graphs_compiled
+from compose.parallel.mesh import batch_share
+from compose.proof.one_process import EXACT, precision_of
+from tests.support.helpers import make_config, make_job, prove_step, tier
+from tests.support.pool import Pool, make_mesh
+
+
+def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
+    """On every rank: graphs, breaks of graphs, and the greatest relative error of a gradient."""
+    torch._dynamo.reset()
+    counters.clear()
+    job = make_job(dist.get_world_size(), model__n_layers=3, train__seq_len=24, **keys)
+    # So that no rounding stands between the two: PyTorch composes of several operators what is one.
+    job = replace(job, config=replace(job.config, precision=precision_of(EXACT)))
+    config, mesh, cpu = job.config, make_mesh(job.degrees), torch.device("cpu")
+    index, count = batch_share(mesh)
+    batch = random_batch(8, 24, config.model.config.vocab_size, seed=2)
+    share = {name: value.chunk(count)[index] for name, value in batch.items()}
+    found: list[list[torch.Tensor]] = []
+    for options in (Compile(), Compile(mode, backend="aot_eager")):  # type: ignore[arg-type]
+        composition = parallelize(job, mesh, cpu, replace(config.options, compile=options))
+        fill_weights(composition, job, cpu)
+        model = composition.model
+        assert "_orig_mod" not in "".join(name for name, _ in model.named_parameters())
+        for _ in range(2):
+            model.zero_grad()
+            forward_backward(composition, share, micro_batch=2)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
+    errors = [
+        ((one - other).norm() / other.norm().clamp(min=1e-30)).item()
+        for one, other in zip(found[1], found[0], strict=True)
+    ]
+    return graphs_compiled(), sum(counters["graph_break"].values()), max(errors)
+
+
+MOE = {"model__name": "qwen3", "model__preset": "debug_moe"}
+LATENT = {"model__name": "deepseek_v3", "model__preset": "debug"}
+# By name: ranks, keys, graphs on each rank.
+CASES: dict[str, tuple[int, dict[str, Any], int]] = {
+    "fsdp x tp": (4, {"parallel__dp_shard": 2, "parallel__tp": 2}, 1),
+    "selective": (1, {"activation_checkpoint__mode": "selective"}, 1),
+    "ring": (2, {"parallel__cp": 2}, 1),
+    # The norms, attention, and the experts: as one kernel, and as an operator that is a loop.
+    "experts": (1, {**MOE, "precision__param": "bfloat16"}, 3),
+    "experts, float32": (1, MOE, 3),
+}
+METHODS = ("allgather", "ulysses")
+WINDOW: dict[str, Any] = {"model__window": 5, "model__sinks": True}
+MORE: dict[str, tuple[int, dict[str, Any], int]] = {
+    "tp without sequence": (2, {"parallel__tp": 2, "parallel__sequence": False}, 1),
+    # The stream's shape is tried without gradients first: one graph more on the first stage.
+    "pp": (2, {"parallel__pp": 2, "parallel__pp_layers": "[2, 1]"}, 2),
+    "replicas": (2, {"parallel__dp_replicate": 2, "parallel__zero": 0}, 1),
+    "every_k": (1, {"activation_checkpoint__mode": "every_k"}, 2),
+    "full, fsdp": (2, {"activation_checkpoint__mode": "full", "parallel__dp_shard": 2}, 1),
+    **{name: (2, {"parallel__cp": 2, "parallel__cp_method": name}, 1) for name in METHODS},
+    "window": (1, WINDOW, 1),
+    "ring, window": (2, {"parallel__cp": 2, **WINDOW}, 1),
+    "qwen3 x tp": (2, {"model__name": "qwen3", "parallel__tp": 2}, 1),
+    "ring, selective": (2, {"parallel__cp": 2, "activation_checkpoint__mode": "selective"}, 1),
+    "tp, selective": (2, {"parallel__tp": 2, "activation_checkpoint__mode": "selective"}, 1),
+    "allgather, budget": (
+        2,
+        {
+            "parallel__cp": 2,
+            "parallel__cp_method": "allgather",
+            "activation_checkpoint__mode": "budget",
+            "activation_checkpoint__budget": 0.5,
+        },
+        2,
+    ),
+    # The norms, and attention; and what only some layers have.
+    "ep x tp": (2, {**MOE, "parallel__ep": 2, "parallel__tp": 2}, 3),
+    "deepseek": (2, {**LATENT, "parallel__ep": 2}, 4),
+    "ep, bfloat16": (2, {**MOE, "parallel__ep": 2, "precision__param": "bfloat16"}, 3),
+    "gpt-oss": (2, {"model__name": "gpt_oss", "parallel__cp": 2}, 4),
+    "experts x tp": (2, {**MOE, "parallel__tp": 2}, 3),
+    "capacity": (1, {**MOE, "model__capacity_factor": 1.0}, 3),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=tier(n != "experts", full=n in MORE)) for n in CASES | MORE],
+)
+def test_one_graph_for_layers_that_are_alike(pool: Pool, name: str) -> None:
+    ranks, keys, graphs = (CASES | MORE)[name]
+    for found, breaks, error in pool.run(_compiled, ranks, keys, "block"):
+        assert (found if name != "pp" else graphs, breaks) == (graphs, 0)
+        assert error < 1e-12
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"parallel__cp": 2}, MOE],
+    ids=["alone", "ring", "experts"],
+)
+@pytest.mark.slow
+def test_whole_model(pool: Pool, keys: dict[str, Any]) -> None:
+    graphs, breaks, error = pool.run(_compiled, keys.get("parallel__cp", 1), keys, "model")[0]
+    assert error < 1e-12
+    if "parallel__cp" not in keys:  # FSDP's hooks end graphs
+        assert (graphs, breaks) == (1, 0)
+
+
+@pytest.mark.full
+def test_inductor_equals_one_process(pool: Pool) -> None:
+    keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "compile__mode": "block"}
+    reports = pool.run(prove_step, 4, keys)
+    assert reports[0].ok, str(reports[0])
+
+
+def _many_steps() -> tuple[int, int]:
+    """Graphs, and recompilations, over 50 steps whose numbers of documents differ."""
+    torch._dynamo.reset()
+    counters.clear()
+    job = make_job(1, train__seq_len=24, **WINDOW)
+    cpu, options = torch.device("cpu"), Compile("block", backend="aot_eager")
+    composition = parallelize(
+        job, make_mesh(job.degrees), cpu, replace(job.config.options, compile=options)
+    )
+    fill_weights(composition, job, cpu)
+    seen = set()
+    for step in range(50):
+        batch = random_batch(2, 24, job.config.model.config.vocab_size, seed=step)
+        ends = torch.rand(2, 24, generator=torch.Generator().manual_seed(step)) < step / 50
+        batch["document_ids"] = ends.long().cumsum(1)
+        seen.add(int(ends.sum()))
+        forward_backward(composition, batch)
+    assert len(seen) > 20
+    return graphs_compiled(), sum(counters["graph_break"].values())
+
+
+def test_no_recompilation_for_other_documents(pool: Pool) -> None:
+    assert pool.run(_many_steps, 1) == [(1, 0)]
+
+
+def test_parts_leave_out_what_is_opaque() -> None:
+    layer = nn.ModuleDict(
+        {
+            "norm": nn.LayerNorm(3),
+            "attention": nn.ModuleDict(
+                {"wq": nn.Linear(3, 3), "q_norm": nn.LayerNorm(3), "core": nn.Identity()}
+            ),
+            "feed_forward": nn.Sequential(nn.Linear(3, 3)),
+        }
+    )
+    model = nn.ModuleDict({"0": layer, "1": nn.Linear(3, 3)})
+    assert list(compiled_parts(model, ["0", "1"], [])) == ["0", "1"]
+    assert list(compiled_parts(model, ["0", "1"], ["0.attention.core"])) == [
+        "0.norm",
+        "0.attention.q_norm",
+        "0.feed_forward",
+        "1",
+    ]
+
+
+def test_graphs_compiled_late_are_told() -> None:
+    said: list[str] = []
+    count = GraphCount("block")
+    counters["stats"]["unique_graphs"] = 3
+    assert [count.after_step(said.append) for _ in range(3)] == [3, 3, 3]
+    counters["stats"]["unique_graphs"] = 5
+    assert count.after_step(said.append) == 5
+    assert said == ["torch.compile compiled 2 more graphs, 5 in all: TORCH_LOGS=recompiles tells why"]
+    assert GraphCount("off").after_step(said.append) is None
+    counters.clear()
+
+
+@pytest.mark.parametrize(
+    ("message", "keys"),
+    [
+        (
+            "compile.async_tp: true needs CUDA; use compile.async_tp = false",
+            {"compile__async_tp": True, "compile__mode": "block", "parallel__tp": 2},
+        ),
+        (
+            'compile.mode: "block" makes graphs whose backward cannot run in two parts, as'
+            ' ZBVZeroBubble does; use parallel.pp_schedule = "Interleaved1F1B", or'
+            ' compile.mode = "off"',
+            {"compile__mode": "block", "parallel__pp": 2, "parallel__pp_schedule": "ZBVZeroBubble"}
+            | {"model__n_layers": 4},
+        ),
+        (
+            'compile.mode: "model" with parallel.tp = 2: Dynamo cannot trace the hooks by which'
+            ' styles change tensors between modules; use compile.mode = "block"',
+            {"compile__mode": "model", "parallel__tp": 2},
+        ),
+        (
+            'activation_checkpoint.mode: "budget" does not see into the parts of a layer that are'
+            " compiled alone, as with experts; use activation_checkpoint.mode ="
+            ' "full" or "every_k", or compile.mode = "off"',
+            {"activation_checkpoint__mode": "budget", "compile__mode": "block", **MOE},
+        ),
+    ],
+)
+def test_refused(message: str, keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(2, run__device="cpu", **keys)
+    assert caught.value.problems == [message]

@@ -1,0 +1,64 @@
+"""parallel.offload: parameters, gradients and optimizer in host memory."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from compose import Composition
+from compose.errors import ConfigError
+from compose.parallel import data_parallel
+from compose.proof.report import Report
+from compose.weights import materialize
+from tests.support.helpers import Keys, agreed, make_config, prove_case
+from tests.support.pool import Pool
+
+MESHES: dict[str, Keys] = {
+    "one": {},
+    "data and tensor": {"parallel__dp_shard": 2, "parallel__tp": 2, "train__micro_batch": 4},
+    "pipeline": {
+        "parallel__pp": 2,
+        "parallel__dp_replicate": 2,
+        "model__tie_embeddings": True,
+        "optimizer__offload": "cpu",
+    },
+}
+
+
+def _prove(keys: Keys) -> tuple[Report, bool]:
+    with mock.patch.object(data_parallel, "CPUOffloadPolicy", side_effect=CPUOffloadPolicy) as policy:
+        return prove_case(keys), policy.called
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_as_one_process(pool: Pool, mesh: str) -> None:
+    found = pool.run(_prove, 1 if mesh == "one" else 4, MESHES[mesh] | {"parallel__offload": "cpu"})
+    report = agreed([report for report, _ in found])
+    assert report.ok, report
+    assert all(used for _, used in found)
+
+
+def test_parameters_are_made_in_host_memory_and_buffers_are_not() -> None:
+    """The device, here, is meta."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(3, 4))
+    model[0].register_buffer("scale", torch.ones(4))
+    no_mesh: Any = None
+    materialize(Composition(model, no_mesh, offload=True), torch.device("meta"))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert {b.device.type for b in model.buffers()} == {"meta"}
+
+
+def test_what_cannot_be_offloaded() -> None:
+    keys: dict[str, Any] = {"parallel__offload": "cpu", "optimizer__name": "muon"}
+    with pytest.raises(ConfigError) as refused:
+        make_config(2, **keys, parallel__zero=2)
+    assert refused.value.problems == [
+        'parallel.zero: 2 keeps whole parameters on the device, and parallel.offload = "cpu" none; use'
+        ' parallel.zero = 3, or parallel.offload = "none"',
+        'optimizer.name: muon sends matrices from device to device, and parallel.offload = "cpu" has'
+        ' them in host memory; use "adamw", or parallel.offload = "none"',
+    ]

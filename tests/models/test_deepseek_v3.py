@@ -1,0 +1,162 @@
+"""DeepSeek-V3: its config, its FLOPs, and what its layers promise the plan.
+
+That it equals transformers' implementation is tested in test_moe_transformers.py.
+"""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from compose.data.packing import random_batch
+from models.deepseek_v3 import PRESETS, Config, Model
+from models.deepseek_v3.hf import hf_name
+from models.deepseek_v3.model import Attention
+from models.layers.attention import AttentionCore
+from models.layers.rope import rotation, yarn_frequencies
+from tests.support.transformers_models import DEEPSEEK, YARN, RowByRow
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DEEPSEEK,
+        dataclasses.replace(DEEPSEEK, q_rank=0, n_shared_experts=2),
+        dataclasses.replace(DEEPSEEK, n_shared_experts=0, n_dense_layers=0),
+        dataclasses.replace(DEEPSEEK, n_experts=0),
+        dataclasses.replace(PRESETS["debug"], n_layers=2),
+    ],
+    ids=["odd", "queries projected directly, two shared", "none shared", "no experts", "debug"],
+)
+def test_flops_equal_what_torch_counts(config: Config) -> None:
+    torch.manual_seed(0)
+    batch, seq_len = 2, 37
+    model, tokens = Model(config), torch.randint(config.vocab_size, (batch, seq_len))
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, AttentionCore):
+                setattr(module, name, RowByRow())
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    counted = counter.get_total_flops() / (batch * seq_len)
+    assert config.flops_per_token(seq_len) == pytest.approx(counted, rel=0.02)
+
+
+def test_debug_is_the_default() -> None:
+    assert PRESETS["debug"] == Config()
+
+
+def test_documents_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    model = Model(YARN).eval()
+    batch = {n: v[1:] for n, v in random_batch(2, 40, YARN.vocab_size, seed=0).items()}
+    packed = model(batch["tokens"], batch["positions"], batch["document_ids"])
+    ids = batch["document_ids"][0]
+    assert ids.max() >= 3
+    for document in ids.unique():
+        here = ids == document
+        torch.testing.assert_close(packed[:, here], model(batch["tokens"][:, here]))
+
+
+class Watch(nn.Identity):
+    """Keeps what goes through it."""
+
+    def __init__(self, seen: list[Tensor]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen.append(input)
+        return input
+
+
+@pytest.mark.parametrize("q_rank", [0, 13])
+def test_parts_of_the_heads_sum_to_the_whole(q_rank: int) -> None:
+    """As on ranks of tp: each has some heads' rows of what ends in heads, and their columns of wo."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(YARN, q_rank=q_rank)
+    whole = Attention(config)
+    x = torch.randn(2, 9, config.dim)
+    cosine, sine = rotation(torch.arange(9)[None], torch.rand(config.rope_dim // 2), torch.float32)
+    shared: list[Tensor] = []
+    total = torch.zeros_like(x)
+    for heads in (slice(0, 1), slice(1, 3)):
+        part = Attention(config)
+        part.load_state_dict(whole.state_dict())
+        for name in ("wq_b" if q_rank else "wq", "wkv_b"):
+            linear = part.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            rows = linear.weight.detach().unflatten(0, (config.n_heads, -1))[heads]
+            linear.weight = nn.Parameter(rows.flatten(0, 1))
+        columns = part.wo.weight.detach().unflatten(1, (config.n_heads, -1))[:, heads]
+        part.wo.weight = nn.Parameter(columns.flatten(1))
+        part.rope_key = Watch(shared)
+        total = total + part(x, cosine, sine)
+    torch.testing.assert_close(total, whole(x, cosine, sine))
+    assert [key.shape for key in shared] == 2 * [(2, 9, 1, config.rope_dim)]
+    torch.testing.assert_close(shared[0], shared[1], rtol=0, atol=0)
+
+
+def test_yarn_keeps_what_turns_fast_and_slows_what_turns_slowly() -> None:
+    plain, scaled = (yarn_frequencies(64, 1e4, factor, 4096, 32.0, 1.0) for factor in (1.0, 40.0))
+    turns = plain * 4096 / (2 * torch.pi)
+    ratio = plain / scaled
+    torch.testing.assert_close(ratio[turns > 32], torch.ones(11))
+    torch.testing.assert_close(ratio[turns < 1], torch.full((9,), 40.0))
+    between = ratio[(turns < 15) & (turns > 1.1)]
+    assert ((between > 1.01) & (between < 39)).all()
+    assert (between.diff() > 0).all()
+
+
+def test_initial_weights() -> None:
+    config = dataclasses.replace(PRESETS["debug"], n_layers=2)
+    model, generator = Model(config), torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        model.init_parameter(name, parameter, generator)
+        if parameter.ndim == 1:
+            assert name.endswith("norm.weight")
+            assert (parameter == 1).all()
+            continue
+        ends_branch = re.search(r"(attention\.wo|feed_forward\.w2|shared\.w2|experts\.w2)(\.|$)", name)
+        std = float(parameter.detach().std())
+        assert std == pytest.approx(0.01 if ends_branch else 0.02, rel=0.1), name
+
+
+def test_published_names() -> None:
+    assert hf_name("layers.3.moe.experts.w1").format(5) == (
+        "model.layers.3.mlp.experts.5.gate_proj.weight"
+    )
+    assert hf_name("layers.3.moe.router.bias") == "model.layers.3.mlp.gate.e_score_correction_bias"
+    with pytest.raises(KeyError):
+        hf_name("layers.3.moe.router.load")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope_dim": 7}, "rope_dim: 7 is not even, and RoPE rotates pairs"),
+        ({"rope_dim": 0}, "rope_dim: 0 should be at least 1, below 2^31"),
+        ({"nope_dim": 0}, "nope_dim: 0 should be at least 1, below 2^31"),
+        ({"hidden_dim": 2**31}, "hidden_dim: 2147483648 should be at least 1, below 2^31"),
+        ({"rope_original_len": 0}, "rope_original_len: 0 should be at least 1, below 2^31"),
+        ({"q_rank": -1}, "q_rank: -1 should be at least 0, below 2^31"),
+        ({"n_shared_experts": -1}, "n_shared_experts: -1 should be at least 0, below 2^31"),
+        ({"n_dense_layers": 5}, "n_dense_layers: 5 is more than n_layers 4"),
+        ({"norm_eps": 0.0}, "norm_eps: 0.0 should be above 0"),
+        ({"rope_theta": 1.0}, "rope_theta: 1.0 should be above 1"),
+        ({"rope_factor": 0.5}, "rope_factor: 0.5 should be at least 1"),
+        ({"rope_factor": float("nan")}, "rope_factor: nan should be at least 1"),
+        ({"rope_beta_slow": 0.0}, "rope_beta_slow: 0.0 should be above 0"),
+        ({"rope_beta_fast": 0.5}, "rope_beta_fast: 0.5 is less than rope_beta_slow 1.0"),
+        ({"rope_mscale": -0.1}, "rope_mscale: -0.1 should be at least 0"),
+        ({"top_k": 5}, "top_k: 5 is more than the 4 experts to choose from"),
+        ({"n_groups": 3}, "n_groups: 3 does not divide n_experts 8"),
+        ({"n_groups": 8}, "n_groups: 8 leaves groups of one expert; two are scored"),
+    ],
+)
+def test_config_errors(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(message)}$"):
+        Config(**keys)  # type: ignore[arg-type]

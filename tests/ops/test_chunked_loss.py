@@ -1,0 +1,472 @@
+"""The loss that never holds the logits: equal to the one that does, alone and in any composition."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import compose.ops.chunked_loss as chunked_loss
+from compose import ConfigError, Parallel, Plan, apply, forward_backward
+from compose.build import build, loss_function
+from compose.data.packing import random_batch
+from compose.ops import compiled
+from compose.ops import loss_passes as passes
+from compose.ops.chunked_loss import _Known, chunked_cross_entropy
+from compose.ops.cross_entropy import IGNORE, cross_entropy
+from compose.ops.vocabulary_loss import Rows, log_z
+from compose.parallel.output import CrossEntropy, StepLoss
+from compose.proof.plain_attention import PlainAttention
+from compose.proof.report import Report
+from models.llama import plan as llama_plan
+from tests.support.faults import Fault, assert_named, with_fault
+from tests.support.helpers import agreed, make_config, make_job, prove_step, tier
+from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for, lines, train
+
+GRADIENT = 0.37  # of the loss: what divides it is not known to the projection
+
+
+def _case(
+    shape: tuple[int, ...], rows: int, ignored: float, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """Hidden states (*shape, 5), a weight (rows, 5), and targets of which a fraction is ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*shape, 5, dtype=dtype, generator=generator)
+    weight = torch.randn(rows, 5, dtype=dtype, generator=generator)
+    targets = torch.randint(rows, shape, generator=generator)
+    return [
+        hidden,
+        weight,
+        targets.masked_fill(torch.rand(shape, generator=generator) < ignored, IGNORE),
+    ]
+
+
+def _by_hand(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> list[Tensor]:
+    """Loss, sum of squares, and the gradients of hidden and weight, from whole logits."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = (hidden @ weight.T).flatten(0, -2)
+    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORE)
+    squares = (logits.exp().sum(-1).log().square() * (targets.flatten() != IGNORE)).sum()
+    ((loss + z_loss * squares) * GRADIENT).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [loss.detach(), squares.detach(), hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("chunk", [1, 4, 26, 100])
+@pytest.mark.parametrize(("shape", "rows"), [((1, 1), 257), ((2, 13), 7), ((26,), 1)])
+def test_equals_whole_logits(
+    shape: tuple[int, ...], rows: int, chunk: int, ignored: float, z_loss: float
+) -> None:
+    hidden, weight, targets = _case(shape, rows, ignored)
+    expected = _by_hand(hidden, weight, targets, z_loss)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss, squares = chunked_cross_entropy(hidden, weight, targets, chunk, z_loss)
+    (loss * GRADIENT).backward()
+    torch.testing.assert_close([loss, squares, hidden.grad, weight.grad], expected)
+
+
+def test_frozen_weight_and_no_gradient() -> None:
+    hidden, weight, targets = _case((2, 13), 7, 0.3)
+    expected = _by_hand(hidden, weight, targets, 0.0)
+    loss, _ = chunked_cross_entropy(hidden.requires_grad_(), weight, targets, 4)
+    (loss * GRADIENT).backward()
+    torch.testing.assert_close(hidden.grad, expected[2])
+    with torch.no_grad(), _Largest() as largest:
+        loss, _ = chunked_cross_entropy(hidden, weight, targets, 4)
+    torch.testing.assert_close(loss, expected[0])
+    assert largest.elements <= hidden.numel()
+
+
+def test_bfloat16_is_as_good_as_whole_logits() -> None:
+    """Gradients against float64, over many chunks: summed in bfloat16 the weight's would be far off."""
+    hidden, weight, targets = _case((512,), 31, 0.0, torch.bfloat16)
+    exact = _by_hand(hidden.double(), weight.double(), targets, 0.0)
+    given = [x.clone().requires_grad_() for x in (hidden, weight)]
+    (cross_entropy((given[0] @ given[1].T)[None], targets[None]) * GRADIENT).backward()
+    whole = [_error(x.grad, y) for x, y in zip(given, exact[2:], strict=True)]
+    given = [x.clone().requires_grad_() for x in (hidden, weight)]
+    (chunked_cross_entropy(given[0], given[1], targets, 4)[0] * GRADIENT).backward()
+    chunked = [_error(x.grad, y) for x, y in zip(given, exact[2:], strict=True)]
+    assert all(error < 1.5 * before for error, before in zip(chunked, whole, strict=True)), (
+        chunked,
+        whole,
+    )
+
+
+def test_float16_takes_what_the_scale_brings_back() -> None:
+    """A sum over tokens that is more than float16 holds, until what the loss is divided by is known."""
+    hidden, weight = torch.full((512, 5), 300.0).half(), torch.zeros(7, 5).half().requires_grad_()
+    targets = torch.zeros(512, dtype=torch.int64)
+    (chunked_cross_entropy(hidden, weight, targets, 64)[0] / 512).backward()
+    expected = torch.full((7, 5), 300 / 7)
+    expected[0] -= 300
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=1e-3, atol=0)
+
+
+def _error(found: Tensor | None, exact: Tensor) -> float:
+    assert found is not None
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def _by_passes(case: list[Tensor], chunk: int, of: passes.Passes) -> list[Tensor]:
+    """Loss, sum of squares and gradients of a case in chunks, by the given passes."""
+    hidden, weight = (x.clone().requires_grad_() for x in case[:2])
+    with mock.patch.object(chunked_loss, "passes_for", return_value=of):
+        loss, squares = chunked_cross_entropy(hidden, weight, case[2], chunk, 0.3)
+        (loss * GRADIENT).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [loss.detach(), squares.detach(), hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_passes_of_a_gpu(dtype: torch.dtype) -> None:
+    """Uncompiled; the logits stay narrow, so a gradient is rounded as often as in place."""
+    case = _case((2, 13), 70, 0.3, dtype)
+    found = _by_passes(case, 5, passes.Passes(passes.fused_sums, passes.fused_gradient))
+    torch.testing.assert_close(found, _by_passes(case, 5, passes.IN_PLACE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_compiled_passes_are_two_graphs(dtype: torch.dtype) -> None:
+    """For chunks of 8 tokens, and for a last one of 2; they are as good as PyTorch's operators."""
+    case = _case((2, 13), 70, 0.3, dtype)
+    torch._dynamo.reset()
+    counters.clear()
+    found = _by_passes(case, 8, passes.COMPILED)
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
+    torch.testing.assert_close(found, _by_passes(case, 8, passes.IN_PLACE))
+
+
+def test_a_mode_sees_operators() -> None:
+    """As a count of FLOPs: PyTorch compiles nothing under a mode, and refuses a whole graph."""
+    logits = mock.Mock(is_cuda=True)
+    assert passes.passes_for(logits) is passes.COMPILED
+    with _Largest():
+        assert passes.passes_for(logits) is passes.IN_PLACE
+    with PlainAttention():
+        assert passes.passes_for(logits) is passes.IN_PLACE
+
+
+def test_no_compiler_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the loss is what it is without one."""
+    case = _case((2, 13), 70, 0.3)
+
+    def fails(function: Any) -> Any:
+        raise TorchDynamoException("Failed to find C compiler.\nSet CC.")
+
+    failed = mock.patch.object(compiled._Failed, "yes", False)
+    with mock.patch.object(compiled, "_compiled", fails), failed:
+        found = _by_passes(case, 5, passes.COMPILED)
+        assert passes.passes_for(mock.Mock(is_cuda=True)) is passes.IN_PLACE
+    torch.testing.assert_close(found, _by_passes(case, 5, passes.IN_PLACE))
+    assert capsys.readouterr().out == (
+        "the loss and rounding to bfloat16 run uncompiled, and slower: Failed to find C compiler.\n"
+    )
+
+
+def test_bad_targets() -> None:
+    hidden, weight, targets = _case((2, 13), 7, 0.0)
+    targets[1, 2] = 7
+    assert chunked_cross_entropy(hidden, weight, targets, 4)[0] == math.inf
+    with pytest.raises(ValueError, match=r"hidden \[2, 13, 5\] is not for targets \[13, 2\]"):
+        chunked_cross_entropy(hidden, weight, targets.T, 4)
+
+
+def _sharded(rows: int, z_loss: float) -> None:
+    """Over all ranks: a weight sharded over the vocabulary, a whole one; log Z of sharded logits."""
+    hidden, weight, targets = _case((2, 13), rows, 0.3)
+    expected = _by_hand(hidden, weight, targets, z_loss)
+    mesh = make_mesh(Parallel(tp=dist.get_world_size()))["tp"]
+    for placement in (Shard(0), Replicate()):
+        x = hidden.clone().requires_grad_()
+        w = nn.Parameter(distribute_tensor(weight, mesh, [placement]))
+        loss, squares = chunked_cross_entropy(x, w, targets, 4, z_loss)
+        (loss * GRADIENT).backward()
+        assert isinstance(w.grad, DTensor)
+        assert w.grad.placements == (placement,)
+        torch.testing.assert_close([loss, squares, x.grad, w.grad.full_tensor()], expected)
+    logits = distribute_tensor(hidden @ weight.T, mesh, [Shard(2)]).requires_grad_()
+    found = log_z(logits)
+    found.square().sum().backward()
+    whole = (hidden @ weight.T).requires_grad_()
+    whole.logsumexp(-1).square().sum().backward()
+    torch.testing.assert_close(found, whole.logsumexp(-1))
+    assert isinstance(logits.grad, DTensor)
+    torch.testing.assert_close(logits.grad.full_tensor(), whole.grad)
+    with pytest.raises(ConfigError) as caught:
+        chunked_cross_entropy(hidden, distribute_tensor(weight, mesh, [Shard(1)]), targets, 4)
+    assert caught.value.problems == [
+        "plan.output: a weight placed (Shard(dim=1),) is neither whole nor sharded over the vocabulary"
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 257), (3, 8), (4, 7)])
+def test_vocabulary_over_ranks(pool: Pool, ranks: int, rows: int) -> None:
+    pool.run(_sharded, ranks, rows, 0.3)
+
+
+# 24 of the 64 tokens of a micro-batch, 2 samples: neither divides the other.
+CHUNKED: dict[str, object] = {"train__loss_chunk": 24, "train__global_batch": 8, "train__z_loss": 0.1}
+TIED: dict[str, object] = {"model__tie_embeddings": True}
+CASES: dict[int, list[dict[str, object]]] = {
+    1: [{}, {"precision__param": "bfloat16", **TIED}],
+    2: [
+        {"parallel__zero": 3, "train__global_batch": 12},  # three micro-batches
+        {"parallel__zero": 0, **TIED},
+        {"parallel__tp": 2, "train__global_batch": 6, **TIED},
+        {"parallel__tp": 2, "parallel__loss": False, "activation_checkpoint__mode": "full"},
+        {"parallel__tp": 2, "parallel__sequence": False, "train__seq_len": 31, **TIED},
+        {"parallel__cp": 2, "train__seq_len": 37},
+        {"parallel__pp": 2, "train__loss_chunk": 1000, "train__z_loss": 0.0, **TIED},
+        {"parallel__pp": 2, "parallel__pp_schedule": "ZBVZeroBubble", "model__n_layers": 4, **TIED},
+        {"parallel__tp": 2, "precision__param": "bfloat16", "precision__reduce": "bfloat16"},
+        {"parallel__tp": 2, "precision__param": "float16", "precision__reduce": "float32"},
+        {"parallel__tp": 2, "train__loss_chunk": 0},  # the z-loss alone
+    ],
+    4: [
+        {"parallel__tp": 2, "parallel__pp": 2, **TIED},
+        {"parallel__tp": 4, "model__name": "qwen3", "parallel__loss": False},
+    ],
+}
+MOE: dict[str, object] = {"model__name": "deepseek_v3", "parallel__tp": 2, "parallel__ep": 2}
+
+
+def _prove_all(cases: list[dict[str, object]]) -> list[Report]:
+    return [prove_step({**CHUNKED, **keys}) for keys in cases]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=n in (2, 4))) for n in CASES])
+def test_equals_one_process(pool: Pool, ranks: int) -> None:
+    found = pool.run(_prove_all, ranks, CASES[ranks])
+    for keys, *reports in zip(CASES[ranks], *found, strict=True):
+        report = agreed(reports)
+        assert report.ok, f"{keys}\n{report}"
+
+
+@pytest.mark.slow
+def test_with_experts(pool: Pool) -> None:
+    (report,) = pool.run(_prove_all, 2, [MOE])[0]
+    assert report.ok, str(report)
+
+
+@contextmanager
+def each_rank_normalises_by_its_own_rows() -> Iterator[None]:
+    """The sum of exponentials is not reduced over tp; the target's logit is."""
+    real = Rows.gathered
+
+    def fake(self: Rows, tensor: Tensor) -> Tensor:
+        parts = real(self, tensor)
+        if self.group is None:
+            return parts
+        parts[:, 0] = tensor[0]
+        parts[1:, 0] = -torch.inf
+        return parts
+
+    with mock.patch.object(Rows, "gathered", fake):
+        yield
+
+
+@contextmanager
+def the_targets_logit_is_not_subtracted() -> Iterator[None]:
+    """From the gradient."""
+    real = chunked_loss._differentiate
+
+    def fake(logits: Tensor, targets: Tensor, z_loss: float, rows: Rows) -> Any:
+        found = real(logits, targets, z_loss, rows)
+        row = torch.arange(len(targets))[targets != IGNORE]
+        logits[row, targets[targets != IGNORE]] += 1
+        return found
+
+    with mock.patch.object(chunked_loss, "_differentiate", fake):
+        yield
+
+
+@contextmanager
+def backward_forgets_what_the_loss_is_divided_by() -> Iterator[None]:
+    def fake(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.saved_tensors[0], None
+
+    with mock.patch.object(_Known, "backward", staticmethod(fake)):
+        yield
+
+
+@contextmanager
+def gradients_of_hidden_states_are_taken_as_whole() -> Iterator[None]:
+    """What each tp rank's rows add to them is not summed."""
+    with mock.patch.object(chunked_loss, "Partial", Replicate):
+        yield
+
+
+@contextmanager
+def targets_are_those_of_the_first_micro_batch() -> Iterator[None]:
+    real, seen = StepLoss.expect, []
+
+    def fake(self: StepLoss, targets: Tensor) -> None:
+        seen.append(targets)
+        real(self, seen[0])
+
+    with mock.patch.object(StepLoss, "expect", fake):
+        yield
+
+
+TP: dict[str, object] = {"parallel__tp": 2}
+FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
+    (each_rank_normalises_by_its_own_rows, TP, 2, "loss", {"step *"}),
+    (each_rank_normalises_by_its_own_rows, TP, 2, "gradient", {"*"}),
+    (the_targets_logit_is_not_subtracted, {}, 1, "gradient", {"*"}),
+    (backward_forgets_what_the_loss_is_divided_by, {}, 1, "gradient", {"*"}),
+    (
+        gradients_of_hidden_states_are_taken_as_whole,
+        TP,
+        2,
+        "gradient",
+        {"tok_embeddings.weight", "layers.*", "norm.weight"},
+    ),
+    (targets_are_those_of_the_first_micro_batch, {"parallel__pp": 2}, 2, "gradient", {"*"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "keys", "ranks", "quantity", "names"),
+    FAULTS,
+    ids=[f"{f[0].__name__}-{f[3]}" for f in FAULTS],
+)
+def test_fault_is_named(
+    pool: Pool, fault: Fault, keys: dict[str, object], ranks: int, quantity: str, names: set[str]
+) -> None:
+    assert_named(pool.run(with_fault, ranks, fault, {**CHUNKED, **keys})[0], quantity, names)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of any one tensor that an operation returned, under DTensors too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return found
+
+
+def _largest(keys: dict[str, object]) -> int:
+    job = make_job(dist.get_world_size(), **keys)
+    config, train = job.config, job.config.train
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    batch = random_batch(train.global_batch, train.seq_len, config.model.config.vocab_size, seed=0)
+    with _Largest() as largest:
+        forward_backward(
+            composition, batch, micro_batch=train.micro_batch, loss_function=loss_function(config)
+        )
+    return largest.elements
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks"),
+    [({}, 1), (TP, 2), ({**TP, "parallel__loss": False}, 2), ({"parallel__pp": 2}, 2)],
+    ids=["alone", "tp", "tp, logits gathered", "pp"],
+)
+def test_no_tensor_is_as_large_as_the_logits(pool: Pool, keys: dict[str, object], ranks: int) -> None:
+    tokens, rows = 32 * 16, 257
+    keys = {
+        "train__seq_len": 16,
+        "train__micro_batch": 32,
+        "train__global_batch": 64,
+        "model__dim": 32,
+        "model__hidden_dim": 48,
+        **keys,
+    }
+    logits = tokens * rows if keys.get("parallel__loss") is False else tokens * -(-rows // ranks)
+    logits = tokens * rows if "parallel__pp" in keys else logits
+    assert max(pool.run(_largest, ranks, keys)) >= logits
+    chunked = pool.run(_largest, ranks, {**keys, "train__loss_chunk": 32, "train__z_loss": 0.1})
+    assert max(chunked) < tokens * rows // 2 - tokens
+
+
+def _logits_again(keys: dict[str, object]) -> None:
+    """Outside of a step the model returns logits, as before it was cut."""
+    job = make_job(dist.get_world_size(), **keys)
+    config, vocabulary = job.config, job.config.model.config.vocab_size
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    batch = random_batch(2, config.train.seq_len, vocabulary, seed=0)
+    inputs = {name: value for name, value in batch.items() if name != "targets"}
+    before = composition.model(**inputs)
+    forward_backward(composition, batch, loss_function=CrossEntropy(24))
+    after = composition.model(**inputs)
+    assert before.shape == (2, config.train.seq_len, vocabulary)
+    torch.testing.assert_close(after, before)
+
+
+def test_logits_outside_of_a_step(pool: Pool) -> None:
+    pool.run(_logits_again, 2, TP)
+
+
+def test_run_reports_cross_entropy_and_log_z_apart(pool: Pool, tmp_path: Path) -> None:
+    whole: dict[str, object] = {"train__steps": 2, "train__z_loss": 0.01, "train__global_batch": 4}
+    cut = {**whole, "train__loss_chunk": 24, "parallel__pp": 2}
+    pool.run(train, 1, keys_for(tmp_path / "whole", **whole))
+    pool.run(train, 2, keys_for(tmp_path / "chunked", **cut))
+    pool.run(train, 1, keys_for(tmp_path / "without", **{**whole, "train__z_loss": 0.0}))
+    a, b, without = (lines(tmp_path / name) for name in ("whole", "chunked", "without"))
+    for x, y in zip(a, b, strict=True):
+        for key in ("loss", "z_loss", "grad_norm"):
+            assert y[key] == pytest.approx(x[key], rel=1e-4)
+    # At first every row is as likely: Z is 257.
+    assert a[0]["z_loss"] == pytest.approx(math.log(257) ** 2, rel=0.01)
+    assert a[0]["loss"] == without[0]["loss"]
+    assert a[0]["grad_norm"] != without[0]["grad_norm"]
+    assert "z_loss" not in without[0]
+
+
+def _without_output() -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    mesh = make_mesh(Parallel())
+    batch = {"input": torch.randn(1, 2, 4), "targets": torch.tensor([[0, 1]])}
+    with pytest.raises(ConfigError) as caught:
+        forward_backward(apply(model, Plan(), mesh), batch, loss_function=CrossEntropy(2))
+    return caught.value.problems
+
+
+def test_plan_without_output(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool.run(_without_output, 1) == [
+        ["plan.output: names no projection, which a loss in chunks needs"]
+    ]
+    monkeypatch.setattr("models.llama.plan", _plan_without_output)
+    with pytest.raises(ConfigError) as caught:
+        make_config(1, train__loss_chunk=8)
+    assert caught.value.problems == [
+        "train.loss_chunk: 8 needs a projection whose output are the logits, and the model's plan names"
+        " none (plan.output); use train.loss_chunk = 0"
+    ]
+
+
+def _plan_without_output(model: Any, parallel: Parallel) -> Plan:
+    whole = llama_plan(model, parallel)
+    return Plan(shard=whole.shard)

@@ -1,0 +1,595 @@
+"""Dropout on every mesh: masks that are those of one process, and what they look like."""
+
+import copy
+import hashlib
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from compose import (
+    ActivationCheckpoint,
+    Compile,
+    ConfigError,
+    DropoutKey,
+    Options,
+    Parallel,
+    Pipeline,
+    Plan,
+    Precision,
+    Trial,
+    apply,
+    evaluate,
+    forward_backward,
+    verify,
+)
+from compose.config.composition_rules import check_setup
+from compose.config.models import ModelFolder, find_model
+from compose.config.rule import Setup
+from compose.memory.compilation import graphs_compiled
+from compose.ops.dropout import SAMPLES, Masks, dropouts
+from compose.parallel.context_parallel import ContextParallel
+from compose.plan import resolve
+from compose.proof.report import Report
+from compose.train import trainer
+from models import gpt2
+from models.layers.attention import AttentionCore
+from tests.support import training
+from tests.support.helpers import agreed, small_ones_move, tier
+from tests.support.mutation import mutated
+from tests.support.pool import Pool, make_mesh
+
+
+class Scores(nn.Module):
+    """Causal attention with dropout on its probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.mT
+        scores = scores.tril() + torch.full_like(scores, -1e4).triu(1)
+        return (self.drop(scores.softmax(-1)) @ v).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """Attention, and a network with dropout inside and behind it."""
+
+    def __init__(self, width: int, core: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.core = nn.LayerNorm(width), core()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.inner, self.outer = nn.Dropout(0.3), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 12)).chunk(3, -1)
+        x = x + self.out(self.core(*heads).flatten(2))
+        return x + self.outer(self.down(self.inner(F.gelu(self.up(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2, core: type[nn.Module] = Scores, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(11, width), nn.Dropout(0.1)
+        self.layers = nn.ModuleList(Layer(width, core) for _ in range(layers))
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embed(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+PLAN = Plan(
+    shard=["embed", "layers.*", "head"],
+    checkpoint=["layers.*"],
+    compile=["layers.*"],
+    pipeline=Pipeline(["embed", "drop"], "layers", ["head"]),
+)
+
+
+_part: dict[str, Any] = {"use_local_output": True}
+# The stream is a part of the tokens, of the heads in attention, and of the features inside the network.
+SEQUENCE = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "drop": SequenceParallel(**_part),
+    "layers.*.norm": SequenceParallel(**_part),
+    "layers.*.qkv": ColwiseParallel(input_layouts=Shard(1)),
+    "layers.*.core.drop": SequenceParallel(sequence_dim=1, **_part),
+    "layers.*.out": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+    "layers.*.inner": SequenceParallel(sequence_dim=2, **_part),
+    "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.outer": SequenceParallel(**_part),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+# The stream is whole, and so is the network but for its features.
+WHOLE = {
+    "layers.*.up": ColwiseParallel(use_local_output=False),
+    "layers.*.inner": SequenceParallel(sequence_dim=2, use_local_output=False),
+    "layers.*.down": RowwiseParallel(),
+}
+TENSOR = {
+    "sequence": replace(PLAN, tensor=SEQUENCE),
+    "whole": replace(
+        PLAN,
+        tensor=WHOLE,
+        replicate=[
+            *("embed", "drop", "head"),
+            *(f"layers.*.{name}" for name in ("norm", "qkv", "core.drop", "out", "outer")),
+        ],
+    ),
+}
+# Cores that cp replaces have no dropout of their own.
+RING = replace(
+    TENSOR["sequence"],
+    tensor={name: style for name, style in SEQUENCE.items() if "core" not in name},
+    context={"layers.*.core": ContextParallel()},
+)
+FLAT = replace(RING, tensor={}, context={"layers.*.core": ContextParallel(balance="none")})
+
+
+def _batch(samples: int = 4, length: int = 6) -> dict[str, Tensor]:
+    tokens = torch.randint(11, (samples, length + 1), generator=torch.Generator().manual_seed(5))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def _proof(options: Options, layers: int = 2, plan: Plan = PLAN) -> Report:
+    """On every rank: the proof of two steps, the one process with other micro-batches."""
+    torch.manual_seed(0)
+    batches = [_batch(), _batch()]
+    mesh = make_mesh(options.parallel)
+    options = replace(options, seq_len=6)
+    model = Model(layers, AttentionCore if plan.context else Scores)
+    with small_ones_move():
+        return verify(model, plan, mesh, batches, options, Trial(micro_batch=1))
+
+
+P = Parallel
+FULL, SELECTIVE = ActivationCheckpoint("full"), ActivationCheckpoint("selective")
+CASES: dict[str, tuple[Options, int]] = {
+    **{f"zero {zero}": (Options(P(dp_shard=2, zero=zero)), 2) for zero in (0, 1, 2, 3)},  # type: ignore[arg-type]
+    "replicas": (Options(P(dp_replicate=2, dp_shard=1)), 2),
+    "1F1B": (Options(P(pp=2, dp_shard=1)), 2),
+    "1F1B, full": (Options(P(pp=2, dp_shard=1), activation_checkpoint=FULL), 2),
+    "interleaved, selective": (
+        Options(P(pp=2, dp_shard=1, pp_schedule="Interleaved1F1B"), activation_checkpoint=SELECTIVE),
+        4,
+    ),
+    "zero bubble, full": (
+        Options(P(pp=2, dp_shard=1, pp_schedule="ZBVZeroBubble"), activation_checkpoint=FULL),
+        4,
+    ),
+    "offload": (
+        Options(P(dp_shard=2), activation_checkpoint=ActivationCheckpoint("full", offload=True)),
+        2,
+    ),
+}
+
+
+SLOW = ("zero 0", "zero 1", "zero 2", "1F1B", "interleaved, selective", "offload")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n in SLOW)) for n in CASES])
+def test_equals_one_process(pool: Pool, name: str) -> None:
+    options, layers = CASES[name]
+    report = agreed(pool.run(_proof, 2, options, layers))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", TENSOR)
+def test_tensor_parallel(pool: Pool, name: str) -> None:
+    options = Options(P(tp=2, dp_shard=1), activation_checkpoint=FULL)
+    report = agreed(pool.run(_proof, 2, options, 2, TENSOR[name]))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(RING, id="headtail"), pytest.param(FLAT, id="none", marks=pytest.mark.slow)]
+)
+def test_context_parallel(pool: Pool, plan: Plan) -> None:
+    """The length is no multiple of the chunks, so that it is padded."""
+    options = Options(P(cp=2, dp_shard=1), activation_checkpoint=FULL)
+    report = agreed(pool.run(_proof, 2, options, 2, plan))
+    assert report.ok, str(report)
+
+
+MORE = {
+    "cp x tp": (4, Options(P(cp=2, tp=2, dp_shard=1)), 2, RING),
+    "dp x tp, pp": (
+        8,
+        Options(P(dp_shard=2, tp=2, pp=2), activation_checkpoint=FULL),
+        2,
+        TENSOR["sequence"],
+    ),
+    "hsdp x cp": (8, Options(P(dp_shard=2, dp_replicate=2, cp=2)), 2, RING),
+    "bfloat16": (2, Options(P(dp_shard=2), Precision("bfloat16")), 2, PLAN),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.slow
+def test_several_axes(pool: Pool, name: str) -> None:
+    ranks, *case = MORE[name]
+    report = agreed(pool.run(_proof, ranks, *case))
+    assert report.ok, str(report)
+
+
+FAULTS: dict[str, tuple[str, str, str, str]] = {
+    "another rank's samples": (
+        "compose.train.step:_with_masks",
+        "index * len(first)",
+        "0 * index",
+        "zero 2",
+    ),
+    "a rank's tokens begin at 0": (
+        "compose.ops.dropout:Masks.drop",
+        "mesh.get_local_rank()",
+        "0",
+        "sequence",
+    ),
+    "the tokens of a rank of cp in another order": (
+        "compose.train.step:_with_masks",
+        "for start in starts]",
+        "for start in starts[::-1]]",
+        "cp",
+    ),
+    "another micro-batch when it runs again": (
+        "compose.ops.dropout:Masks.held",
+        "self.samples = samples",
+        "pass",
+        "1F1B, full",
+    ),
+}
+
+
+def _faulty(fault: str) -> Report:
+    place, old, new, name = FAULTS[fault]
+    cases: dict[str, Any] = CASES | {
+        "sequence": (Options(P(tp=2, dp_shard=1)), 2, TENSOR["sequence"]),
+        "cp": (Options(P(cp=2, dp_shard=1)), 2, RING),
+    }
+    with mutated(place, old, new):
+        return _proof(*cases[name])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(pool: Pool, fault: str) -> None:
+    report = agreed(pool.run(_faulty, 2, fault))
+    bad = {row.quantity for row in report.rows if not row.ok}
+    assert {"gradient", "update"} <= bad
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.drop, self.head = nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.into(x).relu()))
+
+
+def _summed(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets, reduction="sum")
+
+
+def _thrown_away() -> tuple[bool, bool]:
+    """Whether the proof holds for a network with dropout, and whether without rank 1's gradients."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 5), "targets": torch.randint(3, (8,))}
+    mesh = make_mesh(Parallel(dp_shard=2))
+    how = (Small(), Plan(), mesh, batch, Options(Parallel(dp_shard=2)), Trial(loss_function=_summed))
+    good = verify(*how)
+    with mutated(
+        "compose.train.step:_run",
+        "value.backward()",
+        "(value * (1 - torch.distributed.get_rank())).backward()",
+    ):
+        return good.ok, verify(*how).ok
+
+
+def test_lost_gradients_are_seen_behind_dropout(pool: Pool) -> None:
+    """The same masks in float64 leave an error of rounding alone, so nothing hides behind masks."""
+    assert pool.run(_thrown_away, 2) == [(True, False)] * 2
+
+
+KEY = DropoutKey(0)
+
+
+def _masks(shape: tuple[int, ...], p: float = 0.5, key: DropoutKey = KEY, name: str = "drop") -> Tensor:
+    """Where elements of a tensor of ones are kept, and by what they are multiplied."""
+    model = nn.ModuleDict({name: nn.Dropout(p)})
+    masks = Masks(model, [], [name])
+    masks.samples = masks.begin(key, torch.arange(shape[0]), None)[SAMPLES]
+    return model[name](torch.ones(shape, dtype=torch.float64))
+
+
+def _by_hand(x: int, last: bool = True) -> int:
+    """The hash of 32 bits, without the limits of a type."""
+    x ^= x >> 16
+    x = x * 0x21F0AAAD % 2**32
+    x ^= x >> 15
+    x = x * 0x735A2D97 % 2**32
+    return x ^ x >> 15 if last else x
+
+
+def test_the_mask_by_hand() -> None:
+    """The same mask from whole numbers, for elements of tensors of one to four dims."""
+    for shape in ((50,), (9, 8), (4, 5, 6), (2, 3, 4, 5)):
+        found = _masks(shape, 0.3, DropoutKey(7, 3, 11), "second")
+        digest = hashlib.sha256(b"3/7/second").digest()
+        for place in itertools.product(*map(range, shape)):
+            hashed = place[0] + 11 ^ int.from_bytes(digest[:4], "big")
+            for index in place[1:]:
+                hashed = _by_hand(hashed) ^ _by_hand(index)
+            signed = (_by_hand(hashed, last=False) + 2**31) % 2**32 - 2**31
+            kept = signed >= round(0.3 * 2**32) - 2**31
+            assert float(found[place]) == (1 / 0.7 if kept else 0.0)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_the_rate(p: float) -> None:
+    found = _masks((8, 64, 512), p)
+    kept = found != 0
+    assert float((found[kept] - 1 / (1 - p)).abs().max()) < 1e-12
+    deviation = (p * (1 - p)) ** 0.5
+
+    def worst(means: Tensor, of: int) -> float:
+        """The greatest distance from the rate, in standard deviations of a mean of so many."""
+        return float((means - (1 - p)).abs().max()) / (deviation / of**0.5)
+
+    share = kept.double()
+    assert worst(share.mean(), kept.numel()) < 4
+    assert worst(share.mean((1, 2)), 64 * 512) < 4
+    assert worst(share.mean((0, 2)), 8 * 512) < 4.5
+    assert worst(share.mean((0, 1)), 8 * 64) < 5.5
+
+
+def test_masks_are_independent() -> None:
+    """Two masks agree in half of their elements, whatever differs, and products of four in none."""
+    shape = (6, 40, 200)
+    base = _masks(shape) != 0
+    others = {
+        "step": _masks(shape, key=DropoutKey(1)) != 0,
+        "seed": _masks(shape, key=DropoutKey(0, 1)) != 0,
+        "module": _masks(shape, name="other") != 0,
+        "sample": base.roll(1, 0),
+        "token": base.roll(1, 1),
+        "feature": base.roll(1, 2),
+    }
+    for what, other in others.items():
+        agree = float((base == other).double().mean())
+        assert abs(agree - 0.5) < 5 * 0.5 / base.numel() ** 0.5, what
+    signs = base.double() * 2 - 1
+    pairs = signs[:, ::2] * signs[:, 1::2]
+    fours = pairs[..., ::2] * pairs[..., 1::2]
+    assert abs(float(fours.mean())) < 5 / fours.numel() ** 0.5
+
+
+def test_p_of_one_and_none() -> None:
+    assert float(_masks((3, 4), p=1.0).abs().max()) == 0
+    assert dropouts(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.2), nn.Linear(2, 2))) == ["1"]
+
+
+def _said(call: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+class Flat(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.into(x).flatten(0, 1))).view(*x.shape[:2], 3)
+
+
+def _refused() -> list[str]:
+    mesh = make_mesh(Parallel(dp_shard=1))
+    batch = {"x": torch.randn(2, 3, 5), "targets": torch.randint(3, (2, 3))}
+    composition, flat = apply(Small(), Plan(), mesh), apply(Flat(), Plan(), mesh)
+    found = [
+        _said(lambda: forward_backward(composition, batch)),
+        _said(lambda: composition.model(batch["x"])),
+        _said(lambda: forward_backward(flat, batch, dropout=DropoutKey(0))),
+    ]
+    composition.model.eval()
+    forward_backward(composition, batch)
+    return found
+
+
+def test_what_is_refused(pool: Pool) -> None:
+    assert pool.run(_refused, 1)[0] == [
+        "dropout: drop would drop the same elements in every step; give forward_backward"
+        " dropout=DropoutKey(step), or call model.eval()",
+        "dropout: drop runs in training mode outside of forward_backward, which numbers its samples;"
+        " call model.eval()",
+        "dropout: drop takes (6, 64), and masks belong to samples: it should take (2, ...); reshape its"
+        " input, or use p = 0",
+    ]
+
+
+def test_tensor_parallel_without_a_place() -> None:
+    plan = replace(TENSOR["whole"], replicate=[*list(TENSOR["whole"].replicate)[2:], "embed"])
+    model = Model()
+    options = Options(P(tp=2, dp_shard=1))
+    setup = Setup(model, resolve(plan, model), options, 2, "cpu")
+    assert _said(lambda: check_setup(setup)) == (
+        "plan.tensor: no style says which part of its input the dropout drop has on a rank; list it in"
+        " replicate if all, or give it SequenceParallel(sequence_dim=n, use_local_output=True) if a"
+        " part of dim n"
+    )
+
+
+def _evaluated() -> tuple[float, float, bool]:
+    """The loss in evaluation, that of the model without dropout, and whether a step then drops."""
+    torch.manual_seed(0)
+    mesh, model, batch = make_mesh(Parallel(dp_shard=2)), Model(), _batch()
+    plain = F.cross_entropy(copy.deepcopy(model).eval()(batch["tokens"]).mT, batch["targets"]).item()
+    composition = apply(model, PLAN, mesh, Options(Parallel(dp_shard=2)))
+    share = {name: value.chunk(2)[dist.get_rank()] for name, value in batch.items()}
+    total, count = evaluate(composition, share)
+    dropped = float(forward_backward(composition, share, dropout=DropoutKey(0)))
+    return float(total / count), plain, abs(dropped - plain) > 1e-3
+
+
+def test_evaluation_drops_nothing(pool: Pool) -> None:
+    for found, expected, drops in pool.run(_evaluated, 2):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert drops
+
+
+class Twice(Small):
+    """It runs one nn.Dropout twice, and the function twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.drop(self.into(x)).relu())
+        return self.head(F.dropout(F.dropout(hidden, 0.3, self.training), 0.4, self.training))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Twice(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def _twice() -> tuple[Report, float]:
+    """The proof of such a model that recomputes, and how often two calls of one module agree."""
+    torch.manual_seed(0)
+    mesh, trial = make_mesh(Parallel(dp_shard=2)), Trial(micro_batch=1, loss_function=_summed)
+    batch = {"x": torch.randn(4, 5), "targets": torch.arange(4) % 3}
+    options = Options(Parallel(dp_shard=2), activation_checkpoint=FULL)
+    report = verify(Stack(), Plan(checkpoint=["first"]), mesh, [batch, batch], options, trial)
+    model = nn.Sequential(nn.Dropout(0.5))
+    masks = Masks(model, [], ["0"])
+    masks.samples = masks.begin(KEY, torch.arange(50), None)[SAMPLES]
+    ones = torch.ones(50, 400)
+    return report, float((model(ones) == model(ones)).double().mean())
+
+
+def test_a_module_that_drops_twice(pool: Pool) -> None:
+    results = pool.run(_twice, 2)
+    report = agreed([report for report, _ in results])
+    assert report.ok, str(report)
+    assert abs(results[0][1] - 0.5) < 5 * 0.5 / 20_000**0.5
+
+
+def _functions_refused() -> str:
+    model, mesh = Twice(), make_mesh(Parallel(tp=2, dp_shard=1))
+    plan = Plan(
+        tensor={"into": ColwiseParallel(output_layouts=Replicate())}, replicate=["drop", "head"]
+    )
+    composition = apply(model, plan, mesh, Options(Parallel(tp=2, dp_shard=1)))
+    batch = {"x": torch.randn(2, 5), "targets": torch.arange(2)}
+    return _said(
+        lambda: forward_backward(composition, batch, loss_function=_summed, dropout=DropoutKey(0))
+    )
+
+
+def test_a_function_under_tensor_parallel(pool: Pool) -> None:
+    line = (
+        "dropout: with tp, Twice calls torch.nn.functional.dropout, and no style says on which part of"
+        " a tensor; use nn.Dropout with a style of plan.tensor"
+    )
+    assert pool.run(_functions_refused, 2) == [line] * 2
+
+
+def _compiled(backend: str, recompute: str) -> tuple[bool, int, int]:
+    """Whether four steps have the gradients of those without a compiler; graphs; breaks of graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    mesh, found = make_mesh(Parallel(dp_shard=1)), []
+    for options in (Compile(), Compile("block", backend=backend)):
+        torch.manual_seed(0)
+        how = Options(compile=options, activation_checkpoint=ActivationCheckpoint(recompute))  # type: ignore[arg-type]
+        composition = apply(Model(3), PLAN, mesh, replace(how, parallel=Parallel(dp_shard=1)))
+        for step in range(4):
+            forward_backward(composition, _batch(), micro_batch=2, dropout=DropoutKey(step))
+        found.append([p.grad for p in composition.model.parameters()])
+    # Another mask changes a gradient by some tenths; Inductor adds in another order.
+    same = all(float((x - y).norm()) <= 1e-5 * float(x.norm()) for x, y in zip(*found, strict=True))
+    return same, graphs_compiled(), sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.slow
+def test_layers_share_a_graph_for_all_steps(pool: Pool, recompute: str) -> None:
+    assert pool.run(_compiled, 1, "aot_eager", recompute) == [(True, 1, 0)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.slow
+def test_inductor_drops_the_same_elements(pool: Pool, recompute: str) -> None:
+    """In C++ a product of int32 that overflows is undefined, and compilers make use of that."""
+    assert pool.run(_compiled, 1, "inductor", recompute) == [(True, 1, 0)]
+
+
+@pytest.mark.parametrize("shape", [(4, 12), (4, 5, 12), (2, 33, 12), (3, 7, 5, 12)])
+def test_hashes_do_not_overflow_under_a_compiler(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a compiler traces gives the elements that an eager run keeps."""
+    model = nn.Sequential(nn.Dropout(0.3))
+    masks, x = Masks(model, [], ["0"]), torch.ones(shape)
+    masks.samples = masks.begin(DropoutKey(3), torch.arange(shape[0]), None)[SAMPLES]
+    eager = model(x)
+    model[0].__dict__["dropout_calls"] = 0
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(model(x), eager)
+
+
+class Dropping(gpt2.Model):
+    """The GPT-2 of this project with dropout behind its embeddings."""
+
+    def __init__(self, config: gpt2.Config) -> None:
+        super().__init__(config)
+        tokens = nn.Sequential(self.embeddings.tokens, nn.Dropout(0.3))
+        self.embeddings.register_module("tokens", tokens)
+
+
+def _trained(folder: str, steps: list[int]) -> tuple[list[float], list[DropoutKey]]:
+    """Losses of a run that stops and resumes, and the keys of its steps."""
+    keys: list[DropoutKey] = []
+    real = trainer.forward_backward
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        keys.append(kwargs["dropout"])
+        return real(*args, **kwargs)
+
+    def find(name: str) -> ModelFolder:
+        return replace(find_model(name), Model=Dropping, plan=lambda config, parallel: Plan())
+
+    settings = {"run__dir": folder, "train__steps": 4, "train__seed": 9, "checkpoint__interval": 1}
+    for stop in steps:
+        with (
+            mock.patch("compose.config.job.find_model", find),
+            mock.patch.object(trainer, "forward_backward", noted),
+        ):
+            training.train({"model__name": "gpt2", **settings, "train__stop_after": stop})
+    return [line["loss"] for line in training.lines(Path(folder))], keys
+
+
+def test_a_resumed_run_drops_what_it_would_have(pool: Pool, tmp_path: Path) -> None:
+    losses, keys = pool.run(_trained, 2, str(tmp_path / "whole"), [4])[0]
+    assert keys == [DropoutKey(step, 9) for step in range(4)]
+    assert pool.run(_trained, 1, str(tmp_path / "parts"), [2, 4])[0] == (pytest.approx(losses), keys)

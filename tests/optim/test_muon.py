@@ -1,0 +1,379 @@
+"""Muon: orthogonal steps, the same ones however a matrix is cut."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from compose.build import build_optimizer
+from compose.composition import Composition
+from compose.config.tables import Optimizer as Options
+from compose.config.tables import Parallel, Precision
+from compose.optim import adamw, muon
+from compose.optim.assignment import Layout, Messages, layout_of
+from compose.optim.muon import Muon, orthogonalized
+from compose.optim.regions import within
+from compose.optim.rounding import random_bits
+from compose.optim.rules import ParameterRule
+from compose.parallel.expert_parallel import expert_mesh
+from compose.proof.optimizers import Reference
+from tests.support.experts import QWEN
+from tests.support.faults import Fault, assert_named, with_fault
+from tests.support.helpers import agreed, prove_case, tier
+from tests.support.pool import Pool, make_mesh
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 16, 30), (1, 9)], ids=str)
+def test_singular_values_go_to_one(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    found = orthogonalized(x)
+    values = torch.linalg.svdvals(found)
+    assert 0.65 < float(values.min()) <= float(values.max()) < 1.25
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    # The same directions: in their basis the result is diagonal.
+    inside = u.mT @ found @ vh.mT
+    off = inside - torch.diag_embed(inside.diagonal(dim1=-2, dim2=-1))
+    assert float(off.abs().max()) < 1e-4
+    if len(shape) == 3:
+        assert torch.equal(found[1], orthogonalized(x[1:2])[0])
+
+
+def test_nothing_stays_nothing() -> None:
+    assert torch.equal(orthogonalized(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
+
+
+def test_close_to_torchs_muon() -> None:
+    """Which takes its steps in bfloat16, and averages gradients where they are summed here."""
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((12, 20), (20, 12))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    before = [p.detach().clone() for p in ours]
+    first = Muon([{"params": [(str(i), p) for i, p in enumerate(ours)]}], lr=0.02, weight_decay=0.3)
+    second = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        first.step()
+        second.step()
+    for a, b, start in zip(ours, theirs, before, strict=True):
+        assert float((a - b).detach().norm() / (b - start).detach().norm()) < 0.03
+
+
+def test_the_reference_is_the_same_without_its_tricks() -> None:
+    torch.manual_seed(0)
+    shapes = {"a": (12, 20), "b": (4, 20, 12), "c": (20, 12)}
+    ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    theirs = copy.deepcopy(ours)
+    first = Muon(ours.items(), lr=0.02, momentum=0.9, weight_decay=0.3)
+    options = Options(lr=0.02, momentum=0.9)
+    rules = dict.fromkeys(shapes, ParameterRule(True, 1.0, 0.3))
+    second = Reference(theirs, rules, options, Precision(), seed=0)
+    for _ in range(4):
+        for name in shapes:
+            ours[name].grad = torch.randn(shapes[name])
+            theirs[name].grad = ours[name].grad
+        first.step()
+        second.step()
+    for name in shapes:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-6)
+
+
+def test_bits_are_those_of_the_seed() -> None:
+    def after(seed: int) -> Tensor:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.ones(20, 30, dtype=torch.bfloat16))
+        optimizer = Muon([("w", weight)], state_dtype=torch.bfloat16, seed=seed)
+        for _ in range(2):
+            weight.grad = torch.randn(20, 30).bfloat16()
+            optimizer.step()
+        return torch.stack([weight.detach(), optimizer.state[weight]["momentum_buffer"]])
+
+    assert torch.equal(after(3), after(3))
+    assert all(not torch.equal(a, b) for a, b in zip(after(3), after(4), strict=True))
+
+
+def test_on_a_gpu_matrices_are_in_bfloat16() -> None:
+    """Which is meta here, where no unit is slow at it either."""
+    for device, kind in (("cpu", torch.float32), ("meta", torch.bfloat16)):
+        assert Muon([("w", nn.Parameter(torch.empty(2, 3, device=device)))]).dtype == kind
+
+
+def test_no_bits_are_drawn_twice() -> None:
+    drawn: list[str] = []
+
+    def spy(seed: int, purpose: str, *rest: Any) -> Tensor:
+        drawn.append(purpose)
+        return random_bits(seed, purpose, *rest)
+
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = Muon([("w", weight)], state_dtype=torch.bfloat16)
+    with mock.patch.object(muon, "random_bits", spy):
+        for _ in range(3):
+            weight.grad = torch.ones(3, 3)
+            optimizer.step()
+    assert len(drawn) == len(set(drawn)) == 6
+
+
+def test_what_is_no_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"w is no matrix or stack of matrices: \(3,\)"):
+        Muon([("w", nn.Parameter(torch.ones(3)))])
+
+
+def _refusals() -> list[str]:
+    mesh = make_mesh(Parallel(dp_shard=2, tp=2))
+    said = []
+    for where, placements in (
+        (mesh["tp"], [Shard(0)]),
+        (mesh["dp_shard", "tp"], [Partial(), Shard(0)]),
+    ):
+        whole = distribute_tensor(torch.ones(4, 4), where, [Replicate()] * where.ndim)
+        parameter = nn.Parameter(DTensor.from_local(whole.to_local(), where, placements))
+        try:
+            Muon([("w", parameter)])
+        except ValueError as error:
+            said.append(str(error).partition(":")[0].partition(" on ")[0])
+    return said
+
+
+@pytest.mark.slow
+def test_other_ranks_and_partial_sums_are_refused(pool: Pool) -> None:
+    assert pool.run(_refusals, 4)[0] == ["a parameter is", "a parameter is still to be summed"]
+
+
+def _alike(dims: tuple[int, int]) -> list[Any]:
+    """Steps with matrices cut over a mesh, some of them in fewer parts than there are ranks."""
+    mesh = make_mesh(Parallel(dp_replicate=2, dp_shard=dims[0], tp=dims[1]))
+    mesh = mesh["dp_replicate", "dp_shard", "tp"]
+    torch.manual_seed(0)
+    shapes = {"a": (7, 9), "b": (9, 5), "c": (1, 6), "d": (3, 4, 5)}
+    cuts = {
+        "a": [Replicate(), Shard(0), Shard(1)],
+        "b": [Replicate(), Replicate(), Shard(0)],
+        "c": [Replicate(), Shard(0), Replicate()],
+        "d": [Replicate(), Shard(2), Shard(0)],
+    }
+    start = {name: torch.randn(shape) for name, shape in shapes.items()}
+    plain = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+    parts = {n: nn.Parameter(distribute_tensor(start[n], mesh, cuts[n])) for n in shapes}
+    optimizers = [Muon(named.items(), lr=0.1, state_dtype=torch.bfloat16) for named in (plain, parts)]
+    owners = {slab.owner for some in optimizers[1].rounds for slab in some}
+    for _ in range(3):
+        for name, shape in shapes.items():
+            gradient = torch.randn(shape)
+            plain[name].grad = gradient
+            parts[name].grad = distribute_tensor(gradient, mesh, cuts[name])
+        for optimizer in optimizers:
+            optimizer.step()
+    full = {name: p.full_tensor().detach() for name, p in parts.items()}  # type: ignore[attr-defined]
+    return [{n: float((full[n] - plain[n]).detach().abs().max()) for n in shapes}, full, owners]
+
+
+@pytest.mark.slow
+def test_cut_in_any_way(pool: Pool) -> None:
+    found = pool.run(_alike, 8, (2, 2))
+    for errors, full, owners in found:
+        assert max(errors.values()) < 2e-6, errors
+        assert all(torch.equal(full[name], found[0][1][name]) for name in full)
+        assert len(owners) > 3
+
+
+def _sent() -> int:
+    """Elements that this rank sends in a step, of 2,400 in 4 matrices over 2 replicas of 2 shards."""
+    mesh = make_mesh(Parallel(dp_replicate=2, dp_shard=2))["dp_replicate", "dp_shard"]
+    cut = [Replicate(), Shard(0)]
+    named = {str(i): nn.Parameter(distribute_tensor(torch.ones(20, 30), mesh, cut)) for i in range(4)}
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    real, counts = Messages.send, []
+
+    def count(self: Messages, tensor: Tensor, to: int) -> None:
+        counts.append(tensor.numel())
+        real(self, tensor, to)
+
+    with mock.patch.object(Messages, "send", count):
+        Muon(named.items()).step()
+    return sum(counts)
+
+
+def test_elements_sent(pool: Pool) -> None:
+    """As docs/optimizers.md has it, with P = 2400, n = 4, r = s = 2."""
+    assert pool.run(_sent, 4) == [2400 * (1 - 1 / 2) / 4 + 2400 * (2 - 1 / 2) / 4] * 4
+
+
+def _layout_of_experts() -> Layout:
+    mesh = make_mesh(Parallel(dp_replicate=4))
+    experts = expert_mesh(mesh, 2)["expert_shard", "ep"]
+    placed = [Replicate(), Shard(0)]
+    parameter = DTensor.from_local(torch.zeros(3, 4, 5), experts, placed, run_check=False)
+    return layout_of(parameter, dist.group.WORLD, mesh)
+
+
+def test_copies_of_experts(pool: Pool) -> None:
+    """Ranks 0 and 2 hold the same three of six experts, and 1 and 3 the others."""
+    for layout in pool.run(_layout_of_experts, 4):
+        assert [layout.regions[rank][0] for rank in range(4)] == [slice(0, 3), slice(3, 6)] * 2
+        assert layout.replica == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+MUON: dict[str, object] = {"optimizer__name": "muon", "train__global_batch": 8}
+HALF: dict[str, object] = {
+    "precision__param": "bfloat16",
+    "precision__master": "bfloat16",
+    "precision__optimizer_state": "bfloat16",
+}
+EXPERTS: dict[str, object] = {**QWEN, "model__n_layers": 2, "train__seq_len": 16}
+PROOFS: dict[str, tuple[int, dict[str, object]]] = {
+    "one process": (1, {"optimizer__momentum": 0.8}),
+    "zero 0": (2, {"parallel__dp_shard": 2, "parallel__zero": 0}),
+    "zero 3": (2, {"parallel__dp_shard": 2}),
+    "tp": (2, {"parallel__tp": 2, "precision__optimizer_state": "bfloat16"}),
+    "replicas": (
+        4,
+        {
+            "parallel__dp_replicate": 2,
+            "parallel__dp_shard": 2,
+            "optimizer__lr_scale": '["layers.*.attention=0.5", "output=2"]',
+            "optimizer__weight_decay_scale": '["layers.*.*_norm=3", "layers.1.feed_forward=4"]',
+            "optimizer__muon_except": '["layers.*.feed_forward.w2"]',
+        },
+    ),
+    "a tied pipeline": (2, {"parallel__pp": 2, "model__tie_embeddings": True}),
+    # 90 columns over tp 2 and then 4: 12, 12, 12 and 9.
+    "uneven and strided": (
+        8,
+        {"parallel__dp_shard": 4, "parallel__tp": 2, "model__hidden_dim": 90},
+    ),
+    "experts": (4, {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2, **EXPERTS}),
+    "experts and a pipeline": (
+        8,
+        {"parallel__pp": 2, "parallel__dp_shard": 4, "parallel__ep": 2, **EXPERTS},
+    ),
+    "copies of experts": (4, {"parallel__dp_replicate": 4, "parallel__ep": 2, **EXPERTS}),
+    "all in bfloat16": (2, {"parallel__pp": 2, "model__tie_embeddings": True, **HALF}),
+    "AdamW in bfloat16": (
+        4,
+        {"parallel__dp_shard": 2, "parallel__tp": 2, "optimizer__name": "adamw", **HALF},
+    ),
+    "AdamW with means in bfloat16": (
+        2,
+        {"parallel__tp": 2, "optimizer__name": "adamw", "precision__optimizer_state": "bfloat16"},
+    ),
+}
+
+
+# Of eight ranks, or of what two others have together.
+SLOW = (
+    "uneven and strided",
+    "experts",
+    "experts and a pipeline",
+    "copies of experts",
+    "AdamW in bfloat16",
+    "AdamW with means in bfloat16",
+    "all in bfloat16",
+)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=tier(slow=c in SLOW)) for c in PROOFS])
+def test_equals_one_process(pool: Pool, case: str) -> None:
+    ranks, keys = PROOFS[case]
+    report = agreed(pool.run(prove_case, ranks, {**MUON, **keys}))
+    assert report.ok, str(report)
+
+
+@contextmanager
+def nothing_is_gathered() -> Iterator[None]:
+    """The owner orthogonalizes its own part alone, zeros for the rest."""
+    real = Muon._gather
+
+    def fake(self: Muon, slabs: Any) -> Tensor | None:
+        own = real(self, slabs)
+        if own is None:
+            return None
+        slab = next(slab for slab in slabs if slab.owner == self.rank)
+        region = self.layouts[slab.parameter].part(self.rank, slab.region)
+        assert region
+        mine = torch.zeros_like(own)
+        mine[within(region, slab.region)] = own[within(region, slab.region)]
+        return mine
+
+    with mock.patch.object(Muon, "_gather", fake):
+        yield
+
+
+@contextmanager
+def each_shard_is_a_matrix() -> Iterator[None]:
+    """Every rank orthogonalizes what it holds."""
+
+    def fake(parameter: Any, group: dist.ProcessGroup, mesh: Any) -> Layout:
+        shape = (1, *parameter.to_local().shape)
+        me = dist.get_rank(group)
+        return Layout(shape, {me: tuple(slice(0, n) for n in shape)}, {me: 0})
+
+    with mock.patch.object(muon, "layout_of", fake):
+        yield
+
+
+@contextmanager
+def shards_change_places() -> Iterator[None]:
+    """Of what an owner has found each half goes to the other's rank."""
+
+    def fake(matrices: Tensor) -> Tensor:
+        return orthogonalized(matrices).roll(matrices.shape[-2] // 2, -2)
+
+    with mock.patch.object(muon, "orthogonalized", fake):
+        yield
+
+
+@contextmanager
+def a_stage_has_names_of_its_own() -> Iterator[None]:
+    """So that copies of a tied weight are rounded by different bits."""
+
+    def fake(composition: Composition, *args: Any) -> torch.optim.Optimizer:
+        with mock.patch.object(Composition, "aliases", new={}):
+            return build_optimizer(composition, *args)
+
+    with mock.patch("compose.proof.prove.build_optimizer", fake):
+        yield
+
+
+@contextmanager
+def one_rank_rounds_otherwise() -> Iterator[None]:
+    def fake(seed: int, *args: Any) -> Tensor:
+        return random_bits(seed + dist.get_rank(), *args)
+
+    with mock.patch.object(adamw, "random_bits", fake), mock.patch.object(muon, "random_bits", fake):
+        yield
+
+
+@pytest.mark.parametrize("fault", [nothing_is_gathered, each_shard_is_a_matrix, shards_change_places])
+def test_a_wrong_matrix_is_named(pool: Pool, fault: Fault) -> None:
+    report = pool.run(with_fault, 2, fault, {**MUON, "parallel__dp_shard": 2})[0]
+    errors = {row.name: row.error for row in report.rows if row.quantity == "update"}
+    matrices = {name for name in errors if name.startswith("layers.") and "norm" not in name}
+    assert len(matrices) == 14
+    assert min(errors[name] for name in matrices) > 0.2, errors
+    assert all(row.ok for row in report.rows if row.quantity == "gradient")
+
+
+def test_copies_rounded_otherwise_are_named(pool: Pool) -> None:
+    keys = {**MUON, **PROOFS["all in bfloat16"][1]}
+    for fault in (a_stage_has_names_of_its_own, one_rank_rounds_otherwise):
+        report = pool.run(with_fault, 2, fault, keys)[0]
+        assert_named(report, "tied copies", {"tok_embeddings.weight"})
+
+
+def test_other_bits_are_seen(pool: Pool) -> None:
+    """Each rank is as near to one process as rounding allows, and yet they have drifted apart."""
+    keys = {**MUON, **HALF, "parallel__dp_replicate": 2}
+    report = pool.run(with_fault, 2, one_rank_rounds_otherwise, keys)[0]
+    assert {(row.quantity, row.rank) for row in report.failed} == {("copies", 1)}
+    assert {row.name for row in report.failed} >= {"norm.weight", "layers.0.ffn_norm.weight"}

@@ -1,0 +1,120 @@
+"""State made without a step is what a step makes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from compose.build import build, build_optimizer
+from compose.optim.adamw import AdamW
+from compose.optim.groups import Together
+from compose.optim.muon import Muon
+from compose.optim.state import make_state
+from tests.support.helpers import make_job
+from tests.support.pool import Pool, make_mesh
+
+Keys = dict[str, object]
+MESH: Keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "model__n_layers": 3}
+HALF: Keys = {
+    "precision__param": "bfloat16",
+    "precision__master": "bfloat16",
+    "precision__optimizer_state": "bfloat16",
+}
+OPTIMIZERS: dict[str, Keys] = {
+    "fused": {"optimizer__implementation": "fused"},
+    "foreach": {"optimizer__implementation": "foreach"},
+    "for-loop": {"optimizer__implementation": "for-loop"},
+    "bfloat16": HALF,
+    "muon": {"optimizer__name": "muon"},
+    "muon in bfloat16": HALF | {"optimizer__name": "muon"},
+    "offload to memory": {"optimizer__offload": "cpu"},
+    "offload to files": {"optimizer__offload": "nvme"},
+}
+
+
+def _described(tensor: Tensor) -> tuple[object, ...]:
+    placed = (tensor.placements, tensor.to_local().shape) if isinstance(tensor, DTensor) else ()
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, placed
+
+
+def _state(keys: Keys, folder: Path, stepped: bool) -> dict[str, tuple[object, ...]]:
+    job = make_job(4, **MESH, **keys)
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    model = composition.model
+    frozen = model.get_parameter("layers.0.attention.wq.weight").requires_grad_(False)
+    optimizer = build_optimizer(composition, job, folder=folder)
+    if stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+    else:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        make_state(optimizer)
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            assert parameter.grad is None
+            assert torch.equal(parameter.detach(), value)
+        assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
+    assert frozen not in optimizer.state
+    return {
+        f"{name}.{key}": _described(value)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_as_by_a_step(pool: Pool, tmp_path: Path, name: str) -> None:
+    keys = OPTIMIZERS[name]
+    assert pool.run(_state, 4, keys, tmp_path / "made", False) == pool.run(
+        _state, 4, keys, tmp_path / "stepped", True
+    )
+
+
+def test_state_that_there_is_stays() -> None:
+    for kind in (torch.optim.AdamW, AdamW):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = kind([("w", parameter)])
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+        make_state(optimizer)
+        for key, value in before.items():
+            assert torch.equal(optimizer.state[parameter][key], value), key
+
+
+def _seeds(keys: Keys) -> list[int]:
+    job = make_job(1, **keys)
+    optimizer = build_optimizer(build(job, make_mesh(job.degrees), torch.device("cpu")), job)
+    parts = optimizer.parts if isinstance(optimizer, Together) else [optimizer]
+    return [part.seed for part in parts if isinstance(part, (AdamW, Muon))]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_roundings_seed_is_the_runs(pool: Pool, name: str) -> None:
+    keys = HALF | {"optimizer__name": name, "train__seed": 5, "model__n_layers": 1}
+    assert pool.run(_seeds, 1, keys)[0] == [5] * (1 if name == "adamw" else 2)
+
+
+def _options(keys: Keys) -> list[dict[str, object]]:
+    job = make_job(1, **keys)
+    optimizer = build_optimizer(build(job, make_mesh(job.degrees), torch.device("cpu")), job)
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("name", ["fused", "bfloat16", "muon", "offload to memory"])
+def test_options_are_the_configs(pool: Pool, name: str) -> None:
+    keys = OPTIMIZERS[name] | {"model__n_layers": 1, "optimizer__beta1": 0.7, "optimizer__beta2": 0.8}
+    keys |= {"optimizer__eps": 0.01, "optimizer__momentum": 0.6, "optimizer__lr": 0.25}
+    keys |= {"optimizer__lr_scale": '["output=0.5"]', "optimizer__weight_decay": 0.5}
+    groups = pool.run(_options, 1, keys)[0]
+    assert {group["lr"] for group in groups} == {0.25, 0.125}
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.5}
+    for group in groups:
+        assert group["lr"] == 0.25 * float(str(group["lr_scale"]))
+        if "momentum" in group:
+            assert group["momentum"] == 0.6
+        else:
+            assert (group["betas"], group["eps"]) == ((0.7, 0.8), 0.01)

@@ -1,0 +1,141 @@
+"""Whole parameters: gradients are summed over ranks once a step, and add up as autograd's do."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from compose import Parallel
+from compose.parallel import gradient_sum
+from compose.parallel.data_parallel import Sharding, apply_data_parallel, finish_backward, gather
+from compose.parallel.data_parallel import prepare_micro_batch as prepare
+from tests.support.pool import Pool, make_mesh
+
+
+class Parts(nn.Module):
+    """Units of odd sizes; "frozen" takes no gradient, and "other" is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.frozen, self.b = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+        self.other, self.scale = nn.Linear(2, 2), nn.Parameter(torch.tensor(1.5))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.b(self.frozen(self.a(input).tanh())) * self.scale
+
+
+UNITS = [["a", "frozen"], ["b"]]
+
+
+def _made() -> Parts:
+    torch.manual_seed(0)
+    return Parts()
+
+
+def _wanted(batches: list[Tensor]) -> dict[str, Tensor]:
+    """The gradients of one process for all samples."""
+    model = _made()
+    for batch in batches:
+        model(batch).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _assert_equal(model: nn.Module, wanted: dict[str, Tensor]) -> None:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(
+            gradient, wanted[name], msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def _applied(cp: int = 1) -> nn.Module:
+    parallel = Parallel(dp_replicate=dist.get_world_size() // cp, cp=cp, dp_shard=1, zero=0)
+    model = _made()
+    apply_data_parallel(model, UNITS, make_mesh(parallel), Sharding(zero=0))
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    return model
+
+
+def _steps(cp: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = _applied(cp)
+    torch.manual_seed(1)
+    steps = [[torch.randn(2 * size + 1, 5) for _ in range(count)] for count in (1, 3, 2)]
+    seen: list[Tensor] = []
+    for step in steps:
+        for i, batch in enumerate(step):
+            prepare(model, 0, last=i == len(step) - 1)
+            model(batch.tensor_split(size)[rank]).square().sum().backward()
+        # Gradients that were not set to zero count once, and are not summed over ranks again.
+        seen += step
+        _assert_equal(model, _wanted(seen))
+    model.zero_grad()
+    prepare(model, 0, last=True)
+    model(steps[0][0].tensor_split(size)[rank]).square().sum().backward()
+    _assert_equal(model, _wanted(steps[0]))
+
+
+@pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+def test_steps_and_micro_batches_add_up(pool: Pool, ranks: int, cp: int) -> None:
+    pool.run(_steps, ranks, cp)
+
+
+def _without_backward() -> None:
+    """A pipeline computes gradients outside of ``backward()``, and says when it is done."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = _applied()
+    batch = torch.randn(2 * size, 5, generator=torch.Generator().manual_seed(1))
+    gather(model)
+    part = batch.chunk(size)[rank]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(model(part).square().sum(), trained, allow_unused=True)
+    for parameter, gradient in zip(trained, found, strict=True):
+        parameter.grad = gradient
+    finish_backward(model, 0, last=True)
+    _assert_equal(model, _wanted([batch]))
+    finish_backward(model, 0, last=True)  # nothing has begun since
+    _assert_equal(model, _wanted([batch]))
+
+
+def test_gradients_that_no_backward_made(pool: Pool) -> None:
+    pool.run(_without_backward, 2)
+
+
+def _inputs() -> None:
+    """As with FSDP2, a model takes its parameters' type."""
+    model = _made().double()
+    apply_data_parallel(
+        model,
+        UNITS,
+        make_mesh(Parallel(dp_replicate=2, zero=0)),
+        Sharding(0, torch.float64, torch.float64, torch.float64),
+    )
+    assert model(torch.ones(2, 5)).dtype == model(input=torch.ones(2, 5)).dtype == torch.float64
+
+
+def test_floats_of_the_input_are_cast(pool: Pool) -> None:
+    pool.run(_inputs, 2)
+
+
+def _on_two_meshes() -> list[list[float]]:
+    """The sums of two gradients on equal meshes, whose addresses have another order on each rank."""
+    meshes = sorted((init_device_mesh("cpu", (2,)) for _ in range(2)), key=id)
+    parameters = []
+    for mesh, size in zip(meshes[:: -1 if dist.get_rank() else 1], (3, 5), strict=True):
+        parameter = nn.Parameter(
+            DTensor.from_local(torch.zeros(size), mesh, [Replicate()], run_check=False)
+        )
+        part = torch.full((size,), dist.get_rank() + 1.0)
+        parameter.grad = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+        parameters.append(parameter)
+    gradient_sum._complete(parameters)
+    return [p.grad.to_local().tolist() for p in parameters]
+
+
+def test_ranks_sum_in_one_order(pool: Pool) -> None:
+    assert pool.run(_on_two_meshes, 2) == [[[3.0] * 3, [3.0] * 5]] * 2

@@ -1,0 +1,241 @@
+"""A vocabulary that is cut over ranks: embedding, output and loss equal to the whole ones."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import compose.ops.vocabulary_loss as vocabulary_module
+from compose.errors import ConfigError
+from compose.ops import compiled
+from compose.ops.batch import IGNORE
+from compose.ops.vocabulary_loss import log_z, token_losses
+from compose.parallel.stream_messages import send_stream
+from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
+from tests.support.mutation import mutated
+from tests.support.pool import Pool
+
+
+class Ends(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 6)
+        self.output = nn.Linear(6, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.embed(tokens).tanh())
+
+
+def _differences(vocabulary: int, sequence: bool, sharded: bool) -> list[str]:
+    """What of the cut model's loss and gradients is not that of the whole one."""
+    torch.manual_seed(0)
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    stream = Shard(1) if sequence else Replicate()
+    model = Ends(vocabulary)
+    tokens = torch.randint(vocabulary, (2, 3 * size))
+    tokens[0, :2] = torch.tensor([0, vocabulary - 1])
+    targets = torch.randint(vocabulary, (2, 3 * size))
+    targets[1, :2] = IGNORE
+    logits = model(tokens)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    (loss + logits.logsumexp(-1).square().sum()).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    styles: dict[str, Any] = {
+        "embed": LocalEmbedding(stream),
+        "output": LocalOutput(stream, sharded=sharded),
+    }
+    parallelize_module(model, mesh, styles)
+    found = model(tokens)
+    assert isinstance(found, DTensor) == sharded
+    assert found.shape == logits.shape
+    here = token_losses(found.flatten(0, 1), targets.flatten())
+    (here + log_z(found).square().sum()).backward()
+    wrong = [] if torch.allclose(here, loss) else ["loss"]
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor)
+        whole = gradient.full_tensor()
+        wrong += [] if torch.allclose(whole, wanted[name], rtol=1e-4, atol=1e-6) else [name]
+    return wrong
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 5), (2, 7), (3, 10), (4, 13)])
+def test_equals_the_whole(
+    pool: Pool, ranks: int, vocabulary: int, sequence: bool, sharded: bool
+) -> None:
+    assert pool.run(_differences, ranks, vocabulary, sequence, sharded) == [[]] * ranks
+
+
+def _as_on_a_gpu(vocabulary: int) -> list[str]:
+    plain = mock.patch.object(compiled, "_compiled", lambda function: function)
+    with plain, mock.patch.object(vocabulary_module, "compiles", return_value=True):
+        return _differences(vocabulary, True, True)
+
+
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 5), (2, 7), (3, 10)])
+def test_the_passes_of_a_gpu_equal_the_whole(pool: Pool, ranks: int, vocabulary: int) -> None:
+    """Uncompiled."""
+    assert pool.run(_as_on_a_gpu, ranks, vocabulary) == [[]] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whole_logits_are_two_graphs(dtype: torch.dtype) -> None:
+    """For any number of tokens, and as good as PyTorch's operators."""
+    torch._dynamo.reset()
+    counters.clear()
+    for tokens in (26, 10):
+        logits = torch.randn(tokens, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+        targets = torch.arange(tokens).masked_fill(torch.arange(tokens) % 3 == 0, IGNORE)
+        found = []
+        for compiles in (False, True):
+            given = logits.clone().requires_grad_()
+            with mock.patch.object(vocabulary_module, "compiles", return_value=compiles):
+                loss = token_losses(given, targets)
+                (loss * 0.37).backward()
+            found.append((loss.detach(), given.grad))
+        torch.testing.assert_close(found[1], found[0])
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
+
+
+def _with_fault(place: str, old: str, new: str) -> list[str]:
+    with mutated(place, old, new):
+        return _differences(7, False, True)
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "new", "wrong"),
+    [
+        (
+            "compose.parallel.vocabulary_parallel:_RowEmbedding.forward",
+            "found.masked_fill(elsewhere[..., None], 0.0)",
+            "found",
+            {"loss", "embed.weight", "output.weight"},
+        ),
+        (
+            "compose.parallel.vocabulary_parallel:_ColumnOutput.forward",
+            '("keep", "sum")',
+            '("keep", "keep")',
+            {"embed.weight"},
+        ),
+        (
+            "compose.ops.vocabulary_loss:_CrossEntropy.backward",
+            "scale[part] * share[part, None]",
+            "scale[part]",
+            {"embed.weight", "output.weight"},
+        ),
+    ],
+)
+def test_faults_are_seen(pool: Pool, place: str, old: str, new: str, wrong: set[str]) -> None:
+    for found in pool.run(_with_fault, 2, place, old, new):
+        assert set(found) == wrong
+
+
+def _messages() -> None:
+    """Each message and that of its gradient, against a float64 sum over ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = init_device_mesh("cpu", (size,)).get_group().group_name
+    all_of = torch.randn(size, 2, 3 * size, 5, generator=torch.Generator().manual_seed(0))
+    total, mine = all_of.sum(0), slice(3 * rank, 3 * rank + 3)
+    wanted = {
+        "keep": all_of[rank],
+        "sum": total,
+        "gather": torch.cat(list(all_of), 1),
+        "scatter": total[:, mine],
+    }
+    for there, expected in wanted.items():
+        torch.testing.assert_close(send_stream(there, "keep", group, all_of[rank]), expected)  # type: ignore[arg-type]
+    for back, expected in wanted.items():
+        x = all_of[rank].clone().requires_grad_()
+        if back == "gather":  # its input was a part
+            there, inner = "scatter", x.repeat(1, size, 1)
+            y = send_stream(there, "gather", group, inner)
+            (seen,) = torch.autograd.grad(y, inner, all_of[rank])
+        elif back == "scatter":
+            part = x.detach()[:, :3].clone().requires_grad_()
+            y = send_stream("gather", "scatter", group, part)
+            (seen,) = torch.autograd.grad(y, part, all_of[rank])
+        else:
+            y = send_stream("keep", back, group, x)  # type: ignore[arg-type]
+            (seen,) = torch.autograd.grad(y, x, all_of[rank])
+        torch.testing.assert_close(seen, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_messages(pool: Pool, ranks: int) -> None:
+    pool.run(_messages, ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1), (7, 5), (301, 1009)])
+def test_losses_of_whole_logits(dtype: torch.dtype, tokens: int, vocabulary: int) -> None:
+    """Of more logits than are worked on at once, too; some are -inf, some targets IGNORE."""
+    torch.manual_seed(0)
+    logits = torch.randn(tokens, vocabulary).to(dtype)
+    targets = torch.randint(vocabulary, (tokens,))
+    targets[::3] = IGNORE
+    hidden = torch.rand(tokens, vocabulary) < 0.2
+    hidden.scatter_(1, targets.clamp(0)[:, None], False)
+    logits = logits.masked_fill(hidden, -torch.inf).requires_grad_()
+    whole = logits.detach().double().requires_grad_()
+    loss, reference = token_losses(logits, targets), F.cross_entropy(whole, targets, reduction="sum")
+    wide = torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(loss, reference.to(wide))
+    (3 * loss).backward()
+    (3 * reference).backward()
+    assert logits.grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(logits.grad, whole.grad.to(dtype))
+
+
+def test_a_target_that_is_no_row() -> None:
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        token_losses(torch.zeros(2, 3), torch.tensor([0, 3]))
+
+
+def _of_no_rank() -> float:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    logits = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(1)])
+    return token_losses(logits, torch.tensor([0, 6])).item()
+
+
+def test_a_target_that_no_rank_has_makes_an_infinite_loss(pool: Pool) -> None:
+    assert pool.run(_of_no_rank, 2) == [float("inf")] * 2
+
+
+def _refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    said = []
+    for module, style in [
+        (nn.Linear(4, 4), LocalEmbedding(Replicate())),
+        (nn.Embedding(4, 4, padding_idx=0), LocalEmbedding(Replicate())),
+        (nn.Linear(4, 4), LocalOutput(Replicate())),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            parallelize_module(module, mesh, style)
+        said.append(str(caught.value))
+    with pytest.raises(ValueError, match="sharded otherwise") as wrong:
+        token_losses(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]), torch.zeros(4).long())
+    return [*said, str(wrong.value)]
+
+
+def test_refusals(pool: Pool) -> None:
+    assert pool.run(_refusals, 2)[0] == [
+        "LocalEmbedding: Linear(in_features=4, out_features=4, bias=True) is no nn.Embedding",
+        "LocalEmbedding: Embedding(4, 4, padding_idx=0) has options; use RowwiseParallel",
+        "LocalOutput: Linear(in_features=4, out_features=4, bias=True) is no nn.Linear without bias",
+        "logits are sharded otherwise than over the vocabulary: S(0)",
+    ]

@@ -1,0 +1,402 @@
+"""Every schedule, cut, and composition of a pipeline, proved equal to one process."""
+
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
+from compose.data.packing import random_batch
+from compose.errors import ConfigError
+from compose.ops.cross_entropy import count_targets, cross_entropy
+from compose.pipeline.schedules import SCHEDULES, build_table, write_table
+from compose.pipeline.split import balanced, check_layers
+from compose.plan import resolve
+from compose.proof.held import whole as full
+from compose.proof.report import Report
+from models.llama import Config as LlamaConfig
+from models.llama import Model as Llama
+from models.llama import plan as llama_plan
+from tests.support.helpers import agreed, in_turn, make_job, parallel, prove_step
+from tests.support.pool import Pool, make_mesh
+
+
+def batches(micro_batches: int, data_ranks: int = 1) -> dict[str, object]:
+    return {"train__micro_batch": 1, "train__global_batch": micro_batches * data_ranks}
+
+
+@pytest.mark.parametrize(
+    ("pp", "tied"),
+    [
+        (2, True),
+        pytest.param(4, False, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.full),
+        pytest.param(4, True, marks=pytest.mark.full),
+    ],
+    ids=["2-tied", "4-untied", "2-untied", "4-tied"],
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(pool: Pool, schedule: str, pp: int, tied: bool) -> None:
+    """Layers as FLOPs ask for."""
+    keys = parallel(pp=pp, pp_schedule=schedule) | batches(8)
+    keys |= {"model__n_layers": 6, "model__tie_embeddings": tied}
+    report = agreed(pool.run(prove_step, pp, keys))
+    assert report.ok, str(report)
+    quantities = {row.quantity for row in report.rows}
+    usual = {"initial weight", "gradient", "loss", "grad_norm", "update", "copies", "trained"}
+    assert quantities == (usual | {"tied copies"} if tied else usual)
+    parameters = 2 + 6 * 9 + (not tied)
+    assert sum(row.quantity == "gradient" for row in report.rows) == parameters
+
+
+# Counts that the number of ranks does not divide, where the schedule has them; uneven cuts, ends that
+# hold no layer; one virtual stage, and three.
+UNEVEN: list[tuple[int, dict[str, object], int]] = [
+    (2, parallel(pp=2, pp_schedule="GPipe", pp_layers="[5,1]"), 3),
+    (2, parallel(pp=2, pp_schedule="1F1B", pp_layers="[0,6]"), 5),
+    (2, parallel(pp=2, pp_schedule="1F1B", pp_layers="[6,0]"), 1),
+    (2, parallel(pp=2, pp_schedule="Interleaved1F1B", pp_layers="[1,3,2,0]"), 3),
+    (2, parallel(pp=2, pp_schedule="LoopedBFS", pp_layers="[0,1,2,3]"), 5),
+    (2, parallel(pp=2, pp_schedule="InterleavedZeroBubble", pp_layers="[3,1,1,1]"), 3),
+    (2, parallel(pp=2, pp_schedule="ZBVZeroBubble", pp_layers="[0,4,1,1]"), 5),
+    (2, parallel(pp=2, pp_schedule="DualPipeV", pp_layers="[2,3,1,0]"), 5),
+    (2, parallel(pp=2, pp_schedule="Interleaved1F1B", pp_virtual_stages=3), 4),
+    (2, parallel(pp=2, pp_schedule="InterleavedZeroBubble", pp_virtual_stages=1), 4),
+    (4, parallel(pp=4, pp_schedule="GPipe", pp_layers="[1,3,1,1]"), 6),
+    (4, parallel(pp=4, pp_schedule="1F1B", pp_layers="[0,3,2,1]"), 7),
+    (4, parallel(pp=4, pp_schedule="1F1B", pp_layers="[2,2,2,0]"), 2),
+    (4, parallel(pp=4, pp_schedule="Interleaved1F1B", pp_layers="[0,1,1,1,1,1,1,0]"), 10),
+    (4, parallel(pp=4, pp_schedule="LoopedBFS", pp_layers="[0,1,1,1,1,1,1,0]"), 3),
+    (4, parallel(pp=4, pp_schedule="InterleavedZeroBubble", pp_layers="[0,1,1,1,1,1,1,0]"), 10),
+    (4, parallel(pp=4, pp_schedule="ZBVZeroBubble", pp_layers="[0,1,1,1,1,1,1,0]"), 5),
+    (4, parallel(pp=4, pp_schedule="DualPipeV", pp_layers="[0,1,1,1,1,1,1,0]"), 9),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "micro_batches"),
+    in_turn(UNEVEN, lambda ranks, keys, count: ranks == 2 and "F1B" in str(keys)),
+    ids=lambda value: (
+        " ".join(str(v) for v in value.values()) if isinstance(value, dict) else str(value)
+    ),
+)
+def test_uneven(pool: Pool, ranks: int, keys: dict[str, object], micro_batches: int) -> None:
+    tied = {"model__n_layers": 6, "model__tie_embeddings": micro_batches % 2 == 0}
+    report = agreed(pool.run(prove_step, ranks, keys | batches(micro_batches) | tied))
+    assert report.ok, str(report)
+
+
+PRODUCTS: list[tuple[int, dict[str, object]]] = [
+    *(
+        (4, parallel(pp=2, dp_shard=2, zero=zero, pp_schedule=schedule) | batches(4, 2))
+        for zero in range(4)
+        for schedule in ("1F1B", "InterleavedZeroBubble")
+    ),
+    # A stage without attention cuts its sequences as the others do.
+    (4, parallel(pp=2, cp=2, cp_balance="none", pp_layers="[0,4]") | batches(4)),
+    (4, parallel(pp=2, dp_replicate=2, pp_schedule="ZBVZeroBubble") | batches(3, 2)),
+    (4, parallel(pp=2, tp=2, pp_schedule="ZBVZeroBubble") | batches(4)),
+    (4, parallel(pp=2, tp=2, sequence=False, loss=False, pp_schedule="DualPipeV") | batches(4)),
+    (4, parallel(pp=2, tp=2, pp_schedule="Interleaved1F1B") | batches(2)),
+    *(
+        (4, parallel(pp=2, cp=2, cp_method=method, pp_schedule=schedule) | batches(4))
+        for method, schedule in [
+            ("ring", "InterleavedZeroBubble"),
+            ("allgather", "GPipe"),
+            ("ulysses", "ZBVZeroBubble"),
+            ("ring", "LoopedBFS"),
+        ]
+    ),
+    # Recomputation, which a split backward does twice.
+    *(
+        (
+            4,
+            parallel(pp=2, cp=2, pp_schedule=schedule)
+            | batches(4)
+            | {"activation_checkpoint__mode": "full"},
+        )
+        for schedule in ("1F1B", "ZBVZeroBubble")
+    ),
+    # Samples of odd length, in micro-batches of three.
+    (
+        4,
+        parallel(pp=2, cp=2, pp_schedule="DualPipeV")
+        | {"train__seq_len": 29, "train__micro_batch": 3, "train__global_batch": 12},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    in_turn(
+        PRODUCTS, lambda ranks, keys: "ZBVZeroBubble" in keys.values() and "full" not in keys.values()
+    ),
+    ids=lambda value: (
+        " ".join(f"{k.split('__')[1]} {v}" for k, v in value.items())
+        if isinstance(value, dict)
+        else str(value)
+    ),
+)
+def test_products(pool: Pool, ranks: int, keys: dict[str, object]) -> None:
+    tied = {"model__n_layers": 4, "model__tie_embeddings": True}
+    report = agreed(pool.run(prove_step, ranks, tied | keys))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    [
+        pytest.param("ZBVZeroBubble", 1, marks=pytest.mark.full),
+        pytest.param("ZBVZeroBubble", 3, marks=pytest.mark.slow),
+        pytest.param("DualPipeV", 2, marks=pytest.mark.slow),
+        pytest.param("ZBVZeroBubble", 2, marks=pytest.mark.full),
+        pytest.param("DualPipeV", 1, marks=pytest.mark.full),
+        pytest.param("DualPipeV", 3, marks=pytest.mark.full),
+    ],
+)
+def test_v_schedules_with_documents_tied_weights_cp_and_zero(
+    pool: Pool, schedule: str, zero: int
+) -> None:
+    keys = parallel(pp=2, cp=2, dp_shard=2, zero=zero, pp_schedule=schedule) | batches(4, 2)
+    report = agreed(
+        pool.run(prove_step, 8, keys | {"model__n_layers": 4, "model__tie_embeddings": True})
+    )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    in_turn(
+        [("1F1B", 1), ("1F1B", 3), ("ZBVZeroBubble", 3), ("ZBVZeroBubble", 1)], lambda *case: False
+    ),
+)
+def test_bfloat16(pool: Pool, schedule: str, zero: int) -> None:
+    keys = parallel(pp=2, dp_shard=2, zero=zero, pp_schedule=schedule) | batches(4, 2)
+    report = agreed(
+        pool.run(prove_step, 4, keys | {"precision__param": "bfloat16", "model__n_layers": 4})
+    )
+    assert report.ok, str(report)
+
+
+def test_csv_of_actions(pool: Pool, tmp_path: Path) -> None:
+    """A table of one's own: GPipe with its backwards in the other order."""
+    table = build_table("GPipe", 2, 0, 3)
+    write_table([row[:3] + row[:2:-1] for row in table], str(tmp_path / "own.csv"))
+    keys = parallel(pp=2, pp_schedule=str(tmp_path / "own.csv")) | batches(3)
+    report = agreed(pool.run(prove_step, 2, keys))
+    assert report.ok, str(report)
+
+
+def _small(tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(n_layers=3, dim=32, n_heads=4, hidden_dim=48, tie_embeddings=tied)
+
+
+def _accumulated_over_calls() -> float:
+    """Largest relative difference between gradients of two calls, of different shapes, and of the sum
+    of what one process finds in each."""
+    config, degrees = _small(tied=True), Parallel(pp=2, dp_shard=1)
+    mesh = make_mesh(degrees)
+    # As many samples of another length, then fewer.
+    shapes = ((4, 16), (4, 12), (3, 12))
+    parts = [random_batch(*shape, config.vocab_size, seed) for seed, shape in enumerate(shapes)]
+    torch.manual_seed(0)
+    whole = Llama(config)
+    composition = apply(copy.deepcopy(whole), llama_plan(config, degrees), mesh)
+    for part in parts:
+        forward_backward(composition, part, micro_batch=1)
+        inputs = dict(part)
+        targets = inputs.pop("targets")
+        loss = cross_entropy(whole(**inputs), targets) / count_targets(targets)
+        loss.backward()
+    return max(
+        float((full(p.grad) - whole.get_parameter(name).grad).norm() / full(p.grad).norm())  # type: ignore[operator]
+        for name, p in composition.model.named_parameters()
+    )
+
+
+def test_gradients_accumulate_over_calls(pool: Pool) -> None:
+    assert max(pool.run(_accumulated_over_calls, 2)) < 1e-5
+
+
+def _outlives() -> bool:
+    """Whether a model, and with it its process groups' threads, is kept when nobody has it any more."""
+    config, degrees = _small(), Parallel(pp=2, dp_shard=1)
+    mesh = make_mesh(degrees)
+    composition = apply(Llama(config), llama_plan(config, degrees), mesh)
+    forward_backward(composition, random_batch(2, 8, config.vocab_size, seed=0), micro_batch=1)
+    reference = weakref.ref(composition.model)
+    del composition
+    gc.collect()
+    return reference() is not None
+
+
+def test_model_is_let_go(pool: Pool) -> None:
+    assert pool.run(_outlives, 2) == [False, False]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return x + torch.tanh(self.inner(x)) * (1 if scale is None else scale[:, None])
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [Block() for _ in range(4)]
+        blocks[3].inner.weight = blocks[0].inner.weight
+        self.into, self.blocks = nn.Linear(5, 6), nn.ModuleList(blocks)
+
+
+class Nested(nn.Module):
+    """Layers in a plain ModuleList inside another module; two of them share a weight; float input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Body(), nn.Linear(6, 7)
+        self.register_buffer("shift", torch.linspace(0, 1, 6))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = self.body.into(x)
+        for block in self.body.blocks:
+            x = block(x, scale) + self.shift
+        return self.head(x)
+
+
+NESTED = Plan(
+    shard=[["body.into"], ["body.blocks.0", "body.blocks.3"], "body.blocks.[12]", "head"],
+    pipeline=Pipeline(first=["body.into"], layers="body.blocks", last=["head"]),
+)
+
+
+def _own_model(schedule: str, layers: tuple[int, ...]) -> Report:
+    """Of layers one of which shares the weight of another, on another stage or its own."""
+    torch.manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "x": torch.randn(4, 5, generator=generator),
+        "scale": torch.randn(4, generator=generator),
+        "targets": torch.arange(4),
+    }
+    return verify(
+        Nested(),
+        NESTED,
+        make_mesh(Parallel(pp=2)),
+        batch,
+        Options(Parallel(pp=2, pp_schedule=schedule, pp_layers=layers)),
+        Trial(micro_batch=1, loss_function=nn.CrossEntropyLoss(reduction="sum")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers"),
+    [("1F1B", (2, 2)), ("1F1B", (4, 0)), ("ZBVZeroBubble", (1, 1, 1, 1)), ("LoopedBFS", (0, 1, 3, 0))],
+    ids=str,
+)
+def test_own_model_with_layers_that_share_a_weight(
+    pool: Pool, schedule: str, layers: tuple[int, ...]
+) -> None:
+    report = agreed(pool.run(_own_model, 4, schedule, layers))
+    assert report.ok, str(report)
+
+
+def _refusals() -> list[str]:
+    config, degrees = _small(), Parallel(pp=2)
+    mesh = make_mesh(degrees)
+    found = []
+
+    def refused(work: Callable[[], object]) -> None:
+        with pytest.raises((ConfigError, RuntimeError)) as caught:
+            work()
+        found.append(str(caught.value))
+
+    refused(lambda: apply(Llama(config), Plan(), mesh))
+    unknown = Options(replace(degrees, pp_schedule="2F2B"))
+    refused(lambda: apply(Llama(config), llama_plan(config, degrees), mesh, unknown))
+    composition = apply(Llama(config), llama_plan(config, degrees), mesh)
+    batch = random_batch(5, 16, config.vocab_size, seed=0)
+    refused(lambda: composition.model(batch["tokens"]))
+    refused(lambda: forward_backward(composition, batch, micro_batch=2))
+    return found
+
+
+def test_refusals(pool: Pool) -> None:
+    assert pool.run(_refusals, 2)[0] == [
+        "plan.pipeline: the model's plan has nothing under it; add it, or use parallel.pp = 1",
+        "parallel.pp_schedule: unknown schedule '2F2B' (known:"
+        f" {', '.join(SCHEDULES)}, or a .csv file)",
+        "this rank holds some stages of the model: run it by compose.forward_backward",
+        "micro_batch: 5 samples are no whole number of micro-batches of 2, which a pipeline needs",
+    ]
+
+
+def test_cut_by_flops() -> None:
+    """The slowest stage of the balanced cut does no more than that of any other."""
+    job = make_job(1, model__n_layers=7, model__vocab_size=2000)
+    config, model, plan = job.config, job.model, job.plan
+    assert plan.pipeline
+    length, dim = config.train.seq_len, config.model.config.dim
+    layer = config.model.config
+    per_layer = 2 * length * (2 * dim * dim + 2 * dim * 16 + 3 * dim * layer.hidden_dim)
+    per_layer += 2 * length * (length + 1) * dim
+    head = 2 * length * dim * 2000
+    for stages in (2, 3, 4, 5):
+        found = balanced(model, plan.pipeline, stages, length)
+        cuts = [
+            cut
+            for cut in itertools.product(range(8), repeat=stages)
+            if sum(cut) == 7 and all(cut[1:-1])
+        ]
+        slowest = {cut: max(*(n * per_layer for n in cut), cut[-1] * per_layer + head) for cut in cuts}
+        assert slowest[found] == min(slowest.values()), (stages, found)
+        # The head is worth some layers here, so an even cut is not the best.
+        assert found[-1] < found[0]
+
+
+def test_cut_by_weights() -> None:
+    """A model that takes no token ids is cut by its matrices: 30, 4 of 36 each, 42."""
+    pipeline = NESTED.pipeline
+    assert pipeline
+    assert [balanced(Nested(), pipeline, n, 2048) for n in (2, 3)] == [(2, 2), (1, 2, 1)]
+
+
+def test_layers_by_hand() -> None:
+    check_layers([0, 3, 2], 3, 5)
+    for layers, stages, problem in [
+        ([3, 2], 4, "[3, 2] is for 2 stages; this pipeline has 4"),
+        ([3, 3], 2, "[3, 3] adds up to 6 layers; the model has 5; nearest: [2, 3]"),
+        ([1, 1], 2, "[1, 1] adds up to 2 layers; the model has 5; nearest: [3, 2]"),
+        ([3, 0, 2], 3, "[3, 0, 2] leaves stage 1 nothing to do; give it a layer"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            check_layers(layers, stages, 5)
+        assert str(caught.value) == f"parallel.pp_layers: {problem}"
+
+
+def test_plans_that_no_pipeline_fits() -> None:
+    model = Nested()
+    for pipeline, problem in [
+        (
+            Pipeline([], "body.block", ["head"]),
+            "there is no module 'body.block'; did you mean body.blocks?",
+        ),
+        (Pipeline(["body.into"], "head", []), "head holds no layers"),
+        (
+            Pipeline([], "body.blocks", ["head"]),
+            "parameter body.into.weight is of no stage; name its module in first or last",
+        ),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            resolve(Plan(pipeline=pipeline), model)
+        assert caught.value.problems[0] == f"plan.pipeline: {problem}"

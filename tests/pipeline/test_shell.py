@@ -1,0 +1,166 @@
+"""What a model's forward does outside the modules of its stages: nothing, or it cannot be cut."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+
+from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
+from compose.errors import ConfigError
+from compose.proof.report import Report
+from tests.support.helpers import agreed
+from tests.support.pool import Pool, make_mesh
+
+CURE = "or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"
+LATER = "a later stage calls {} with the stream {} in place of tokens{}; take lengths, positions and"
+LATER += " masks from other inputs of the model, " + CURE
+
+
+class Embedding(nn.Module):
+    """It is called by keyword, with the tokens second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 6)
+
+    def forward(self, tokens: Tensor, shift: float = 0.0) -> Tensor:
+        return self.table(tokens) + shift
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, hidden: Tensor, scale: Tensor | None = None) -> tuple[Tensor, None]:
+        scaled = self.linear(self.norm(hidden)).tanh()
+        return hidden + (scaled if scale is None else scaled * scale.mean()), None
+
+
+class Model(nn.Module):
+    """Its layers return a tuple; what subclasses do to the stream they do in ``between``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(6, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, scale = self.between(self.embedding(shift=0.5, tokens=tokens), tokens)
+        for layer in self.layers:
+            x = layer(x, scale=scale)[0]
+        return self.head(x)
+
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, None
+
+
+class Added(Model):
+    """GPT-2 of transformers adds positions so."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x + torch.arange(x.shape[1])[:, None], None
+
+
+class Unpacked(Model):
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        _, length = tokens.shape
+        return x, torch.ones(length)
+
+
+class Masked(Model):
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, (tokens != 0).float().flatten(1)[:, :4]
+
+
+class Long(Model):
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, torch.ones(tokens.shape[1])
+
+
+class Numbered(Model):
+    """nn.TransformerEncoder looks at its first layer so."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, None if self.layers[0].training else torch.ones(1)
+
+
+PIPELINE = Pipeline(["embedding"], "layers", ["head"])
+
+
+def _batch() -> dict[str, Tensor]:
+    tokens = torch.randint(8, (2, 5), generator=torch.Generator().manual_seed(0))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def _verified() -> Report:
+    """Its layers are shared out by FLOPs."""
+    mesh, options = make_mesh(Parallel(pp=2)), Options(Parallel(pp=2))
+    return verify(Model(), Plan(pipeline=PIPELINE), mesh, _batch(), options, Trial(micro_batch=1))
+
+
+def test_called_by_keyword(pool: Pool) -> None:
+    report = agreed(pool.run(_verified, 2))
+    assert report.ok, str(report)
+
+
+def _refused(kind: type[Model], tp: int) -> str:
+    parallel = Parallel(pp=2, tp=tp, pp_layers=(2, 2))
+    tensor: Any = {
+        "embedding.table": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.norm": SequenceParallel(use_local_output=True),
+        "layers.*.linear": SequenceParallel(use_local_output=True),
+        "head": SequenceParallel(use_local_output=True),
+    }
+    plan = Plan(tensor=tensor if tp > 1 else {}, pipeline=PIPELINE)
+    composition = apply(kind(), plan, make_mesh(parallel), Options(parallel))
+    with pytest.raises(ConfigError) as caught:
+        forward_backward(composition, _batch(), micro_batch=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "line"),
+    [
+        (
+            Added,
+            1,
+            "Added does something to the stream outside the modules of first, layers and last: without"
+            " them it takes (1, 4, 6) and returns (1, 4, 6), not the same; do that in a module of first"
+            f" or last, {CURE}",
+        ),
+        (
+            Unpacked,
+            1,
+            "ValueError: too many values to unpack (expected 2) (in forward of Unpacked): "
+            + LATER.format("Unpacked", "(1, 4, 6)", ""),
+        ),
+        (
+            Masked,
+            1,
+            "layers get scale = (1, 4) in the first stage, and (1, 4), not the same, in others: "
+            + LATER.format("Masked", "(1, 4, 6)", ""),
+        ),
+        (
+            Numbered,
+            1,
+            "a forward looks up layers by number or name, and a stage holds only some; iterate over all"
+            f" of them, {CURE}",
+        ),
+        pytest.param(
+            Long,
+            2,
+            "layers get scale = (4,) in the first stage, and (2,), not the same, in others: "
+            + LATER.format("Long", "(1, 2, 6)", " (with SequenceParallel the stream is L / tp long)"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_refused_on_every_rank(pool: Pool, kind: type[Model], tp: int, line: str) -> None:
+    found = pool.run(_refused, 2 * tp, kind, tp)
+    assert found == [f"plan.pipeline: {line}"] * 2 * tp

@@ -1,0 +1,353 @@
+"""The time that the planner predicts: schedules against hand-made sums, and what hides what."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from compose.config import rules
+from compose.config.job import Job
+from compose.config.toml import load
+from compose.parallel.mesh import Parallel
+from compose.pipeline.schedules import Action, build_table
+from compose.planner import costs
+from compose.planner.cluster import Cluster, load_cluster
+from compose.planner.memory import STEP
+from compose.planner.pipeline_time import Slot, simulate
+from compose.planner.recorder import Allocation, Message, Operator, Record, Segment, Wait
+from compose.planner.seconds import Seconds, action_seconds, axis_of, grown
+from compose.planner.trace import Played, trace
+from tests.support.helpers import ROOT
+
+NODE = range(8)
+FORWARD, BACKWARD = 1.0, 2.0
+
+
+def slots_of(
+    schedule: str, pp: int, per_rank: int, micro_batches: int, message: float = 0.0
+) -> list[Slot]:
+    """The slots of a schedule whose forwards take 1 s and backwards 2 s on each rank."""
+    rows = build_table(schedule, pp, per_rank, micro_batches)
+    took = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD / 2, "W": BACKWARD / 2}
+    return simulate(rows, lambda action: took[action.kind] / per_rank, lambda source, target: message)
+
+
+def length(slots: list[Slot]) -> float:
+    """The end of the last slot."""
+    return max(slot.end for slot in slots)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 2), (4, 4), (4, 8), (8, 16)])
+def test_the_bubble_is_the_known_one(schedule: str, pp: int, micro_batches: int) -> None:
+    """(p - 1) / m of the work (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
+    work = micro_batches * (FORWARD + BACKWARD)
+    bubble = length(slots_of(schedule, pp, 1, micro_batches)) / work - 1
+    assert bubble == pytest.approx((pp - 1) / micro_batches)
+
+
+def test_virtual_stages_divide_the_bubble() -> None:
+    work = 8 * (FORWARD + BACKWARD)
+    bubble = length(slots_of("Interleaved1F1B", 4, 2, 8)) / work - 1
+    assert bubble == pytest.approx((4 - 1) / 8 / 2)
+
+
+def test_messages_between_stages_delay_the_next_one() -> None:
+    """Two ranks and two micro-batches by hand; a message takes c = 0.5 s.
+
+    Rank 1: F0 from 1 + c to 2 + c, B0 to 4 + c, F1 to 5 + c, B1 to 7 + c. Rank 0: B0 from 4 + 2c, B1
+    from 7 + 2c to 9 + 2c.
+    """
+    slots = {(s.rank, s.action.kind, s.action.micro_batch): s for s in slots_of("1F1B", 2, 1, 2, 0.5)}
+    assert slots[1, "B", 0].end == 4.5
+    assert slots[0, "B", 0].start == 5.0
+    assert slots[0, "B", 1].start == 8.0
+    assert slots[0, "B", 1].end == 10.0
+
+
+def test_weights_are_gathered_before_the_input_and_gradients_reduced_after_the_result() -> None:
+    """Each action takes 3 s, of which 1 s is apart; by hand, with two ranks and one micro-batch."""
+    rows = build_table("1F1B", 2, 1, 1)
+    parts = {"F": (1.0, 0.0), "B": (0.0, 1.0)}
+    slots = simulate(rows, lambda a: 3.0, lambda s, t: 0.0, lambda a: parts[a.kind])
+    starts = {(slot.rank, slot.action.kind): slot.start for slot in slots}
+    assert starts == {(0, "F"): 0.0, (1, "F"): 2.0, (1, "B"): 5.0, (0, "B"): 7.0}
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_ranks_on_one_processor_leave_no_bubble(schedule: str) -> None:
+    """As long as one rank works, so does the processor."""
+    per_rank = 1 if schedule in ("GPipe", "1F1B") else 2
+    rows = build_table(schedule, 4, per_rank, 8)
+    took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    slots = simulate(rows, lambda action: took[action.kind], lambda s, t: 0.0, sharing=4.0)
+    whole = sum(took[action.kind] for row in rows for action in row)
+    assert length(slots) == pytest.approx(whole / 4)
+    assert sorted(slot.action for slot in slots) == sorted(action for row in rows for action in row)
+
+
+def test_two_ranks_for_each_processor_by_hand() -> None:
+    """Four ranks, two processors, one micro-batch: one rank at a time works, twice as fast."""
+    rows = build_table("1F1B", 4, 1, 1)
+    slots = simulate(rows, lambda action: 3.0, lambda s, t: 0.5, sharing=2.0)
+    assert length(slots) == pytest.approx(8 * 1.5 + 6 * 0.5)
+
+
+def test_few_ranks_for_their_processors_are_as_fast_as_alone() -> None:
+    """At most all processors work, so that a rank is never faster than by ``sharing``."""
+    rows, took = build_table("1F1B", 4, 1, 16), {"F": 1.0, "B": 2.0}
+    lengths = [
+        length(simulate(rows, lambda a: took[a.kind], lambda s, t: 0.0, sharing=sharing))
+        for sharing in (1.0, 1.0 + 1e-9, 1.5, 4.0)
+    ]
+    assert lengths[1] == pytest.approx(lengths[0])
+    assert lengths[0] > lengths[2] > lengths[3]
+    assert lengths[3] == pytest.approx(16 * 3)
+
+
+def test_what_is_exposed_does_not_fall_below_nothing() -> None:
+    base = {"all": 5.0, "product": 3.0, "exposed dp_shard": 2.0, "sent dp_shard": 4.0}
+    longer = {"all": 5.5, "product": 4.0, "exposed dp_shard": 1.5, "sent dp_shard": 5.0}
+    found = grown(base, [(10, longer)])
+    assert found == {"all": 13.0, "product": 13.0, "exposed dp_shard": 0.0, "sent dp_shard": 14.0}
+
+
+def test_a_rank_runs_one_action_at_a_time_and_after_its_input() -> None:
+    slots = slots_of("Interleaved1F1B", 4, 2, 8, 0.25)
+    ends = {(s.action.stage, s.action.kind, s.action.micro_batch): s.end for s in slots}
+    for rank in range(4):
+        own = sorted((s for s in slots if s.rank == rank), key=lambda s: s.start)
+        assert all(a.end <= b.start for a, b in pairwise(own))
+    for slot in slots:
+        before = (slot.action.stage - 1, "F", slot.action.micro_batch)
+        if slot.action.kind == "F" and before in ends:
+            assert slot.start >= ends[before] + 0.25
+
+
+def test_a_table_that_waits_for_itself_is_refused() -> None:
+    rows = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
+    with pytest.raises(ValueError, match="waits for itself"):
+        simulate(rows, lambda action: 1.0, lambda source, target: 0.0)
+
+
+# A record by hand: a gather on stream 1 while stream 0 computes, and then waits.
+
+
+def cluster_of(dispatch: float = 0.0, message_units: int = 0) -> Cluster:
+    """An H100 node."""
+    cluster = load_cluster("h100_sxm")
+    device = replace(cluster.device, dispatch=dispatch, message_units=message_units)
+    return replace(cluster, device=device)
+
+
+def product(size: int) -> Operator:
+    """A product of square matrices."""
+    shape = (1, size, size, size)
+    return Operator(1, 0, "aten.mm", "product", 2.0 * size**3, 6 * size**2, "bfloat16", shape)
+
+
+def elementwise(size: int) -> Operator:
+    """A kernel that reads and writes ``size`` bytes in all."""
+    return Operator(1, 0, "aten.add", "memory", 0.0, size, "bfloat16", (size,))
+
+
+def gather(stream: int) -> Message:
+    """An all-gather of 1 GiB in a node."""
+    return Message(1, stream, "all_gather", "dp", tuple(NODE), 2**30)
+
+
+def seconds_of(
+    work: list[Operator | Message | Wait], cluster: Cluster, at: int | None = None
+) -> Seconds:
+    """The seconds of an action of some work; event 0 is on stream 1 before the place ``at``."""
+    record = Record([Segment((-1, "setup", 0), "forward", ""), Segment((0, "F", 0), "forward", "")])
+    record.work = work
+    if at is not None:
+        record.events, record.event_streams = {0: at}, {0: 1}
+    return action_seconds(record, cluster, Parallel(dp_shard=8), 1, False)[0, "F", "last"]
+
+
+def test_a_gather_behind_enough_compute_costs_nothing() -> None:
+    cluster = cluster_of()
+    compute = costs.product_seconds(cluster, 16384, 16384, 16384, 1, "bfloat16")
+    sent = costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
+    assert sent < compute
+    found = seconds_of([gather(1), product(16384), Wait(1, 0, 0)], cluster, at=1)
+    assert found["all"] == pytest.approx(compute)
+    assert found.get("exposed dp_shard", 0.0) == 0.0
+    assert found["sent dp_shard"] == pytest.approx(sent)
+
+
+def test_of_a_gather_behind_little_compute_the_rest_is_exposed() -> None:
+    cluster = cluster_of()
+    compute = costs.product_seconds(cluster, 2048, 2048, 2048, 1, "bfloat16")
+    sent = costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
+    found = seconds_of([gather(1), product(2048), Wait(1, 0, 0)], cluster, at=1)
+    assert found["all"] == pytest.approx(sent)
+    assert found["exposed dp_shard"] == pytest.approx(sent - compute)
+
+
+def test_a_gather_that_is_waited_for_at_once_is_exposed() -> None:
+    cluster = cluster_of()
+    compute = costs.product_seconds(cluster, 16384, 16384, 16384, 1, "bfloat16")
+    sent = costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
+    for work, at in (
+        ([gather(1), Wait(1, 0, 0), product(16384)], 1),
+        ([gather(0), product(16384)], None),  # it was issued on the stream that computes
+    ):
+        found = seconds_of([*work], cluster, at)
+        assert found["all"] == pytest.approx(sent + compute)
+        assert found["exposed dp_shard"] == pytest.approx(sent)
+
+
+def test_complex_numbers_are_not_fused() -> None:
+    """The three would be one kernel; that of complex numbers stays alone, and parts the others."""
+    cluster, add = cluster_of(), replace(elementwise(2**21), segment=0)
+    record = Record([Segment((0, "F", 0), "forward", "layers.0")])
+    record.allocations = [Allocation(2**20, 0, 0, "", end=end) for end in (None, 1, 2, None)]
+    for dtype, kernels in (("bfloat16", 1), ("complex64", 3)):
+        record.work = [replace(add, reads=(place,), writes=(place + 1,)) for place in range(3)]
+        record.work[1] = replace(add, reads=(1,), writes=(2,), dtype=dtype)
+        found = action_seconds(record, cluster, Parallel(dp_shard=8), 1, fused=True)[0, "F", "last"]
+        moved = kernels * 2**21  # each reads one and writes one
+        assert found["memory"] == pytest.approx(costs.memory_seconds(cluster, moved, kernels))
+
+
+def test_a_message_keeps_units_while_it_runs() -> None:
+    """A quarter of the units: three quarters of the work are done meanwhile."""
+    cluster = cluster_of(message_units=33)
+    sent = costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
+    long, short = (costs.product_seconds(cluster, n, n, n, 1, "bfloat16") for n in (16384, 2048))
+    found = seconds_of([gather(1), product(16384), product(2048), Wait(1, 0, 0)], cluster, at=1)
+    assert found["product"] == pytest.approx(long + sent / 4 + short)
+    found = seconds_of([gather(1), product(2048), Wait(1, 0, 0)], cluster, at=1)
+    assert found["product"] == pytest.approx(short * 4 / 3)
+    assert found["all"] == pytest.approx(sent)
+    assert found["exposed dp_shard"] == pytest.approx(sent - short * 4 / 3)
+    found = seconds_of([gather(0), product(2048)], cluster)
+    assert found["product"] == pytest.approx(short)
+
+
+def test_the_host_is_hidden_by_long_kernels_and_not_by_short_ones() -> None:
+    cluster = cluster_of(20e-6)
+    short, long = elementwise(4096), elementwise(2**30)
+    took = costs.memory_seconds(cluster, 4096)
+    found = seconds_of([short] * 10, cluster)
+    assert found["all"] == pytest.approx(10 * 20e-6 + took)
+    found = seconds_of([long, *[short] * 10], cluster)  # the host is ahead while the long one runs
+    assert found["all"] == pytest.approx(20e-6 + costs.memory_seconds(cluster, 2**30) + 10 * took)
+
+
+# A record of the composition.
+
+
+def job_of(ranks: int, **keys: object) -> Job:
+    """A small Llama in bfloat16."""
+    given = {"model__dim": 64, "model__n_heads": 8, "model__n_kv_heads": 8, "model__n_layers": 2}
+    given |= {"model__hidden_dim": 128, "train__seq_len": 32, "train__micro_batch": 2}
+    given |= {"precision__param": "bfloat16"} | keys
+    overrides = [(key.replace("__", "."), str(value)) for key, value in given.items()]
+    return rules.check(load(str(ROOT / "train.toml"), overrides), ranks)
+
+
+def recorded(job: Job) -> Record:
+    """The record of one micro-batch."""
+    return trace(Played(job, micro_batches=1, documents=False)).record
+
+
+@pytest.fixture(scope="module")
+def two_by_two() -> tuple[Job, Record]:
+    job = job_of(4, parallel__tp=2, parallel__dp_shard=2)
+    return job, recorded(job)
+
+
+def messages(record: Record, degrees: Parallel, axis: str, kind: str, action: str) -> list[int]:
+    """The bytes of the messages of one kind."""
+    return [
+        work.bytes
+        for work in record.work
+        if isinstance(work, Message)
+        and record.segments[work.segment].action[1] == action
+        and (axis_of(work, degrees), work.kind) == (axis, kind)
+    ]
+
+
+def test_messages_go_over_their_axis(two_by_two: tuple[Job, Record]) -> None:
+    job, record = two_by_two
+    stream = 2 * 32 * 64 * 2  # samples, tokens, width, bytes of bfloat16
+    gathered = messages(record, job.degrees, "tp", "all_gather", "F")
+    assert (
+        gathered.count(stream) >= 2 * 2
+    )  # before attention and the feed-forward network of each layer
+    scattered = messages(record, job.degrees, "tp", "reduce_scatter", "F")
+    assert scattered.count(stream) == 2 * 2 + 1  # after them, and the embedding's
+    layer = (4 * 64 * 64 + 3 * 64 * 128) // 2 + 2 * 64  # of a tp rank; norms are whole
+    weights = messages(record, job.degrees, "dp_shard", "all_gather", "F")
+    assert sum(abs(size / (2 * layer) - 1) < 0.01 for size in weights) == 2
+    assert not messages(record, job.degrees, "cp", "all_gather", "F")
+
+
+def test_each_axis_has_its_own_ranks() -> None:
+    degrees = Parallel(pp=2, dp_shard=2, tp=2)
+    for ranks, axis in (
+        ((0, 1), "tp"),
+        ((0, 2), "dp_shard"),
+        ((0, 4), "pp"),
+        ((0, 1, 2, 3), "dp_shard+tp"),
+    ):
+        assert axis_of(Message(0, 0, "all_reduce", "", ranks, 8), degrees) == axis
+
+
+def test_an_axis_across_nodes_costs_more() -> None:
+    cluster = cluster_of()
+    record = Record([Segment((-1, "setup", 0), "forward", ""), Segment((0, "F", 0), "forward", "")])
+    found = []
+    for stride in (1, 8):
+        ranks = tuple(range(0, 8 * stride, stride))
+        record.work = [Message(1, 0, "all_gather", "", ranks, 2**30)]
+        degrees = Parallel(dp_shard=8, tp=stride) if stride > 1 else Parallel(dp_shard=8)
+        found.append(
+            action_seconds(record, cluster, degrees, 1, False)[0, "F", "last"]["exposed dp_shard"]
+        )
+    assert found[1] > 5 * found[0]
+
+
+def test_products_and_bytes_are_those_of_the_model() -> None:
+    job = job_of(1)
+    record = recorded(job)
+    operators = [work for work in record.work if isinstance(work, Operator)]
+    products = [work for work in operators if work.kind in ("product", "attention")]
+    pairs = 32 / (32 + 1)  # the model counts (L + 1) / 2 keys, a kernel half of all
+    counted = job.config.model.config.flops_per_token(32) * 2 * 32
+    assert sum(work.flops for work in products) == pytest.approx(counted, rel=0.05 + 1 - pairs)
+    for work in operators:
+        if work.name == "aten.mm":
+            batch, m, n, k = work.shape
+            size = 2 if work.dtype == "bfloat16" else 4
+            assert work.flops == 2 * batch * m * n * k
+            assert work.bytes >= size * (m * k + k * n + m * n)
+    adds = [
+        w for w in operators if w.name == "aten.add" and record.segments[w.segment].action[1] == "F"
+    ]
+    stream = 2 * 32 * 64 * 2
+    assert [work.bytes for work in adds if work.shape == (2, 32, 64)] == [3 * stream] * 4
+
+
+def test_more_of_anything_takes_longer(two_by_two: tuple[Job, Record]) -> None:
+    """Each term is in the sum: bytes, FLOPs, messages and the host."""
+    job, record = two_by_two
+    cluster = cluster_of()
+    usual = action_seconds(record, cluster, job.degrees, 1, False)
+
+    def total(changed: Cluster) -> float:
+        found = action_seconds(record, changed, job.degrees, 1, False)
+        assert set(found) == set(usual)
+        assert STEP in found
+        return sum(one["all"] for one in found.values())
+
+    device, before = cluster.device, sum(one["all"] for one in usual.values())
+    assert total(replace(cluster, device=replace(device, bandwidth=device.bandwidth / 1000))) > before
+    slow = {dtype: rate / 1e6 for dtype, rate in device.peak.items()}
+    assert total(replace(cluster, device=replace(device, peak=slow))) > before
+    assert total(replace(cluster, within=replace(cluster.within, bandwidth=1e6))) > before
+    assert total(replace(cluster, device=replace(device, dispatch=1e-3))) > before

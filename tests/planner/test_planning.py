@@ -1,0 +1,367 @@
+"""The planner: what it picks, what it writes, and what it refuses."""
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compose.config.rules import check
+from compose.config.toml import given_keys, load
+from compose.parallel.mesh import Parallel, crosses_nodes
+from compose.planner.candidate import Candidate, Space, capacity
+from compose.planner.cluster import load_cluster
+from compose.planner.estimate import Estimate, RankPeak, estimate
+from compose.planner.explain import alternatives
+from compose.planner.feedback import against
+from compose.planner.quick import Quick, quick
+from compose.planner.search import DEGREES, TRIED, candidates, facts_for, fewest, search, with_keys
+from compose.planner.turns import Turns
+from tests.support.command_lines import execute
+from tests.support.helpers import ROOT
+
+TRAIN = str(ROOT / "train.toml")
+SMALL = ["--model.n_layers=2", "--model.dim=64", "--train.seq_len=64", "--train.global_batch=8"]
+
+
+def space(file: str, cluster: str, ranks: int, **keys: object) -> Space:
+    """A space in which all that the search tries is free, but for ``keys`` (with __ for the dot)."""
+    overrides = [(name.replace("__", "."), str(value)) for name, value in keys.items()]
+    tried = {*DEGREES, *TRIED}
+    fixed = {key for key, where in given_keys(file, overrides).items() if key not in tried}
+    fixed |= {name for name, _ in overrides}
+    return Space(load(file, overrides), load_cluster(cluster), ranks, frozenset(fixed))
+
+
+def picks(where: Space, count: int = 1, offload: bool = False) -> list[Candidate]:
+    """The candidates with the best quick estimates of those that fit by it."""
+    facts, room = facts_for(where), capacity(where.cluster)
+    found = [c for c in candidates(where, facts, offload) if c.rough.memory <= room]
+    return sorted(found, key=lambda c: c.rough.step)[:count]
+
+
+LLAMA_8B: dict[str, object] = {
+    "model__preset": "8b",
+    "precision__param": "bfloat16",
+    "train__global_batch": 64,
+    "train__seq_len": 4096,
+}
+
+
+def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
+    """Quick estimates of ZBV are five times too small here, and those of 1F1B right."""
+    where = space(TRAIN, "h100_sxm", 16)
+
+    def made(schedule: str, tp: int, step: float, size: float) -> Candidate:
+        keys = {"parallel.pp": 2, "parallel.tp": tp, "parallel.pp_schedule": schedule}
+        rough = Quick({"compute": step}, {"weights": size * 2**30})
+        return Candidate(with_keys(where.config, keys), keys, rough)
+
+    def recorded(candidate: Candidate, size: float) -> Candidate:
+        peak = RankPeak(int(size * 2**30), int(size * 2**30), {})
+        found = Estimate([peak], candidate.rough.step, 1.0, 0.5, 0.0, {}, {}, [])
+        return replace(candidate, found=found)
+
+    every = [made("ZBVZeroBubble", tp, tp / 10, 40) for tp in (1, 2, 4)]
+    every += [made("1F1B", tp, tp, 39) for tp in (1, 2, 4)]
+    turns, found, order = Turns(where, every), [], []
+    while candidate := turns.next(found):
+        parallel = candidate.config.parallel
+        order.append((parallel.pp_schedule, parallel.tp))
+        found.append(recorded(candidate, 200 if parallel.pp_schedule == "ZBVZeroBubble" else 39))
+    assert order[:4] == [("ZBVZeroBubble", 1), ("1F1B", 1), ("1F1B", 2), ("1F1B", 4)]
+    assert set(order) == {(c.config.parallel.pp_schedule, c.config.parallel.tp) for c in every}
+
+
+def test_one_node_holds_a_7b_by_zero_alone() -> None:
+    best = picks(space(TRAIN, "h100_sxm", 8, **LLAMA_8B))[0].config.parallel
+    assert (best.tp, best.pp, best.cp, best.dp_shard) == (1, 1, 1, 8)
+    assert best.zero >= 2
+
+
+def test_long_sequences_take_context_parallel() -> None:
+    keys = LLAMA_8B | {"train__seq_len": 131072, "train__global_batch": 8}
+    best = picks(space(TRAIN, "h100_sxm", 8, **keys))[0].config
+    assert best.parallel.cp >= 2
+    assert best.activation_checkpoint.mode == "full"
+
+
+def test_a_70b_keeps_tp_in_the_node_and_the_pipeline_short() -> None:
+    keys = LLAMA_8B | {
+        "model__preset": "70b",
+        "train__seq_len": 8192,
+        "train__global_batch": 512,
+        "parallel__cp": 1,
+    }
+    where = space(TRAIN, "h100_sxm", 512, **keys)
+    best = picks(where)[0]
+    assert 1 < best.config.parallel.tp <= 8
+    assert best.config.parallel.pp <= 8
+    fastest: dict[bool, float] = {}
+    for candidate in picks(where, 10_000):
+        shards = candidate.config.parallel.zero == 3
+        fastest.setdefault(shards, candidate.rough.step)
+    assert fastest[True] == pytest.approx(fastest[False], rel=0.05)
+
+
+def test_two_small_devices_take_offload_and_recomputation() -> None:
+    shape = {"model__n_layers": 42, "train__global_batch": 16, "train__loss_chunk": 1024}
+    where = space(TRAIN, "rtx4090", 2, **(LLAMA_8B | shape))
+    assert not picks(where)
+    best = picks(where, offload=True)[0].config
+    assert best.parallel.offload == "cpu"
+    assert best.activation_checkpoint.mode == "full"
+
+
+def test_only_what_is_free_changes() -> None:
+    where = space(TRAIN, "h100_sxm", 8, parallel__tp=2, parallel__zero=3, train__global_batch=64)
+    found = list(candidates(where, facts_for(where)))
+    assert {c.config.parallel.tp for c in found} == {2}
+    assert {c.config.parallel.zero for c in found} == {3}
+    assert len({c.config.parallel.dp_shard for c in found}) > 1
+    assert {c.config.train.global_batch for c in found} == {64}
+    assert {c.config.model for c in found} == {where.config.model}
+
+
+def test_quick_estimates_are_near_the_recorded_ones() -> None:
+    where = space(TRAIN, "h100_sxm", 8, **LLAMA_8B, model__n_layers=8)
+    candidate = picks(where)[0]
+    found = estimate(check(candidate.config, 8), where.cluster)
+    assert candidate.rough.step == pytest.approx(found.step_seconds, rel=0.35)
+    most = max(peak.allocated for peak in found.peaks)
+    assert candidate.rough.memory == pytest.approx(most, rel=0.35)
+
+
+def test_explanations_name_what_decides() -> None:
+    where = space(TRAIN, "h100_sxm", 16, **LLAMA_8B)
+    facts = facts_for(where)
+    keys = {f"parallel.{axis}": 1 for axis in ("pp", "dp_replicate", "cp", "ep")}
+    config = with_keys(where.config, {**keys, "parallel.dp_shard": 2, "parallel.tp": 8})
+    lines = alternatives(where, Candidate(config, {}, quick(facts, config, where.cluster)))
+    line = next(line for line in lines if line.startswith("tp 16"))
+    assert line.startswith("tp 16 leaves the node: +")
+    assert "messages of tp" in line
+
+
+@pytest.mark.slow
+def test_memory_ranks_candidates_when_asked() -> None:
+    where = space(
+        TRAIN,
+        "h100_sxm",
+        4,
+        model__n_layers=2,
+        model__dim=64,
+        train__seq_len=64,
+        train__global_batch=8,
+        train__micro_batch=1,
+        activation_checkpoint__mode="none",
+    )
+    fast = search(where, most=4)
+    lean = search(replace(where, objective="memory"), most=4)
+    assert [c.found.step_seconds for c in fast if c.found] == sorted(
+        c.found.step_seconds for c in fast if c.found
+    )
+    assert [c.reserved for c in lean] == sorted(c.reserved for c in lean)
+
+
+CANDIDATE = {
+    "keys",
+    "fits",
+    "step_seconds",
+    "tokens_per_second_per_device",
+    "mfu",
+    "bubble",
+    "exposed",
+    "memory",
+    "why",
+}
+
+
+def run(*arguments: str) -> Any:
+    return execute("-m", "compose", "plan", *arguments)
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("plan.json", "plan.html", "best.toml")]
+    done = run(
+        TRAIN,
+        *SMALL,
+        "--cluster=h100_sxm",
+        "--world-size=4",
+        "--candidates=2",
+        "--explain",
+        f"--json={files[0]}",
+        f"--report={files[1]}",
+        f"--write={files[2]}",
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(files[0].read_text())
+    assert set(data) >= {"cluster", "world_size", "capacity", "candidates"}
+    assert len(data["candidates"]) == 2
+    for candidate in data["candidates"]:
+        assert set(candidate) - {"timeline"} == CANDIDATE
+        assert set(candidate["memory"]) == {"allocated", "reserved", "by_category", "by_stage"}
+        assert candidate["memory"]["reserved"] >= candidate["memory"]["allocated"]
+        assert sum(candidate["memory"]["by_category"].values()) == candidate["memory"]["allocated"]
+    first, second = (candidate["step_seconds"] for candidate in data["candidates"])
+    assert first <= second
+    assert "<html" in files[1].read_text()
+    dry = execute("train.py", str(files[2]), "--dry-run", "--world-size=4")
+    assert dry.returncode == 0, dry.stderr
+    written = load(str(files[2])).parallel
+    keys = data["candidates"][0]["keys"]
+    assert {key: getattr(written, key.partition(".")[2]) for key in DEGREES} == {
+        key: keys[key] for key in DEGREES
+    }
+
+
+def test_as_is_estimates_the_files_own_mesh() -> None:
+    mesh = ["--parallel.tp=2", "--parallel.pp=2", "--train.micro_batch=1"]
+    done = run(TRAIN, *SMALL, *mesh, "--cluster=h100_sxm", "--world-size=8", "--as-is")
+    assert done.returncode == 0, done.stderr
+    assert "pipeline rank 1" in done.stdout
+    header, row, *_ = done.stdout.splitlines()
+    assert header.split()[:3] == ["pp", "dp_shard", "tp"]
+    assert row.split()[:3] == ["2", "2", "2"]
+
+
+BAD = [
+    (["--world-size=8"], "command line: plan: needs --cluster; see --help"),
+    (["--cluster=h100_sxm"], "command line: plan: needs --world-size; see --help"),
+    (
+        ["--cluster=h100_sxm", "--world-size=8", "--objective=tim"],
+        "command line: --objective: tim is none of time, memory, devices; did you mean time?",
+    ),
+    (
+        ["--cluster=h100_sxm", "--world-size=8", "--candidates=0"],
+        "command line: --candidates: 0 is not a number of candidates",
+    ),
+    (
+        ["--cluster=h100_sxm", "--world-size=8", "--objective=devices", "--tokens=many"],
+        "command line: --tokens: many is not a number above 0, as 15e12",
+    ),
+    (
+        ["--cluster=h100_sxm", "--world-size=8", "--objective=devices", "--tokens=1e9"],
+        "command line: --days: --objective devices needs a number above 0, as 15e12",
+    ),
+    (
+        ["--cluster=h100_sxm", "--world-size=8", "--as-is", "--parallel.tp=3"],
+        f"{TRAIN}: parallel: the degrees' product tp 3 does not divide the world size 8; nearest:"
+        " parallel.tp = 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), BAD)
+def test_bad_input_is_one_line(words: list[str], line: str) -> None:
+    done = run(TRAIN, *words)
+    assert (done.returncode, done.stderr.strip()) == (2, line)
+
+
+def test_an_unknown_free_key_is_named() -> None:
+    done = run(TRAIN, "--cluster=h100_sxm", "--world-size=8", "--free=parallel.zeros")
+    assert done.returncode == 2
+    assert done.stderr.startswith("command line: --free: parallel.zeros is no key that is tried")
+    assert "did you mean parallel.zero?" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("file", "ranks", "limit"),
+    [
+        ("llama3_70b_tp8_pp8_dp8_zero1.toml", 512, 90),
+        ("llama3_405b_tp8_pp16_fsdp64.toml", 16384, 90),
+        ("qwen3_235b_a22b_ep8_pp8_dp32_zero1.toml", 1024, 150),
+        ("deepseek_v3_671b_pp16_ep64.toml", 1024, 150),
+    ],
+)
+def test_large_models_are_planned_in_time(tmp_path: Path, file: str, ranks: int, limit: float) -> None:
+    """``limit``: seconds, on two cores with nothing beside it."""
+    began, best = time.monotonic(), tmp_path / "best.toml"
+    words = ["--cluster=h100_sxm", f"--world-size={ranks}", f"--write={best}"]
+    done = run(str(ROOT / "recipes" / file), *words)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < limit
+    dry = execute("train.py", str(best), "--dry-run", f"--world-size={ranks}")
+    assert dry.returncode == 0, dry.stderr
+
+
+def test_a_degree_that_leaves_the_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert not crosses_nodes(Parallel(tp=16))
+    assert not crosses_nodes(Parallel(tp=8, ep=4), 8)
+    assert crosses_nodes(Parallel(tp=16), 8) == "tp 16 crosses nodes of 8 ranks"
+    assert crosses_nodes(Parallel(tp=3, ep=16), 8) == "tp 3 and ep 16 cross nodes of 8 ranks"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert crosses_nodes(Parallel(tp=4)) == "tp 4 crosses nodes of 2 ranks"
+
+
+def test_an_axis_that_the_plan_cannot_cut_is_left_out() -> None:
+    where = space(TRAIN, "h100_sxm", 8, train__global_batch=64)
+    facts = replace(facts_for(where), axes=frozenset({"cp", "pp"}))
+    assert {c.config.parallel.tp for c in candidates(where, facts)} == {1}
+    assert {c.config.parallel.pp for c in candidates(where, facts)} > {1}
+
+
+@pytest.mark.slow
+def test_the_fewest_devices_are_found() -> None:
+    shape = {"model__n_layers": 2, "train__global_batch": 8, "train__micro_batch": 1}
+    where = space(TRAIN, "h100_sxm", 8, **shape)
+    one = search(replace(where, world_size=1), most=2)[0].found
+    assert one is not None
+    rate = one.tokens_per_second_per_device
+    few, found = fewest(where, tokens=rate * 0.9 * 86400, days=1)
+    assert (few.world_size, bool(found)) == (1, True)
+    more, found = fewest(where, tokens=rate * 1.2 * 86400, days=1)
+    assert more.world_size > 1
+    assert found
+    assert found[0].found
+    assert found[0].found.tokens_per_second_per_device * more.world_size >= rate * 1.2
+    assert fewest(where, tokens=1e30, days=1)[1] == []
+
+
+@pytest.mark.slow
+def test_a_prediction_is_held_against_a_run(tmp_path: Path) -> None:
+    folder, corrected = tmp_path / "run", tmp_path / "corrected.toml"
+    keys = ["--model.n_layers=2", "--train.seq_len=128", "--train.steps=5", f"--run.dir={folder}"]
+    done = execute("train.py", *keys, "--profile.steps=[4,4]", "--profile.memory=true")
+    assert done.returncode == 0, done.stderr
+    rows = {row.name: row for row in against(folder, load_cluster("cpu"))}
+    # Bytes are those of the profile; seconds are those of a machine that the file does not describe.
+    for name in ("peak memory", *(f"memory: {c}" for c in ("weights", "gradients", "optimizer"))):
+        assert rows[name].ratio == pytest.approx(1, rel=0.015)
+    assert rows["memory: activations"].ratio == pytest.approx(1, rel=0.05)
+    for name in ("step", "product", "attention", "other"):
+        assert rows[name].predicted > 0 < rows[name].measured
+    told = run(f"--against={folder}", "--cluster=cpu", f"--write={corrected}")
+    assert told.returncode == 0, told.stderr
+    assert "measured / predicted" in told.stdout
+    again = {row.name: row for row in against(folder, load_cluster(str(corrected)))}
+    for name in ("product", "attention"):
+        assert abs(math.log(again[name].ratio)) < abs(math.log(rows[name].ratio)) or again[
+            name
+        ].ratio == pytest.approx(1, abs=0.25)
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
+    done = run(f"--against={tmp_path}", "--cluster=cpu")
+    assert done.returncode == 2
+    assert done.stderr == f"{tmp_path}/config.toml: no such file\n"
+    done = run(f"--against={tmp_path}")
+    assert done.stderr == "command line: plan: --against needs --cluster, on which the run was made\n"
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_it_says_by_how_much() -> None:
+    shape = ["--model.preset=70b", "--train.seq_len=4096", "--train.micro_batch=1"]
+    fixed = ["--activation_checkpoint.mode=full", "--parallel.offload=none", "--parallel.tp=1"]
+    words = ["--cluster=rtx4090", "--world-size=1", "--candidates=1", "--train.global_batch=1"]
+    done = run(TRAIN, *shape, *fixed, *words)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("nothing fits; the best is short of ")
+    assert last.endswith('GiB a device; more devices, parallel.offload = "cpu" with zero 3 would help')

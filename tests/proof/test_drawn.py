@@ -1,0 +1,214 @@
+"""Drawn compositions: each equals one process, in a proof and in training, or is refused in a line."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose.checkpoint import store
+from compose.parallel.islands import current
+from compose.pipeline.schedules import SCHEDULES
+from compose.proof.one_process import arithmetic_of
+from compose.proof.outer_loop import prove_outer_loop
+from compose.proof.prove import prove
+from compose.proof.report import Report, joined, tolerance_of
+from tests.support.draws import Draw, Keys, draw, one_process, other_mesh
+from tests.support.dropping import prove_drop
+from tests.support.helpers import agreed, make_config, make_job, small_ones_move, tier
+from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for, lines, train
+
+NUMBERS, SMALL = range(300), 40  # the first have at most 4 ranks, and no compiler
+# The slow tier runs these: they are short, and have something of everything. The others are "full".
+# fmt: off
+IN_THE_SUITE = {
+    0, 2, 13, 16, 28, 35, 37, 38, 39, 42, 43, 49, 55, 57, 69, 72, 82, 85, 198, 203, 208, 221, 222,
+    231, 232, 233, 235, 238, 242, 244, 255, 260, 263, 267, 274, 277, 280, 281, 294, 298,
+}
+# fmt: on
+STEPS, SAVED = 5, 3
+
+
+def drawn(number: int) -> Draw:
+    return draw(number, large=number >= SMALL)
+
+
+def prove_draw(keys: Keys) -> Report:
+    """On every rank of a pool: what ``verify`` does, with islands too."""
+    job = make_job(dist.get_world_size() * current().count, **keys)
+    mesh, device = make_mesh(job.degrees), torch.device("cpu")
+    with small_ones_move():
+        reports = [prove(job, mesh, device)]
+    if job.islands > 1:
+        reports.append(prove_outer_loop(job, mesh, device))
+    return joined(reports)
+
+
+def assert_not_accused(report: Report) -> None:
+    """Nothing differs, and all is proved but keys that have no part in so small a run."""
+    lacking = [row for row in report.rows if row.state in ("unused", "loose")]
+    assert not report.failed, str(report)
+    assert all(row.quantity == "option" for row in lacking), str(report)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=tier(slow=True, full=n not in IN_THE_SUITE)) for n in NUMBERS],
+)
+def test_equal_or_refused(pool: Pool, tmp_path: Path, number: int) -> None:
+    one = drawn(number)
+    problems = one.problems
+    if problems:
+        assert all(problem and "\n" not in problem for problem in problems), problems
+        return
+    try:
+        reports = pool.run(prove_draw, one.ranks, one.keys, islands=one.islands)
+        report = agreed(reports) if one.islands == 1 else joined(reports)
+        assert_not_accused(report)
+        if one.trained:
+            _trains_as_one_process(pool, tmp_path, number, one)
+    except (AssertionError, TimeoutError) as error:
+        raise AssertionError(f"{one.command}\n{error}") from None
+
+
+def _trains_as_one_process(pool: Pool, folder: Path, number: int, one: Draw) -> None:
+    """Train for some steps, and once more from a checkpoint: on another mesh, or on the same where
+    messages or islands make a run another one than that of one process."""
+    np.save(folder / "tokens.npy", np.random.default_rng(number).integers(0, 40, 4000, np.uint16))
+    more: Keys = {"train__steps": STEPS, "checkpoint__interval": SAVED}
+    if one.keys["model__name"] == "dit":
+        more["data__path"] = "shapes"
+    else:
+        more |= {"data__path": folder / "tokens.npy", "data__separator": 0}
+
+    def trained(what: Draw, name: str) -> list[tuple[float, float]]:
+        keys = keys_for(folder / name, **(what.keys | more))
+        pool.run(train, what.ranks, keys, islands=what.islands)
+        found = [(line["loss"], line["grad_norm"]) for line in lines(folder / name)]
+        assert len(found) == STEPS
+        return found
+
+    first = trained(one, "run")
+    for saved in (folder / "run").rglob(store.name_of(STEPS)):
+        shutil.rmtree(saved)
+    if one.coded or one.islands > 1:
+        assert trained(one, "run") == first, "resumed on the same mesh"
+        return
+    other = other_mesh(number, one)
+    resumed = trained(other, "run")
+    assert resumed[:SAVED] == first[:SAVED], "the steps before the checkpoint"
+    right = trained(one_process(one), "one")
+    arithmetic = arithmetic_of(make_config(one.ranks, **one.keys).precision)
+    tolerance = tolerance_of(arithmetic)
+    exact = right
+    if arithmetic.reduced:
+        plain = {name: value for name, value in one.keys.items() if not name.startswith("precision__")}
+        exact = trained(one_process(Draw(one.ranks, plain)), "exact")
+    for what, found in (("trained", first), (f"resumed on\n{other.command}\n", resumed)):
+        for i, base in enumerate((tolerance.loss, tolerance.gradient)):
+            own = [_error(a[i], b[i]) for a, b in zip(right, exact, strict=True)]
+            mean = sum(own) / len(own)
+            errors = [_error(a[i], b[i]) for a, b in zip(found, right, strict=True)]
+            allowed = [tolerance.allowed(base, each, mean) for each in own]
+            wrong = [error > limit for error, limit in zip(errors, allowed, strict=True)]
+            name = ("loss", "grad_norm")[i]
+            assert not any(wrong), f"{what}: {name} {errors}, allowed {allowed}"
+
+
+def _error(value: float, right: float) -> float:
+    return abs(value - right) / max(abs(right), 1e-30)
+
+
+def features(keys: Keys) -> set[str]:
+    """What a draw has of what the draws should cover."""
+    found = {f"{name}={value}" for name, value in keys.items() if name in _CHOICES}
+    found |= {name for name, value in keys.items() if name in _SWITCHES and value}
+    found |= {name for name in _DEGREES if keys[name] > 1}
+    model = keys["model__name"]
+    return found | ({f"{model} with experts"} if keys.get("model__n_experts") else {model})
+
+
+_DEGREES = [f"parallel__{axis}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")]
+_SWITCHES = [
+    "activation_checkpoint__offload",
+    "comm__measure_every",
+    "comm__prefetch",
+    "comm__start_step",
+    "model__capacity_factor",
+    "model__lora__rank",
+    "model__tie_embeddings",
+    "optimizer__lr_scale",
+    "optimizer__weight_decay_scale",
+    "outer__delay",
+    "outer__every",
+    "outer__fragments",
+    "outer__mix",
+    "parallel__pp_layers",
+    "parallel__zero3_reshard",
+    "train__loss_chunk",
+    "train__z_loss",
+]
+# Each with values that enough draws must have.
+_CHOICES: dict[str, list[Any]] = {
+    "activation_checkpoint__mode": ["none", "full", "every_k", "selective", "budget"],
+    "comm__activations": ["int8", "float8"],
+    "comm__error_feedback": [True, False],
+    "comm__gradients": ["bfloat16", "int8", "int4", "powersgd", "top_k"],
+    "comm__weights": ["int8", "int4_diff"],
+    "compile__mode": ["block"],
+    "optimizer__name": ["adamw", "muon"],
+    "optimizer__offload": ["cpu", "nvme"],
+    "outer__dtype": ["float32", "bfloat16", "int8", "e3m0", "top_k"],
+    "parallel__cp_balance": ["headtail", "none"],
+    "parallel__cp_method": ["ring", "allgather", "ulysses"],
+    "parallel__loss": [True, False],
+    "parallel__offload": ["cpu"],
+    "parallel__pp_schedule": [*SCHEDULES],
+    "parallel__sequence": [True, False],
+    "parallel__zero": [0, 1, 2, 3],
+    "precision__float8": ["tensorwise", "rowwise", "rowwise_gw_hp"],
+    "precision__master": ["bfloat16"],
+    "precision__optimizer_state": ["bfloat16"],
+    "precision__param": ["float32", "bfloat16", "float16"],
+    "precision__reduce": ["bfloat16"],
+    "train__max_norm": [0.0],
+    "train__micro_batch": [1, 2, 3],
+}
+_MODELS = ["llama", "qwen3", "gemma3", "gpt2", "dit"]
+_WITH_EXPERTS = ["qwen3", "deepseek_v3", "mixtral", "gpt_oss"]
+AT_LEAST = 3
+
+
+@pytest.mark.full
+def test_draws_cover_what_there_is() -> None:
+    everything = [drawn(number) for number in NUMBERS]
+    legal = [one for one in everything if not one.problems]
+    assert len(everything) == 300
+    assert len(legal) >= 0.8 * len(everything)
+    assert {one.ranks for one in legal} == {1, 2, 3, 4, 6, 8}
+    assert all(everything[number].ranks <= 4 for number in IN_THE_SUITE)
+    assert sum(one.trained for one in legal) >= len(legal) / 4
+    count = Counter(feature for one in legal for feature in features(one.keys))
+    wanted = [f"{name}={value}" for name, values in _CHOICES.items() for value in values]
+    wanted += [*_DEGREES, *_SWITCHES, *_MODELS, *(f"{name} with experts" for name in _WITH_EXPERTS)]
+    assert {name: count[name] for name in wanted if count[name] < AT_LEAST} == {}
+    # The slow tier has of each at least one.
+    suite = [everything[number] for number in sorted(IN_THE_SUITE)]
+    legal = [one for one in suite if not one.problems]
+    assert (len(suite), len(legal)) == (40, 38)
+    assert sum(one.trained for one in legal) >= 10
+    assert set(wanted) <= {feature for one in legal for feature in features(one.keys)}
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=tier(slow=True, full=n > 2)) for n in range(12)]
+)
+def test_dropout_is_equal(pool: Pool, number: int) -> None:
+    """Models of the library that drop; those of the folders have none."""
+    for report in pool.run(prove_drop, (1, 2, 4)[number % 3], number):
+        assert_not_accused(report)

@@ -1,0 +1,242 @@
+"""Models that no proof can compare, and ordinary code that float64 needs help with."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compose import Options, Parallel, Plan, Precision, Trial, verify
+from compose.errors import ConfigError
+from compose.proof.examine import Widened
+from compose.proof.report import LOOSE, Report
+from tests.support.faults import reduce_scatter_keeps_own_part
+from tests.support.pool import Pool, make_mesh
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
+
+
+class Around(nn.Module):
+    """A part between two layers."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(6, 8), part, nn.Linear(8, 5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.last(self.part(self.first(input)))
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+class Functional(nn.Module):
+    """Random in its own forward, around a module that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(F.dropout(x, 0.5))
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class Fourier(nn.Module):
+    """A float32 buffer in a product."""
+
+    frequencies: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer(
+            "frequencies", torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x @ self.frequencies)
+
+
+class Float32Norm(nn.Module):
+    """It computes in float32 by its own word, as the norms of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class HalfInside(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16).to(x.dtype)
+
+
+class No64(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("this kernel has no float64\nand more lines")
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+class Kernel(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return No64.apply(x)  # type: ignore[return-value]
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "input": torch.randn(8, 6, generator=generator),
+        "targets": torch.randint(5, (8,), generator=generator),
+    }
+
+
+def weighted_loss() -> Callable[..., Tensor]:
+    weight = torch.linspace(0.5, 2.0, 5)
+    return nn.CrossEntropyLoss(weight=weight, reduction="sum")
+
+
+def plain_loss() -> Callable[..., Tensor]:
+    return SUM
+
+
+def _proof(
+    part: Callable[[], nn.Module],
+    loss: Callable[[], Callable[..., Tensor]] = plain_loss,
+    parallel: Parallel = Parallel(dp_shard=-1),  # noqa: B008
+    precision: Precision = Precision(),  # noqa: B008
+    broken: bool = False,
+) -> Report | str:
+    torch.manual_seed(0)
+    model, trial = Around(part()), Trial(loss_function=loss(), micro_batch=2)
+    plan = Plan()
+    try:
+        if broken:
+            with reduce_scatter_keeps_own_part():
+                return verify(
+                    model, plan, make_mesh(parallel), batch(), Options(parallel, precision), trial
+                )
+        return verify(model, plan, make_mesh(parallel), batch(), Options(parallel, precision), trial)
+    except ConfigError as error:
+        return str(error)
+
+
+RANDOM = (
+    "model: part{inner} is random: one process gives two results for the same batch, so that nothing"
+    " can be compared; use nn.Dropout, whose masks do not depend on the mesh, or call its eval()"
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        (Noise, RANDOM.format(inner=" (Noise)")),
+        (Functional, RANDOM.format(inner=" (Functional)")),
+        (partial(nn.Sequential, nn.Linear(8, 8), Noise()), RANDOM.format(inner=".1 (Noise)")),
+        (
+            partial(nn.BatchNorm1d, 8),
+            "model: part is BatchNorm1d, whose result depends on which samples are in one forward, so"
+            " that meshes differ; use GroupNorm or LayerNorm, or call its eval()",
+        ),
+        (
+            Counts,
+            "model: forward changes the buffer part.calls, so that results depend on how a batch is cut"
+            " into forwards; change it outside of forward",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(pool: Pool, part: Any, line: str) -> None:
+    assert pool.run(_proof, 2, part) == [line] * 2
+
+
+@pytest.mark.parametrize(
+    ("part", "loss", "types"),
+    [
+        (Fourier, weighted_loss, "float32"),
+        (Float32Norm, weighted_loss, "float32"),
+        (Float32Norm, plain_loss, "bfloat16"),
+    ],
+)
+def test_float64_of_ordinary_code(pool: Pool, part: Any, loss: Any, types: str) -> None:
+    """The logic runs in float64 whatever the precision is, and so finds more than float32 does."""
+    precision = Precision(param=types)  # type: ignore[arg-type]
+    proof = partial(_proof, part, loss, precision=precision)
+    report = pool.run(proof, 2)[0]
+    assert report.ok, str(report)
+    assert not report.notes
+    rows = [row for row in report.rows if row.quantity == "float64 gradient"]
+    assert rows
+    assert all(row.tolerance < 1e-8 for row in rows)
+    broken = pool.run(partial(proof, broken=True), 2)[0]
+    assert any(row.quantity == "float64 gradient" for row in broken.failed)
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (Kernel, "this kernel has no float64"),
+        (HalfInside, "torch.Tensor.to rounds float64 to fewer bits"),
+    ],
+)
+def test_what_has_no_float64_is_proved_in_float32(pool: Pool, part: Any, why: str) -> None:
+    report = pool.run(_proof, 2, part)[0]
+    assert report.ok, str(report)
+    note = f"the logic is proved in float32: the model does not run in float64 ({why})"
+    assert report.notes == (note,)
+    assert not [row for row in report.rows if row.quantity.startswith("float64")]
+    broken = pool.run(partial(_proof, part, broken=True), 2)[0]
+    assert any(row.quantity == "gradient" for row in broken.failed)
+
+
+def test_widened_leaves_what_works_in_place() -> None:
+    total, wide = torch.zeros(3), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with Widened() as mode:
+        total.add_(wide.detach())
+        assert torch.einsum("i,i->", wide, torch.ones(3)).dtype == torch.float64
+        assert wide.float().dtype == torch.float64
+        assert torch.softmax(wide, 0, dtype=torch.float32).dtype == torch.float64
+        assert torch.ones(3).to(torch.float32).dtype == torch.float32
+    assert total.dtype == torch.float32
+    assert total.tolist() == [1.0] * 3
+    assert not mode.narrowed
+
+
+class Saturated(nn.Module):
+    """Its gradients are almost nothing but rounding, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e-6 * torch.tanh((x + 1e4) / 1e-3 - 1e7)
+
+
+def test_a_loose_allowance_is_said(pool: Pool) -> None:
+    report = pool.run(_proof, 2, Saturated)[0]
+    coarse = [row for row in report.rows if row.state == "coarse"]
+    assert coarse
+    assert all(row.tolerance > LOOSE and not row.quantity.startswith("float64") for row in coarse)
+    assert report.ok, str(report)
+    assert "of which one process itself is sure to" in report.verdict
+    assert report.verdict.endswith("(float64 proves them)")
+    assert math.isfinite(max(row.tolerance for row in coarse))

@@ -1,0 +1,406 @@
+"""The proof sees whether it proves something, and in reduced precisions too."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from compose import (
+    ActivationCheckpoint,
+    Comm,
+    Compile,
+    Composition,
+    Options,
+    Parallel,
+    Plan,
+    Precision,
+    Trial,
+    verify,
+)
+from compose.__main__ import main
+from compose.data.packing import random_batch
+from compose.errors import ConfigError
+from compose.parallel.expert_parallel import ExpertParallel
+from compose.proof.comparison import Comparison
+from compose.proof.one_process import Arithmetic, OneProcess
+from compose.proof.references import Expected
+from compose.proof.report import Report, Row, tolerance_of
+from models.layers.moe import MoE
+from models.layers.router import MoEConfig
+from tests.support.faults import Fault, reduce_scatter_keeps_own_part
+from tests.support.helpers import small_ones_move, tier
+from tests.support.mutation import mutated
+from tests.support.pool import Pool, make_mesh
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    """Linear layers with tanh between them."""
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for rows, columns in pairwise(sizes):
+        parts += [nn.Linear(rows, columns), nn.Tanh()]
+    return nn.Sequential(*parts[:-1])
+
+
+def batch_of(samples: int, width: int, classes: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "input": torch.randn(samples, width, generator=generator),
+        "targets": torch.randint(classes, (samples,), generator=generator),
+    }
+
+
+def _refused(change: str) -> str:
+    batch, trial = batch_of(8, 6, 5), Trial(loss_function=SUM)
+    if change == "ignored":
+        batch["targets"].fill_(-100)
+    elif change == "lacking":
+        del batch["targets"]
+    elif change == "mean":
+        trial = Trial(loss_function=nn.CrossEntropyLoss(), micro_batch=2)
+    with pytest.raises(ConfigError) as error:
+        verify(
+            layers(6, 8, 5),
+            Plan(),
+            make_mesh(Parallel(dp_shard=-1)),
+            [] if change == "nothing" else batch,
+            trial=trial,
+        )
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "ignored",
+            "batch: no target is trained on, so that nothing can be proved; give targets other than"
+            " -100, or floats other than NaN",
+        ),
+        ("lacking", 'batch: has no targets, only input; give what the loss takes as "targets"'),
+        ("nothing", "batch: an empty list has no step to prove; give at least one batch"),
+        (
+            "mean",
+            "loss_function: all targets twice give 1 times the loss, not 2: it has to return the sum"
+            ' over targets, not their mean; with PyTorch\'s losses, reduction="sum"',
+        ),
+    ],
+)
+def test_what_proves_nothing_is_refused(pool: Pool, change: str, message: str) -> None:
+    assert pool.run(_refused, 2, change) == [message] * 2
+
+
+def _mean_unseen() -> Report:
+    """As if the loss were not asked for twice the targets: what is left is the other split."""
+    with mutated("compose.proof.references:_check_sum", "abs(twice - 2 * once) >", "0 >"):
+        return verify(
+            layers(6, 8, 5),
+            Plan(),
+            make_mesh(Parallel()),
+            batch_of(8, 6, 5),
+            trial=Trial(micro_batch=2, loss_function=nn.CrossEntropyLoss()),
+        )
+
+
+def test_one_process_splits_the_batch_otherwise(pool: Pool) -> None:
+    report = pool.run(_mean_unseen, 1)[0]
+    assert {row.quantity for row in report.failed} >= {"loss", "gradient"}
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.used(input)
+
+
+def _proof(
+    make: Callable[[], nn.Module],
+    fault: Fault,
+    batch: dict[str, Tensor],
+    plan: Plan = Plan(),  # noqa: B008
+    options: Options = Options(),  # noqa: B008
+    trial: Trial = Trial(loss_function=SUM),  # noqa: B008
+) -> Report:
+    torch.manual_seed(0)
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    with fault(), small_ones_move():
+        report = verify(model, plan, make_mesh(options.parallel), batch, options, trial)
+    same = [torch.equal(value, before[name]) for name, value in model.state_dict().items()]
+    assert all(same), "verify changed the model"
+    return report
+
+
+def test_an_unused_parameter_is_not_proved(pool: Pool) -> None:
+    report = pool.run(_proof, 2, Unused, nullcontext, batch_of(8, 6, 5))[0]
+    assert not report.ok
+    assert not report.failed
+    assert {row.name for row in report.not_proved} == {"unused.weight", "unused.bias"}
+    assert str(report).endswith(
+        "NOT PROVED: 2 parameters whose gradient is zero on one process (unused.bias, unused.weight)"
+    )
+
+
+def test_a_learning_rate_of_0_is_no_lack(pool: Pool) -> None:
+    """What stays as it is on both sides was exercised: its gradient says so."""
+    proof = partial(_proof, trial=Trial(loss_function=SUM, optimizer=partial(torch.optim.SGD, lr=0.0)))
+    report = pool.run(proof, 1, partial(layers, 6, 8, 5), nullcontext, batch_of(8, 6, 5))[0]
+    assert report.ok, str(report)
+
+
+def zero_output() -> nn.Module:
+    model = layers(6, 8, 5)
+    for parameter in model[-1].parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def test_weights_of_zero_hide_nothing(pool: Pool) -> None:
+    batch = batch_of(8, 6, 5)
+    report = pool.run(_proof, 2, zero_output, nullcontext, batch)[0]
+    assert report.ok, str(report)
+    report = pool.run(_proof, 2, zero_output, reduce_scatter_keeps_own_part, batch)[0]
+    named = {row.name for row in report.failed if row.quantity == "gradient"}
+    assert named == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+class Attend(nn.Module):
+    """Attention whose keys have a bias, of which the scores' softmax knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Linear(8, 8) for _ in range(3))
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        q, k, v = (w(input).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.out(heads.flatten(2)).mean(1)
+
+
+def sequences() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "input": torch.randn(8, 7, 8, generator=generator),
+        "targets": torch.randint(5, (8,), generator=generator),
+    }
+
+
+ATTEND = Plan(
+    tensor={"wq": ColwiseParallel(), "wk": ColwiseParallel(), "wv": ColwiseParallel()}
+    | {"out": RowwiseParallel()}
+)
+TYPES = {
+    "float32": Precision(),
+    "bfloat16": Precision(param="bfloat16"),
+    "pure bfloat16": Precision(param="bfloat16", reduce="bfloat16", master="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize(
+    "parallel", [Parallel(dp_shard=2), Parallel(dp_shard=1, tp=2)], ids=["dp", "tp"]
+)
+def test_a_gradient_that_cancels_is_compared_with_zero(
+    pool: Pool, parallel: Parallel, types: str
+) -> None:
+    proof = partial(_proof, plan=ATTEND, options=Options(parallel, TYPES[types]))
+    report = pool.run(proof, 2, Attend, nullcontext, sequences())[0]
+    assert report.ok, str(report)
+    assert {row.name for row in report.not_proved} == {"wk.bias"}
+    assert report.verdict.endswith(
+        "; not proved: 1 parameters whose gradient is zero on one process (wk.bias)"
+    )
+
+
+def the_keys_bias_moves() -> Any:
+    """Something is added to the gradient that should be zero."""
+    add = "[p.grad.add_(1e-4) for n, p in model.named_parameters() if n == 'wk.bias']"
+    return mutated("compose.train.step:_run", "value.backward()", f"value.backward(); {add}")
+
+
+def test_a_fault_in_what_cancels_is_seen(pool: Pool) -> None:
+    options = Options(Parallel(dp_shard=2))
+    proof = partial(_proof, plan=ATTEND, options=options, trial=Trial(loss_function=SUM, max_norm=0.0))
+    report = pool.run(proof, 2, Attend, the_keys_bias_moves, sequences())[0]
+    assert {row.name for row in report.failed if row.quantity == "gradient"} == {"wk.bias"}
+
+
+def _parts_that_cancel() -> Report:
+    """Sums of 1 and -0.971, which bfloat16 has as -0.969."""
+    inputs, targets = torch.ones(2, 1), torch.tensor([[1.0], [-0.96875 - 2.0**-9]])
+    batch = {"input": inputs, "targets": targets}
+    options = Options(precision=Precision(reduce="bfloat16"))
+    trial = Trial(1, lambda output, targets: (output * targets).sum())
+    mesh = make_mesh(Parallel(dp_shard=-1))
+    return verify(nn.Linear(1, 1, bias=False), Plan(), mesh, batch, options, trial)
+
+
+def test_parts_that_cancel_may_be_rounded(pool: Pool) -> None:
+    """One process rounds each part too, or its sum would be exact and that of two ranks accused."""
+    report = pool.run(_parts_that_cancel, 2)[0]
+    (row,) = (row for row in report.rows if row.quantity == "gradient")
+    assert not report.failed, str(report)
+    assert row.tolerance > 0.05
+
+
+def _allowed() -> dict[str, float]:
+    """What is allowed of two values of like rounding, one of which is the sum of parts that cancel."""
+    torch.manual_seed(0)
+    one = OneProcess(
+        nn.Linear(1, 1, bias=False),
+        Arithmetic(torch.float16),
+        lambda output, targets: (output * targets).sum(),
+        lambda _, named: torch.optim.SGD([p for _, p in named], 0.0),
+        max_norm=0.0,
+        micro_batch=1,
+        loss_scale=4.0,
+        tie=0.0,
+    )
+    one.step({"input": torch.ones(2, 1), "targets": torch.tensor([[1.0], [-0.75]])}, {})
+    gradient, parts = one.gradients["weight"], float(one.parts["weight"]) ** 0.5
+    assert (gradient.item(), parts) == (0.125, 0.625)  # over two targets
+    comparison = Comparison(torch.device("cpu"), tolerance_of(one.arithmetic))
+    for name, rounding, norm in (("plain", 1e-3, 0.0), ("cancels", 1e-3, parts)):
+        found = Expected(gradient, rounding, gradient, parts=norm)
+        comparison.tensor("gradient", name, [gradient], gradient.shape, found, 1e-4)
+    return {row.name: row.tolerance for row in comparison.report([], 0.0).rows}
+
+
+def test_what_parts_that_cancel_are_allowed(pool: Pool) -> None:
+    """Their rounding is of their own size, and one process's may be small by chance."""
+    allowed = pool.run(_allowed, 1)[0]
+    assert allowed["cancels"] == pytest.approx(5 * allowed["plain"])
+
+
+class TopOne(nn.Module):
+    """Experts of which each token goes to one, with a weight of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.moe = MoE(6, MoEConfig(n_experts=4, top_k=1, expert_dim=3))
+        self.last = nn.Linear(6, 7)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.last(self.moe(self.first(input)))
+
+
+@pytest.mark.parametrize("types", ["float32", "bfloat16"])
+def test_a_router_that_cannot_learn(pool: Pool, types: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "input": torch.randn(4, 6, 5, generator=generator),
+        "targets": torch.randint(7, (4, 6), generator=generator),
+    }
+
+    proof = partial(
+        _proof,
+        plan=Plan(expert={"moe.experts": ExpertParallel()}),
+        options=Options(Parallel(dp_shard=2, ep=2), TYPES[types]),
+        trial=Trial(loss_function=token_loss),
+    )
+    report = pool.run(proof, 2, TopOne, nullcontext, batch)[0]
+    assert not report.failed, str(report)
+    assert {row.name for row in report.not_proved} == {"moe.router.gate.weight"}
+
+
+def token_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+class Deep(nn.Module):
+    """Layers that a plan can name, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(16, 16, 16) for _ in range(3))
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self.layers:
+            input = input + layer(input)
+        return self.last(input)
+
+
+DEEP = Plan(
+    shard=["layers.*", "last"],
+    checkpoint=["layers.*"],
+    compile=["layers.*"],
+    float8=["layers.*.[02]"],
+)
+BFLOAT16 = Precision(param="bfloat16", reduce="float32")
+OPTIONS = {
+    "precision.master": Options(precision=replace(BFLOAT16, master="bfloat16")),
+    "compile": Options(compile=Compile("block")),
+    "parallel.offload": Options(Parallel(offload="cpu"), BFLOAT16),
+    "activation_checkpoint.offload": Options(activation_checkpoint=ActivationCheckpoint(offload=True)),
+    "parallel.zero3_reshard": Options(Parallel(zero3_reshard=2)),
+    "comm.prefetch": Options(comm=Comm(prefetch=2)),
+    "activation_checkpoint": Options(activation_checkpoint=ActivationCheckpoint("full")),
+    "precision.float8": Options(precision=Precision(float8="tensorwise")),
+}
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param(option, marks=tier(slow=option == "compile")) for option in OPTIONS]
+)
+def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
+    """Of a user's own model. That the option is applied is seen by leaving it out of ``apply``."""
+    ranks = 4 if option == "parallel.zero3_reshard" else 2
+    proof = partial(_proof, plan=DEEP, options=OPTIONS[option])
+    batch = batch_of(8, 16, 5)
+    report = pool.run(proof, ranks, Deep, nullcontext, batch)[0]
+    assert report.ok, str(report)
+    assert pool.run(_reaches, ranks, option, batch) == [True] * ranks
+
+
+def _reaches(option: str, batch: dict[str, Tensor]) -> bool:
+    """Whether ``apply`` is given what ``verify`` is."""
+    seen: list[Options] = []
+    module = __import__("importlib").import_module("compose.proof.verify")
+    real = module.apply
+
+    def spy(model: nn.Module, plan: Any, mesh: Any, options: Options) -> Composition:
+        seen.append(options)
+        return real(model, plan, mesh, options)
+
+    module.apply = spy
+    try:
+        _proof(Deep, nullcontext, batch, DEEP, OPTIONS[option])
+    finally:
+        module.apply = real
+    given = attrgetter(option)
+    return given(seen[-1]) == given(OPTIONS[option])
+
+
+def test_random_batch_reaches_from_end_to_end() -> None:
+    batch = random_batch(4, 512, 257, seed=3)
+    documents = batch["document_ids"]
+    longest = [int(row.bincount().max()) for row in documents]
+    assert min(longest[::2]) >= 512 - 2 * 8 - 1
+    assert max(longest[1::2]) < 100
+    assert all(len(row.unique()) > 1 for row in documents)
+
+
+def test_a_failed_verify_without_islands_names_none(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = Report([Row("loss", "step 1", 1.0, 1e-6, 0)])
+    with mock.patch("compose.__main__.prove", return_value=failed):
+        assert main(["verify", "train.toml"]) == 1
+    assert capsys.readouterr().out == f"{failed}\n"

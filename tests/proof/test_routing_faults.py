@@ -1,0 +1,307 @@
+"""Faults of routing and of expert parallel: each is put in on purpose, and named by what it harmed."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import compose.parallel.expert_parallel
+import compose.parallel.tensor_parallel
+import compose.proof.prove
+import compose.train.step
+from compose import Composition, Options, Parallel, Plan, Trial, apply
+from compose.build import parallelize
+from compose.parallel.expert_parallel import ExpertParallel
+from compose.parallel.routing import begin_step, finish_step, routers
+from compose.proof.one_process import Arithmetic
+from compose.proof.report import Report
+from compose.proof.verify import Run, Sides, compare
+from models.layers.moe import Experts, MoE
+from models.layers.router import count_rows
+from tests.support.experts import DEEPSEEK, QWEN, Tiny, keys_of
+from tests.support.faults import (
+    EVERYTHING,
+    Fault,
+    assert_named,
+    partial_gradients_are_taken_as_whole,
+    with_fault,
+)
+from tests.support.pool import Pool, make_mesh
+
+# What the router of the last layer (the second) has an influence on.
+BEFORE_ROUTERS = {
+    "tok_embeddings.weight",
+    "layers.0.*",
+    "layers.1.attention*",
+    "layers.1.ffn_norm.weight",
+    "layers.1.moe.router.*",
+}
+
+
+@contextmanager
+def an_experts_gradient_is_summed_over_too_many_ranks() -> Iterator[None]:
+    """Over the ranks that hold other experts too."""
+
+    def fake(model: nn.Module, mesh: Any) -> None:
+        for module in model.modules():
+            for parameter in module.parameters() if isinstance(module, Experts) else ():
+                assert isinstance(parameter.grad, DTensor)
+                dist.all_reduce(parameter.grad.to_local())
+        finish_step(model, mesh)
+
+    with mock.patch.object(compose.train.step, "finish_step", fake):
+        yield
+
+
+@contextmanager
+def rows_come_back_in_another_order() -> Iterator[None]:
+    real = compose.parallel.expert_parallel._run_where_they_are
+
+    def fake(*args: Any) -> Tensor:
+        return real(*args).roll(1, 0)
+
+    with mock.patch.object(compose.parallel.expert_parallel, "_run_where_they_are", fake):
+        yield
+
+
+@contextmanager
+def a_sequence_is_balanced_in_parts() -> Iterator[None]:
+    """The balancing loss of a sequence is the mean of those of the ranks' parts."""
+
+    def fake(group: Any, inner: Any, tensor: Tensor) -> Tensor:
+        return inner(tensor)
+
+    with mock.patch.object(compose.parallel.expert_parallel, "_gather_sequence", fake):
+        yield
+
+
+@contextmanager
+def the_auxiliary_loss_is_a_mean_of_each_rank() -> Iterator[None]:
+    """Divided by the tokens of the rank, and summed over ranks."""
+
+    def fake(model: nn.Module, tokens: int, loss_scale: float) -> None:
+        begin_step(model, tokens // dist.get_world_size(), loss_scale)
+
+    with mock.patch.object(compose.train.step, "begin_step", fake):
+        yield
+
+
+def _weights_first(moe: MoE, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
+    routing = moe.router(x_BLD, real_BL)
+    rows_N, k = routing.experts.flatten(), routing.experts.shape[-1]
+    order = rows_N.argsort(stable=True)
+    weighed = x_BLD.flatten(0, 1)[order // k] * routing.weights.flatten()[order, None]
+    out = moe.experts(weighed, count_rows(rows_N, moe.router.config.n_experts))
+    y = torch.zeros_like(out).index_copy(0, order, out).unflatten(0, (-1, k)).sum(1)
+    return y.view_as(x_BLD) + (0 if moe.shared is None else moe.shared(x_BLD))
+
+
+@contextmanager
+def weights_are_applied_before_the_experts() -> Iterator[None]:
+    def fake(*args: Any) -> Composition:
+        composition = parallelize(*args)
+        for module in composition.model.modules():
+            if isinstance(module, MoE):
+                module.forward = partial(_weights_first, module)
+        return composition
+
+    with mock.patch.object(compose.proof.prove, "parallelize", fake):
+        yield
+
+
+@contextmanager
+def routers_act_on_their_own_counts() -> Iterator[None]:
+    """The bias is updated, and the load remembered, from each rank's own tokens."""
+
+    def fake(model: nn.Module, mesh: Any) -> None:
+        for router in routers(model).values():
+            router.finish_step(router.tally)
+
+    with mock.patch.object(compose.train.step, "finish_step", fake):
+        yield
+
+
+@contextmanager
+def what_heads_share_is_summed_over_this_ranks_alone() -> Iterator[None]:
+    with mock.patch.object(
+        compose.parallel.tensor_parallel, "_summed_gradient", lambda *args: args[-1]
+    ):
+        yield
+
+
+FAULTS: list[tuple[Fault, dict[str, object], str, str, set[str]]] = [
+    (
+        an_experts_gradient_is_summed_over_too_many_ranks,
+        QWEN,
+        "ds 2 ep 2",
+        "gradient",
+        {"layers.*.moe.experts.*"},
+    ),
+    (rows_come_back_in_another_order, QWEN, "ds 2 ep 2", "gradient", EVERYTHING),
+    (a_sequence_is_balanced_in_parts, DEEPSEEK, "cp 2", "gradient", BEFORE_ROUTERS),
+    (a_sequence_is_balanced_in_parts, DEEPSEEK, "tp 2", "gradient", BEFORE_ROUTERS),
+    (the_auxiliary_loss_is_a_mean_of_each_rank, DEEPSEEK, "ds 2", "gradient", BEFORE_ROUTERS),
+    (weights_are_applied_before_the_experts, QWEN, "ds 2 ep 2", "gradient", EVERYTHING),
+    (
+        routers_act_on_their_own_counts,
+        DEEPSEEK,
+        "ds 2 ep 2",
+        "buffer after",
+        {"layers.*.moe.router.bias", "layers.*.moe.router.load"},
+    ),
+    (
+        what_heads_share_is_summed_over_this_ranks_alone,
+        DEEPSEEK,
+        "tp 2",
+        "gradient",
+        # Its own weight, and all that lies before the last layer's.
+        {
+            "tok_embeddings.weight",
+            "layers.0.*",
+            "layers.1.attention_norm.weight",
+            "layers.1.attention.wkv_a.weight",
+        },
+    ),
+    (
+        partial_gradients_are_taken_as_whole,
+        QWEN,
+        "tp 2",
+        "gradient",
+        {
+            "layers.*_norm.weight",
+            "layers.*.moe.router.gate.weight",
+            "norm.weight",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "model", "case", "quantity", "names"),
+    FAULTS,
+    ids=[f"{fault.__name__}-{case}" for fault, _, case, _, _ in FAULTS],
+)
+def test_fault_is_named(
+    pool: Pool,
+    fault: Fault,
+    model: dict[str, object],
+    case: str,
+    quantity: str,
+    names: set[str],
+) -> None:
+    ranks, keys = keys_of(model, case)
+    assert_named(pool.run(with_fault, ranks, fault, keys)[0], quantity, names)
+
+
+def _routes_elsewhere(change: float, gate_rows_alike: bool) -> Report:
+    """A bias that one process has not, for one expert; with its like, it decides a tie."""
+    torch.manual_seed(3)
+    model = Tiny()
+    if gate_rows_alike:
+        with torch.no_grad():
+            model.moe.router.gate.weight[1] = model.moe.router.gate.weight[0]
+    batch = {"input": torch.randn(4, 6, 5), "targets": torch.randint(7, (4, 6))}
+
+    def change_bias(composed: nn.Module) -> None:
+        composed.get_buffer("moe.router.bias")[1] += change
+
+    return _compare_changed(model, batch, change_bias)
+
+
+def _drops_elsewhere(change: float, tokens_alike: bool) -> Report:
+    """Scores in reverse order are a little higher where rows are dropped, alone in the composition."""
+    torch.manual_seed(3)
+    model = Tiny(capacity_factor=0.7)
+    batch = {"input": torch.randn(4, 6, 5), "targets": torch.randint(7, (4, 6))}
+    if tokens_alike:
+        batch["input"][:] = batch["input"][:, :1]
+
+    def change_scores(composed: nn.Module) -> None:
+        router: Any = composed.get_submodule("moe.router")
+        own = router.keep
+
+        def keep(chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]:
+            places = torch.arange(scores.shape[1])[:, None]
+            return own(chosen, scores * (1 + change * places), everyone)
+
+        router.keep = keep
+
+    return _compare_changed(model, batch, change_scores)
+
+
+def _compare_changed(
+    model: Tiny, batch: dict[str, Tensor], change: Callable[[nn.Module], None]
+) -> Report:
+    plan, parallel = Plan(expert={"moe.experts": ExpertParallel()}), Parallel(dp_shard=2, ep=2)
+    composition = apply(copy.deepcopy(model), plan, make_mesh(parallel), Options(parallel))
+    change(composition.model)
+    sides = Sides(
+        lambda _: composition,
+        lambda _, made: torch.optim.AdamW(made.model.parameters(), foreach=False),
+        lambda _, named: torch.optim.AdamW(named, foreach=False),
+    )
+    trial = Trial(
+        loss_function=lambda output, targets: nn.functional.cross_entropy(
+            output.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+    )
+    return compare(model, composition, [batch], Run(Arithmetic(), sides), trial)
+
+
+def test_routing_that_differs_is_reported(pool: Pool) -> None:
+    report = pool.run(_routes_elsewhere, 2, 0.05, False)[0]
+    (row,) = (row for row in report.failed if row.quantity == "routing")
+    assert row.name == "moe.router, step 1"
+    assert 0.001 < row.error < 0.3
+    (note,) = report.notes
+    assert note.startswith("moe.router, step 1: ")
+    assert note.endswith(
+        " of 24 tokens chose other experts than one process would, for a margin of at most"
+        f" {row.error:.1e}"
+    )
+    assert note in str(report)
+
+
+def test_a_tie_is_told_from_a_fault(pool: Pool) -> None:
+    """Two experts that score alike: which one runs is chance, and the one process then follows."""
+    report = pool.run(_routes_elsewhere, 2, -1e-7, True)[0]
+    (row,) = (row for row in report.rows if row.quantity == "routing")
+    assert row.error <= 1e-6
+    (note,) = report.notes
+    assert note.endswith(": a tie")
+    # All but the bias that was moved to break it.
+    assert {(row.quantity, row.name) for row in report.failed} == {
+        ("buffer", "moe.router.bias"),
+        ("buffer after", "moe.router.bias"),
+    }
+
+
+def test_rows_that_are_dropped_elsewhere_are_reported(pool: Pool) -> None:
+    report = pool.run(_drops_elsewhere, 2, 0.2, False)[0]
+    (row,) = (row for row in report.failed if row.quantity == "capacity")
+    assert row.name == "moe.router, step 1"
+    assert 0.001 < row.error < 0.3
+    (note,) = report.notes
+    assert note.endswith(
+        " of 24 tokens had other rows dropped than one process would, for a margin of at most"
+        f" {row.error:.1e}"
+    )
+    assert "moe.experts.w1" in {row.name for row in report.failed}
+
+
+def test_a_tie_at_the_capacity_is_told_from_a_fault(pool: Pool) -> None:
+    """Tokens that score alike, of which an expert drops some: the one process drops the same ones."""
+    report = pool.run(_drops_elsewhere, 2, 1e-6, True)[0]
+    assert report.ok, str(report)
+    (row,) = (row for row in report.rows if row.quantity == "capacity")
+    assert row.error <= 1e-5
+    (note,) = report.notes
+    assert note.endswith(": a tie")

@@ -1,0 +1,144 @@
+"""How sensitive the proof is: one table of single faults over every technique and precision, each of
+which the report must name."""
+
+import inspect
+import textwrap
+from fnmatch import fnmatchcase
+
+import pytest
+
+from tests.diloco.cases import proof
+from tests.proof.sensitivity import (
+    comm,
+    context,
+    data_tensor,
+    optimizer,
+    outer,
+    pipeline_experts,
+    precision,
+    steps,
+)
+from tests.proof.sensitivity.row import Row
+from tests.support.helpers import prove_case, prove_whole, tier
+from tests.support.mutation import function_at
+from tests.support.pool import Pool
+
+TABLE: dict[str, list[Row]] = {
+    group: rows
+    for faults in (comm, data_tensor, context, pipeline_experts, precision, optimizer, steps, outer)
+    for group, rows in faults.FAULTS.items()
+}
+# Of unlike kinds, and cheap; the slow tier has some more, and `-m full` runs the others.
+QUICK = {
+    "ZeRO 1 never reduces",
+    "LocalNorm: its gradient stays a part",
+    "ring: the last block's dk counts",
+    "gradients of rows go to other places",
+    "another beta2, bfloat16",
+    "the gradient stays scaled",
+    "routers' biases stay apart",
+    "frozen weights are exchanged",
+    "what arrives in int8 is doubled",
+    "PowerSGD doubled",
+    "no layer runs again",
+}
+SLOW = {
+    "PowerSGD doubled where no account is open",
+    "activations doubled where no account is open",
+    "no remainder is added to blocks",
+    "no weight decay of 0.01, float32",
+    "by the rules norms decay",
+    "LoRA leaves norms trained",
+}
+TECHNIQUES = (
+    "train.step",
+    "parallel.data_parallel",
+    "parallel.secondary_shards",
+    "weights",
+    "loss.chunked",
+    "loss.vocabulary",
+    "precision.float8",
+    "apply",
+    "build",
+    "parallel.local_parallel",
+    "parallel.stream_messages",
+    "parallel.vocabulary_parallel",
+    "parallel.gradient_sum",
+    "parallel.tensor_parallel",
+    "parallel.context_parallel",
+    "parallel.sequence",
+    "parallel.ring_attention",
+    "operators.blocks",
+    "operators.parts",
+    "pipeline.pipeline_parallel",
+    "pipeline.stage",
+    "parallel.expert_parallel",
+    "parallel.routing",
+    "compiler.compilation",
+    "memory.activation_checkpointing",
+    "memory.activation_offload",
+    *(f"outer.{name}" for name in ("loop", "codes", "fragments", "exchange", "options", "message")),
+    *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "groups", "lr_schedule")),
+)
+ROWS = [
+    pytest.param(
+        row,
+        id=f"{group}-{row.name}",
+        marks=tier(slow=row.name in SLOW, full=row.name not in QUICK | SLOW),
+    )
+    for group, rows in TABLE.items()
+    for row in rows
+]
+
+
+def _proved(row: Row) -> tuple[str, list[tuple[str, str, bool]], str]:
+    """What the proof ended with, if it did; (quantity, name, whether it is right) of its rows; all."""
+    try:
+        with row.fault():
+            if row.islands > 1:
+                report = proof(row.islands, dict(row.keys))
+            else:
+                prove = prove_whole if row.quantity.startswith("float64") else prove_case
+                report = prove(dict(row.keys))
+    except RuntimeError as error:
+        if not row.raises:
+            raise
+        return str(error), [], ""
+    rows = [(row.quantity, row.name, row.ok and row.state != "unused") for row in report.rows]
+    return "", rows, str(report)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_fault_is_named(pool: Pool, row: Row) -> None:
+    raised, found, report = pool.run(_proved, row.ranks, row, islands=row.islands)[0]
+    if row.raises:
+        assert row.raises in raised
+        return
+    assert False in _like(found, row.quantity, row.names), report
+    if row.untouched:
+        right = _like(found, *row.untouched)
+        assert right
+        assert all(right), report
+
+
+def _like(found: list[tuple[str, str, bool]], quantity: str, names: str) -> list[bool]:
+    return [ok for what, name, ok in found if what == quantity and fnmatchcase(name, names)]
+
+
+def test_the_table_is_whole() -> None:
+    names = [row.name for rows in TABLE.values() for row in rows]
+    assert len(names) == len(set(names)) >= 60
+    assert set(names) >= QUICK | SLOW
+    precisions = [row for key in TABLE if key.startswith("precision.") for row in TABLE[key]]
+    reduced = [row for row in precisions if any("precision__" in key for key in row.keys)]
+    assert len(reduced) >= 12
+    # The files of which each has a technique.
+    places = {row.place.partition(":")[0] for rows in TABLE.values() for row in rows}
+    assert places >= {f"compose.{name}" for name in TECHNIQUES}
+
+
+def test_every_fault_has_its_place() -> None:
+    """The text that a fault changes stands in the function once, so the table is as new as the code."""
+    for row in (row for rows in TABLE.values() for row in rows):
+        source = textwrap.dedent(inspect.getsource(function_at(row.place)))
+        assert source.count(row.old) == 1, (row.name, row.place)

@@ -1,0 +1,113 @@
+"""Runs that save, on meshes of every axis."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from compose.build import build, build_optimizer, parallelize
+from compose.checkpoint import store
+from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.checkpoint.state import named_tensors
+from compose.composition import Composition
+from compose.errors import ConfigError
+from compose.proof.held import whole
+from compose.train.trainer import Trainer
+from tests.support.helpers import Keys, make_job
+from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for
+
+SAVING: Keys = {"train__seq_len": 16, "train__global_batch": 8, "checkpoint__interval": 2}
+MESHES: dict[str, Keys] = {
+    "one": {},
+    "data": {"parallel__dp_shard": 2},
+    "tensor, uneven": {"parallel__dp_shard": 4, "parallel__tp": 2},
+    "replicas": {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "parallel__zero": 1},
+    "context": {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__zero": 2},
+    "pipeline": {"parallel__pp": 2, "parallel__dp_shard": 1, "train__micro_batch": 1},
+    "v-schedule": {
+        "parallel__pp": 2,
+        "parallel__pp_schedule": "ZBVZeroBubble",
+        "parallel__dp_shard": 2,
+        "parallel__zero": 1,
+    },
+    "experts": {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 4},
+    "experts and pipeline": {
+        "parallel__pp": 2,
+        "parallel__dp_shard": 2,
+        "parallel__tp": 2,
+        "parallel__ep": 2,
+    },
+}
+
+
+def shards(folder: Path) -> dict[str, int]:
+    """Checksums of a checkpoint's shards, which is whole: equal ones are bitwise the same state."""
+    assert store.problems(folder) == []
+    files = json.loads((folder / store.MANIFEST).read_text())["files"]
+    return {name: entry["crc32"] for name, entry in files.items() if name.startswith("__")}
+
+
+def ranks_of(mesh: Keys) -> int:
+    """How many ranks a mesh has."""
+    count = 1
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+        count *= int(str(mesh.get(f"parallel__{axis}", 1)))
+    return count
+
+
+@torch.no_grad()
+def _cut_without_weights(*args: Any) -> Composition:
+    """As ``parallelize``, with NaN for whatever was in memory: nothing of it may stay."""
+    composition = parallelize(*args)
+    for parameter in composition.model.parameters():
+        parameter.fill_(torch.nan)
+    return composition
+
+
+def trained_state(keys: Keys) -> dict[str, torch.Tensor]:
+    """Train to ``stop_after``; on the first rank, the whole state that is left, by name."""
+    job = make_job(dist.get_world_size(), **keys)
+    mesh = make_mesh(job.degrees)
+    with mock.patch("compose.train.trainer.parallelize", _cut_without_weights):
+        trainer = Trainer(job, mesh, torch.device("cpu"))
+    trainer.run()
+    named = named_tensors(trainer.composition, trainer.optimizer)
+    mine = {name: whole(copies[0]) for name, copies in named.items()}
+    if mesh["pp"].size() == 1:
+        return mine if dist.get_rank() == 0 else {}
+    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return {name: value for part in everyone for name, value in part.items()}
+
+
+def train_on(pool: Pool, folder: Path, model: Keys, mesh: Keys, steps: int) -> dict[str, torch.Tensor]:
+    """The state after so many steps on the mesh, which is saved in ``folder`` too."""
+    keys = keys_for(folder, **(SAVING | model | mesh | {"train__stop_after": steps}))
+    state = pool.run(trained_state, ranks_of(mesh), keys)[0]
+    # Or what is trained next would begin anew, and be equal for it.
+    assert store.problems(folder / "checkpoints" / store.name_of(steps)) == []
+    return state
+
+
+def resume(keys: Keys) -> tuple[Progress | None, list[str]]:
+    """What resuming finds, and what it says on the first rank."""
+    job = make_job(dist.get_world_size(), **keys)
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    optimizer = build_optimizer(composition, job)
+    checkpointer = Checkpointer(job.config, composition, optimizer, Path(job.config.run.dir))
+    with mock.patch("builtins.print") as said:
+        progress = checkpointer.resume()
+    return progress, [call.args[0] for call in said.call_args_list]
+
+
+def refusal(keys: Keys) -> list[str]:
+    """Why there is nothing to resume from."""
+    try:
+        resume(keys)
+    except ConfigError as error:
+        return error.problems
+    return []

@@ -1,0 +1,142 @@
+"""Command lines, as a person types them.
+
+:func:`launch` starts new processes. It is the real thing, and slow, for each process imports torch.
+:func:`execute` gives the same answer from forks. :func:`answered` stays in this process: it is for what
+starts no ranks.
+"""
+
+import contextlib
+import io
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import compose.__main__
+import train
+from compose.cli import command_line as cli
+from tests.support.forks import forks
+from tests.support.helpers import ROOT, SMALL
+
+QUICK = [f"--{key}={value}" for key, value in SMALL.items()]
+TIMEOUT = 300.0
+
+
+def command(*arguments: str, ranks: int = 0) -> list[str]:
+    """The words of a command line, from the interpreter on; of torchrun with ``ranks``."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+    return [sys.executable, *torchrun, *arguments]
+
+
+def launch(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    """What a command line said, in processes of its own; started by torchrun with ``ranks``."""
+    return subprocess.run(
+        command(*arguments, ranks=ranks),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def execute(
+    *arguments: str, ranks: int = 0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As :func:`launch`, in forks of a process that has torch imported, with torchrun's variables.
+
+    When one rank fails, the others are ended and the code is 1, as with torchrun. What torchrun itself
+    prints is not there. environment: further variables.
+    """
+    place = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    if ranks:
+        place |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        for output in outputs:
+            output.touch()
+        processes = []
+        for rank in range(max(1, ranks)):
+            own = place | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})
+            processes.append(forks().Process(target=_be, args=(arguments, own, *outputs)))
+            processes[-1].start()
+        try:
+            codes = _codes(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        code = 1 if ranks and any(codes) else codes[0]
+        return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in outputs))
+
+
+def _codes(processes: list[Any]) -> list[int]:
+    """The exit codes of processes, which all end or are ended when one fails."""
+    end = time.monotonic() + TIMEOUT
+    left = list(processes)
+    while left:
+        ready = wait([process.sentinel for process in left], timeout=end - time.monotonic())
+        if not ready:
+            raise subprocess.TimeoutExpired("a command line", TIMEOUT)
+        ended = [process for process in left if process.sentinel in ready]
+        for process in ended:
+            process.join()
+            left.remove(process)
+        if any(process.exitcode for process in ended):
+            for process in left:
+                process.terminate()
+    return [process.exitcode for process in processes]
+
+
+def _be(arguments: tuple[str, ...], environment: dict[str, str], out: Path, err: Path) -> None:
+    """In a fork: run the program that a command line names, in its place."""
+    for number, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.chdir(ROOT)
+    os.environ.update(environment)
+    tempfile.tempdir = None  # which has been read from the environment before
+    torch.set_num_threads(1)
+    first, *rest = arguments
+    if first == "-m":
+        name, *rest = rest
+        sys.argv = [name, *rest]
+        sys.modules.pop(f"{name}.__main__", None)  # it is now to be run
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *rest]
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+def answered(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As :func:`execute`, in this process: of train.py and ``-m compose``, what starts no ranks."""
+    script = arguments[0] == "train.py"
+    words = arguments[1:] if script else arguments[2:]
+    with (
+        mock.patch.object(sys, "argv", ["program", *words]),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        code = cli._outcome(train.main if script else compose.__main__.main)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

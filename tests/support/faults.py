@@ -1,0 +1,364 @@
+"""Faults to put in on purpose: each breaks one thing while it lasts."""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+import compose.train.step
+import compose.weights
+from compose.composition import Composition
+from compose.ops import parts
+from compose.ops.blocks import Block, Layout
+from compose.ops.local_tensor import local_tensor
+from compose.ops.torch_versions import REDUCE_SCATTER
+from compose.parallel import gradient_sum, local_parallel, stream_messages
+from compose.parallel.data_parallel import prepare_micro_batch
+from compose.parallel.mesh import sum_over
+from compose.pipeline.pipeline_parallel import PipelineRunner
+from compose.pipeline.stage import Runtime, RuntimeStage
+from compose.proof.report import Report
+from models.llama import Model
+from tests.support.helpers import prove_step
+
+Fault = Callable[[], AbstractContextManager[None]]
+EVERYTHING = {"*"}
+
+
+@contextmanager
+def reduce_scatter_keeps_own_part() -> Iterator[None]:
+    """dp_shard's gradient is not summed: each rank keeps its part of its own."""
+
+    def fake(group: dist.ProcessGroup, **named: Any) -> None:
+        tensors = [value for value in named.values() if isinstance(value, Tensor)]
+        output, whole = sorted(tensors, key=Tensor.numel)
+        output.copy_(whole.chunk(group.size())[group.rank()])
+
+    with mock.patch.object(dist, REDUCE_SCATTER, fake):
+        yield
+
+
+@contextmanager
+def all_reduce_of_gradients_is_skipped() -> Iterator[None]:
+    """dp_replicate's gradient is not summed. (Scalars, which are metrics, still are.)"""
+    real = dist.all_reduce
+
+    def fake(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return real(tensor, *args, **kwargs) if tensor.ndim == 0 else None
+
+    with mock.patch.object(dist, "all_reduce", fake):
+        yield
+
+
+@contextmanager
+def partial_gradients_are_taken_as_whole() -> Iterator[None]:
+    """What each tp rank found of a replicated weight's gradient is not summed over tp."""
+    real, of_fsdp = gradient_sum._complete, FSDPParam._get_grad_inner_tensor
+
+    def fake_of_fsdp(self: FSDPParam, gradient: Tensor) -> Tensor:
+        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            return gradient.to_local()
+        return of_fsdp(self, gradient)
+
+    def fake(parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            gradient, here = cast(DTensor, parameter.grad), cast(DTensor, parameter)
+            if any(p.is_partial() for p in gradient.placements):
+                parameter.grad = DTensor.from_local(
+                    gradient.to_local(), here.device_mesh, here.placements, run_check=False
+                )
+        real(parameters)
+
+    with (
+        mock.patch.object(gradient_sum, "_complete", fake),
+        mock.patch.object(FSDPParam, "_get_grad_inner_tensor", fake_of_fsdp),
+    ):
+        yield
+
+
+@contextmanager
+def shared_heads_are_taken_as_whole() -> Iterator[None]:
+    """LocalHeads forgets that the ranks of a shared head each hold a part of its gradient."""
+
+    def fake(self: Any, x: Tensor) -> Tensor:
+        heads = F.linear(x, self.weight.to_local()).unflatten(-1, (self.n_heads, -1))
+        return heads[..., self.head, :]
+
+    with mock.patch.object(local_parallel._HeadLinear, "forward", fake):
+        yield
+
+
+@contextmanager
+def inputs_gradients_stay_parts() -> Iterator[None]:
+    """LocalInput does not sum the gradients of what the ranks' parts of a layer have read."""
+    real = stream_messages._Message.backward
+
+    def fake(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.back != "scatter":
+            return real(ctx, gradient)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return gradient.chunk(size, dim=1)[rank].clone(), None, None, None, None
+
+    with mock.patch.object(stream_messages._Message, "backward", staticmethod(fake)):
+        yield
+
+
+@contextmanager
+def norm_is_not_summed_over_tp() -> Iterator[None]:
+    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
+        return sum_over(tensor, mesh, [axis for axis in axes if axis != "tp"])
+
+    with mock.patch.object(compose.train.step, "sum_over", fake):
+        yield
+
+
+@contextmanager
+def loss_is_averaged_per_rank() -> Iterator[None]:
+    """Each rank divides by its own number of targets, and the mean of means is taken."""
+
+    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
+        if tensor.dtype == torch.int64:
+            return tensor * mesh["dp_shard"].size() * mesh["dp_replicate"].size()
+        return sum_over(tensor, mesh, axes)
+
+    with mock.patch.object(compose.train.step, "sum_over", fake):
+        yield
+
+
+@contextmanager
+def gradients_are_reduced_on_the_first_micro_batch() -> Iterator[None]:
+    """The others' gradients stay behind, unreduced."""
+    first = iter([True])
+
+    def fake(model: nn.Module, zero: int, last: bool) -> None:
+        prepare_micro_batch(model, zero, next(first, False))
+
+    with mock.patch.object(compose.train.step, "prepare_micro_batch", fake):
+        yield
+
+
+@contextmanager
+def gradients_are_averaged_over_ranks() -> Iterator[None]:
+    """FSDP's default: a second division, after that by the number of targets."""
+    real = FSDPModule.set_gradient_divide_factor
+
+    def fake(self: FSDPModule, factor: float) -> None:
+        real(self, 2.0)
+
+    with mock.patch.object(FSDPModule, "set_gradient_divide_factor", fake):
+        yield
+
+
+@contextmanager
+def wo_shards_are_in_reverse_order() -> Iterator[None]:
+    """Each tp rank fills wo with the part of the rank opposite."""
+    real = compose.weights.local_shard
+
+    def fake(whole: Tensor, like: Tensor) -> Tensor:
+        cut = isinstance(like, DTensor) and like.placements[-1].is_shard(1)
+        if cut and whole.shape == (64, 64):
+            whole = torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)
+        return real(whole, like)
+
+    with mock.patch.object(compose.weights, "local_shard", fake):
+        yield
+
+
+@contextmanager
+def one_replica_starts_elsewhere() -> Iterator[None]:
+    """The last rank draws norms other than ones."""
+    real = Model.init_parameter
+
+    def fake(self: Any, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        real(self, name, tensor, generator)
+        if tensor.ndim == 1 and dist.get_rank() == 1:
+            tensor += 1e-3
+
+    with mock.patch.object(Model, "init_parameter", fake):
+        yield
+
+
+@contextmanager
+def a_block_is_skipped() -> Iterator[None]:
+    """Ring attention leaves out the last rectangle between two ranks."""
+    real = parts.blocks
+
+    def fake(layout: Layout, lengths: tuple[int, int], starts: Any) -> list[Block]:
+        found = real(layout, lengths, starts)
+        return found if layout.q_starts == layout.k_starts else found[:-1]
+
+    with mock.patch.object(parts, "blocks", fake):
+        yield
+
+
+@contextmanager
+def an_edge_between_ranks_is_off_by_one() -> Iterator[None]:
+    """A document that spans ranks loses its first key on the earlier one."""
+    real = parts.blocks
+
+    def fake(layout: Layout, lengths: tuple[int, int], starts: Any) -> list[Block]:
+        return [
+            b if b.causal or b.k.stop - b.k.start < 2 else replace(b, k=slice(b.k.start + 1, b.k.stop))
+            for b in real(layout, lengths, starts)
+        ]
+
+    with mock.patch.object(parts, "blocks", fake):
+        yield
+
+
+@contextmanager
+def blocks_are_merged_without_rescaling() -> Iterator[None]:
+    """Outputs are added up with equal weights, whatever their log-sum-exp."""
+
+    def fake(before: Tensor, new: Tensor) -> Tensor:
+        first = before.isinf()
+        return torch.where(first, new, torch.maximum(before, new) + 0.5)
+
+    with mock.patch.object(torch, "logaddexp", fake):
+        yield
+
+
+@contextmanager
+def positions_are_counted_anew_on_each_rank() -> Iterator[None]:
+    """Rotary positions of the second piece of a sequence begin at 0 again."""
+    real = compose.train.step.shard_sequence
+
+    def fake(batch: Any, mesh: Any, balance: Any) -> dict[str, Tensor]:
+        found = real(batch, mesh, balance)
+        size = found["positions"].shape[1]
+        return {**found, "positions": torch.arange(size).expand_as(found["positions"])}
+
+    with mock.patch.object(compose.train.step, "shard_sequence", fake):
+        yield
+
+
+@contextmanager
+def a_stage_averages_over_micro_batches() -> Iterator[None]:
+    """The last stage divides its gradients by the number of micro-batches: PyTorch's default."""
+
+    def fake(self: RuntimeStage, grad_scale_factor: int) -> None:
+        if self.is_last:
+            self.scale_grads(8)
+
+    with mock.patch.object(RuntimeStage, "perform_reduce_grad", fake):
+        yield
+
+
+@contextmanager
+def a_tied_weight_is_summed_once_too_often() -> Iterator[None]:
+    real = PipelineRunner._sum_tied_gradients
+
+    def fake(self: PipelineRunner, earlier: Any) -> None:
+        real(self, earlier)
+        real(self, earlier)
+
+    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
+        yield
+
+
+@contextmanager
+def a_tied_weight_is_not_summed() -> Iterator[None]:
+    with mock.patch.object(PipelineRunner, "_sum_tied_gradients"):
+        yield
+
+
+@contextmanager
+def copies_of_a_tied_weight_are_rounded_differently() -> Iterator[None]:
+    """The last stage's copy of the summed gradient passes through bfloat16's eight bits."""
+    real = PipelineRunner._sum_tied_gradients
+
+    def fake(self: PipelineRunner, earlier: Any) -> None:
+        real(self, earlier)
+        if self.rank == 1:
+            gradient = self._parameter(1, "output.weight").grad
+            assert gradient is not None
+            gradient.copy_(gradient.bfloat16())
+
+    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
+        yield
+
+
+@contextmanager
+def a_later_stage_sees_another_micro_batch() -> Iterator[None]:
+    """Positions and documents come to the second stage one micro-batch too early."""
+    real = Runtime._split_inputs
+
+    def fake(self: Any, args: Any, kwargs: Any = None) -> Any:
+        first, rest = real(self, args, kwargs)
+        return first, rest[1:] + rest[:1] if self.rank == 1 else rest
+
+    with mock.patch.object(Runtime, "_split_inputs", fake):
+        yield
+
+
+@contextmanager
+def norm_is_not_summed_over_pp() -> Iterator[None]:
+    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
+        norm = tensor.dtype == torch.float64
+        return sum_over(tensor, mesh, [axis for axis in axes if axis != "pp" or not norm])
+
+    with mock.patch.object(compose.train.step, "sum_over", fake):
+        yield
+
+
+@contextmanager
+def a_tied_weight_counts_twice_in_the_norm() -> Iterator[None]:
+    with mock.patch.object(Composition, "holders", return_value=1):
+        yield
+
+
+@contextmanager
+def a_parameter_is_on_no_rank() -> Iterator[None]:
+    """As if no stage had taken it."""
+    # The package has a function of this name.
+    module = importlib.import_module("compose.proof.verify")
+    real = module.parameters_of
+
+    def fake(composition: Composition) -> dict[str, list[nn.Parameter]]:
+        return {name: held for name, held in real(composition).items() if name != "norm.weight"}
+
+    with mock.patch.object(module, "parameters_of", fake):
+        yield
+
+
+@contextmanager
+def a_gradient_is_not_a_number_on_the_last_rank() -> Iterator[None]:
+    real = compose.train.step.finish_step
+
+    def fake(model: nn.Module, mesh: Any) -> None:
+        real(model, mesh)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            gradient = model.get_parameter("norm.weight").grad
+            assert gradient is not None
+            local_tensor(gradient)[0] = math.nan
+
+    with mock.patch.object(compose.train.step, "finish_step", fake):
+        yield
+
+
+def with_fault(fault: Fault, keys: dict[str, object]) -> Report:
+    """On every rank of a pool: the proof while the fault lasts."""
+    with fault():
+        return prove_step(keys)
+
+
+def assert_named(report: Report, quantity: str, names: set[str]) -> None:
+    """Of the rows of ``quantity`` exactly those fail whose names match one of ``names``."""
+    assert not report.ok
+    rows = [row for row in report.rows if row.quantity == quantity]
+    failed = {row.name for row in rows if not row.ok}
+    expected = {row.name for row in rows if any(fnmatchcase(row.name, p) for p in names)}
+    assert expected
+    assert failed == expected, str(report)

@@ -1,0 +1,123 @@
+"""Configs for tests: train.toml with a model and a batch small enough for a matrix of runs."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose.config import rules
+from compose.config.job import Job
+from compose.config.models import find_model
+from compose.config.tables import Config
+from compose.config.toml import load
+from compose.memory import activation_offload
+from compose.proof.one_process import arithmetic_of
+from compose.proof.prove import prove
+from compose.proof.report import Report
+from tests.support.pool import make_mesh
+
+ROOT = Path(__file__).parents[2]
+Keys = dict[str, object]
+SMALL = {
+    "model.n_layers": 2,
+    "model.dim": 64,
+    "model.hidden_dim": 96,
+    "train.seq_len": 32,
+}
+# All sides of a tp rank's parts are multiples of 16.
+FLOAT8_SHAPE: Keys = {
+    "model__dim": 128,
+    "model__hidden_dim": 192,
+    "precision__float8": "tensorwise",
+}
+
+
+def tier(slow: bool = False, full: bool = False) -> list[pytest.MarkDecorator]:
+    """The mark of a case: none for the default tier, slow, or full, which comes before slow."""
+    return [pytest.mark.full] if full else [pytest.mark.slow] if slow else []
+
+
+def in_turn(cases: Sequence[Any], quick: Callable[..., bool]) -> list[Any]:
+    """Of a product every second case, in the default tier where ``quick(*case)``, else in the slow one;
+    ``-m full`` runs the others."""
+    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*case, marks=tier(slow=not quick(*case), full=i % 2 == 1))
+        for i, case in enumerate(tuples)
+    ]
+
+
+def make_config(world_size: int, **keys: object) -> Config:
+    """train.toml with SMALL and ``keys`` (``parallel__tp=2``) on top, checked."""
+    return make_job(world_size, **keys).config
+
+
+def make_job(world_size: int, **keys: object) -> Job:
+    """The job of train.toml with SMALL, as far as the model has such sizes, and ``keys`` on top.
+
+    A key is written as ``parallel__tp=2``.
+    """
+    return rules.check(load(str(ROOT / "train.toml"), overrides(keys)), world_size)
+
+
+def overrides(keys: Mapping[str, object]) -> list[tuple[str, str]]:
+    """SMALL, as far as the model has such sizes, and ``keys`` on top, as a command line has them."""
+    given = {name.replace("__", "."): value for name, value in keys.items()}
+    kind = find_model(str(given.get("model.name", "llama"))).Config
+    fields = {f"model.{field.name}" for field in dataclasses.fields(kind)}
+    small = {
+        key: value for key, value in SMALL.items() if key in fields or not key.startswith("model.")
+    }
+    return [
+        (name, str(value).lower() if isinstance(value, bool) else str(value))
+        for name, value in (small | given).items()
+    ]
+
+
+@contextmanager
+def small_ones_move() -> Iterator[None]:
+    """Activations of any size are offloaded. In a model of this size none would be large enough."""
+    least, activation_offload.LEAST = activation_offload.LEAST, 1
+    try:
+        yield
+    finally:
+        activation_offload.LEAST = least
+
+
+def prove_case(keys: dict[str, object], steps: int | None = None) -> Report:
+    """On every rank of a pool: the proof for train.toml with ``keys``.
+
+    In float32 it is that of float32 alone, which takes half as long as :func:`prove_whole`.
+    """
+    job = make_job(dist.get_world_size(), **keys)
+    logic = arithmetic_of(job.config.precision).reduced
+    with small_ones_move():
+        return prove(job, make_mesh(job.degrees), torch.device("cpu"), steps, logic)
+
+
+def prove_whole(keys: dict[str, object]) -> Report:
+    """On every rank of a pool: what ``verify`` proves for train.toml with ``keys``."""
+    job = make_job(dist.get_world_size(), **keys)
+    with small_ones_move():
+        return prove(job, make_mesh(job.degrees), torch.device("cpu"))
+
+
+def prove_step(keys: dict[str, object]) -> Report:
+    """As :func:`prove_case`, over one step: for techniques that leave nothing behind for the next."""
+    return prove_case(keys, steps=1)
+
+
+def agreed(reports: list[Report]) -> Report:
+    """The one report that all ranks have made."""
+    assert all(report == reports[0] for report in reports), "ranks disagree on the report"
+    return reports[0]
+
+
+def parallel(**keys: object) -> Keys:
+    """Keys of ``[parallel]``: ``tp=2`` is ``parallel__tp=2``."""
+    return {f"parallel__{key}": value for key, value in keys.items()}

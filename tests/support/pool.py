@@ -1,0 +1,185 @@
+"""A pool of gloo ranks, started once, that serves the whole test run."""
+
+import contextlib
+import gc
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from compose import Parallel, init_mesh
+from compose.parallel.islands import divide
+from tests.support.forks import forks
+from tests.support.stacks import leave_stacks, stacks_of
+
+TIMEOUT = timedelta(seconds=120)
+MOST_THREADS = 100  # of a rank, each group having three
+GRACE = 1.0  # seconds in which other ranks may end too when one has failed
+
+
+class Pool:
+    """``run`` calls a function on the first N of ``size`` processes, as ranks of one process group."""
+
+    def __init__(self, size: int = 8, timeout: timedelta = TIMEOUT) -> None:
+        self.size, self.timeout, self.jobs = size, timeout, 0
+        self.crashed = False
+        self.store: dist.TCPStore | None = None
+        self.workers: list[tuple[Any, Connection]] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None  # of the ranks' stacks
+
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, islands: int = 1
+    ) -> list[Any]:
+        """What ``function(*args)`` returned on each rank. Raises what the first rank to fail raised.
+
+        If a rank's process crashes, the function runs again, once in a pool's life, with a warning.
+        With a crash or an error come the stacks of ranks that gave no answer.
+
+        ``function`` is a module's own, and what it takes and returns can be pickled. With ``islands``
+        the ranks are those of so many process groups of equal size.
+        """
+        if self._crowded():
+            self.close()
+        if not self.workers:
+            self._start()
+        self.jobs += 1
+        for rank in range(world_size):
+            self.workers[rank][1].send((self.jobs, function, rank, world_size, args, islands))
+        answers = self._answers(world_size)
+        failed = [f"rank {r} failed:\n{value}" for r, (good, value) in answers.items() if not good]
+        if len(answers) == world_size and not failed:
+            return [answers[rank][1] for rank in range(world_size)]
+        crash = self._crash()
+        missing = [rank for rank in range(world_size) if rank not in answers]
+        where = self._stacks(missing)
+        self.close()  # the others may be waiting for it; the next run starts new ones
+        if crash and not self.crashed:
+            # Once in some ten thousand jobs a rank's heap is found corrupt. LOG.md, 2026-11-24.
+            self.crashed = True
+            warnings.warn(f"{crash}; {function} runs again{where}", stacklevel=2)
+            return self.run(function, world_size, *args, islands=islands)
+        if not crash and not failed:
+            raise TimeoutError(f"rank {missing[0]} did not answer{where}")
+        raise AssertionError(f"{crash or failed[0]}{where}")
+
+    def _answers(self, world_size: int) -> dict[int, tuple[bool, Any]]:
+        """What ranks answer, the first answer first. Those that crash or hang are not there."""
+        waiting = {self.workers[rank][1]: rank for rank in range(world_size)}
+        answers: dict[int, tuple[bool, Any]] = {}
+        end = time.monotonic() + 1.5 * self.timeout.total_seconds()
+        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+            for connection in ready:
+                rank, good = waiting.pop(connection), False  # type: ignore[call-overload]
+                with contextlib.suppress(EOFError):  # its process has died
+                    good, _ = answers[rank] = connection.recv()  # type: ignore[union-attr]
+                if not good:
+                    end = min(end, time.monotonic() + GRACE)
+        return answers
+
+    def _stacks(self, ranks: list[int]) -> str:
+        assert self.folder is not None
+        found = stacks_of({rank: self.workers[rank][0] for rank in ranks}, Path(self.folder.name))
+        return f"\n\n{found}" if found else ""
+
+    def _crash(self) -> str:
+        """What is to be said of the first rank whose process has ended; "" if none has."""
+        wait([process.sentinel for process, _ in self.workers], timeout=0.5)
+        codes = [(rank, process.exitcode) for rank, (process, _) in enumerate(self.workers)]
+        return next((f"rank {r} ended with exit code {c}" for r, c in codes if c is not None), "")
+
+    def _crowded(self) -> bool:
+        """Whether groups that a rank could not let go have left it many threads."""
+        tasks = [Path(f"/proc/{process.pid}/task") for process, _ in self.workers]
+        return any(len(list(task.iterdir())) > MOST_THREADS for task in tasks if task.exists())
+
+    def _start(self) -> None:
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, timeout=self.timeout, wait_for_workers=False
+        )
+        self.folder = tempfile.TemporaryDirectory(prefix="stacks-")
+        context = forks()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            given = (theirs, self.store.port, self.timeout, Path(self.folder.name) / str(rank))
+            process = context.Process(target=_worker, args=given, daemon=True)
+            process.start()
+            self.workers.append((process, ours))
+
+    def close(self, patience: float = 0.0) -> None:
+        """End all processes; the next run starts new ones.
+
+        patience: seconds for idle ranks to end by themselves, as a measurement of coverage needs.
+        """
+        for _, connection in self.workers:
+            connection.close()
+        for process, _ in self.workers:
+            process.join(patience)
+            process.kill()
+            process.join()
+        if self.folder:
+            self.folder.cleanup()
+        self.workers, self.store, self.folder = [], None, None
+
+
+def _worker(connection: Connection, port: int, timeout: timedelta, stacks: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
+    _file = leave_stacks(stacks)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    gc.freeze()  # so that a collection looks at what tests have made alone
+    while True:
+        try:
+            job, function, rank, world_size, args, islands = connection.recv()
+        except EOFError:
+            return
+        try:
+            everyone = dist.PrefixStore(f"job{job}", store)
+            own, rank, world_size = divide(everyone, rank, world_size, islands)
+            dist.init_process_group(
+                "gloo",
+                store=own,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+            )
+            answer = (True, function(*args))
+            dist.barrier()
+            dist.destroy_process_group()
+            # Groups live in cycles with the models that used them, two threads and a socket each.
+            gc.collect()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+_last: tuple[int, ...] = ()
+
+
+def make_mesh(parallel: Parallel) -> DeviceMesh:
+    """``compose.init_mesh``, for use in a pool.
+
+    DTensor caches results by a mesh's layout, with the names of its process groups; those are other
+    groups once a mesh of another shape, or with another ep, was made in this process, so the caches are
+    then emptied.
+    """
+    global _last
+    mesh = init_mesh(parallel)
+    if (*mesh.shape, parallel.ep) != _last:
+        _clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
+    _last = (*mesh.shape, parallel.ep)
+    return mesh

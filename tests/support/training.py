@@ -1,0 +1,61 @@
+"""Training runs on the ranks of a pool, and what they leave."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from compose.parallel.islands import current
+from compose.parallel.processes import TrainingError
+from compose.train import trainer as trainer_module
+from compose.train.metrics import StepMetrics
+from compose.train.trainer import Trainer
+from tests.support.helpers import make_job
+from tests.support.pool import make_mesh
+
+STEP = StepMetrics(
+    step=7,
+    loss=1.0 / 3.0,
+    grad_norm=0.25,
+    lr=3e-3,
+    tokens=7000,
+    samples=70,
+    tokens_per_second=12_345.6,
+    mfu=None,
+    memory=3 * 2**29,
+)
+
+
+def train(keys: dict[str, object]) -> None:
+    """On every rank of a pool: a run of train.toml with ``keys``."""
+    job = make_job(dist.get_world_size() * current().count, **keys)
+    Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def keys_for(folder: Path, **keys: object) -> dict[str, object]:
+    """The keys of a run in ``folder``."""
+    return {"run__dir": folder, "metrics__tensorboard": False, **keys}
+
+
+def train_until_error(keys: dict[str, object], value: float, where: str) -> str:
+    """Train, with a loss or gradient that turns into ``value`` in the third step."""
+    real, calls = getattr(trainer_module, where), []
+
+    def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return torch.tensor(value) if len(calls) == 3 else real(*args, **kwargs)
+
+    with mock.patch.object(trainer_module, where, fake):
+        try:
+            train(keys)
+        except TrainingError as error:
+            return str(error)
+    return ""

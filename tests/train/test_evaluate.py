@@ -1,0 +1,266 @@
+"""Forward alone on every axis: the loss of one process, and nothing that a next step would notice."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compose.build import build, build_optimizer, fill_weights
+from compose.checkpoint.local_shards import local_shard_of
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.config.tables import Config
+from compose.data.batches import stacked
+from compose.data.datasets import open_data
+from compose.data.packing import random_batch
+from compose.errors import ConfigError
+from compose.ops.cross_entropy import IGNORE, cross_entropy
+from compose.parallel.mesh import batch_share
+from compose.parallel.output import CrossEntropy
+from compose.parallel.routing import routers
+from compose.pipeline.schedules import SCHEDULES, Action, forwards, needs, placement
+from compose.pipeline.timeline import simulate
+from compose.train.evaluate import evaluate
+from compose.train.step import clip_grad_norm_, forward_backward
+from compose.train.validation import Validation
+from tests.support.collectives import counted_collectives
+from tests.support.helpers import ROOT, make_job, tier
+from tests.support.pool import Pool, make_mesh
+
+Keys = dict[str, object]
+CPU = torch.device("cpu")
+ROWS = 12  # of the batch that is evaluated, the last ones of it filled up
+
+
+def parallel(**keys: object) -> Keys:
+    return {f"parallel__{key}": value for key, value in keys.items()}
+
+
+TIED: Keys = {"model__tie_embeddings": True, "model__n_layers": 4}
+EXPERTS: Keys = {"model__name": "qwen3", "model__preset": "debug_moe", "model__n_layers": 4}
+CASES: dict[int, dict[str, Keys]] = {
+    2: {
+        **{f"zero {zero}": parallel(dp_shard=2, zero=zero) for zero in range(4)},
+        "tp": parallel(tp=2),
+        "tp, whole": TIED | parallel(tp=2, sequence=False, loss=False) | {"train__seq_len": 31},
+        "ring": parallel(cp=2) | {"train__seq_len": 29},
+        "allgather": parallel(cp=2, cp_method="allgather", cp_balance="none"),
+        "ulysses": parallel(cp=2, cp_method="ulysses"),
+        "tied pipeline": TIED | parallel(pp=2),
+        "V": TIED | parallel(pp=2, pp_schedule="ZBVZeroBubble"),
+        "experts": EXPERTS
+        | parallel(dp_shard=2, ep=2)
+        | {"model__bias_rate": 0.01, "model__capacity_factor": 1.0},
+    },
+    4: {
+        "pipelines, zero 3": TIED | parallel(pp=2, dp_shard=2),
+        "pipelines, zero 1": TIED
+        | parallel(pp=2, dp_shard=2, zero=1, pp_schedule="Interleaved1F1B", pp_virtual_stages=2),
+        "cp x tp": parallel(cp=2, tp=2, cp_method="ulysses") | {"train__seq_len": 30},
+        "experts in a pipeline": EXPERTS
+        | parallel(pp=2, tp=2, ep=2, pp_schedule="DualPipeV")
+        | {"model__balance_loss": "sequence", "model__z_weight": 0.01},
+    },
+}
+
+
+def share(batch: dict[str, Tensor], index: int, count: int) -> dict[str, Tensor]:
+    return {name: value.chunk(count)[index] for name, value in batch.items()}
+
+
+def batch_of(config: Config, rows: int, filled: int, seed: int) -> dict[str, Tensor]:
+    batch = random_batch(rows, config.train.seq_len, config.model.config.vocab_size, seed)
+    if filled:
+        batch["targets"][-filled:], batch["positions"][-filled:] = IGNORE, -1
+    return batch
+
+
+def on_one_process(job: Job, batch: dict[str, Tensor]) -> tuple[float, int]:
+    """(sum of the loss, targets) by the plain model."""
+    model = copy.deepcopy(job.model)
+    fill_weights(model, job, CPU)
+    inputs = {name: value for name, value in batch.items() if name != "targets"}
+    with torch.no_grad():
+        logits = model(**inputs).double()
+    targets = batch["targets"].flatten()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
+    return float(loss), int((targets != IGNORE).sum())
+
+
+def _without_gradient(output: Tensor, targets: Tensor) -> Tensor:
+    assert not output.requires_grad
+    return cross_entropy(output, targets)
+
+
+def _losses(cases: dict[str, Keys]) -> dict[str, tuple[float, float, int, int]]:
+    """Of each: the loss found and expected, the targets found and expected."""
+    found = {}
+    for name, keys in cases.items():
+        job = make_job(dist.get_world_size(), train__micro_batch=1, **keys)
+        mesh = make_mesh(job.degrees)
+        composition = build(job, mesh, CPU)
+        # All rows of the last rank's share are filled up where there are two.
+        batch = batch_of(job.config, ROWS, filled=6, seed=1)
+        mine = share(batch, *batch_share(mesh))
+        loss, count = evaluate(composition, mine, micro_batch=2, loss_function=_without_gradient)
+        assert (loss.dtype, count.dtype) == (torch.float64, torch.int64)
+        expected = on_one_process(job, batch)
+        found[name] = loss.item(), expected[0], int(count), expected[1]
+        function = CrossEntropy(chunk=7)
+        loss, count = evaluate(composition, mine, micro_batch=2, loss_function=function)
+        found[f"{name}, in chunks"] = loss.item(), expected[0], int(count), expected[1]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=True)) for n in CASES])
+def test_equals_one_process(pool: Pool, ranks: int) -> None:
+    results = pool.run(_losses, ranks, CASES[ranks])
+    assert all(found == results[0] for found in results)
+    for name, (loss, expected, count, targets) in results[0].items():
+        assert loss == pytest.approx(expected, rel=1e-6), name
+        assert count == targets > 0, name
+
+
+def _validation(file: Path) -> tuple[float | None, float, float | None]:
+    """What a run measures of ``file`` when it is due, the mean by the plain model, and after another
+    step."""
+    keys: Keys = {"data__validation": file, "train__validate_every": 4, "train__global_batch": 4}
+    job = make_job(2, **keys, **parallel(dp_shard=2))
+    composition = build(job, make_mesh(job.degrees), CPU)
+    samples = open_data(job.config).validation
+    assert samples
+    assert len(samples) == 5  # of which a batch holds 4
+    loss, count = on_one_process(job, stacked([samples.read(number) for number in range(5)]))
+    validation = Validation(job.config, samples, CPU, last_step=10)
+    return validation.loss(composition, 8), loss / count, validation.loss(composition, 9)
+
+
+def test_validation_loss_is_the_mean_over_all_targets(pool: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "held_out.txt"
+    file.write_text((ROOT / "README.md").read_text()[: 5 * 32 + 7])
+    for due, expected, other in pool.run(_validation, 2, file):
+        assert due == pytest.approx(expected, rel=1e-6)
+        assert other is None
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds: parameters as they are sharded, gradients, buffers, the mode of modules."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found[name] = local_shard_of(parameter).local.clone()
+        if parameter.grad is not None:
+            found[f"gradient of {name}"] = local_shard_of(parameter.grad).local.clone()
+    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found |= {f"mode of {name}": torch.tensor(m.training) for name, m in model.named_modules()}
+    for name, router in routers(model).items():
+        found[f"tokens of {name}"] = torch.tensor(router.tokens_per_step or -1)
+        found |= {f"{key} of {name}": value.clone() for key, value in router.last.items()}
+    return found
+
+
+def _differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> set[str]:
+    return {
+        name for name in {*a, *b} if name not in a or name not in b or not torch.equal(a[name], b[name])
+    }
+
+
+def _second_step(job: Job, evaluating: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The state after the gradients of a second step, and the collectives that it took."""
+    config, mesh = job.config, make_mesh(job.degrees)
+    composition = build(job, mesh, CPU)
+    model, optimizer = composition.model, build_optimizer(composition, job)
+
+    def gradients(seed: int) -> None:
+        batch = batch_of(config, config.train.global_batch, 0, seed)
+        mine = share(batch, *batch_share(mesh))
+        forward_backward(composition, mine, micro_batch=config.train.micro_batch)
+        clip_grad_norm_(composition, 1.0)
+
+    gradients(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    if evaluating:
+        before = _state(model)
+        other = share(batch_of(config, ROWS, 6, seed=7), *batch_share(mesh))
+        evaluate(composition, other, micro_batch=2)
+        assert not _differences(before, _state(model)), _differences(before, _state(model))
+    with counted_collectives() as counts:
+        gradients(2)
+    return _state(model), dict(counts)
+
+
+def _after_an_evaluation(cases: dict[str, Keys]) -> dict[str, object]:
+    """Of each case, what is other in a step after an evaluation than in one without."""
+    found: dict[str, object] = {}
+    for name, keys in cases.items():
+        keys = {"train__global_batch": 4, "train__micro_batch": 1} | keys
+        job = make_job(dist.get_world_size(), **keys)
+        (plain, usual), (other, counts) = (
+            _second_step(job, evaluating) for evaluating in (False, True)
+        )
+        assert any("gradient" in key for key in plain)
+        found[name] = _differences(plain, other) or (usual != counts and (usual, counts))
+    return found
+
+
+# Of what is alike for a step that follows, one.
+FOLLOWED = {*CASES[2], "pipelines, zero 1", "experts in a pipeline"} - {
+    *("zero 0", "tp, whole", "allgather", "ulysses")
+}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=True, full=n == 2)) for n in CASES])
+def test_nothing_is_changed(pool: Pool, ranks: int) -> None:
+    """Gradients, weights, routers and messages of the step that follows are bitwise those without."""
+    cases = {name: keys for name, keys in CASES[ranks].items() if name in FOLLOWED}
+    for found in pool.run(_after_an_evaluation, ranks, cases):
+        assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+def test_order_of_forwards(schedule: str, micro_batches: int) -> None:
+    """Each once, after what it needs; of many, ranks wait for the first to come and the last to go, and
+    no stage has more than two waiting."""
+    ranks = placement(schedule, 4, 0)
+    order = forwards(ranks, micro_batches)
+    assert sorted(order) == [Action(s, "F", m) for s in range(len(ranks)) for m in range(micro_batches)]
+    for place, action in enumerate(order):
+        for options in needs(action, len(ranks) - 1):
+            assert options & set(order[:place])
+        done = Counter(a.stage for a in order[: place + 1])
+        assert all(done[stage] - done[stage + 1] <= 2 for stage in range(len(ranks) - 1))
+    table = [[a for a in order if ranks[a.stage] == rank] for rank in range(4)]
+    if micro_batches == 8:
+        there_and_back = schedule in ("ZBVZeroBubble", "DualPipeV")
+        least = len(table[0]) + (6 if there_and_back else 3)
+        assert max(slot.end for slot in simulate(table)) == least
+
+
+def test_refusals() -> None:
+    nowhere: Any = None
+    composition = Composition(nn.Linear(2, 2), nowhere)
+    with pytest.raises(ValueError, match=r"^micro_batch: 0 should be at least 1$"):
+        evaluate(composition, {"input": torch.ones(2, 2), "targets": torch.ones(2)}, micro_batch=0)
+
+
+def _uneven() -> str:
+    job = make_job(2, **parallel(pp=2), train__micro_batch=1)
+    mesh = make_mesh(job.degrees)
+    try:
+        evaluate(build(job, mesh, CPU), batch_of(job.config, 3, 0, 1), micro_batch=2)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pipeline_takes_whole_micro_batches(pool: Pool) -> None:
+    assert pool.run(_uneven, 2)[0] == (
+        "micro_batch: 3 samples are no whole number of micro-batches of 2, which a pipeline needs"
+    )

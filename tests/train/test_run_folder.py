@@ -1,0 +1,504 @@
+"""What a run leaves in its folder, and finds there: nothing lost, nothing outside, nothing silent."""
+
+import contextlib
+import dataclasses
+import errno
+import gc
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.build import _scratch, build, build_optimizer
+from compose.checkpoint import store
+from compose.checkpoint.changes import changes
+from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.checkpoint.hf_conversion import export
+from compose.checkpoint.local_shards import LocalShard
+from compose.checkpoint.state import named_tensors, staged
+from compose.cli.command_line import _run_dir
+from compose.config.job import Job
+from compose.config.tables import Config
+from compose.config.toml import dump
+from compose.data.datasets import open_data, training_batches
+from compose.errors import ConfigError
+from compose.train.folder import RunFolder
+from compose.train.metrics import MetricsWriter
+from compose.train.report import Report
+from compose.train.trainer import Trainer
+from tests.support.helpers import ROOT, make_job
+from tests.support.pool import Pool, make_mesh
+from tests.support.training import STEP
+
+CPU = torch.device("cpu")
+SMALL = {"model__n_layers": 1, "model__dim": 16, "model__hidden_dim": 16, "model__n_heads": 2}
+SMALL |= {"model__n_kv_heads": 1, "train__seq_len": 16, "train__global_batch": 2}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as the one rank of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _job(folder: Path, **keys: object) -> Job:
+    given = {"run__dir": folder, "metrics__tensorboard": False, "checkpoint__interval": 2, **keys}
+    return make_job(1, **(SMALL | given))
+
+
+def _config(folder: Path, **keys: object) -> Config:
+    return _job(folder, **keys).config
+
+
+def _trainer(folder: Path, **keys: object) -> Trainer:
+    job = _job(folder, **keys)
+    return Trainer(job, make_mesh(job.degrees), CPU)
+
+
+def _steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoints_are_lost(alone: None, tmp_path: Path) -> None:
+    """Does not begin at step 1 over what is left of it; one that never had any does."""
+    run, root = tmp_path / "run", tmp_path / "run/checkpoints"
+    (run / ".writing").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')  # killed before its first save
+    _trainer(run, train__stop_after=2).run()
+    assert _steps(run) == [1, 2]
+    kept = shutil.copytree(root, tmp_path / "kept")
+    (root / store.name_of(2) / store.MANIFEST).unlink()
+
+    def refusal() -> str:
+        with pytest.raises(ConfigError) as caught:
+            _trainer(run, train__stop_after=3)
+        assert _steps(run) == [1, 2]
+        words = str(caught.value)
+        del caught  # which holds the lock, as the process would that ends here
+        gc.collect()
+        return words
+
+    cure = (
+        "and a run that begins at step 1 would write over the rest: put one back into"
+        f" {root}, or begin anew in another run.dir"
+    )
+    assert refusal() == f"run.dir: {run}: none of its checkpoints is whole, {cure}"
+    shutil.rmtree(root)
+    assert refusal() == f"run.dir: {run}: its checkpoints are gone, {cure}"
+    # Of a run that was before there were marks the metrics tell.
+    (run / store.MARK).unlink()
+    report = {"step": 1, "checkpoint": {"step": 1, "failed": 0.0}}
+    (run / "metrics.jsonl").write_text(f'{json.dumps(report)}\n{{"step": 2}}\n')
+    assert refusal() == f"run.dir: {run}: its checkpoints are gone, {cure}"
+    shutil.copytree(kept, root)
+    assert _trainer(run, train__stop_after=3).progress.step == 2
+    config = _config(run, checkpoint__resume="none")
+    (run / "metrics.jsonl").unlink()
+    (run / "config.toml").unlink()
+    assert _run_dir(config) == [
+        f"run.dir: {run} already holds checkpoints of a run; choose another folder"
+    ]
+
+
+def test_what_a_run_goes_on_with_is_said(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another batch, rate or precision, in one line; and that no step is left to train."""
+    _trainer(tmp_path, train__stop_after=2).run()
+    capsys.readouterr()
+    _trainer(tmp_path, train__stop_after=1).run()
+    said = capsys.readouterr().out
+    assert f"{tmp_path}: 2 steps are done, and train.stop_after = 1: nothing is left to train" in said
+    assert _steps(tmp_path) == [1, 2]
+    folder = tmp_path / "checkpoints" / store.name_of(2)
+    assert "goes on with" not in said
+    more = {"train__global_batch": 4, "optimizer__lr": 0.01, "precision__param": "bfloat16"}
+    _trainer(tmp_path, train__stop_after=2, train__micro_batch=1, **more)
+    assert (
+        f"{folder}: goes on with train.global_batch = 4 (was 2), optimizer.lr = 0.01 (was 0.003),"
+        ' precision.param = "bfloat16" (was "float32")\n'
+    ) in capsys.readouterr().out
+
+
+def test_changes_of_what_cannot_be_read(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    assert changes(tmp_path, config) == []
+    for text in ("train = 5", "\x00", "[train]\nlr = [[", dump(config)):
+        (tmp_path / "config.toml").write_text(text)
+        assert changes(tmp_path, config) == []
+
+
+def _write(folder: Path, *steps: int, after: int = 0) -> MetricsWriter:
+    writer = MetricsWriter(folder, tensorboard=False, steps=after)
+    for step in steps:
+        writer.write(_step(step))
+    return writer
+
+
+def _step(step: int) -> Any:
+    return dataclasses.replace(STEP, step=step)
+
+
+def test_a_line_that_was_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path, 1, 2).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 3, "lo')
+    _write(tmp_path, 3, after=2).close()
+    assert _steps(tmp_path) == [1, 2, 3]
+    path.write_bytes(path.read_bytes()[:-9])
+    _write(tmp_path, 4, after=3).close()
+    assert _steps(tmp_path) == [1, 2, 4], "what is lost is not made up"
+    assert capsys.readouterr().out == ""
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "strange", [b"\xff\xfe\n", b"[1]\n", b'{"step": "2"}\n', b"\n", b"[" * 9999 + b"\n"]
+)
+def test_a_line_that_no_run_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strange: bytes
+) -> None:
+    """Is left out, said, and kept beside."""
+    _write(tmp_path, 1, 2).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(strange + path.read_bytes())
+    before = path.read_bytes()
+    _write(tmp_path, 3, after=2).close()
+    assert _steps(tmp_path) == [1, 2, 3]
+    aside = tmp_path / "metrics.jsonl.damaged-1"
+    assert aside.read_bytes() == before
+    assert capsys.readouterr().out == (f"{path}: 1 of its lines are no steps; it is kept as {aside}\n")
+
+
+def test_metrics_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said once; what could not be written is, as soon as there is room."""
+    writer, path = _write(tmp_path, 1, 2), tmp_path / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+    try:
+        writer.write(_step(3))
+        writer.write(_step(4))
+        assert _steps(tmp_path) == [1, 2], "nor is half a line there"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().out
+    assert said == f"{path} cannot be written: {os.strerror(errno.EFBIG)}; training goes on\n"
+    writer.write(_step(5))
+    writer.close()
+    assert _steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().out == f"{path} is written again, no line of it is lost\n"
+
+
+LINKS = [".lock", "config.toml", "metrics.jsonl", ".saved", "checkpoints", "traces", "tokenizer"]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_in_a_runs_folder(alone: None, tmp_path: Path, name: str) -> None:
+    """Could lead anywhere: refused, and nothing is written there."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.write_text("mine")
+    (run / name).symlink_to(outside)
+    words = [f"run.dir: {run / name} is a symbolic link; a run writes within run.dir"]
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(str(run))
+    assert caught.value.problems == words
+    assert _run_dir(_config(run)) == words
+    assert outside.read_text() == "mine"
+    (run / name).unlink()
+    wrong = run / name
+    wrong.write_text("") if name in LINKS[-3:] else wrong.mkdir()
+    kind = "folder" if name in LINKS[-3:] else "file"
+    assert _run_dir(_config(run)) == [f"run.dir: {wrong} is not a {kind}; move it away"]
+
+
+def test_a_link_in_place_of_an_islands_folder(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before the start, and by the island, which may be on another machine."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / "islands").mkdir(parents=True)
+    outside.mkdir()
+    (run / "islands/1").symlink_to(outside)
+    words = [f"run.dir: {run}/islands/1 is no folder of an island; move it away"]
+    assert _run_dir(_config(run)) == words
+    island = mock.Mock(index=1, count=2, everyone=lambda *_: [str(run), ""])
+    monkeypatch.setattr("compose.train.folder.current", lambda: island)
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(str(run))
+    assert caught.value.problems == words
+    (run / "islands/1").unlink()
+    (run / "islands/1").mkdir()
+    (run / "islands/1/checkpoints").symlink_to(outside)
+    link = f"run.dir: {run}/islands/1/checkpoints is a symbolic link; a run writes within run.dir"
+    assert _run_dir(_config(run)) == [link]
+    (run / "islands/1/checkpoints").unlink()
+    RunFolder(str(run)).release()
+    assert list(outside.iterdir()) == []
+    assert (run / "islands/1/.lock").is_file()
+
+
+@pytest.mark.parametrize("link", ["offload", "offload/island-1"])
+def test_the_offload_of_an_island_stays_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / link).parent.mkdir(parents=True, exist_ok=True)
+    outside.mkdir()
+    (run / link).symlink_to(outside)
+    monkeypatch.setattr("compose.build.current", lambda: mock.Mock(index=1, count=2))
+    with pytest.raises(ConfigError) as caught:
+        _scratch(_config(run), None)
+    assert caught.value.problems == [
+        f"optimizer.offload_dir: {run / link} is a link; give optimizer.offload_dir = where it leads"
+    ]
+
+
+def test_a_link_in_place_of_a_trace_is_replaced(alone: None, tmp_path: Path) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    outside.write_text("mine")
+    ends = (".json", ".json.gz", "_memory.pickle")
+    links = [run / "traces" / f"step1-1_rank0{end}" for end in ends]
+    (run / "traces").mkdir(parents=True)
+    for link in links:
+        link.symlink_to(outside)
+    keys = {"train__stop_after": 1, "checkpoint__interval": 0, "profile__steps": "[1, 1]"}
+    _trainer(run, **keys, profile__memory=True).run()
+    assert outside.read_text() == "mine"
+    assert not any(link.is_symlink() for link in links)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
+def test_a_link_where_a_file_is_made_first(alone: None, tmp_path: Path, name: str) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.write_text("mine")
+    (run / f".{name}.new").symlink_to(outside)
+    _trainer(run, train__stop_after=1, checkpoint__interval=0).run()
+    assert outside.read_text() == "mine"
+    assert not (run / name).is_symlink()
+
+
+def test_what_is_not_ours_stays(alone: None, tmp_path: Path) -> None:
+    """Of folders with a name like one of ours; convert has no such name at all."""
+    root = tmp_path / "run/checkpoints"
+    for name in (".writing-mine", ".deleting-step-1", ".writing-step-00000002"):
+        (root / name).mkdir(parents=True)
+    store.clean(root)
+    assert sorted(path.name for path in root.iterdir()) == [".deleting-step-1", ".writing-mine"]
+    _trainer(tmp_path / "run", train__stop_after=2).run()
+    (tmp_path / ".writing-out").mkdir()
+    (tmp_path / ".writing-out/mine").write_text("mine")
+    export(root / store.name_of(2), tmp_path / "out")
+    assert (tmp_path / "out/config.json").exists()
+    assert (tmp_path / ".writing-out/mine").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-out", "out", "run"]
+
+
+def test_the_newest_whole_checkpoint_is_spared(tmp_path: Path) -> None:
+    """Though those that were found damaged are newer, and as many as are kept."""
+    for step in (2, 4, 6, 8):
+        folder = tmp_path / store.name_of(step)
+        folder.mkdir()
+        (folder / store.MANIFEST).write_text("")
+    store.prune(tmp_path, keep_last=2, keep_every=0, newest=tmp_path / store.name_of(4))
+    assert [store.step_of(each) for each in store.newest_first(tmp_path)] == [8, 6, 4]
+
+
+def test_what_is_published_is_on_the_device_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file, the manifest and the folder before it has its name, and then the folder's own."""
+    done: list[str] = []
+    flush, rename = os.fsync, Path.rename
+
+    def flushed(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flush(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append("renamed")
+        return rename(path, target)
+
+    folder = store.begin(tmp_path, 2)
+    (folder / "a").write_text("a")
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", renamed)
+    store.publish(folder, store.described(folder.iterdir()))
+    before, after = done[: done.index("renamed")], done[done.index("renamed") + 1 :]
+    assert {str(folder / "a"), str(folder / store.MANIFEST), str(folder)} <= set(before)
+    assert before[0] == str(folder / f".{store.MANIFEST}.new"), "before it is a manifest"
+    assert after == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("quick", [{}, {"precision__param": "bfloat16"}, {"compile__mode": "block"}])
+def test_a_slow_start_on_a_gpu_is_said(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: dict[str, str]
+) -> None:
+    """In float32 and without a compiler, as train.toml is made for a laptop."""
+    job = _job(tmp_path, **quick)
+    config, on_gpu = job.config, mock.Mock(mesh=mock.Mock(device_type="cuda"))
+    on_gpu.float8.recipe = "off"
+    batches = training_batches(config, open_data(config))
+    with contextlib.closing(
+        Report(config, RunFolder(str(tmp_path), False), batches, Progress())
+    ) as report:
+        report.begin(job, on_gpu, None)
+    said = (
+        'this GPU is faster with precision.param = "bfloat16" and compile.mode = "block"'
+        " (recipes/llama_one_gpu.toml)\n"
+    )
+    assert (said in capsys.readouterr().out) == (not quick)
+    assert (ROOT / "recipes/llama_one_gpu.toml").exists()
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def test_what_comes_from_a_gpu_is_staged_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is pinned once, used again, and unpinned at its end. A save waits once."""
+    pinned, unpinned, stream = dict[int, int](), list[int](), mock.Mock()
+    cuda = mock.Mock()
+    cuda.cudaHostRegister = lambda address, size, flags: pinned.update({address: size})
+    cuda.cudaHostUnregister = unpinned.append
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+    def shards(value: float) -> dict[str, LocalShard]:
+        values = {"a": torch.full((3, 2), value), "b": torch.full((4,), value), "none": torch.empty(0)}
+        nowhere = torch.Size((0,))
+        return {n: LocalShard(v.shape, nowhere, v.as_subclass(OnGpu)) for n, v in values.items()}
+
+    copy = staged(shards(1.0))
+    addresses = {copy[name].local.data_ptr(): copy[name].local.nbytes for name in ("a", "b")}
+    copy = staged(shards(2.0), copy)
+    assert [copy[name].local.sum().item() for name in ("a", "b")] == [12, 8]
+    assert pinned == addresses
+    assert stream.synchronize.call_count == 2
+    assert not unpinned
+    del copy
+    assert sorted(unpinned) == sorted(addresses)
+
+
+def test_what_is_staged_is_a_copy(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is the state of the step that was saved, whatever training does meanwhile."""
+    one = {"a": LocalShard(torch.Size((2,)), torch.Size((0,)), torch.ones(2))}
+    copy = staged(one)
+    again = staged({"a": LocalShard(torch.Size((2,)), torch.Size((0,)), torch.full((2,), 3.0))}, copy)
+    one["a"].local.fill_(2)
+    assert again["a"].local.tolist() == [3, 3]
+    job = _job(tmp_path)
+    composition = build(job, make_mesh(job.degrees), CPU)
+    optimizer = build_optimizer(composition, job)
+    checkpointer = Checkpointer(job.config, composition, optimizer, tmp_path)
+    trained, write = threading.Event(), Checkpointer._write
+
+    def later(self: Checkpointer, *arguments: Any) -> None:
+        trained.wait(60)
+        write(self, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_write", later)
+    before = {n: copies[0].clone() for n, copies in named_tensors(composition, optimizer).items()}
+    checkpointer.save(Progress(2, 4, 64))
+    with torch.no_grad():
+        for parameter in composition.model.parameters():
+            parameter.fill_(7)
+    trained.set()
+    checkpointer.wait()
+    assert checkpointer.resume() == Progress(2, 4, 64)
+    for name, copies in named_tensors(composition, None).items():
+        assert torch.equal(copies[0], before[name]), name
+
+
+def test_a_warning_in_the_last_save(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Does not end the run before it is published."""
+    publish = Checkpointer._publish
+
+    def warned(self: Checkpointer, *arguments: Any) -> list[Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return publish(self, *arguments)
+
+    def died(*unused: object) -> None:
+        raise AssertionError("SIGTERM would have ended the process")
+
+    monkeypatch.setattr(Checkpointer, "_publish", warned)
+    before = signal.signal(signal.SIGTERM, died)
+    try:
+        _trainer(tmp_path, train__stop_after=2).run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert store.problems(tmp_path / "checkpoints" / store.name_of(2)) == []
+
+
+def _opened(folders: list[Path], saves: bool) -> str:
+    """Open a folder of the same name in each rank's own place; what is said."""
+    os.chdir(folders[dist.get_rank()])
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            RunFolder("run", saves).release()
+    except ConfigError as error:
+        said.write(str(error))
+    finally:
+        os.chdir(ROOT)
+    return said.getvalue()
+
+
+def test_a_folder_that_not_all_ranks_see(pool: Pool, tmp_path: Path) -> None:
+    """As on nodes that share no file system: refused if the run saves, or else said."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for each in (here, there):
+        (each / "run").mkdir(parents=True)
+    assert pool.run(_opened, 2, [here, here], True) == ["", ""]
+    line = (
+        "run.dir: run is not the same folder on all nodes: rank 1 on"
+        f" {os.uname().nodename} has another; "
+    )
+    cure = "give one that all share, or set checkpoint.interval = 0"
+    assert pool.run(_opened, 2, [here, there], True) == [line + cure] * 2
+    assert pool.run(_opened, 2, [here, there], False) == [f"{line}nothing can be saved there\n", ""]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
+
+
+def _trained(folders: list[Path], interval: int) -> str:
+    try:
+        os.chdir(folders[dist.get_rank()])
+        keys = {"run__dir": "run", "checkpoint__interval": interval, "metrics__tensorboard": False}
+        job = make_job(2, **SMALL, **keys, parallel__dp_shard=2, train__micro_batch=1)
+        Trainer(job, make_mesh(job.degrees), CPU).held.release()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        os.chdir(ROOT)
+    return ""
+
+
+def test_a_run_that_saves_needs_a_folder_that_all_ranks_see(pool: Pool, tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for found in pool.run(_trained, 2, folders, 1):
+        assert found.startswith("run.dir: run is not the same folder on all nodes: rank 1 on ")
+    assert pool.run(_trained, 2, folders, 0) == ["", ""]

@@ -1,0 +1,331 @@
+"""Communication only where a ZeRO stage needs it; clipping that a mesh cannot change."""
+
+from dataclasses import replace
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compose import (
+    Composition,
+    ConfigError,
+    Options,
+    Parallel,
+    Pipeline,
+    Plan,
+    Precision,
+    apply,
+    clip_grad_norm_,
+    cross_entropy,
+    evaluate,
+    forward_backward,
+)
+from compose.data.packing import random_batch
+from compose.ops.cross_entropy import IGNORE, count_targets
+from compose.train.step import samples_at_once
+from models.llama import Config as ShapeOfLlama
+from models.llama import Model as Llama
+from models.llama import plan as llama_plan
+from tests.support.collectives import counted_collectives
+from tests.support.pool import Pool, make_mesh
+
+
+def _collectives(parallel: Parallel, micro_batches: int) -> dict[str, int]:
+    """How often one optimizer step of a two-unit model gathers, scatters and reduces."""
+    torch.manual_seed(0)
+    mesh = make_mesh(parallel)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    composition = apply(model, Plan(shard=["0", "2"]), mesh, Options(parallel))
+    batch = {"input": torch.randn(micro_batches, 4), "targets": torch.zeros(micro_batches).long()}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    with counted_collectives() as counts:
+        forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    return dict(counts)
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        # Of two units; the last unit's parameters stay from forward to backward.
+        (0, {"reduce": 2}),
+        (1, {"gather": 2, "scatter": 2}),
+        (2, {"gather": 2, "scatter": 6}),
+        (3, {"gather": 9, "scatter": 6}),
+    ],
+)
+def test_collectives_of_a_step(pool: Pool, zero: int, expected: dict[str, int]) -> None:
+    found = pool.run(_collectives, 2, Parallel(dp_shard=2, zero=zero), 3)  # type: ignore[arg-type]
+    assert found == [expected] * 2
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_reduce_once_a_step(pool: Pool, zero: int) -> None:
+    parallel = Parallel(dp_replicate=2, dp_shard=2, zero=zero)  # type: ignore[arg-type]
+    assert all(found["reduce"] == 2 for found in pool.run(_collectives, 4, parallel, 3))
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            input = torch.tanh(layer(input))
+        return input
+
+
+def _collectives_of_stage(parallel: Parallel, schedule: str, micro_batches: int) -> dict[str, int]:
+    """How often each rank of a pipeline gathers, scatters and reduces in a step after the first."""
+    torch.manual_seed(0)
+    mesh = make_mesh(parallel)
+    plan = Plan(shard=["layers.*"], pipeline=Pipeline([], "layers", []))
+    layers = (2, 2) if schedule == "1F1B" else (1, 1, 1, 1)
+    parallel = replace(parallel, pp_schedule=schedule, pp_layers=layers)
+    composition = apply(_Layers(), plan, mesh, Options(parallel))
+    batch = {"input": torch.randn(micro_batches, 4), "targets": torch.zeros(micro_batches).long()}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    with counted_collectives() as counts:
+        forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    return dict(counts)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    # Of two units on each rank, as without a pipeline.
+    [(0, {"reduce": 2}), (1, {"gather": 2, "scatter": 2}), (2, {"gather": 2, "scatter": 6})],
+)
+def test_collectives_of_a_pipeline(
+    pool: Pool, schedule: str, zero: int, expected: dict[str, int]
+) -> None:
+    parallel = Parallel(pp=2, dp_shard=2, zero=zero)  # type: ignore[arg-type]
+    assert pool.run(_collectives_of_stage, 4, parallel, schedule, 3) == [expected] * 4
+
+
+def test_zero_3_in_a_pipeline(pool: Pool) -> None:
+    """Gathered for every forward and backward, and reduced after each."""
+    parallel = Parallel(pp=2, dp_shard=2)
+    found = pool.run(_collectives_of_stage, 4, parallel, "1F1B", 3)
+    # Two units, three micro-batches, forward and backward, but for the model's last unit, which its
+    # backward follows at once. Once more on the first stage: with two micro-batches in flight, what
+    # FSDP prefetches by the order of the last forwards is one time the wrong unit.
+    assert found == [{"gather": 13, "scatter": 6}] * 2 + [{"gather": 9, "scatter": 6}] * 2
+
+
+def _clip(max_norm: float) -> tuple[float, float, float]:
+    """The norm before and after clipping, and by hand, of gradients placed in several ways."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+    mesh = make_mesh(Parallel(dp_replicate=2, dp_shard=2))
+    composition = apply(model, Plan(), mesh)
+    expected = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 10
+        expected += (parameter.detach().full_tensor().double() * 10).square().sum()  # type: ignore[attr-defined]
+    before = clip_grad_norm_(composition, max_norm)
+    after = clip_grad_norm_(composition, 0.0)
+    return float(before), float(after), float(expected.sqrt())
+
+
+def test_clip_grad_norm(pool: Pool) -> None:
+    for before, after, expected in pool.run(_clip, 4, 0.5):
+        assert before == pytest.approx(expected, rel=1e-6)
+        assert after == pytest.approx(0.5, rel=1e-5)
+    for before, after, expected in pool.run(_clip, 4, 1e6):
+        assert before == after == pytest.approx(expected, rel=1e-6)
+
+
+def _scaled() -> tuple[float, list[float]]:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([12.0, 16.0])
+    composition = Composition(nn.ParameterList([parameter]), make_mesh(Parallel()))
+    norm = clip_grad_norm_(composition, 0.0, loss_scale=4.0)
+    return float(norm), parameter.grad.tolist()
+
+
+def test_a_loss_scale_is_taken_away_without_clipping_too(pool: Pool) -> None:
+    assert pool.run(_scaled, 1) == [(5.0, [3.0, 4.0])]
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(parameters: int) -> int:
+    model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(parameters))
+    for parameter in model:
+        parameter.grad = torch.ones(2)
+    with _Operators() as seen:
+        norm = clip_grad_norm_(Composition(model, make_mesh(Parallel())), 1.0)
+    assert float(norm) == pytest.approx((2 * parameters) ** 0.5)
+    assert all(p.grad[0].item() == pytest.approx(1 / float(norm)) for p in model)
+    return seen.count
+
+
+def test_clipping_is_a_few_operators_for_any_number_of_parameters(pool: Pool) -> None:
+    assert pool.run(_operators, 1, 3) == pool.run(_operators, 1, 30)
+
+
+def test_a_micro_batch_has_samples() -> None:
+    batch = {"input": torch.ones(3, 2)}
+    assert (samples_at_once(batch, None), samples_at_once(batch, 1)) == (3, 1)
+    with pytest.raises(ValueError, match="micro_batch: 0 should be at least 1"):
+        samples_at_once(batch, 0)
+
+
+def _clip_a_part() -> str:
+    mesh = make_mesh(Parallel(dp_shard=2))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh["dp_shard"], [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.ones(4), mesh["dp_shard"], [Partial()])
+    try:
+        clip_grad_norm_(Composition(nn.ParameterList([parameter]), mesh), 1.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_is_still_to_be_summed_has_no_norm(pool: Pool) -> None:
+    for said in pool.run(_clip_a_part, 2):
+        assert said.startswith("a gradient is still to be summed: ")
+
+
+def _no_targets() -> tuple[float, float]:
+    composition = Composition(nn.Linear(3, 2), make_mesh(Parallel()))
+    batch = {"input": torch.randn(2, 4, 3), "targets": torch.full((2, 4), IGNORE)}
+    loss = forward_backward(composition, batch)
+    return float(loss), float(clip_grad_norm_(composition, 1.0))
+
+
+def test_batch_without_targets_is_no_nan(pool: Pool) -> None:
+    assert pool.run(_no_targets, 1) == [(0.0, 0.0)]
+
+
+def test_a_batch_has_targets() -> None:
+    composition = Composition(nn.Linear(2, 2), mock.Mock())
+    with pytest.raises(ConfigError) as caught:
+        forward_backward(composition, {"input": torch.ones(2, 2), "mask": torch.ones(2)})
+    assert str(caught.value) == (
+        'batch: has no targets, only input, mask; give what the loss takes as "targets"'
+    )
+
+
+def test_cross_entropy_sums_over_targets() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 3, 5), torch.tensor([[1, IGNORE, 4], [0, 0, IGNORE]])
+    by_hand = sum(
+        -torch.log_softmax(logits[b, i], 0)[targets[b, i]]
+        for b in range(2)
+        for i in range(3)
+        if targets[b, i] != IGNORE
+    )
+    torch.testing.assert_close(cross_entropy(logits, targets), torch.as_tensor(by_hand))
+    assert cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
+    assert count_targets(targets) == 4
+
+
+class Scaled(nn.Module):
+    """Whose weight's gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input * self.weight
+
+
+def _reduced(zero: int, reduce: Literal["float32", "bfloat16"], inputs: list[float]) -> float:
+    """The gradient of rank 0's ``inputs`` one after another, and of the other's, which are twice so."""
+    parallel = Parallel(dp_shard=1 if zero == 0 else 2, dp_replicate=2 if zero == 0 else 1, zero=zero)  # type: ignore[arg-type]
+    mesh = make_mesh(parallel)
+    model = Scaled()
+    options = Options(parallel, Precision(param="bfloat16", reduce=reduce))
+    composition = apply(model, Plan(), mesh, options)
+    share = torch.tensor(inputs)[:, None].expand(-1, 4) * (1 + dist.get_rank())
+    batch = {"input": share, "targets": torch.zeros(len(inputs)).long()}
+    forward_backward(
+        composition,
+        batch,
+        micro_batch=1,
+        loss_function=lambda out, targets: 2 * len(inputs) * out.sum(),
+    )
+    assert model.weight.grad is not None
+    return float(model.weight.grad.full_tensor()[0])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_are_added_up_in_the_type_of_reduce(pool: Pool, zero: int) -> None:
+    """Of micro-batches and of ranks, where forward and backward are in bfloat16, which keeps 8 bits."""
+    exact = 3 + 3 * 2.0**-7  # of two neighbours in bfloat16 it is in the middle
+    assert pool.run(_reduced, 2, zero, "float32", [exact / 3]) == [exact] * 2
+    for found in pool.run(_reduced, 2, zero, "bfloat16", [exact / 3]):
+        assert abs(found - exact) == 2.0**-7
+    small = 2.0**-9
+    assert pool.run(_reduced, 2, zero, "float32", [1.0, small]) == [3 + 3 * small] * 2
+    # From stage 2 on, what was reduced is added up in float32.
+    expected = 3.0 if zero < 2 else 3 + 3 * small
+    assert pool.run(_reduced, 2, zero, "bfloat16", [1.0, small]) == [expected] * 2
+
+
+def _unequal_parts(work: str) -> str:
+    parallel, config = Parallel(tp=2), ShapeOfLlama(dim=32, n_heads=4, n_kv_heads=2, n_layers=1)
+    composition = apply(Llama(config), llama_plan(config, parallel), make_mesh(parallel))
+    batch = random_batch(2, 13, config.vocab_size, seed=0)
+    with pytest.raises(ConfigError) as caught:
+        {"train": forward_backward, "evaluate": evaluate}[work](composition, batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("work", ["train", "evaluate"])
+def test_sequences_that_tp_cannot_share(pool: Pool, work: str) -> None:
+    """Their parts would be taken for equal ones: messages of other sizes than the receiver expects."""
+    assert pool.run(_unequal_parts, 2, work)[0] == (
+        "batch: sequences of 13 tokens cannot be shared by the 2 ranks of tp, as SequenceParallel in"
+        " the plan has them; nearest: 14, padded"
+    )
+
+
+def _without_positions(parallel: Parallel) -> tuple[float, float, float]:
+    """Loss and norm of a batch with positions, and the greatest difference without them."""
+    shape = ShapeOfLlama(vocab_size=33, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48)
+    found = []
+    for names in (("tokens", "targets", "positions"), ("tokens", "targets")):
+        torch.manual_seed(0)
+        model = Llama(shape)
+        composition = apply(model, llama_plan(shape, parallel), make_mesh(parallel), Options(parallel))
+        batch = random_batch(2, 16, 33, seed=0)
+        batch["positions"] = torch.arange(16).repeat(2, 1)
+        loss = forward_backward(composition, {name: batch[name] for name in names}, micro_batch=1)
+        found.append((float(loss), float(clip_grad_norm_(composition, 1e9))))
+    (loss, norm), (other, another) = found
+    return loss, norm, abs(loss - other) + abs(norm - another)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        Parallel(cp=2, zero=0),
+        Parallel(cp=2, zero=0, cp_method="ulysses", cp_balance="none"),
+        Parallel(pp=2, tp=2, zero=0),
+    ],
+)
+def test_positions_are_counted_where_a_rank_sees_a_part(pool: Pool, parallel: Parallel) -> None:
+    for loss, norm, difference in pool.run(
+        _without_positions, parallel.pp * parallel.cp * parallel.tp, parallel
+    ):
+        assert loss > 0
+        assert norm > 0
+        assert difference == 0

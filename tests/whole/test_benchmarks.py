@@ -1,0 +1,199 @@
+"""Each benchmark prints one JSON line; the figures of a test run mean nothing, LOG.md has some."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command_lines import execute
+from tests.support.helpers import ROOT
+
+
+def shown(*arguments: str, ranks: int = 0) -> list[dict[str, Any]]:
+    done = execute(*arguments, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_overhead() -> None:
+    trainer, styled = shown("benchmarks/overhead.py", "--steps", "1")
+    assert (trainer["benchmark"], styled["benchmark"]) == ("overhead", "tp_dispatch")
+    assert min(trainer["ratio"], trainer["tokens_per_second"], styled["time"]) > 0
+
+
+@pytest.mark.full
+def test_overhead_of_two_ranks() -> None:
+    (result,) = shown("benchmarks/overhead.py", "--steps", "1", ranks=2)
+    assert (result["benchmark"], result["tp"]) == ("tp", 2)
+    assert result["time"] > 0
+
+
+@pytest.mark.full
+def test_context() -> None:
+    done = execute("benchmarks/context.py", "--length", "128", ranks=2)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [result["method"] for result in results] == ["ring", "allgather", "ulysses"]
+    ring = results[0]
+    assert ring["peak_bytes_at_twice_the_length"] / ring["peak_bytes"] == pytest.approx(2, rel=0.1)
+
+
+def test_context_of_one_process() -> None:
+    done = execute("benchmarks/context.py", "--device", "cpu", "--length", "128")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["time_to_flash"] > 0
+    # Both are as far from float64 as bfloat16 is.
+    assert 1e-3 < result["error"] < 1e-2
+    assert 1e-3 < result["error_of_flash"] < 1e-2
+
+
+def test_moe_of_one_process() -> None:
+    done = execute("benchmarks/moe.py", "--device", "cpu", "--small")
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    layers = [result for result in results if result["benchmark"] == "moe_layer"]
+    assert [result["dtype"] for result in layers] == ["float32", "bfloat16"]
+    for result in layers:
+        assert min(result["moe_ms"], result["dense_ms"], result["ratio"]) > 0
+    experts = results[len(layers) :]
+    assert [result["n_experts"] for result in experts] == [8, 16, 32, 64, 128]
+    assert all(min(result["forward_fraction"], result["fraction"]) > 0 for result in experts)
+
+
+@pytest.mark.full
+def test_moe_of_two_ranks() -> None:
+    done = execute("benchmarks/moe.py", "--small", ranks=2)
+    assert done.returncode == 0, done.stderr
+    alone, parted = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert (alone["ep"], alone["waiting_ms"], parted["ep"]) == (1, 0, 2)
+    for result in (alone, parted):
+        assert 0 <= result["waiting_ms"] < result["dispatch_ms"] < result["step_ms"]
+        assert 0 < result["share"] < 1
+
+
+@pytest.mark.full
+def test_checkpoint() -> None:
+    done = execute("benchmarks/checkpoint.py", "--small")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["bytes"] > 12 * result["parameters"]
+    ratios = [value for key, value in result.items() if "_over_" in key]
+    assert len(ratios) == 5
+    assert all(value > 0 for value in ratios)
+
+
+@pytest.mark.slow
+def test_generate() -> None:
+    keys = ("--model.dim=64", "--model.hidden_dim=96", "--model.n_layers=1")
+    (result,) = shown("benchmarks/generate.py", "--turns=2", *keys)
+    assert result["benchmark"] == "generate"
+    for prefix in ("", "window_"):
+        for name in ("cache", "whole_text", "cache_over_whole_text"):
+            assert result[prefix + name] > 0
+
+
+def test_loss() -> None:
+    done = execute("benchmarks/loss.py", "--tokens", "64", "--vocab", "2000", "--dim", "16")
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [result["chunk"] for result in results] == [2, 4, 8, 16, 32, 64]
+    first = results[0]
+    assert first["peak_bytes"] < first["whole_peak_bytes"] == pytest.approx(12 * 64 * 2000, rel=0.2)
+    assert max(first["error"], first["whole_error"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [["full", "activation offload"], pytest.param([], marks=pytest.mark.full)],
+)
+@pytest.mark.slow
+def test_memory(techniques: list[str]) -> None:
+    """Here figures mean what they say: every technique saves what its formula does."""
+    done = execute("benchmarks/memory.py", "--small", *techniques)
+    assert done.returncode == 0, done.stderr
+    *results, last = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert [result["technique"] for result in results] == techniques or len(results) > 15
+    for result in results:
+        assert result["saved_bytes"] == result["off_bytes"] - result["on_bytes"]
+        assert result["saved_bytes"] == pytest.approx(result["formula_bytes"], rel=0.1), result
+    assert last["worst"] in [result["technique"] for result in results]
+
+
+@pytest.mark.slow
+def test_slow_links() -> None:
+    done = execute("benchmarks/slow_links.py", "--small", "--eager", "--steps", "1", ranks=2)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    kinds = ["int8, int8", "int4_diff, int4", "int8, powersgd"]
+    assert [result["messages"] for result in results] == kinds
+    for result in results:
+        assert result["over_plain"] > 0
+        assert 0 < result["share_of_messages"] < 1
+
+
+def kept_runs(folder: Path, ends: dict[str, tuple[float, ...]]) -> None:
+    """Leave runs of each kind that end with these validation losses, one for each seed."""
+    for name, found in ends.items():
+        for seed, end in enumerate(found):
+            place = folder / f"{name}-seed{seed}"
+            place.mkdir()
+            rows = [json.dumps({"loss": 9.0}), json.dumps({"loss": 8.0, "validation_loss": end})]
+            (place / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+            (place / "done").touch()
+
+
+def test_compression_of_runs_that_are_there(tmp_path: Path) -> None:
+    kept_runs(tmp_path, {"plain": (2.0,), "int8": (2.1,)})
+    words = ["--seeds=1", "--only", "int8", f"--runs={tmp_path}"]
+    plain, coded = shown("benchmarks/compression.py", *words)
+    assert (plain["over_plain"], coded["over_plain"]) == (0, 0.05)
+
+
+def test_islands_of_runs_that_are_there(tmp_path: Path) -> None:
+    ends = {"begin": (5.0, 5.0), "plain": (2.0, 4.0), "2-islands-half-missed": (2.1, 3.8)}
+    kept_runs(tmp_path, ends)
+    words = ["--seeds=2", f"--runs={tmp_path}", "--only", "2 islands, half missed"]
+    plain, islands = shown("benchmarks/islands.py", *words)
+    assert (plain["run"], plain["seeds"]) == ("plain", [0, 0])
+    assert (islands["run"], islands["seeds"]) == ("2 islands, half missed", [0.05, -0.05])
+    assert (islands["validation_loss"], islands["over_plain"]) == (2.95, 0)
+
+
+@pytest.mark.full
+def test_speed_of_islands() -> None:
+    """Each way of exchanging is trained for one timed round, on a link that is not slowed down."""
+    results = shown(
+        "benchmarks/islands.py", "--speed", "--mbit=0", "--every=15", "--rounds=2", "--turns=1"
+    )
+    assert [row["run"] for row in results] == ["waits", "streaming", "streaming, int8"]
+    assert results[0]["bytes_of_a_round"] > 3.9 * results[2]["bytes_of_a_round"] > 0
+    assert min(row["speed_over_none"] for row in results) > 0
+
+
+def test_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Of runs that are there already."""
+    spec = importlib.util.spec_from_file_location("precision", ROOT / "benchmarks" / "precision.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ends = {"float32": 2.0, "bf16": 2.1, "float32-seed1": 4.0, "bf16-seed1": 3.7}
+    for name, end in ends.items():
+        (tmp_path / name).mkdir()
+        rows = [{"loss": end + 3 / step} for step in range(1, 21)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    picture = tmp_path / "curves.svg"
+    words = ["--steps=20", "--only", "bf16", "--seeds=2", f"--runs={tmp_path}", f"--figure={picture}"]
+    monkeypatch.setattr("sys.argv", ["precision.py", *words])
+    module.main()
+    plain, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (plain["precision"], plain["over_float32"]) == ("float32", 0)
+    last = (3 / 19 + 3 / 20) / 2
+    apart = [0.1 / (2.0 + last), -0.3 / (4.0 + last)]
+    assert other["seeds"] == pytest.approx(apart, abs=1e-5)
+    assert other["over_float32"] == pytest.approx(sum(apart) / 2, abs=1e-5)
+    assert picture.read_text().count("<polyline") == 4

@@ -1,0 +1,279 @@
+"""On a GPU: the same proof, and figures that only a GPU has."""
+
+import json
+import pickle
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compose import AttentionOptions, Documents
+from compose.ops import kernel_table, parts
+from compose.ops.attention import attention_forward, tensors_of
+from compose.ops.kernel_table import TABLE, Kernel, Problem
+from compose.ops.wide_linear import wide_linear
+from compose.proof.plain_attention import PlainAttention
+from tests.support.command_lines import launch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_equals_one_process(precision: str) -> None:
+    done = launch(
+        "-m", "compose", "verify", "train.toml", "--run.device=cuda", f"--precision.param={precision}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("compiled", ["off", "block"])
+@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
+def test_experts_equal_one_process(model: str, compiled: str) -> None:
+    preset = {"qwen3": "debug_moe", "deepseek_v3": "debug"}[model]
+    words = ["--run.device=cuda", f"--model.name={model}", f"--model.preset={preset}"]
+    words += ["--precision.param=bfloat16", f"--compile.mode={compiled}"]
+    done = launch("-m", "compose", "verify", "train.toml", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_router_s_product() -> None:
+    """On tensor cores, and still as exact as sums in float32."""
+    torch.manual_seed(0)
+    given = [torch.randn(*shape, device="cuda").bfloat16() for shape in ((4096, 2048), (128, 2048))]
+    inputs = [x.requires_grad_() for x in given]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, expected = wide_linear(*inputs), wide_linear(*exact)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    weight = torch.randn_like(found)
+    gradients = torch.autograd.grad((found * weight).sum(), inputs)
+    for one, other in zip(
+        gradients, torch.autograd.grad((expected * weight).sum(), exact), strict=True
+    ):
+        assert (one - other).norm() < 2**-8 * other.norm()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_muon_and_kept_in_bfloat16(precision: str) -> None:
+    """On one GPU; in bfloat16 weights and state are kept in it too."""
+    words = [f"--precision.{key}={precision}" for key in ("param", "master", "optimizer_state")]
+    words += ["--run.device=cuda", "--optimizer.name=muon"]
+    done = launch("-m", "compose", "verify", "train.toml", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_trains(tmp_path: Path, precision: str) -> None:
+    done = launch(
+        "train.py",
+        "--run.device=cuda",
+        f"--precision.param={precision}",
+        f"--run.dir={tmp_path}",
+        "--train.stop_after=50",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 3
+    assert 2**20 < lines[-1]["memory"] < 2**33
+
+
+NO_MASK = """
+from models.layers.attention import Documents
+from train import main
+
+def refuse(self):
+    raise AssertionError("a mask was built")
+
+Documents.mask = property(refuse)
+main({arguments!r})
+"""
+
+
+def test_no_mask_is_built(tmp_path: Path) -> None:
+    arguments = ["--run.device=cuda", "--precision.param=bfloat16", f"--run.dir={tmp_path}"]
+    done = launch("-c", NO_MASK.format(arguments=[*arguments, "--train.stop_after=2"]))
+    assert done.returncode == 0, done.stderr
+
+
+def test_ring_of_two_against_flash() -> None:
+    done = launch("benchmarks/context.py", "--device", "cuda", "--length", "4096")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["error"] < 2 * result["error_of_flash"]
+
+
+class OnGpu:
+    """Drawn inputs of attention, (2, 512, heads, width), and how near a kernel comes to float64."""
+
+    def __init__(
+        self,
+        kind: torch.dtype,
+        widths: tuple[int, int],
+        options: AttentionOptions,
+        pieces: tuple[tuple[int, ...], tuple[int, ...]],
+        documents: bool,
+    ) -> None:
+        torch.manual_seed(0)
+        length, heads, groups = 512, 6, 2
+        self.kind, self.options, self.pieces = kind, options, pieces
+        sizes = ((heads, widths[0]), (groups, widths[0]), (groups, widths[1]), (heads, widths[1]))
+        self.exact = [
+            torch.randn(2, length, n, width, dtype=kind, device="cuda").double() for n, width in sizes
+        ]
+        self.sinks = torch.randn(heads, device="cuda")
+        ids = (torch.rand(2, length) < 0.02).long().cumsum(1)
+        self.documents = Documents(ids, torch.device("cuda")) if documents else None
+        size = length // (4 if len(pieces[0]) > 1 else 1)
+        self.places = torch.cat([torch.arange(a, a + size) for a in pieces[0]]).cuda()
+
+    def run(self, kind: torch.dtype, plainly: bool) -> list[Tensor]:
+        """Output, log-sum-exp, and the gradients of queries, keys and values."""
+        q, k, v, grad = (x.to(kind).requires_grad_() for x in self.exact)
+        rows, where = (q, ((0,), (0,))) if plainly else (q[:, self.places], self.pieces)
+        given = (
+            *tensors_of(self.documents),
+            self.sinks.to(kind),
+            *where,
+            *self.options.given(q),
+        )
+        with PlainAttention() if plainly else nullcontext():
+            out, lse = attention_forward(rows, k, v, *given)
+        out, lse = (x[:, self.places] if plainly else x for x in (out, lse))
+        return [out, lse, *torch.autograd.grad(out, (q, k, v), grad[:, self.places])]
+
+    def check(self) -> None:
+        """Raise AssertionError if the kernel errs more than plain products in its type do."""
+        right, coarse = self.run(torch.float64, True), self.run(self.kind, True)
+        for one, plain, exactly in zip(self.run(self.kind, False), coarse, right, strict=True):
+            error, rounding = (one - exactly).norm(), (plain - exactly).norm()
+            # Kernels add three products of TF32 in place of one of float32, and have an exponential
+            # that is right to some 2 ** -22.
+            floor = 1e-5 if one.dtype == torch.float32 else 1e-6
+            assert error < 3 * rounding + floor * exactly.norm()
+
+
+WHOLE = ((0,), (0,))
+# The pieces of a rank of cp against all keys, and against the pieces that a ring brings.
+PIECES = (WHOLE, ((128, 384), (0,)), ((128, 384), (0, 128, 256, 384)))
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pieces", PIECES)
+def test_attention_on_a_gpu(
+    pieces: tuple[tuple[int, ...], tuple[int, ...]],
+    kind: torch.dtype,
+    documents: bool,
+    window: int | None,
+) -> None:
+    """By the kernel that is chosen, with sinks and shared heads."""
+    OnGpu(kind, (40, 40), AttentionOptions(window=window), pieces, documents).check()
+
+
+def _takes(kernel: Kernel, kind: torch.dtype, widths: tuple[int, int]) -> bool:
+    """Whether this GPU's table has a row by which the kernel takes a whole causal attention."""
+    device = kernel_table.device_of(torch.empty(0, device="cuda"))
+    asked = Problem(kind, *widths)
+    return any(row.kernel == kernel and row.takes(device, asked) for row in TABLE)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("cudnn", torch.bfloat16),
+        ("cudnn", torch.float16),
+        ("flash", torch.bfloat16),
+        ("efficient", torch.bfloat16),
+        ("efficient", torch.float16),
+        ("efficient", torch.float32),
+        ("plain", torch.bfloat16),
+        ("plain", torch.float32),
+    ],
+)
+def test_each_kernel_on_a_gpu(
+    kernel: Kernel,
+    kind: torch.dtype,
+    widths: tuple[int, int],
+    causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each kernel, whole and in a ring's pieces, also where the table prefers another."""
+    if not _takes(kernel, kind, widths):
+        pytest.skip(f"{kernel} does not take {kind} with widths {widths} on this GPU")
+    monkeypatch.setattr(parts, "kernel_of", lambda device, problem: kernel)
+    for pieces in (PIECES[0], PIECES[2]) if causal else (WHOLE,):
+        OnGpu(kind, widths, AttentionOptions(causal=causal), pieces, documents=False).check()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_masks_of_the_efficient_kernel(
+    kind: torch.dtype,
+    pieces: tuple[tuple[int, ...], tuple[int, ...]],
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Documents, windows and pieces, in many tiles, some of whose queries see no key."""
+    monkeypatch.setattr(parts, "kernel_of", lambda device, problem: "efficient")
+    monkeypatch.setattr(parts, "_MASK", 2 * 100 * 512)
+    OnGpu(kind, (64, 72), AttentionOptions(window=window), pieces, documents=True).check()
+
+
+def test_a_step_waits_for_nothing() -> None:
+    """With documents from host memory; PyTorch's own mode names each call that waits."""
+    done = launch("-c", NO_WAIT)
+    assert done.returncode == 0, done.stderr
+
+
+NO_WAIT = """
+import torch
+from compose import Options, Parallel, Precision, apply, forward_backward, init_mesh, init_weights
+from compose.data import random_batch
+from compose.train.step import on_device
+from models.llama import Config, Model, plan
+torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+config, parallel = Config(window=50, sinks=True), Parallel(dp_shard=1)
+with torch.device("meta"):
+    model = Model(config)
+mesh = init_mesh(parallel, "cuda")
+options = Options(parallel, Precision("bfloat16"))
+composition = apply(model, plan(config, parallel), mesh, options)
+init_weights(composition, model.init_parameter, 0, torch.device("cuda"))
+batch = on_device(random_batch(4, 256, 257, 0), torch.device("cuda"))
+assert not batch["document_ids"].is_cuda
+forward_backward(composition, batch, micro_batch=2)
+torch.cuda.synchronize()
+torch.cuda.set_sync_debug_mode("error")
+forward_backward(composition, batch, micro_batch=2)
+"""
+
+
+def test_profile(tmp_path: Path) -> None:
+    done = launch(
+        "train.py",
+        "--run.device=cuda",
+        "--precision.param=bfloat16",
+        f"--run.dir={tmp_path}",
+        "--train.stop_after=6",
+        "--profile.steps=[4, 6]",
+        "--profile.memory=true",
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "traces" / "step4-6_summary.json").read_text())["ranks"][0]
+    assert sum(result["time"].values()) == pytest.approx(1)
+    assert min(result["time"][kind] for kind in ("matmul", "attention", "optimizer", "other")) > 0
+    memory = result["memory"]
+    assert sum(memory["at_peak"].values()) == memory["peak"]
+    assert memory["most"]["gradients"] >= memory["most"]["weights"]
+    # That of the whole run is as much, or a little more, of the first step.
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 0.9 * lines[-1]["memory"] < memory["peak"] <= lines[-1]["memory"]
+    snapshot = pickle.loads((tmp_path / "traces" / "step4-6_rank0_memory.pickle").read_bytes())
+    assert snapshot["segments"]
+    assert any(entry["frames"] for entry in snapshot["device_traces"][0])

@@ -1,0 +1,663 @@
+"""What machines do to a run: signals, and processes that die at any moment."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from compose.checkpoint import store
+from compose.parallel.heartbeat import Silence, Watch, launcher, launcher_died
+from compose.parallel.processes import TrainingError, _conclude, _first_to_fail
+from compose.parallel.stragglers import Stragglers
+from tests.support.checkpoints import shards
+from tests.support.command_lines import QUICK, command, free_port, launch
+from tests.support.helpers import ROOT
+from tests.support.training import lines
+
+SAVING = [*QUICK, "--checkpoint.interval=1", "--metrics.console_every=1", "--metrics.tensorboard=false"]
+
+
+def start(folder: Path, *words: str, ranks: int = 0) -> "subprocess.Popen[str]":
+    arguments = command("train.py", *SAVING, f"--run.dir={folder}", *words, ranks=ranks)
+    return subprocess.Popen(
+        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.full),
+    ],
+)
+def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
+    """The step is finished and saved, the exit code 0; the same command goes on."""
+    process = start(tmp_path, "--checkpoint.interval=0", "--train.steps=500")
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step   2"):
+        assert process.poll() is None, process.communicate()[1]
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    steps = len(lines(tmp_path))
+    assert steps < 500
+    assert output.splitlines()[-1] == (
+        f"stopped by {number.name} after step {steps}; saved: the same command with"
+        f" --run.dir={tmp_path} goes on"
+    )
+    again = start(
+        tmp_path, "--checkpoint.interval=0", "--train.steps=500", f"--train.stop_after={steps + 2}"
+    )
+    output, errors = again.communicate(timeout=60)
+    assert again.returncode == 0, errors
+    assert f"{tmp_path}/checkpoints/{store.name_of(steps)}: resumed after step {steps}" in output
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, steps + 3))
+
+
+@pytest.mark.full
+def test_a_scheduler_warns_the_launcher(tmp_path: Path) -> None:
+    """By SIGTERM to examples/launch.sh, of which the ranks hear; torchrun's code is then theirs."""
+    words = [*SAVING, "--checkpoint.interval=0", "--train.steps=500", f"--run.dir={tmp_path}"]
+    process = subprocess.Popen(
+        ["examples/launch.sh", "--nproc-per-node", "2", "train.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step   2"):
+        assert process.poll() is None, process.communicate()[1]
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    steps = len(lines(tmp_path))
+    assert f"stopped by SIGUSR1 after step {steps}; saved: " in output
+
+
+PHASES = ("start", "load", "step", "save")
+
+
+def doing(ledger: Path) -> dict[int, set[str]]:
+    """What each rank is doing, by its process."""
+    words = [path.read_text().split() for path in ledger.glob("*.now")]
+    return {int(line[0]): set(line[1:]) for line in words if line}
+
+
+def kill(
+    folder: Path, phase: str, process: "subprocess.Popen[bytes]", chance: random.Random, gone: set[int]
+) -> set[str]:
+    """Kill one rank, of those that are not ``gone``, once it is in ``phase``; what it was doing then.
+    Empty if the run ended. But at start-up nobody is killed before there is a checkpoint."""
+    ledger = folder / "ledger"
+    while process.poll() is None:
+        if phase != "start" and not store.newest_first(folder / "run" / "checkpoints"):
+            time.sleep(0.01)
+            continue
+        ranks = [rank for rank, now in doing(ledger).items() if phase in now and rank not in gone]
+        if ranks:
+            time.sleep(chance.choice([0, 0, chance.uniform(0, 0.05), chance.uniform(0, 1)]))
+            victim, found = chance.choice(ranks), doing(ledger)
+            with contextlib.suppress(ProcessLookupError):  # or it had ended already
+                os.kill(victim, signal.SIGKILL)
+                gone |= set(found)  # torchrun ends the others, and starts new ones
+                now = found.get(victim, set())
+                return now - {"start"} or now
+        time.sleep(0.001)
+    return set()
+
+
+def check_ledger(ledger: Path, samples: int, batch: int) -> int:
+    """Every batch that was trained again was of the same samples, and the history that survived (of an
+    attempt, what was before the checkpoint that the next one began with) trained each of ``samples``
+    once. Returns how many batches were trained again.
+    """
+    survived: list[int] = []
+    again = 0
+    for path in ledger.glob("*.jsonl"):
+        seen: dict[int, list[Any]] = {}
+        history: dict[int, list[int]] = {}
+        next_first = 0
+        for entry in map(json.loads, path.read_text().splitlines()):
+            if "from" in entry:
+                next_first = entry["from"] * batch
+                history = {first: numbers for first, numbers in history.items() if first < next_first}
+                continue
+            first, numbers, _ = entry["batch"]
+            assert first == next_first
+            next_first += batch
+            again += first in seen
+            assert seen.setdefault(first, entry["batch"]) == entry["batch"]
+            history[first] = numbers
+        survived += [number for numbers in history.values() for number in numbers]
+    assert sorted(survived) == list(range(samples))
+    return again
+
+
+def uninterrupted(folder: Path, steps: int) -> Path:
+    """A run that nobody kills."""
+    assert start(folder, f"--train.steps={steps}", ranks=2).wait(300) == 0
+    return folder
+
+
+def killed(folder: Path, whole: Path, phases: Sequence[str], seed: int) -> Counter[str]:
+    """Kill a random rank in each of ``phases``, then let the run end, and hold it against ``whole``.
+
+    Returns how many were killed in which phase (of which a rank may be in two).
+    """
+    chance, ledger = random.Random(seed), folder / "ledger"
+    ledger.mkdir(parents=True)
+    words = [f"--run.dir={folder / 'run'}", f"--train.steps={len(lines(whole))}"]
+    arguments = command("tests/support/ledger.py", *SAVING, *words, ranks=2)
+    at = arguments.index("--nproc-per-node")
+    arguments[at:at] = [f"--max-restarts={len(phases)}"]
+    found: Counter[str] = Counter()
+    gone: set[int] = set()
+    with (folder / "output").open("w") as output:
+        environment = {**os.environ, "LEDGER": str(ledger)}
+        process = subprocess.Popen(arguments, cwd=ROOT, stdout=output, stderr=output, env=environment)
+        for phase in phases:
+            now = kill(folder, phase, process, chance, gone)
+            found.update(["kills", *now] if now else [])
+            print(f"seed {seed}: killed in {' and '.join(sorted(now)) or 'nothing'}", flush=True)
+        code = process.wait(600)
+    said = (folder / "output").read_text()
+    assert code == 0, said[-3000:]
+    assert "damaged" not in said, "what has a checkpoint's name is whole"
+    newest = (store.newest_first(where / "checkpoints")[0] for where in (folder / "run", whole))
+    assert shards(next(newest)) == shards(next(newest))
+    keys = ("step", "loss", "grad_norm", "lr", "samples", "tokens")
+    ours, theirs = (
+        [[line[key] for key in keys] for line in lines(where)] for where in (folder / "run", whole)
+    )
+    assert ours == theirs
+    at = keys.index("samples")
+    found["again"] = check_ledger(ledger, samples=ours[-1][at], batch=ours[0][at])
+    return found
+
+
+@pytest.mark.slow
+def test_a_rank_dies(tmp_path: Path) -> None:
+    found = killed(tmp_path, uninterrupted(tmp_path / "whole", 10), ["save"], seed=1)
+    assert found["kills"] == 1
+    said = (tmp_path / "output").read_text()
+    assert re.search(r": resumed after step \d", said)
+
+
+@pytest.mark.full
+def test_ranks_die_fifty_times(tmp_path: Path) -> None:
+    """At start-up, in a load, in a step and in a save, five times in a run."""
+    whole = uninterrupted(tmp_path / "whole", 40)
+    found: Counter[str] = Counter()
+    for seed in range(30):
+        chance = random.Random(seed)
+        phases = ["step" if seed % 2 else "save", *chance.sample(PHASES, 4)]
+        found += killed(tmp_path / str(seed), whole, phases, seed)
+        print(f"so far: {dict(found)}", flush=True)
+        if found["kills"] >= 50:
+            break
+    assert found["kills"] >= 50
+    assert all(found[phase] for phase in PHASES), found
+    assert found["again"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["gloo", "one that names nobody"])
+def test_a_rank_that_hangs_is_named(tmp_path: Path, backend: str) -> None:
+    """A first step may take longer than comm.timeout, a later one not, in groups of the mesh too.
+
+    A backend may also wait longer, as NCCL's watchdog, which ends the process and names no rank.
+    """
+    patient = "dist.ProcessGroup.set_timeout = lambda *unused: None\n" if backend != "gloo" else ""
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import os, runpy, signal, time\n"
+        "import torch.distributed as dist\n"
+        "from compose.data import Batches\n"
+        f"{patient}"
+        "real = Batches.batch\n"
+        "def batch(self, first):\n"
+        "    if os.environ['RANK'] == '3' and first in (0, 32):\n"
+        "        if first:  # or torchrun gives it 30 s to save\n"
+        "            signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "        time.sleep(60 if first else 6)\n"
+        "    return real(self, first)\n"
+        "Batches.batch = batch\n"
+        "runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    mesh = ["--parallel.dp_shard=2", "--parallel.tp=2", f"--run.dir={tmp_path / 'run'}"]
+    done = launch(
+        str(script),
+        *QUICK,
+        *mesh,
+        "--train.steps=5",
+        "--comm.timeout=4",
+        "--comm.start_timeout=90",
+        ranks=4,
+    )
+    assert done.returncode == 1
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+    (line,) = (row for row in done.stderr.splitlines() if "is behind" in row)
+    assert re.fullmatch(r"rank 3 is behind: last heard of \d+ s ago, before the data of step 3", line)
+
+
+def test_who_is_behind() -> None:
+    """The rank that nobody saw give up; of several, the one that has come least far."""
+    ranks = Stragglers(dist.HashStore(), 4)
+    assert ranks.straggler() == ""
+    for rank in (2, 0, 3, 1):
+        ranks.report(rank, 7, "the data")
+    assert ranks.straggler() == "rank 2 is behind: last heard of 0 s ago, before the data of step 7"
+    for rank in (0, 2, 3):
+        ranks.report(rank, 7, "forward and backward")
+    assert ranks.straggler().startswith("rank 1 is behind")
+    ranks.report(1, 7, "forward and backward")
+    for rank in (0, 1, 2):
+        ranks.give_up(rank)
+    assert ranks.straggler().startswith("rank 3 is behind")
+    ranks.give_up(3)
+    assert ranks.straggler().startswith("rank 0 is behind")
+
+
+def test_who_is_silent() -> None:
+    """Whoever says nothing new for longer than the limit, longest; not who is done."""
+    silence = Silence(limit=4)
+    assert silence.longest([b"1", b"1", b"1"], now=0) is None
+    assert silence.longest([b"2", b"1", b"done"], now=3) is None
+    assert silence.longest([b"2", b"1", b"done"], now=5) == (1, 5)
+    assert silence.longest([b"2", b"2", b"done"], now=8) == (0, 5)
+    silence.forget()  # as if it had itself been stopped
+    assert silence.longest([b"2", b"2", b"done"], now=99) is None
+
+
+class Stopped(dist.HashStore):
+    """The store of a process that is stopped: it does not answer."""
+
+    def clone(self) -> "Stopped":
+        return self
+
+    def set(self, *unused: object) -> None:  # type: ignore[override]
+        time.sleep(60)
+
+
+def watched(store: dist.Store, rank: int = 0, limit: float = 0.8, **options: Any) -> tuple[Any, ...]:
+    """A watch that runs; what is set when it would end the process; and what it tells."""
+    ended, told = threading.Event(), []
+    watch = Watch(
+        store,
+        rank,
+        2,
+        limit,
+        lambda store, rank, seconds: told.append((store is None, rank, seconds)),
+        failed="failed",
+        awaited=lambda store: Stragglers(store, 2).awaited(),
+        kept_by_first=True,
+        end=ended.set,
+        **options,
+    )
+    watch.start()
+    return watch, ended, told
+
+
+@pytest.mark.parametrize(("store", "found"), [(dist.HashStore, 1), (Stopped, 0)])
+def test_a_stopped_rank_is_told_within_the_limit(store: type[dist.Store], found: int) -> None:
+    """Rank 1 by rank 0; and rank 0 by rank 1, where the store is in it."""
+    shared = store()
+    if found:
+        shared.set("compose/runs/1", "1")
+    watch, ended, told = watched(shared, rank=1 - found)
+    assert ended.wait(20)
+    watch.stopped.set()
+    without_store, who, seconds = told[0]
+    assert (without_store, who) == (found == 0, found)
+    assert 0.75 * watch.limit < seconds < 3
+    assert 0.75 * watch.limit + watch.every < watch.limit
+
+
+def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
+    """As after Ctrl-Z and fg: nobody has said anything for long, but the watcher did not run either."""
+    store = dist.HashStore()
+    store.set("compose/runs/1", "1")
+    clock, real = [0.0], time.monotonic
+
+    def now() -> float:
+        return real() + clock[0]
+
+    with mock.patch("compose.parallel.heartbeat.time.monotonic", now):
+        watch, ended, told = watched(store, limit=3.0)
+        try:
+            # So that both were heard once.
+            wait_for(lambda: store.check(["compose/runs/0"]) and store.get("compose/runs/0") == b"2")
+            clock[0] = 99.0
+            assert not ended.wait(0.9)
+        finally:
+            watch.stopped.set()
+    assert not told
+
+
+def test_a_rank_that_lives_and_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank whose GPU hangs: NCCL's own watchdog would end the process and name no rank."""
+    monkeypatch.setattr("compose.parallel.heartbeat._LATER", 0.2)
+    store = dist.HashStore()
+    ranks = Stragglers(store, 2)
+    for rank in (0, 1):
+        ranks.report(rank, 7, "the data")
+    watch, ended, told = watched(store, limit=60.0)  # the other rank never says that it runs
+    talking = threading.Event()
+
+    def talk() -> None:
+        word = 1
+        while not talking.wait(0.05):
+            store.set("compose/runs/1", str(word := word + 1))
+
+    other = threading.Thread(target=talk)
+    other.start()
+    watch, ended, told = watched(store)
+    try:
+        assert not ended.wait(1.2), "nobody is ahead"
+        ranks.report(0, 7, "forward and backward")
+        begun = time.monotonic()
+        assert ended.wait(20)
+        assert time.monotonic() - begun > 0.9
+    finally:
+        talking.set()
+        other.join()
+        watch.stopped.set()
+    assert [(missing, rank) for missing, rank, _ in told] == [(False, 1)]
+    assert ranks.silent(1, 1.0) == "rank 1 is behind: last heard of 1 s ago, before the data of step 7"
+
+
+def test_who_is_awaited() -> None:
+    """Those that another rank is ahead of; also who has not begun the first step."""
+    ranks = Stragglers(dist.HashStore(), 3)
+    assert ranks.awaited() == [b"done"] * 3
+    ranks.report(1, 1, "forward and backward")
+    ranks.report(2, 1, "the data")
+    assert ranks.awaited() == [b"0 0", b"done", b"1 0"]
+    ranks.report(0, 1, "the data")
+    assert ranks.awaited() == [b"1 0", b"done", b"1 0"]
+    ranks.report(0, 2, "the data")
+    ranks.report(1, 2, "the data")
+    assert ranks.awaited() == [b"done", b"done", b"1 0"]
+
+
+def test_a_failure_told_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within seconds, whatever they wait for; not before they had time to end by themselves."""
+    monkeypatch.setattr("compose.parallel.heartbeat._ECHO", 0.3)
+    store = dist.HashStore()
+    watch, ended, told = watched(store)
+    assert not ended.wait(0.3)
+    store.set("failed", "")
+    begun = time.monotonic()
+    assert ended.wait(20)
+    assert time.monotonic() - begun >= 0.3
+    watch.stopped.set()
+    assert not told
+
+
+def test_who_is_done_is_not_silent() -> None:
+    """The last word stays the last."""
+    store = dist.HashStore()
+    watch, ended, _ = watched(store)
+    wait_for(lambda: store.check(["compose/runs/0"]))
+    watch.stop()
+    assert store.get("compose/runs/0") == b"done"
+    assert not watch.talking.is_alive()
+    assert not ended.is_set()
+
+
+def wait_for(condition: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_rank_ends_with_its_launcher() -> None:
+    """A process whose parent is killed is asked to end, and if it does not, ends."""
+    ended, asked = threading.Event(), []
+    watch = Watch(
+        dist.HashStore(),
+        0,
+        1,
+        1.0,
+        report=lambda *unused: None,
+        failed="",
+        awaited=lambda store: [],
+        parent=os.getppid() + 1,
+        end=ended.set,
+    )
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    try:
+        with mock.patch("compose.parallel.heartbeat._GRACE", 0.0):
+            watch.start()
+            assert ended.wait(5)
+    finally:
+        watch.stopped.set()
+        signal.signal(signal.SIGTERM, before)
+    assert signal.SIGTERM in asked
+
+
+@pytest.mark.parametrize("in_torchrun", [True, False])
+def test_the_store_stays_until_others_know_that_an_error_is_told(
+    in_torchrun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is in rank 0, which fails first: a late rank without the store would tell it again."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(in_torchrun))
+    shared = dist.HashStore()
+    first = threading.Thread(target=_conclude, args=(TrainingError("it ends"), shared, 0, 2))
+    first.start()
+    first.join(1.0)
+    assert first.is_alive() != in_torchrun
+    assert not _first_to_fail(shared)
+    first.join(1.0)
+    assert not first.is_alive()
+
+
+def test_a_launcher_dies_if_the_parent_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchrun the parent may be anything that ends first, as a shell under nohup."""
+    launcher.cache_clear()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    try:
+        for torchrun in (False, True):
+            if torchrun:
+                monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+            launcher.cache_clear()
+            assert not launcher_died()
+            with mock.patch("os.getppid", return_value=os.getppid() + 1):
+                assert launcher_died() == torchrun
+    finally:
+        launcher.cache_clear()
+
+
+def test_a_rank_is_heard_of_as_soon_as_it_watches() -> None:
+    """One that is stopped before its first word would be waited for as long as the group waits."""
+    store = dist.HashStore()
+    watch = Watch(store, 0, 2, 100.0, lambda *unused: None, "failed", lambda store: [])
+    watch.start()
+    try:
+        wait_for(lambda: store.check(["compose/runs/0"]), 1.0)
+    finally:
+        watch.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("launcher", [True, False])
+def test_a_stopped_rank_of_a_pipeline_is_named(tmp_path: Path, stopped: int, launcher: bool) -> None:
+    """By SIGSTOP, within comm.timeout, with torchrun and without."""
+    words = [*SAVING, "--train.steps=5000", f"--run.dir={tmp_path}", "--parallel.pp=2"]
+    words += ["--comm.timeout=8", "--comm.start_timeout=90", "--checkpoint.interval=0"]
+    if launcher:
+        processes = [start_at(words, ranks=2)]
+    else:
+        port = free_port()
+        processes = [start_at(words, rank, port) for rank in range(2)]
+    errors, ranks, seconds = "", list[int](), 0.0
+    try:
+        while len(lines(tmp_path) if (tmp_path / "metrics.jsonl").exists() else []) < 3:
+            assert all(process.poll() is None for process in processes), processes[0].communicate()
+            time.sleep(0.1)
+        ranks = ranks_of(processes[0].pid) if launcher else [process.pid for process in processes]
+        os.kill(ranks[stopped], signal.SIGSTOP)
+        begun = time.monotonic()
+        for errors in processes[0 if launcher else 1 - stopped].stderr or ():
+            seconds = time.monotonic() - begun
+            if "is behind" in errors:
+                break
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert re.match(rf"rank {stopped} is behind: last heard of \d+ s ago", errors)
+    assert seconds < 10  # and on a quiet machine less than 8
+
+
+@pytest.mark.full
+def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
+    """Killed with one of its ranks: the other ends too, and the folder's lock is free."""
+    words = [*SAVING, "--train.steps=5000", f"--run.dir={tmp_path}", "--checkpoint.interval=0"]
+    process = start_at(words, ranks=2)
+    while len(lines(tmp_path) if (tmp_path / "metrics.jsonl").exists() else []) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    first, second = ranks_of(process.pid)
+    for pid in (process.pid, second):
+        os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + 30
+    while Path(f"/proc/{first}").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{first}").exists()
+
+
+def world_at_work(ledger: Path) -> set[int]:
+    """The number of ranks that those say who are in a step now."""
+    found = set()
+    for pid, now in doing(ledger).items():
+        with contextlib.suppress(OSError):  # it may have ended
+            variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            found |= {int(v[11:]) for v in variables if "step" in now and v.startswith("WORLD_SIZE=")}
+    return found
+
+
+@pytest.mark.slow
+def test_an_agent_is_killed_and_a_node_comes_back(tmp_path: Path) -> None:
+    """Ranks are 4, then 2, then 4 again. A warning then ends the run with success, and it alone."""
+    ledger, port, nodes = tmp_path / "ledger", free_port(), list["subprocess.Popen[bytes]"]()
+    ledger.mkdir()
+    scripts = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    words = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d"]
+    words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=mine", "--local-addr=127.0.0.1"]
+    run = [*SAVING, "--train.steps=1000000", "--checkpoint.interval=10"]
+    run += [f"--run.dir={tmp_path / 'run'}"]
+
+    def join(hosts: bool) -> "subprocess.Popen[bytes]":
+        conf = ["--rdzv-conf", f"is_host={hosts},last_call_timeout=5"]
+        with (tmp_path / f"node-{len(nodes)}").open("w") as output:
+            nodes.append(
+                subprocess.Popen(
+                    ["examples/launch.sh", *words, *conf, "tests/support/ledger.py", *run],
+                    cwd=ROOT,
+                    env={**os.environ, **scripts, "LEDGER": str(ledger), "PYTHONPATH": str(ROOT)},
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            )
+        return nodes[-1]
+
+    def said() -> str:
+        return "".join((tmp_path / f"node-{i}").read_text() for i in range(len(nodes)))
+
+    def wait_for_ranks(count: int) -> None:
+        def there() -> bool:
+            assert first.poll() is None, said()[-5000:]
+            return world_at_work(ledger) == {count}
+
+        wait_for(there, 300)
+
+    try:
+        first, second = join(True), join(False)
+        wait_for_ranks(4)
+        wait_for(lambda: bool(store.newest_first(tmp_path / "run/checkpoints")), 300)
+        (agent,) = ranks_of(second.pid)
+        os.kill(agent, signal.SIGKILL)
+        wait_for_ranks(2)
+        (line,) = (row for row in said().splitlines() if "stopped" in row)
+        assert re.fullmatch(r"stopped by the death of a torchrun after step \d+; saved: .*", line)
+        third = join(False)
+        wait_for_ranks(4)
+        first.send_signal(signal.SIGTERM)
+        assert [node.wait(300) for node in (first, second, third)] == [0, 137, 0], said()[-5000:]
+    finally:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+    steps = [line["step"] for line in lines(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert f"stopped by SIGUSR1 after step {len(steps)}; saved: " in said()
+
+
+def start_at(words: Sequence[str], rank: int = 0, port: int = 0, ranks: int = 0) -> Any:
+    """torchrun with so many ``ranks``; or ``rank`` of two without it. In a session of its own."""
+    alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        command("train.py", *words, ranks=ranks),
+        cwd=ROOT,
+        env={**os.environ, **({} if ranks else alone)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ranks_of(torchrun: int) -> list[int]:
+    """The processes that torchrun started, in order."""
+    path = Path(f"/proc/{torchrun}/task/{torchrun}/children")
+    return sorted(int(pid) for pid in path.read_text().split())
+
+
+@pytest.mark.full
+def test_a_restart_begins_with_nothing_of_the_attempt_before(tmp_path: Path) -> None:
+    """Neither with the addresses of processes that are gone, nor with what was reported of them."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, time, torch, torch.distributed as dist\n"
+        "from compose.cli.command_line import parse, run\n"
+        "from compose.parallel.processes import process_group\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "def main(arguments):\n"
+        "    time.sleep(attempt * int(os.environ['RANK']))\n"
+        "    with process_group(parse(arguments, 'fails.py').config):\n"
+        "        found = torch.ones(1)\n"
+        "        dist.all_reduce(found)\n"
+        "        raise ValueError(f'attempt {attempt}: {found.item()}')\n"
+        "run(main)\n"
+    )
+    torchrun = command(str(script), ranks=2)
+    torchrun.insert(torchrun.index("--nproc-per-node"), "--max-restarts=1")
+    done = subprocess.run(torchrun, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    for attempt in range(2):
+        assert done.stderr.count(f"ValueError: attempt {attempt}: 2.0") == 1
