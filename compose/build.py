@@ -18,7 +18,7 @@ from compose.composition import Composition, Options
 from compose.config.job import Job
 from compose.config.models import InitialisedModel
 from compose.config.tables import Config
-from compose.config.task import task_of
+from compose.data.task import task_of
 from compose.errors import ConfigError
 from compose.memory.lora import init_adapter, is_adapter
 from compose.ops.cross_entropy import LossFunction

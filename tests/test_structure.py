@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from compose.base.former import FORMER
 
 import train
 from compose import Composition, apply, plan
@@ -26,72 +24,49 @@ from tests.support.helpers import ROOT
 from tests.support.pool import Pool
 
 SOURCES = sorted((ROOT / "compose").rglob("*.py"))
-# Which room, or file at the top, imports which others. What is named in a line comes before it: nothing
-# leads back. The tables of train.toml (options.py of each room) are a layer of their own.
-MAY_IMPORT = {
-    "__main__": "commands errors legality parallel pipeline proof runtime toml",
-    "apply": (
-        "comm compiler composition errors loss memory operators parallel pipeline plan precision tables"
-    ),
-    "base": "errors",
-    "build": (
-        "apply composition config data errors huggingface legality lora loss optimizer registry runtime"
-        " weights"
-    ),
-    "checkpoint": (
-        "base composition config errors lora optimizer outer precision registry runtime toml weights"
-    ),
-    "commands": (
-        "apply base build checkpoint composition config data errors huggingface legality"
-        " operators optimizer parallel planning precision registry runtime toml train weights"
-    ),
-    "compiler": "base errors",
-    "compose": "base",
-    "composition": (
-        "base comm compiler errors loss memory operators parallel pipeline plan precision tables"
-    ),
-    "config": "compiler composition memory parallel tables",
-    "data": "base config errors loss registry tables",
-    "huggingface": (
-        "base checkpoint composition config data errors legality lora plan registry tables toml weights"
-    ),
-    "legality": (
-        "base composition config data errors lora optimizer parallel pipeline plan precision registry"
-        " tables"
-    ),
-    "comm": "base errors operators tables",
-    "loss": "base errors parallel",
-    "lora": "base errors parallel plan tables",
-    "memory": "base errors operators",
-    "operators": "base errors",
-    "optimizer": "base errors loss parallel plan tables weights",
-    "parallel": "base comm errors operators",
-    "outer": "base comm composition operators parallel runtime tables weights",
-    "pipeline": "base errors loss parallel plan",
-    "plan": "base errors parallel",
-    "planning": (
-        "apply base build composition config data errors legality loss memory operators optimizer outer"
-        " parallel pipeline plan tables toml train"
-    ),
-    "precision": "base errors parallel plan tables",
-    "profiling": "base runtime tables",
-    "proof": (
-        "apply base build comm composition data errors legality loss operators optimizer parallel"
-        " outer plan precision runtime tables train weights"
-    ),
-    "registry": "errors parallel plan",
-    "runtime": "base config errors parallel tables",
-    "tables": "base",
-    "toml": "base config errors registry",
-    "train": (
-        "base build checkpoint compiler composition config data errors legality loss"
-        " operators optimizer outer parallel precision profiling runtime tables toml"
-    ),
-    "weights": "base composition errors",
+# Rooms, and files at the top, from the ground up. Each imports those before it and no others.
+ROOMS = (
+    "errors",
+    "ops",
+    "parallel",
+    "plan",
+    "pipeline",
+    "memory",
+    "composition",
+    "weights",
+    "optim",
+    "config",
+    "apply",
+    "data",
+    "checkpoint",
+    "build",
+    "train",
+)
+# They hang on hooks: nothing above imports them.
+ADD_ONS = ("compression", "diloco", "profiling", "proof", "planner", "cli", "__main__")
+# Imports that lead from a room to an add-on, and are still to go.
+LEFT = {
+    "apply compression",
+    "checkpoint diloco",
+    "composition compression",
+    "config diloco",
+    "config profiling",
+    "parallel compression",
+    "train diloco",
+    "train profiling",
 }
-TECHNIQUES = ("parallel", "pipeline", "memory", "precision", "loss", "compiler", "optimizer", "lora")
+MAX = {"folders": 15, "files at the top": 8, "modules": 255}
 # Rooms and files that say how a model is cut and computed: they know tables, and no run's config.
-WITHOUT_CONFIG = (*TECHNIQUES, "composition", "plan", "apply", "weights")
+WITHOUT_CONFIG = (
+    "parallel",
+    "pipeline",
+    "memory",
+    "optim",
+    "composition",
+    "plan",
+    "apply",
+    "weights",
+)
 
 
 def module_of(path: Path) -> str:
@@ -137,27 +112,28 @@ def test_no_import_cycles() -> None:
 
 def room_of(module: str) -> str:
     """The room of a module, or the file at the top that it is."""
-    parts = module.split(".")
-    if parts[-1] == "options" and parts[1] != "composition":
-        return "tables"
-    return parts[1] if len(parts) > 1 else "compose"
+    return [*module.split("."), "compose"][1]
 
 
 def test_rooms_import_in_one_direction() -> None:
-    """Each room imports those of its line and no others, and no room leads back to itself."""
-    for name, others in import_graph().items():
-        own = room_of(name)
-        for other in others:
-            allowed = [own, *MAY_IMPORT[own].split()]
-            assert room_of(other) in allowed, f"{name} imports {other}"
+    order = [*ROOMS, *ADD_ONS]
+    back = {
+        f"{own} {room}"
+        for name, others in import_graph().items()
+        for own, room in ((room_of(name), room_of(other)) for other in others)
+        if own in order and own != room
+        if order.index(room) > order.index(own) or (room in ADD_ONS and own in ROOMS)
+    }
+    assert back == LEFT
 
-    def reached(room: str, seen: set[str]) -> set[str]:
-        for other in set(MAY_IMPORT.get(room, "").split()) - seen:
-            seen.add(other)
-            reached(other, seen)
-        return seen
 
-    assert not [room for room in MAY_IMPORT if room in reached(room, set())]
+def test_the_house_is_small() -> None:
+    counts = {
+        "folders": len({path.parent for path in SOURCES}) - 1,
+        "files at the top": len(list((ROOT / "compose").glob("*.py"))),
+        "modules": len(SOURCES),
+    }
+    assert {what: n for what, n in counts.items() if n > MAX[what]} == {}
 
 
 def reach(name: str) -> set[str]:
@@ -173,7 +149,7 @@ def test_techniques_know_no_config() -> None:
     for path in SOURCES:
         name = module_of(path)
         if room_of(name) in WITHOUT_CONFIG or name == "compose.proof.verify":
-            found = reach(name) & {"compose.config.tables", "compose.rules.job", "compose.config.toml"}
+            found = reach(name) & {"compose.config.tables", "compose.config.job", "compose.config.toml"}
             assert not found, (name, found)
 
 
@@ -186,20 +162,6 @@ def test_one_technique_imports_no_other() -> None:
 def test_importing_compose_imports_no_torch() -> None:
     code = "import sys, compose; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-def test_the_top_holds_few_files() -> None:
-    assert len(list((ROOT / "compose").glob("*.py"))) <= 10
-
-
-def test_former_names_are_the_same_modules() -> None:
-    """What imports a module as before gets that module, and no second one."""
-    for former, name in FORMER.items():
-        module = importlib.import_module(former)
-        assert module is importlib.import_module(name)
-        assert module.__name__ == name
-        assert module.__spec__ is not None
-        assert module.__spec__.name == name
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -248,7 +210,7 @@ def test_no_registry_on_a_model(pool: Pool) -> None:
 def _start(words: list[str]) -> Counter[str]:
     """How often a start builds the model, resolves the plan and opens a set of data."""
 
-    from compose.config import task
+    from compose.data import task
 
     counts: Counter[str] = Counter()
 
@@ -268,8 +230,8 @@ def _start(words: list[str]) -> Counter[str]:
     resolve = counted("resolutions", plan.resolve)
     samples = counted("sets", task.open_samples)
     with (
-        mock.patch("compose.rules.job.find_model", find),
-        mock.patch("compose.rules.job.resolve", resolve),
+        mock.patch("compose.config.job.find_model", find),
+        mock.patch("compose.config.job.resolve", resolve),
         mock.patch.dict(vars(sys.modules["compose.apply"]), {"resolve": resolve}),
         mock.patch.object(task, "open_samples", samples),
     ):
@@ -300,23 +262,22 @@ OTHER_INPUT = {
     "the model": (
         "apply._check_types weights.materialize memory.activation_bytes.unit_costs"
         " pipeline.shell.try_first_stage pipeline.shell._not_by_number pipeline.stage.plain_stream"
-        " pipeline.pipeline_parallel._try_stream loss.cross_entropy.cross_entropy"
+        " pipeline.pipeline_parallel._try_stream"
     ),
     "the plan's styles": (
         "plan.resolve apply._tensor parallel.tensor_parallel.apply_tensor_parallel"
         " parallel.tensor_parallel._check parallel.local_parallel._apply"
-        " parallel.local_parallel._become parallel.local_parallel.sent loss.vocabulary.of"
-        " loss.output.step_loss parallel.vocabulary_parallel._apply"
+        " parallel.local_parallel._become parallel.local_parallel.sent"
+        " parallel.output.step_loss parallel.vocabulary_parallel._apply"
     ),
     "the mesh that a caller made": "parallel.mesh.check_same_degrees",
+    "the devices of the ranks": "parallel.processes.pick_device parallel.processes._claim",
     "the batch": "pipeline.pipeline_parallel._check_whole",
     "a schedule's file": "pipeline.schedules.refuse",
     "folders and room on a disk": (
-        "optimizer.files.__init__ optimizer.scratch.__init__ optimizer.scratch._take"
-        " optimizer.scratch._refused"
+        "optim.files.__init__ optim.scratch.__init__ optim.scratch._take optim.scratch._refused"
     ),
-    "adapters of a model": "lora.adapt.adapt lora.adapt.find_targets lora.adapt._style_of",
-    "all rules at once": "composition.rules.check_setup",
+    "adapters of a model": "memory.lora.adapt memory.lora.find_targets memory.lora._style_of",
 }
 
 

@@ -1,9 +1,9 @@
 """The operators that turn blocks of elements into codes of a few bits, and back.
 
 Each code has the integers of a block and its scale behind them. On a CPU an operator works on as many
-blocks at a time as stay in the caches. torch.compile makes kernels of the steps, if
-:func:`compose.compression.kernels.compile_kernels` was called. Both ways are bitwise the same in 8 bits. In 4
-bits the sums over a block are made in another order, so the codes of a few blocks differ by rounding.
+blocks at a time as stay in the caches. After ``compile_kernels``, torch.compile makes kernels of the
+steps. Both ways are bitwise the same in 8 bits. In 4 bits the sums over a block are made in another
+order, so the codes of a few blocks differ by rounding.
 """
 
 import torch

@@ -4,13 +4,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compose.composition import Options
-from compose.config.models import find_model
+from compose.config.models import Task, batch_on_meta, find_model
 from compose.config.rule import Setup
 from compose.config.tables import Config
-from compose.config.task import inputs_on_meta
 from compose.errors import ConfigError
 from compose.memory.lora import adapt
 from compose.parallel.mesh import Parallel
@@ -72,7 +71,9 @@ class Job:
     @property
     def options(self) -> Options:
         """The options for ``compose.apply``."""
-        return replace(self.config.options, inputs=partial(inputs_on_meta, self.config))
+        task = find_model(self.config.model.name).task
+        inputs = partial(_inputs_on_meta, task, self.config) if task else None
+        return replace(self.config.options, inputs=inputs)
 
     @property
     def setup(self) -> Setup:
@@ -136,3 +137,7 @@ def of_one_island(config: Config) -> Config:
         parallel=replace(config.parallel, dp_replicate=1),
         train=replace(train, global_batch=train.global_batch // islands),
     )
+
+
+def _inputs_on_meta(task: Task, config: Config) -> dict[str, Tensor]:
+    return {name: value for name, value in batch_on_meta(task, config).items() if name != "targets"}

@@ -106,6 +106,20 @@ class Task(Protocol):
         ...
 
 
+_OF_DOCUMENTS = ("positions", "document_ids")
+
+
+def batch_on_meta(
+    task: Task, config: "Config", samples: int = 1, documents: bool = False
+) -> dict[str, Tensor]:
+    """Return a batch of the task without values."""
+    return {
+        name: torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")
+        for name, value in task.random_batch(config, 1, 0).items()
+        if documents or name not in _OF_DOCUMENTS
+    }
+
+
 class ModelConfig(Protocol):
     """The part of any model's config that compose reads. The model may have more fields.
 
@@ -141,7 +155,7 @@ class ModelFolder:
     presets: Mapping[str, ModelConfig]
     plan: Callable[[Any, Parallel], Plan]
     task: Task | None = None
-    """What the model learns; None: the next token (``compose.config.task.LanguageModelling``)."""
+    """What the model learns; None: the next token (``compose.data.task.LanguageModelling``)."""
 
     def on_meta(self, config: Any) -> nn.Module:
         """Return the model of ``config`` on meta, without memory.

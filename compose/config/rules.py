@@ -2,7 +2,7 @@
 
 The checks run before any process group is started. ``compose.apply`` checks the rules of the
 composition again, for users who call it without a config. Nothing else refuses a composition.
-``python -m compose.legality`` prints ``docs/composition.md`` from this table.
+``python -m compose.config.rules_page`` prints ``docs/composition.md`` from this table.
 """
 
 import itertools

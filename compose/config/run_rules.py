@@ -1,9 +1,8 @@
 """Rules of a run: what its batch, data and optimizer need besides the composition."""
 
 from compose.config.job import Job
-from compose.config.models import max_seq_len
+from compose.config.models import find_model, max_seq_len
 from compose.config.rule import Rule
-from compose.config.task import task_of
 from compose.errors import ConfigError
 from compose.memory.lora import is_adapter
 from compose.optim.rules import parameter_rules
@@ -16,7 +15,8 @@ _TRIED = 1_000_000  # most sizes to try for a size that divides
 
 
 def _task(job: Job) -> None:
-    if problems := task_of(job.config).check(job.config):
+    task = find_model(job.config.model.name).task
+    if task and (problems := task.check(job.config)):
         raise ConfigError(*problems)
 
 

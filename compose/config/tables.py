@@ -1,17 +1,18 @@
 """The whole configuration of a run: train.toml as one value.
 
-Each table is a frozen dataclass next to the code that uses it. The tables are put together here. The
-code that reads files and the command line is in toml.py. The rules between keys are in legality/.
+A technique's table is a frozen dataclass next to its code. The others are here. toml.py reads files and
+the command line. The rules between keys are in rules.py.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from compose.checkpoint.options import Checkpoint
+from pydantic import Field
+
 from compose.composition import Options
-from compose.data.options import Data
 from compose.diloco.options import Outer
+from compose.errors import LocalPath, LocalPaths, NonNegative, Positive, Weight
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.compilation import Compile
 from compose.memory.lora import Lora
@@ -20,7 +21,6 @@ from compose.optim.options import Optimizer
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
 from compose.profiling.options import Profile
-from compose.train.options import Metrics, Run, Train
 
 __all__ = [
     "TABLES",
@@ -41,6 +41,94 @@ __all__ = [
     "Run",
     "Train",
 ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The table [run]."""
+
+    dir: LocalPath = ""
+    """Folder that holds all a run leaves; empty is runs/<timestamp>."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; auto is cuda where there is one."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """The table [train]."""
+
+    steps: Positive = 250
+    """Optimizer steps of the whole schedule."""
+    stop_after: NonNegative = 0
+    """End after this many steps, the learning-rate schedule unchanged; 0 runs all."""
+    seq_len: Positive = 256
+    """Tokens per sample."""
+    global_batch: Positive = 16
+    """Samples per optimizer step over all ranks."""
+    micro_batch: Positive = 2
+    """Samples per rank in one forward pass; the rest of the rank's share is accumulated."""
+    validate_every: NonNegative = 0
+    """Steps between measurements of the validation loss, one at the end besides; 0 is never."""
+    seed: NonNegative = 0
+    """Seed of the initial weights and of the order of the samples."""
+    max_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    loss_chunk: NonNegative = 0
+    """Tokens of a micro-batch whose logits a rank holds at a time, in forward and backward; 0: all."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the square of each target's log-sum-exp of logits, beside its cross-entropy."""
+    skip_nonfinite: bool = False
+    """Leave the weights as they are after a step whose loss or gradient is not finite, and count it;
+    false stops the run."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The table [metrics]."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events into run.dir."""
+    console_every: Positive = 10
+    """Steps between console lines; metrics.jsonl has one line for every step."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The table [data]: what is trained on."""
+
+    path: LocalPaths = "stdlib"
+    """stdlib (the source text of Python's standard library), a text file or glob (read as bytes), a
+    folder of compose tokenize, or a token file: .bin or .npy; several in a list are mixed."""
+    weights: tuple[Weight, ...] = ()
+    """Share of each of a list in what is trained on, in any unit; empty: by their sizes."""
+    validation: LocalPath = ""
+    """What the validation loss is measured on, all of it; named as path is."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Integer type of a .bin token file."""
+    separator: int = -1
+    """Token id that ends a document in a token file; -1: the file is one document. Text needs none."""
+    skip_unreadable: bool = False
+    """Name and count an image that cannot be read, and take the next one; else the run stops."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The table [checkpoint]: when a run is saved, and what it begins with."""
+
+    interval: NonNegative = 0
+    """Steps between checkpoints in run.dir, one at the end besides; 0 is off."""
+    resume: Literal["auto", "none"] = "auto"
+    """auto: go on from the newest checkpoint in run.dir that is whole; none: run.dir must be new."""
+    load_hf: LocalPath = ""
+    """Hugging Face folder (config.json, safetensors) with the weights to begin with; empty: drawn."""
+    async_: bool = True
+    """Write while training goes on; the step waits for a copy of the state only."""
+    keep_last: Positive = 2
+    """Newest checkpoints to keep."""
+    keep_every: NonNegative = 0
+    """Keep those of every so many steps too; 0 is none."""
+    fail_after: NonNegative = 0
+    """Stop the run after so many failed saves; 0 trains on."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Keys:
 def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = False) -> Config:
     """Read a file, apply overrides, and check each key by itself.
 
-    ``compose.legality.check`` checks the rules between keys.
+    ``rules.check`` checks the rules between keys.
 
     Args:
         file: The TOML file.

@@ -10,11 +10,11 @@ import torch
 
 from compose.config.json_files import read_json
 from compose.config.tables import Config
-from compose.config.task import task_of
 from compose.data.batches import Batches
 from compose.data.ends import end_ids
 from compose.data.sources import Samples
 from compose.data.special_tokens import CONFIG, GENERATION, MODEL
+from compose.data.task import task_of
 from compose.data.tokenizer import FILE, carried, carry, keep, open_tokenizer
 from compose.errors import ConfigError, write_whole
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compose.config.tables import Data
 from compose.data.chats import Conversations
 from compose.data.documents import JSON_LINES, PACKED
-from compose.data.options import Data
 from compose.data.packing import pack
 from compose.data.rows import Row, Stored, check_ids
 from compose.data.token_files import open_bin, open_npy
@@ -35,7 +35,7 @@ _CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checke
 class Samples(Protocol):
     """A numbered set of samples, each of the same length.
 
-    ``open_samples`` opens those of language models; ``compose.config.models.Task.open`` may open others.
+    ``open_samples`` opens those of language models; ``Task.open`` may open others.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The forms in which islands send a change of weights: vectors as bytes, and back.
 
-The blocks of 8 bits are those of compose/compression/blocks.py. The others are of published methods: floats of
+The blocks of 8 bits are those of compose/compression/blocks.py. The others are published: floats of
 4 bits without a mantissa (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512), and the largest
 elements in 2 bits with error feedback (SparseLoCo, Sarfi et al. 2025, arXiv:2508.15706).
 """

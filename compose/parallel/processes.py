@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.parallel.comm import Comm
 from compose.parallel.heartbeat import Watch, launcher, set_limit, store_in_first_rank
 from compose.parallel.islands import FAILED, current, divide
 from compose.parallel.stragglers import Stragglers, behind, default_store
+
+if TYPE_CHECKING:
+    from compose.config.tables import Config
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
 _SAID = "compose/said"
@@ -99,7 +102,7 @@ def _claim(device: torch.device, store: dist.Store) -> None:
 
 
 @contextmanager
-def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
+def process_group(config: "Config", islands: int = 1) -> Iterator[torch.device]:
     """Start the default process group, under torchrun or alone, and yield this rank's device.
 
     An error inside is reported once, by the rank where it happened first: a ConfigError (exit code 2)

@@ -16,7 +16,8 @@ from compose.apply import apply
 from compose.build import build_optimizer, loss_function
 from compose.composition import Composition
 from compose.config.job import Job
-from compose.config.task import batch_on_meta
+from compose.config.models import batch_on_meta
+from compose.data.task import task_of
 from compose.ops.dropout import DropoutKey
 from compose.ops.local_tensor import local_tensor
 from compose.optim.state import make_state
@@ -134,7 +135,7 @@ def trace(played: Played) -> Traced:
 def step_batch(job: Job, micro_batches: int, documents: bool = True) -> dict[str, Tensor]:
     """Return a rank's batch on meta."""
     samples = max(1, micro_batches) * job.config.train.micro_batch
-    return batch_on_meta(job.config, samples, documents)
+    return batch_on_meta(task_of(job.config), job.config, samples, documents)
 
 
 def _try_stream(

@@ -1,9 +1,9 @@
 """The proof of messages in fewer bytes: results with what was lost are those of plain messages.
 
 A code rounds, so a coded gradient is not one process's. But each rank can tell what its own messages
-lost (compose/compression/account.py). A coded gradient plus all that was lost must be the plain gradient, to
-the last digits. One process computes with the weights as they were received, and its optimizer takes
-the coded gradients. What was lost is compared with what the code is expected to lose.
+lost (compose/compression/account.py). A coded gradient plus all that was lost must be the plain
+gradient, to the last digits. One process computes with the weights as they were received, and its
+optimizer takes the coded gradients. What was lost is compared with what the code is expected to lose.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """Attention by plain PyTorch, with all scores at once; the proof's one process computes it so.
 
-The operator that models call (compose/operators) finds documents and windows by its own rules, and so
+The operator that models call (compose/ops) finds documents and windows by its own rules, and so
 does context parallel. A fault of those rules would be the same in both runs of a proof, and would not
 be seen. So the one process uses a mask (L, L).
 """

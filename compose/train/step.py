@@ -49,8 +49,7 @@ def forward_backward(
         micro_batch: Samples in one forward; None is the whole share.
         loss_function: Takes (output, targets) and returns a sum over targets: all elements, but
             integers of IGNORE and floats of NaN (``count_targets``). With a CrossEntropy with
-            ``chunk`` (compose/parallel/output.py) the model's last projection computes the loss; this needs
-            Plan.output.
+            ``chunk`` the model's last projection computes the loss; this needs Plan.output.
         loss_scale: Multiplies the gradients, not the returned loss. ``clip_grad_norm_`` divides by it.
         dropout: The step's number and the run's seed, for a model with dropout in training mode.
 

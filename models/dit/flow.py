@@ -9,8 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from compose.config.models import Sampler
-from compose.config.tables import Config
-from compose.data.options import Data
+from compose.config.tables import Config, Data
 from compose.data.sources import Samples
 from compose.data.token_set import TokenSet
 from compose.errors import ConfigError

@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 
 from compose.__main__ import main
 from compose.config.tables import Data
-from compose.config.task import LanguageModelling
 from compose.data.chat_template import ChatTemplate
 from compose.data.chats import Conversations, pack_into_bins
 from compose.data.messages import read_chat
 from compose.data.replies import Replies, encode
 from compose.data.sources import open_samples
+from compose.data.task import LanguageModelling
 from compose.data.tokenizer import open_tokenizer
 from compose.errors import ConfigError
 from compose.ops.cross_entropy import IGNORE

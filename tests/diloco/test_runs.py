@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from compose.checkpoint import checkpointer, store
 from compose.checkpoint.checkpointer import Checkpointer, SaveReport
-from compose.checkpoint.options import Checkpoint
-from compose.config.tables import Config
+from compose.config.tables import Checkpoint, Config
 from compose.errors import ConfigError
 from compose.parallel.islands import Islands, current
 from compose.parallel.processes import process_group

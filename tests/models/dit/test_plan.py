@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compose.build import build
 from compose.config.rules import meshes
-from compose.config.task import batch_on_meta, task_of
+from compose.data.task import batch_on_meta, task_of
 from compose.errors import ConfigError
 from compose.train.step import forward_backward
 from models.dit import PRESETS, Config, Model

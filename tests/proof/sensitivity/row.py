@@ -18,7 +18,7 @@ FEW: Keys = {"train__seq_len": 16, "model__n_layers": 2, "train__global_batch": 
 class Row:
     """One fault, in the text of one function.
 
-    keys: of the run, as ``tests.support.helpers.prove_case`` takes them. place, old, new: as ``mutated`` takes
+    keys: of the run, as ``prove_case`` takes them. place, old, new: as ``mutated`` takes
     them. quantity, names: at least one row of the report with this quantity, and a name that matches,
     must have failed. untouched: all rows with this quantity, and a name that matches, must not have.
     raises: what the proof ends with instead, where the fault lets no step begin. islands: if there are

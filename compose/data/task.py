@@ -1,6 +1,5 @@
 """The task of a run: its model's folder names one, or the model learns the next token of a text."""
 
-import torch
 from torch import Tensor
 
 from compose.config.models import Sampler, Task, find_model
@@ -10,8 +9,6 @@ from compose.data.sources import Samples, open_samples
 from compose.errors import ConfigError
 from compose.ops.cross_entropy import count_targets
 from compose.parallel.output import CrossEntropy
-
-_OF_DOCUMENTS = ("positions", "document_ids")
 
 
 class LanguageModelling:
@@ -47,18 +44,3 @@ class LanguageModelling:
 def task_of(config: Config) -> Task:
     """Return what the model of ``config`` learns."""
     return find_model(config.model.name).task or LanguageModelling()
-
-
-def batch_on_meta(config: Config, samples: int = 1, documents: bool = False) -> dict[str, Tensor]:
-    """Return a batch of the run without values."""
-    one = task_of(config).random_batch(config, 1, 0)
-    return {
-        name: torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")
-        for name, value in one.items()
-        if documents or name not in _OF_DOCUMENTS
-    }
-
-
-def inputs_on_meta(config: Config) -> dict[str, Tensor]:
-    """Return the model's inputs of one sample of the run, on meta."""
-    return {name: value for name, value in batch_on_meta(config).items() if name != "targets"}

@@ -17,9 +17,9 @@ _HEAD = """\
 
 Any product of `dp_replicate`, `dp_shard`, `cp`, `tp` and `pp` composes, with any `ep` over it, every
 ZeRO stage, schedule and `cp_method`, tied and untied embeddings, and documents packed into a sequence,
-unless a rule below says no. The configuration checks read the same table (`compose/legality/`, of
-which this page is printed by `python -m compose.legality`), and the tests prove that every mesh of 8
-ranks is either refused by it or equal to one process. Which meshes a config allows:
+unless a rule below says no. The checks of a config read the same table, `compose/config/rules.py`.
+The tests prove that every mesh of 8 ranks is either refused by it or equal to one process.
+`python -m compose.config.rules_page` prints this page. Which meshes a config allows:
 
 ```bash
 python -m compose legal train.toml --world-size 8
