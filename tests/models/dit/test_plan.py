@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from compose.build import build
+from compose.config.models import batch_on_meta
 from compose.config.rules import meshes
-from compose.data.task import batch_on_meta, task_of
+from compose.data.task import task_of
 from compose.errors import ConfigError
 from compose.train.step import forward_backward
 from models.dit import PRESETS, Config, Model
@@ -226,7 +227,7 @@ def test_loss_chunks_are_refused() -> None:
 
 def test_the_batch_on_meta_is_as_the_datas() -> None:
     config = make_config(1, **DIT)
-    batch = batch_on_meta(config, samples=3)
+    batch = batch_on_meta(task_of(config), config, samples=3)
     real = task_of(config).open("shapes", config).read(0)
     assert {n: (v.dtype, v.shape[1:]) for n, v in batch.items()} == {
         n: (v.dtype, v.shape) for n, v in real.items()
