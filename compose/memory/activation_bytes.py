@@ -68,9 +68,6 @@ def unit_costs(model: nn.Module, units: Sequence[str], seq_len: Sample) -> dict[
     """Count what one sample costs in each unit, on one device.
 
     Attention counts as the flash kernels do it: they save q, k, v, their output and its log-sum-exp.
-
-    Raises:
-        ConfigError: The model does not run on meta tensors.
     """
     costs = {name: UnitCost() for name in units}
     tensors = {

@@ -106,19 +106,8 @@ def recomputed_units(
 ) -> dict[str, Operators]:
     """Return the units to recompute, and for each the operators whose results are kept.
 
-    The result is the same on every rank, since it depends on the whole model alone.
-
-    Args:
-        model: The whole model.
-        units: Names of the units, in the order they run.
-        options: The table [activation_checkpoint].
-        seq_len: The tokens of a sample, or what makes its inputs.
-
-    Returns:
-        Operators by unit.
-
-    Raises:
-        ConfigError: ``options`` name an unknown operator, or the bytes cannot be counted.
+    The result is the same on every rank, since it depends on the whole model alone. ``units`` are in
+    the order in which they run.
     """
     if options.mode == "full":
         return dict.fromkeys(units, frozenset())
@@ -137,13 +126,6 @@ def within(costs: Mapping[str, UnitCost], budget: float) -> dict[str, tuple[str,
 
     At least the input is kept, whatever ``budget`` says. In each step the choice changes for the unit
     that saves the most FLOPs of recomputation for each byte kept; among equal ones, for the first.
-
-    Args:
-        costs: The cost of each unit.
-        budget: The share of all bytes that may be kept.
-
-    Returns:
-        Groups of operators to keep by unit; None is everything.
     """
     levels = {name: cost.levels() for name, cost in costs.items()}
     chosen = dict.fromkeys(costs, 0)
@@ -168,12 +150,9 @@ def within(costs: Mapping[str, UnitCost], budget: float) -> dict[str, tuple[str,
 def apply_activation_checkpointing(
     model: nn.Module, units: Mapping[str, Operators], held: Held | None = None
 ) -> None:
-    """Recompute units of a model in backward, except the kept results.
+    """Recompute units of a model in backward, except the results of the operators that each keeps.
 
-    Args:
-        model: The model.
-        units: For each unit, the operators whose results are kept.
-        held: Returns a unit's forward with what it depends on besides its inputs, as it is now.
+    ``held`` returns a unit's forward with what it depends on besides its inputs, as it is now.
     """
     for name, kept in units.items():
         module = model.get_submodule(name)

@@ -92,16 +92,7 @@ class ActivationOffload:
                 self._wait(*unit[-1])
 
     def back(self, host: Tensor, stored: Any, device: torch.device) -> tuple[Tensor, Any]:
-        """Copy a tensor back to the device.
-
-        Args:
-            host: The copy in host memory.
-            stored: The event after which that is complete.
-            device: The device.
-
-        Returns:
-            The copy on the device, and the event after which it is complete.
-        """
+        """Begin to copy ``host``, complete after ``stored``, to the device; return it and its event."""
         self.bytes += host.nbytes
         if device.type != "cuda":
             begun = time.perf_counter()
@@ -118,12 +109,7 @@ class ActivationOffload:
         return copy, into.record_event()
 
     def wait(self, copy: Tensor, there: Any) -> None:
-        """Let the device's computing stream wait for a copy.
-
-        Args:
-            copy: The copy on the device.
-            there: The event after which it is complete.
-        """
+        """Let the device's computing stream wait for a copy, complete after the event ``there``."""
         self.let_go()
         if there is not None:
             self._wait(copy, there)

@@ -32,15 +32,7 @@ class Compile:
 
 
 def check_whole(mode: str, tp: int) -> None:
-    """Raise ConfigError if the whole model is compiled with ``tp`` above 1.
-
-    Args:
-        mode: The mode of [compile].
-        tp: The degree of tensor parallelism.
-
-    Raises:
-        ConfigError: The two do not go together.
-    """
+    """Raise ConfigError if the whole model is compiled with ``tp`` above 1."""
     if mode == "model" and tp > 1:
         raise ConfigError(
             f'compile.mode: "model" with parallel.tp = {tp}: Dynamo cannot trace the hooks by which'
@@ -54,14 +46,6 @@ def compiled_parts(model: nn.Module, units: Sequence[str], opaque: Collection[st
     A unit without an opaque module is one part. In place of another unit come the largest modules
     inside it that hold no opaque module. A linear layer alone is left out, since a compiler cannot
     improve it.
-
-    Args:
-        model: The model.
-        units: Names of the units.
-        opaque: Names of the modules that cannot be traced.
-
-    Returns:
-        An iterator over names.
     """
     for name in units:
         if not any(other == name or other.startswith(name + ".") for other in opaque):
@@ -85,16 +69,9 @@ def apply_compile(
 ) -> None:
     """Compile a model in place.
 
-    FSDP must be applied afterwards, so that its hooks stay outside of the graphs.
-
-    Args:
-        model: The model.
-        stages: The stages to compile in mode "model".
-        units: Names of the modules to compile in mode "block".
-        experts: Names of the modules of experts. Their number of rows varies, and PyTorch cannot trace
-            what sends rows to them (docs/speed.md). In mode "block" only what they compute is compiled.
-        options: The table [compile].
-        mesh: The mesh of the tp axis.
+    FSDP must be applied afterwards, so that its hooks stay outside of the graphs. The rows of experts
+    vary in number, and PyTorch cannot trace what sends rows to them (docs/speed.md). In mode "block"
+    only what they compute is compiled.
     """
     if options.mode == "off":
         return

@@ -99,9 +99,6 @@ def select_layers(
     A layer is left out if the plan excepts it, or if a side of the part that each tp rank holds is no
     multiple of 16. Unless float8 is emulated, it is left out too if CROSSOVERS has that part as too
     small to gain.
-
-    Raises:
-        ConfigError: torchao is not installed.
     """
     if recipe == "off":
         return NOTHING
@@ -140,14 +137,10 @@ def select_layers(
 
 
 def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
-    """Make the chosen layers of a model torchao's Float8Linear, in place.
+    """Make the chosen layers of a model, or a stage, torchao's Float8Linear, in place.
 
-    Args:
-        model: The model, or a stage.
-        choice: The layers; those that ``model`` lacks are ignored.
-        shards: Ranks over which FSDP will cut a weight. With tensorwise it then gathers the weights of
-            evenly cut layers in 8 bits. These weights become a subclass that does this (see
-            ``compose.ops.local_tensor.local_tensor``).
+    FSDP cuts a weight over ``shards`` ranks. With tensorwise it gathers the weights of evenly cut
+    layers in 8 bits: they become a subclass that does so (see ``local_tensor``).
     """
     if not choice.converted:
         return
@@ -202,14 +195,6 @@ def float8_styles(
     inside are converted. Scales of rows cannot be sent, so with other recipes than tensorwise PyTorch's
     styles stay as they are. In any case the styles of compose/parallel/local_parallel.py become
     PyTorch's.
-
-    Args:
-        styles: Styles by the names of modules.
-        modules: The modules of Plan.float8.
-        choice: The layers that compute in float8.
-
-    Returns:
-        The new styles.
     """
     if choice.recipe == "off":
         return list(styles)
@@ -270,10 +255,6 @@ def shared_scales(model: nn.Module, choice: Choice) -> Iterator[None]:
 
     Otherwise each gather computes its own scale, for each tp rank's part by itself. Weights must not
     change inside this context.
-
-    Args:
-        model: The model.
-        choice: The layers that compute in float8.
     """
     if choice.recipe != "tensorwise":
         yield

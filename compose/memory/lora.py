@@ -60,18 +60,6 @@ def adapt(model: nn.Module, plan: Plan, lora: Lora, tp: int = 1) -> Plan:
     """Give each target of ``lora`` an adapter, and freeze all other parameters, in place.
 
     A model that has its adapters already gets no others.
-
-    Args:
-        model: The model.
-        plan: Its plan.
-        lora: The table [model.lora].
-        tp: Ranks on the tp axis.
-
-    Returns:
-        The plan with the cut of the adapters.
-
-    Raises:
-        ConfigError: The table does not fit the model, with all problems.
     """
     if not lora.rank:
         if lora.targets or lora.load:
@@ -93,11 +81,7 @@ def adapt(model: nn.Module, plan: Plan, lora: Lora, tp: int = 1) -> Plan:
 
 
 def find_targets(model: nn.Module, plan: Plan, lora: Lora, names: Sequence[str]) -> list[str]:
-    """Return the layers that get adapters, in the model's order.
-
-    Raises:
-        ConfigError: A pattern names no linear layer, or one that cannot have an adapter of this rank.
-    """
+    """Return the layers that get adapters, in the model's order."""
     key = "model.lora.targets"
     if not lora.targets:
         raise ConfigError(
@@ -199,11 +183,6 @@ def init_adapter(name: str, tensor: torch.Tensor, generator: torch.Generator) ->
     """Fill a whole parameter of an adapter as peft does: A as nn.Linear's weight, B with zeros.
 
     A is uniform in +-1 / in_features^0.5 (He et al. 2015, arXiv:1502.01852, with a = 5^0.5).
-
-    Args:
-        name: The parameter's name.
-        tensor: The parameter, A (r, D) or B (N, r).
-        generator: The random numbers.
     """
     if name.endswith(".A"):
         bound = tensor.shape[1] ** -0.5

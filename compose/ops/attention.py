@@ -74,24 +74,11 @@ def attention_forward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of pieces of a sequence; see docs/attention.md.
+    """Return the output (B, L, H, V) and log-sum-exp (B, L, H) of pieces of a sequence.
 
-    Args:
-        q: Queries, (B, L, H, K): pieces of equal length.
-        k: Keys, (B, S, G, K), in the same way.
-        v: Values, (B, S, G, V).
-        bounds: ``Documents.bounds`` of the whole sequence, or None.
-        extents: ``Documents.extents``, or None.
-        sinks: (H,), or None.
-        q_starts: The first token of each piece of ``q``.
-        k_starts: The first token of each piece of ``k``.
-        causal: As in AttentionOptions.
-        window: As in AttentionOptions; 0 is all.
-        scale: As in AttentionOptions.
-        softcap: As in AttentionOptions.
-
-    Returns:
-        The output (B, L, H, V) and the log-sum-exp (B, L, H).
+    ``bounds`` and ``extents`` are those of the Documents of the whole sequence. ``q_starts`` and
+    ``k_starts`` are the first tokens of the pieces of q and k, which have one length. A window of 0 is
+    all. The rest is as in :func:`attention` and AttentionOptions; see docs/attention.md.
     """
     task = task_of((bounds, extents), (q_starts, k_starts), (causal, window, scale, softcap))
     return finish(*merged(task, q, k, v), sinks, q.dtype)
@@ -102,16 +89,7 @@ def task_of(
     starts: tuple[Sequence[int], Sequence[int]],
     scores: tuple[bool, int, float, float],
 ) -> Task:
-    """Return the task that the operator's arguments stand for.
-
-    Args:
-        documents: Their bounds and extents.
-        starts: The first tokens of the pieces of queries, and of keys.
-        scores: causal, window, scale and softcap.
-
-    Returns:
-        The task.
-    """
+    """Return the task that the operator's arguments stand for."""
     causal, window, scale, softcap = scores
     layout = Layout(tuple(starts[0]), tuple(starts[1]), causal, window)
     return Task(layout, Scores(scale, softcap), *documents)
@@ -164,28 +142,9 @@ def attention_backward(
     softcap: float,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of :func:`attention_forward` for q, k and v.
+    """Return the gradients of :func:`attention_forward` for q, k and v.
 
-    Args:
-        grad: The gradient of the output, (B, L, H, V).
-        grad_lse: That of the log-sum-exp, (B, L, H), or None.
-        q: As in the forward.
-        k: As in the forward.
-        v: As in the forward.
-        out: What the forward returned.
-        lse: What the forward returned.
-        bounds: As in the forward.
-        extents: As in the forward.
-        q_starts: As in the forward.
-        k_starts: As in the forward.
-        causal: As in the forward.
-        window: As in the forward.
-        scale: As in the forward.
-        softcap: As in the forward.
-        wide: Whether the gradients of k and v are in float32 or wider, to be summed over ranks.
-
-    Returns:
-        The gradients.
+    With ``wide`` those of k and v are in float32 or wider, to be summed over ranks.
     """
     task = task_of((bounds, extents), (q_starts, k_starts), (causal, window, scale, softcap))
     dq, dk, dv = gradients(task, (grad, grad_lse), (q, k, v), (out, lse))
@@ -199,17 +158,7 @@ def gradients(
     inputs: tuple[Tensor, Tensor, Tensor],
     result: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v.
-
-    Args:
-        task: The task.
-        grads: Of the output (B, L, H, V), and of the log-sum-exp (B, L, H) if it has one.
-        inputs: q, k and v, as the operator takes them.
-        result: What the operator returned.
-
-    Returns:
-        The gradients, each in the shape of its tensor, contiguous, in its type or a wider one.
-    """
+    """Return the gradients of q, k and v, each contiguous, in the type of its tensor or a wider one."""
     (grad, out), lse = widened(grads, result[0]), result[1]
     value = inputs[2] if grads[1] is None else F.pad(inputs[2], (0, 1), value=1.0)
     grad, out, q, k, v = (x.transpose(1, 2) for x in (grad, out, *inputs[:2], value))
@@ -277,16 +226,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[T
 def sink_gradient(
     grads: tuple[Tensor, Tensor | None], result: tuple[Tensor, Tensor], sinks: Tensor
 ) -> Tensor:
-    """Return the gradient of the sinks: that of a score whose value is zero.
-
-    Args:
-        grads: As for :func:`gradients`.
-        result: The output and the log-sum-exp, with the sink.
-        sinks: The sinks, (H,).
-
-    Returns:
-        (H,), in the type of ``sinks``.
-    """
+    """Return the gradient of the sinks (H,): that of a score whose value is zero."""
     (grad, of_lse), (out, lse) = grads, result
     change = -(grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     change = change if of_lse is None else change + of_lse

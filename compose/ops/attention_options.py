@@ -28,18 +28,7 @@ class AttentionOptions:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions) -> None:
-    """Raise ConfigError, in one line, if attention cannot be computed.
-
-    Args:
-        q: As for :func:`attention`.
-        k: As for :func:`attention`.
-        v: As for :func:`attention`.
-        sinks: As for :func:`attention`.
-        options: As for :func:`attention`.
-
-    Raises:
-        ConfigError: It names the first thing that does not fit.
-    """
+    """Raise ConfigError, in one line, if attention cannot be computed."""
     heads, groups = q.shape[2], k.shape[2]
     check_window(options.window)
     if options.window is not None and not options.causal:
@@ -68,30 +57,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Attent
 
 
 def check_window(window: int | None, name: str = "attention: window") -> None:
-    """Raise ConfigError if a window holds not even the query's own key.
-
-    Args:
-        window: The window; None is all.
-        name: The setting, for the message.
-
-    Raises:
-        ConfigError: The window is below 1.
-    """
+    """Raise ConfigError if a window holds not even the query's own key."""
     if window is not None and window < 1:
         raise ConfigError(f"{name} {window} should be at least 1, or None for all")
 
 
 def check_documents(documents: Documents | None, rows: int, length: int) -> None:
-    """Raise ConfigError if documents are those of another batch.
-
-    Args:
-        documents: The documents.
-        rows: Rows of the batch.
-        length: Tokens of a whole row.
-
-    Raises:
-        ConfigError: The numbers of tokens differ.
-    """
+    """Raise ConfigError if documents are those of another batch."""
     if documents is not None and documents.shape != (rows, length):
         raise ConfigError(
             f"attention: documents of {' x '.join(map(str, documents.shape))} tokens, and keys of"

@@ -17,14 +17,7 @@ sample, on meta, by name."""
 
 
 def ignored(targets: Tensor) -> Tensor:
-    """Tell from which targets nothing is learnt: IGNORE among integers, NaN among floats.
-
-    Args:
-        targets: Of any shape.
-
-    Returns:
-        A bool for each target.
-    """
+    """Tell from which targets nothing is learnt: IGNORE among integers, NaN among floats."""
     return targets.isnan() if targets.is_floating_point() else targets == IGNORE
 
 
@@ -42,14 +35,7 @@ def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def on_meta(sample: Sample) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Return the inputs of one sample on meta, as a model is called with them.
-
-    Args:
-        sample: The tokens of a sample, or what makes its inputs.
-
-    Returns:
-        The inputs by position, and those by name.
-    """
+    """Return the inputs of one sample on meta, as a model is called with them."""
     if isinstance(sample, int):
         return (torch.empty((1, sample), dtype=torch.int64, device="meta"),), {}
     return (), dict(sample())

@@ -55,13 +55,8 @@ def blocks(
 ) -> list[Block]:
     """Return the blocks of attention.
 
-    Args:
-        layout: The pieces.
-        lengths: Tokens of the query tensor, and of the key tensor.
-        starts: For each row of the batch, where its documents begin in the whole sequence.
-
-    Returns:
-        The blocks; their slices are places in the query and the key tensor.
+    ``lengths`` are those of the query and the key tensor, in which the blocks' slices are places.
+    ``starts`` tells for each row of the batch where its documents begin in the whole sequence.
     """
     rows_of: dict[tuple[int, int, int, int, bool, int | None], list[int]] = {}
     q_size, k_size = lengths[0] // len(layout.q_starts), lengths[1] // len(layout.k_starts)

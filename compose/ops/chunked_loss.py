@@ -33,18 +33,9 @@ def chunked_cross_entropy(
     rounded once more than with whole logits. A target that is no row of the vocabulary makes the loss
     infinite.
 
-    Args:
-        hidden: (..., D). If the weight is a DTensor, it is whole on every rank, a DTensor or not.
-        weight: (V, D), of the same type. A DTensor on one axis is whole or sharded over V.
-        targets: (...), int64; IGNORE counts for nothing.
-        chunk: Tokens at a time.
-        z_loss: Weight of the z-loss.
-
-    Returns:
-        Two local scalars, float32 (float64 for float64), the same on every rank of the axis.
-
-    Raises:
-        ValueError: There is not one target for each token.
+    ``hidden`` is (..., D), whole on every rank, ``weight`` (V, D), whole or a DTensor sharded over V on
+    one axis, ``targets`` (...), and ``chunk`` a number of tokens. Results are local scalars, in float32
+    or wider, the same on every rank of the axis.
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden {list(hidden.shape)} is not for targets {list(targets.shape)}")

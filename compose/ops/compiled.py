@@ -38,13 +38,7 @@ def _watched() -> bool:
 def run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
     """Return ``function(*tensors)``, compiled if that is possible.
 
-    Args:
-        function: A function of tensors alone.
-        tensors: Tensors of one or more dims. Another size of the first dim is no reason to compile
-            again.
-
-    Returns:
-        Its result.
+    Another size of the tensors' first dims is no reason to compile again.
     """
     if _Failed.yes or _watched():
         return function(*tensors)

@@ -50,12 +50,5 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return how many targets are trained on; a scalar, int64.
-
-    Args:
-        targets: (B, ...). Integers other than IGNORE and floats other than NaN count.
-
-    Returns:
-        The number.
-    """
+    """Return how many targets are trained on; a scalar, int64."""
     return torch.count_nonzero(~ignored(targets))

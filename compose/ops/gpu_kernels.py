@@ -46,15 +46,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, rows: Rows) -> 
     It takes rows of several lengths, laid end to end. It aligns the last query of a row with the last
     key: with ``causal`` that query sees all keys, the one before sees one key less.
 
-    Args:
-        q: Queries, (B, L, H, K), or (T, H, K) with cumulative lengths.
-        k: Keys, in the same way, with G heads.
-        v: Values, in the same way.
-        scale: Of the scores.
-        rows: The rows.
-
-    Returns:
-        The output in the shape of ``q``, and the log-sum-exp (B, H, L) or (H, T), float32.
+    Tensors are (B, L, heads, K), or (T, heads, K) with cumulative lengths. The results are the output
+    in the shape of ``q``, and the log-sum-exp (B, H, L) or (H, T).
     """
     out, lse, *_ = _ops._flash_attention_forward(
         q,
@@ -169,17 +162,9 @@ def efficient_forward(
 ) -> tuple[Tensor, Tensor]:
     """Run the memory-efficient kernel, which takes float32, any width, and a mask.
 
-    Args:
-        q: Queries, (B, H, L, K).
-        k: Keys, (B, G, S, K).
-        v: Values, (B, G, S, V).
-        scale: Of the scores.
-        causal: Whether a query sees only the keys up to its own, of as many keys as queries.
-        seen: Whether a query sees a key, bool, (B or 1, 1, L, S). None: all, or what ``causal`` leaves.
-
-    Returns:
-        The output (B, H, L, V) and the log-sum-exp (B, H, L), float32. If a query sees no key, its
-        log-sum-exp is so low that its output has no weight beside that of other keys.
+    Tensors are (B, heads, L, K). ``seen`` tells whether a query sees a key, (B or 1, 1, L, S); None:
+    all, or what ``causal`` leaves of as many keys as queries. If a query sees no key, its log-sum-exp
+    is so low that its output has no weight beside that of other keys.
     """
     bias = None if seen is None else _bias(q, seen)
     k, v = (_for_each_query_head(x, q) for x in (k, v))

@@ -17,16 +17,7 @@ from compose.ops.registered import operator
 
 @operator("compose::grouped_mm")
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each expert's rows by its transposed weight.
-
-    Args:
-        rows: (N, K).
-        weight: (E, M, K).
-        counts: How many rows each expert has, (E,).
-
-    Returns:
-        (N, M).
-    """
+    """Return the rows (N, M) of each expert: its ``counts`` of rows (N, K) by its transposed (M, K)."""
     parts = rows.split(counts.tolist())
     return torch.cat([F.linear(*each) for each in zip(parts, weight, strict=True)])
 

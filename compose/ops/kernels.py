@@ -26,19 +26,7 @@ class Scores:
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Run the CPU's flash kernel.
-
-    Args:
-        q: Queries, (B, H, Lq, K).
-        k: Keys, (B, G, Lk, K).
-        v: Values, (B, G, Lk, K).
-        scores: How scores are made.
-        causal: Whether a query sees only the keys up to its own.
-        mask: It is added to the scores, (Lq, Lk).
-
-    Returns:
-        The output (B, H, Lq, K) and the log-sum-exp (B, H, Lq).
-    """
+    """Run the CPU's flash kernel; ``mask`` (Lq, Lk) is added to the scores."""
     return _ops._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scores.scale
     )
@@ -54,16 +42,7 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of :func:`flash_forward` (Dao 2023, arXiv:2307.08691).
 
-    Args:
-        grad: The gradient of the output, (B, H, Lq, K).
-        inputs: q, k and v.
-        result: The output and the log-sum-exp over all keys, of which these may be a part.
-        scores: As in the forward.
-        causal: As in the forward.
-        mask: As in the forward.
-
-    Returns:
-        The gradients of q, k and v.
+    ``result`` is the output and the log-sum-exp over all keys, of which these may be a part.
     """
     return _ops._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, *inputs, *result, 0.0, causal, attn_mask=mask, scale=scores.scale
@@ -72,16 +51,9 @@ def flash_backward(
 
 @lru_cache(maxsize=8)
 def band(lengths: tuple[int, int], shift: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask of a band: 0 where a query sees a key, else minus infinity.
+    """Return the mask (Lq, Lk) of a band, on the CPU: 0 where a query sees a key, else minus infinity.
 
-    Args:
-        lengths: The numbers of queries and of keys.
-        shift: How far the first query lies behind the first key.
-        window: Keys that a query sees, the last of them its own.
-        dtype: Of the mask.
-
-    Returns:
-        (Lq, Lk), on the CPU.
+    ``shift`` is how far the first query lies behind the first key.
     """
     distance = torch.arange(lengths[0])[:, None] + shift - torch.arange(lengths[1])
     seen = (distance >= 0) & (distance < window)
@@ -93,15 +65,8 @@ def plain_forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention by plain products, with all scores (B, H, Lq, Lk) in memory.
 
-    Args:
-        q: Queries, (B, H, Lq, K).
-        k: Keys, (B, G, Lk, K).
-        v: Values, (B, G, Lk, V).
-        scores: How scores are made.
-        seen: Whether a query sees a key, bool, (B, 1, Lq, Lk) or less; a query may see none.
-
-    Returns:
-        The output (B, H, Lq, V), and the log-sum-exp (B, H, Lq), in float32 or wider.
+    ``seen`` tells whether a query sees a key, (B, 1, Lq, Lk) or less; a query may see none. Results are
+    in float32 or wider.
     """
     made, _ = _scores(q, k, scores, seen)
     lse = made.logsumexp(-1)
@@ -116,18 +81,7 @@ def plain_backward(
     scores: Scores,
     seen: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of :func:`plain_forward` (Dao 2023, arXiv:2307.08691, section 2.3).
-
-    Args:
-        grad: The gradient of the output, (B, H, Lq, V).
-        inputs: q, k and v.
-        result: The output and the log-sum-exp over all keys, of which these may be a part.
-        scores: As in the forward.
-        seen: As in the forward.
-
-    Returns:
-        The gradients of q, k and v, in float32 or wider.
-    """
+    """Compute the gradients of :func:`plain_forward` (Dao 2023, arXiv:2307.08691, section 2.3)."""
     q, k, v = inputs
     out, lse = result
     made, slope = _scores(q, k, scores, seen)

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 def attention_pairs(queries: int, keys: int, causal: bool = True, window: int = 0) -> float:
     """Return the number of pairs of a query and a key that attend in one document.
 
-    Args:
-        queries: Number of queries, the last of which sees the last key.
-        keys: Number of keys.
-        causal: Whether a query sees only the keys up to its own.
-        window: Keys that a query sees at most; 0 is all.
-
-    Returns:
-        The number.
+    The last query sees the last key. A window of 0 is all.
     """
     if not causal:
         return float(queries * keys)
@@ -30,15 +23,8 @@ def pairs_of(
 ) -> float:
     """Return the pairs of all heads, where each row is one document.
 
-    Args:
-        q: The shape of the queries, (B, L, H, K).
-        k: The shape of the keys, (B, S, G, K), from the sequence's first.
-        starts: The first token of each piece of the queries.
-        causal: Whether a query sees only the keys up to its own.
-        window: Keys that a query sees at most; 0 is all.
-
-    Returns:
-        The number.
+    ``q`` and ``k`` are shapes (B, L, H, K); the keys begin with the sequence's first. ``starts`` are
+    the first tokens of the pieces of the queries.
     """
     size = q[1] // len(starts)
     keys = [start + size if causal else k[1] for start in starts]

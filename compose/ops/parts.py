@@ -221,17 +221,7 @@ Parts = FlashParts | VarlenParts | PlainParts
 
 
 def parts_of(task: Task, q: Tensor, k: Tensor, v: Tensor) -> Parts:
-    """Return the parts of a task by the kernel that the device has for it.
-
-    Args:
-        task: The task.
-        q: Queries, (B, H, L, K).
-        k: Keys, (B, G, S, K).
-        v: Values, (B, G, S, V).
-
-    Returns:
-        The parts.
-    """
+    """Return the parts of a task by the kernel that the device has for it."""
     kind = devices.device_of(q)
     if kind == "cuda":
         task = _with_documents_that_matter(task, len(q))
@@ -262,13 +252,7 @@ class Merged:
     """
 
     def __init__(self, q: Tensor, width: int, once: bool = False) -> None:
-        """Begin with no keys.
-
-        Args:
-            q: Queries, (B, H, L, K).
-            width: Of the values.
-            once: Whether each query is added once.
-        """
+        """Begin with no keys."""
         rows, heads, length, _ = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
         self.once = once
@@ -297,12 +281,7 @@ class Sums:
     """The gradients of queries, or of keys and values, added part by part, in float32 or wider."""
 
     def __init__(self, like: Sequence[Tensor], once: bool) -> None:
-        """Begin with zeros.
-
-        Args:
-            like: The tensors (B, heads, L, K) whose gradients these are.
-            once: Whether each token is added once; then the sums have the tensors' own type.
-        """
+        """Begin with zeros."""
         self.once = once
         self.of = [
             torch.zeros_like(x, dtype=x.dtype if once else torch.promote_types(x.dtype, torch.float32))

@@ -10,15 +10,7 @@ BODIES: dict[Any, Callable[..., Any]] = {}
 
 
 def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that registers a function as an operator; a compiler does not look into it.
-
-    Args:
-        name: The namespace and the name, as "compose::attention_forward".
-        mutates: The arguments that the function writes to.
-
-    Returns:
-        The decorator. What it makes is called like the function.
-    """
+    """Return a decorator that registers a function as an operator; a compiler does not look into it."""
 
     def register(function: Callable[..., Any]) -> Any:
         registered = torch.library.custom_op(name, function, mutates_args=mutates)

@@ -34,15 +34,7 @@ class RMSNorm(nn.RMSNorm):
         return self.normalized(x, self.weight)
 
     def normalized(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return the normalized input.
-
-        Args:
-            x: (..., D).
-            weight: The weight, (D,), as this rank has it: a style may hold it as a DTensor.
-
-        Returns:
-            The result, of the shape and type of ``x``.
-        """
+        """Return the normalized input."""
         if not self.offset or weight is None:
             return rms_norm(x, self.normalized_shape, weight, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -53,17 +45,7 @@ class RMSNorm(nn.RMSNorm):
 def rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, as ``F.rms_norm`` does.
-
-    Args:
-        x: (..., D).
-        shape: The dims that are normalized together, as nn.RMSNorm has them.
-        weight: Of that shape, or None.
-        eps: Added to the mean of squares; None is the smallest step of the type at 1.
-
-    Returns:
-        The result, of the shape and type of ``x``.
-    """
+    """Return x / sqrt(mean(x^2) + eps) * weight, as ``F.rms_norm`` does."""
     types = {type(x), type(weight)} - {nn.Parameter}
     fused = (
         x.device.type in ("cpu", "meta")

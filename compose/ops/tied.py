@@ -12,12 +12,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def tie(model: nn.Module, names: list[str]) -> None:
-    """Put the parameter ``names[0]`` under the other names too.
-
-    Args:
-        model: The model that has the parameter.
-        names: All names of the parameter.
-    """
+    """Put the parameter ``names[0]`` under the other names too."""
     first = model.get_parameter(names[0])
     for name in names[1:]:
         path, _, leaf = name.rpartition(".")

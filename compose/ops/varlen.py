@@ -34,15 +34,7 @@ class Pair:
 
 
 def pairs_of_pieces(layout: Layout, lengths: tuple[int, int]) -> Iterator[Pair]:
-    """Yield the pairs of pieces that attend.
-
-    Args:
-        layout: The pieces.
-        lengths: Tokens of the query tensor, and of the key tensor.
-
-    Yields:
-        The pairs, each with the tokens that have a key, or a query, in the other piece.
-    """
+    """Yield the pairs of pieces that attend."""
     q_size, k_size = lengths[0] // len(layout.q_starts), lengths[1] // len(layout.k_starts)
     window = layout.window
     for i, a in enumerate(layout.q_starts):

@@ -37,11 +37,7 @@ class Rows:
 
     @staticmethod
     def of(weight: DTensor) -> "Rows":
-        """Return the rows of a weight (V, D).
-
-        Raises:
-            ConfigError: The weight is neither whole nor sharded over the vocabulary.
-        """
+        """Return the rows of a weight (V, D)."""
         if weight.placements == (Replicate(),):
             return Rows()
         if weight.placements != (Shard(0),):
@@ -53,11 +49,7 @@ class Rows:
 
     @staticmethod
     def of_logits(logits: DTensor) -> "Rows":
-        """Return the rows of logits (..., V).
-
-        Raises:
-            ValueError: The logits are neither whole nor sharded over the vocabulary.
-        """
+        """Return the rows of logits (..., V)."""
         (placement,) = logits.placements
         if placement.is_replicate():
             return Rows()
@@ -80,35 +72,18 @@ class Rows:
         return torch.stack(parts)
 
     def places(self, targets: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return where targets are among the ``count`` rows of this rank, and whether they are there.
-
-        Args:
-            targets: (T,), int64.
-            count: The number of rows.
-
-        Returns:
-            Places (T, 1), 0 for a target that is not there; and a mask (T, 1).
-        """
+        """Return each target's place in this rank's ``count`` rows, and whether it is there, (T, 1)."""
         at = (targets - self.start)[:, None]
         here = (at >= 0) & (at < count)
         return at.masked_fill(~here, 0), here
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of -log softmax(logits)[target] over targets other than IGNORE.
+    """Return the sum of -log softmax(logits)[target] over targets (T,) other than IGNORE.
 
-    Args:
-        logits: (T, V), of any float type; local, or a DTensor on one axis that is whole or sharded over
-            V.
-        targets: (T,), int64.
-
-    Returns:
-        A local scalar, float32 or wider, the same on every rank of the axis.
-
-    Raises:
-        RuntimeError: A target is no row of the vocabulary. Where ranks share the vocabulary the loss is
-            infinite instead.
-        ValueError: The logits are sharded otherwise.
+    Logits are (T, V), local or a DTensor on one axis that is whole or sharded over V. The result is
+    local, the same on every rank of the axis, in float32 or wider. A target that is no row of the
+    vocabulary raises RuntimeError; where ranks share the vocabulary the loss is infinite instead.
     """
     rows = Rows.of_logits(logits) if isinstance(logits, DTensor) else Rows()
     local = logits.to_local() if isinstance(logits, DTensor) else logits

@@ -18,16 +18,7 @@ from compose.ops import devices
 
 
 def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows by a transposed weight, in float32 or in a wider type of theirs.
-
-    Args:
-        rows: (N, K).
-        weight: (M, K).
-        bias: (M,); None is zero.
-
-    Returns:
-        (N, M), in float32 or the wider type.
-    """
+    """Return rows (N, K) times a transposed weight (M, K), in float32 or in a wider type of theirs."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     bias = None if bias is None else bias.to(wide)
     if devices.device_of(rows) == "cuda" and rows.dtype == weight.dtype == torch.bfloat16:

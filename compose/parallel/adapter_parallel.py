@@ -50,14 +50,7 @@ class Adapter(nn.Module):
         layer.register_forward_hook(_add)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the adapter adds.
-
-        Args:
-            x: The layer's input, (..., D).
-
-        Returns:
-            (..., N).
-        """
+        """Return what the adapter adds, (..., N) of (..., D)."""
         return self.scale * F.linear(F.linear(x, self.A), self.B)
 
 

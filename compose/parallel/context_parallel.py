@@ -238,11 +238,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def check_ulysses(n_heads: int, n_kv_heads: int, cp: int, tp: int = 1) -> None:
-    """Raise ConfigError unless each of cp x tp ranks can hold whole heads.
-
-    Raises:
-        ConfigError: The heads do not divide.
-    """
+    """Raise ConfigError unless each of cp x tp ranks can hold whole heads."""
     heads, kv_heads = n_heads // tp, max(1, n_kv_heads // tp)
     if heads % cp or (kv_heads % cp and cp % kv_heads):
         raise ConfigError(

@@ -80,11 +80,7 @@ class Sharding:
 
 
 def check_offload(model: nn.Module, zero: int, offload: str) -> None:
-    """Raise ConfigError unless ZeRO's stage ``zero`` leaves parameters free to be in host memory.
-
-    Raises:
-        ConfigError: Offload is asked for in a stage other than 3, or a parameter has no dims.
-    """
+    """Raise ConfigError unless ZeRO's stage ``zero`` leaves parameters free to be in host memory."""
     for name, parameter in model.named_parameters():
         if offload != "none" and parameter.ndim == 0:
             raise ConfigError(
@@ -112,18 +108,8 @@ def apply_data_parallel(
 
     Parameters are sharded over dp_shard and cp together, and replicated over dp_replicate. Gradients
     are summed over ranks and not averaged: the loss is already divided by the number of target tokens
-    in the global batch.
-
-    Args:
-        model: A stage, or the whole model.
-        units: Names of the modules of each unit, in order of use.
-        mesh: The mesh of ``compose.init_mesh``.
-        how: What is sharded, and in which types.
-        experts: Modules that are sharded over ``how.expert_mesh``; each is a unit within another.
-        is_last_stage: Whether the loss follows the last unit; in a pipeline only the last stage has it.
-
-    Returns:
-        The gathers that ``how.near`` asks for.
+    in the global batch. Each of ``experts`` is a unit within another, sharded over ``how.expert_mesh``.
+    The loss follows the last unit if ``is_last_stage``. Returned are the gathers for hpZ.
     """
     zero, near = how.zero, how.near
     if _only_sums(mesh, how):
@@ -297,11 +283,6 @@ def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
 
     It also serves after a forward that has no backward. Then it frees the gathered parameters, and it
     clears FSDP's record of the forward's order, by which the next backward would prefetch.
-
-    Args:
-        model: The model, or a stage; nothing happens without data parallel.
-        zero: The ZeRO stage.
-        last: Whether this was the last micro-batch of the optimizer step.
     """
     if isinstance(model, FSDPModule):
         prepare_micro_batch(model, zero, last)
@@ -312,13 +293,7 @@ def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
 
 
 def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
-    """Prepare, before a micro-batch's forward, what is communicated in its backward.
-
-    Args:
-        model: The model, or a stage; nothing happens without data parallel.
-        zero: The ZeRO stage.
-        last: Whether this is the last micro-batch of the optimizer step.
-    """
+    """Prepare, before a micro-batch's forward, what is communicated in its backward."""
     if sums := gradient_sum_of(model):
         sums.begin(last)
     if units := _UNITS.get(model):

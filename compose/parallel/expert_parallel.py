@@ -37,16 +37,7 @@ class Experts(Protocol):
     """
 
     def run(self, rows: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
-        """Apply each expert to its rows.
-
-        Args:
-            rows: (N, D), sorted by expert.
-            counts: (E,), how many rows each expert has.
-            *weights: The parameters, or this rank's shards of them.
-
-        Returns:
-            (N, D), in the order of ``rows``.
-        """
+        """Apply each expert to its ``counts`` (E,) of the rows (N, D), which are sorted by expert."""
         ...
 
 
@@ -89,11 +80,7 @@ class GatherSequence(ParallelStyle):
 
 
 def check_experts(n_experts: int, ep: int) -> None:
-    """Raise ConfigError unless ``ep`` ranks can hold equally many of ``n_experts``.
-
-    Raises:
-        ConfigError: ``ep`` does not divide ``n_experts``.
-    """
+    """Raise ConfigError unless ``ep`` ranks can hold equally many of ``n_experts``."""
     if n_experts % ep:
         allowed = [d for d in range(1, n_experts + 1) if n_experts % d == 0]
         raise ConfigError(
@@ -103,11 +90,7 @@ def check_experts(n_experts: int, ep: int) -> None:
 
 
 def check_expert_ranks(ep: int, ranks: int) -> None:
-    """Raise ConfigError unless ``ep`` divides the ``ranks`` of the data, context and tensor axes.
-
-    Raises:
-        ConfigError: ``ep`` does not divide ``ranks``; the message names the nearest degree.
-    """
+    """Raise ConfigError unless ``ep`` divides the ``ranks`` of the data, context and tensor axes."""
     if ranks % ep:
         nearest = min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - ep))
         raise ConfigError(
@@ -123,13 +106,6 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     are used first. Ranks that hold the same experts shard them between each other. Where ep does not
     use up dp_replicate, the rest of that axis holds replicas instead. The call creates process groups,
     so every rank makes it.
-
-    Args:
-        mesh: The mesh of ``compose.init_mesh``.
-        ep: Ranks on the ep axis; it passes ``check_expert_ranks``.
-
-    Returns:
-        The 4-D mesh.
     """
     replicas = axis_size(mesh, "dp_replicate")
     inner = math.prod(axis_size(mesh, axis) for axis in ("dp_shard", "cp", "tp"))

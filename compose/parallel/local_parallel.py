@@ -261,15 +261,7 @@ LOCAL = (
 
 
 def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list[str]:
-    """Return one line for each module whose input's gradient would be summed twice, or never.
-
-    Args:
-        model: The whole model.
-        styles: Styles by the names of modules.
-
-    Returns:
-        The problems; layers that are alike make one line.
-    """
+    """Return one line for each module whose input's gradient would be summed twice, or never."""
     placed = dict(styles)
     inputs = {name for name, style in placed.items() if isinstance(style, LocalInput)}
     problems = []

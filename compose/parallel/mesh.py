@@ -63,18 +63,7 @@ class Parallel:
 
 
 def resolve_degrees(parallel: Parallel, world_size: int) -> Parallel:
-    """Fill in the degree that is -1, so that the degrees' product is ``world_size``.
-
-    Args:
-        parallel: The table; at most one degree is -1.
-        world_size: Ranks of the job.
-
-    Returns:
-        The table without a -1.
-
-    Raises:
-        ConfigError: The degrees do not fit; the message names the nearest legal degree.
-    """
+    """Fill in the degree that is -1, so that the degrees' product is ``world_size``."""
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
     bad = [
         f"parallel.{axis}: {degree} is not a degree (1 or more, or -1 for what is left)"
@@ -122,14 +111,8 @@ def _misfit(degrees: dict[str, int], free: str | None, fixed: int, world_size: i
 def crosses_nodes(parallel: Parallel, node: int = 0) -> str:
     """Return which of tp and ep have ranks in several nodes, in words; empty if none has.
 
-    Their messages are on the critical path, and links between nodes are slow.
-
-    Args:
-        parallel: The table; its degrees are known.
-        node: Ranks of a node; 0: as many as torchrun has started on this one.
-
-    Returns:
-        The words.
+    Their messages are on the critical path, and links between nodes are slow. ``node`` is the
+    number of a node's ranks; 0: as many as torchrun has started on this one.
     """
     node = node or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     degrees = {"tp": parallel.tp, "ep": parallel.ep}
@@ -141,15 +124,7 @@ def crosses_nodes(parallel: Parallel, node: int = 0) -> str:
 
 
 def check_same_degrees(parallel: Parallel, mesh: DeviceMesh) -> None:
-    """Raise ConfigError unless ``mesh`` has the degrees of ``parallel``.
-
-    Args:
-        parallel: The table; it may still hold a -1.
-        mesh: A mesh that :func:`init_mesh` made.
-
-    Raises:
-        ConfigError: A degree differs.
-    """
+    """Raise ConfigError unless ``mesh`` has the degrees of ``parallel``."""
     wanted = _shape(resolve_degrees(parallel, mesh.size()))
     for axis, degree in zip(AXES, wanted, strict=True):
         if axis_size(mesh, axis) != degree:
@@ -189,13 +164,6 @@ def axis_size(mesh: DeviceMesh, axis: str) -> int:
     """Return the number of ranks along an axis.
 
     This is cheap. ``mesh[axis].size()`` makes a mesh each time.
-
-    Args:
-        mesh: A mesh with named axes.
-        axis: The axis' name.
-
-    Returns:
-        The number of ranks.
     """
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index(axis))
@@ -211,16 +179,7 @@ def batch_share(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def sum_over(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str]) -> torch.Tensor:
-    """Sum a tensor over all ranks that differ from this one in ``axes`` only.
-
-    Args:
-        tensor: This rank's term; it is not changed.
-        mesh: A mesh with named axes.
-        axes: Names of the axes.
-
-    Returns:
-        The sum, a new tensor.
-    """
+    """Return the sum of a tensor over all ranks that differ from this one in ``axes`` only."""
     tensor = tensor.detach().clone()
     for axis in axes:
         if axis_size(mesh, axis) > 1:

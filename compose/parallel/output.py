@@ -28,12 +28,8 @@ class CrossEntropy:
 
     With ``chunk``, ``forward_backward`` lets the projection that Plan.output names return the loss, by
     :meth:`of_hidden`. A direct call takes whole logits in any case. The gradient is that of both
-    losses. The value is the cross-entropy alone, and :meth:`mean_square` returns the other.
-
-    Args:
-        chunk: Tokens whose logits exist at a time; 0: all.
-        z_loss: Weight of (log Z)^2, added to each target's loss (Chowdhery et al. 2022,
-            arXiv:2204.02311).
+    losses: ``z_loss`` times (log Z)^2 is added to each target's (Chowdhery et al. 2022,
+    arXiv:2204.02311). The value is the cross-entropy alone, and :meth:`mean_square` returns the other.
     """
 
     def __init__(self, chunk: int = 0, z_loss: float = 0.0) -> None:
@@ -41,15 +37,7 @@ class CrossEntropy:
         self.tally: Tensor | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of whole logits.
-
-        Args:
-            logits: (B, L, V).
-            targets: (B, L), int64.
-
-        Returns:
-            The sum over targets, a scalar.
-        """
+        """Return the loss of whole logits (B, L, V), a sum over targets (B, L)."""
         loss = cross_entropy(logits, targets)
         if not self.z_loss:
             return loss
@@ -64,16 +52,7 @@ class CrossEntropy:
         return loss + (z - z.detach())
 
     def of_hidden(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the same loss of the logits ``hidden @ weight.T``.
-
-        Args:
-            hidden: (B, L, D).
-            weight: (V, D).
-            targets: (B, L), int64.
-
-        Returns:
-            The sum over targets, a scalar.
-        """
+        """Return the same loss of the logits of ``hidden`` (B, L, D) and ``weight`` (V, D)."""
         loss, squares = chunked_cross_entropy(hidden, weight, targets, self.chunk, self.z_loss)
         self._count(squares, targets)
         return loss
@@ -138,15 +117,7 @@ class StepLoss:
             self.output.targets = targets
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of a micro-batch.
-
-        Args:
-            output: The model's output.
-            targets: (B, L), int64.
-
-        Returns:
-            The loss, a scalar.
-        """
+        """Return the loss of a micro-batch."""
         if self.output is None:
             return self.function(output, targets) / self.count
         whole = output.full_tensor() if isinstance(output, DTensor) else output
@@ -155,14 +126,7 @@ class StepLoss:
 
 @contextmanager
 def step_loss(function: LossFunction, count: Tensor, output: Output | None) -> Iterator[StepLoss]:
-    """Yield the loss for one step; ``output`` returns losses meanwhile if the function asks for it.
-
-    Yields:
-        The loss of each micro-batch.
-
-    Raises:
-        ConfigError: The function asks for the projection, and there is none.
-    """
+    """Yield the loss for one step; ``output`` returns losses meanwhile if the function asks for it."""
     if not (isinstance(function, CrossEntropy) and function.chunk):
         yield StepLoss(function, count, None)
         return

@@ -189,24 +189,10 @@ def ring_attention_forward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of this rank's queries to the keys of all ranks.
+    """Return the output (B, L, H, V) and log-sum-exp (B, L, H) of this rank's queries over all keys.
 
-    Args:
-        q: Queries of this rank's chunks, (B, L, H, K).
-        k: Keys, (B, L, G, K).
-        v: Values, (B, L, G, V).
-        bounds: ``Documents.bounds`` of the whole sequence, or None.
-        extents: ``Documents.extents``, or None.
-        sinks: (H,), or None.
-        group_name: The ranks of the ring.
-        balance: How chunks are dealt to them.
-        causal: As in AttentionOptions.
-        window: As in AttentionOptions; 0 is all.
-        scale: As in AttentionOptions.
-        softcap: As in AttentionOptions.
-
-    Returns:
-        The output (B, L, H, V) and the log-sum-exp (B, L, H).
+    Queries, keys and values are those of this rank's chunks; the rest is as for
+    :func:`compose.ops.attention.attention_forward`.
     """
     ring, near = _ring(q, group_name, balance, window)
     task = _task(ring, (bounds, extents), (causal, window, scale, softcap))
@@ -257,25 +243,6 @@ def ring_attention_backward(
     """Compute the gradients of :func:`ring_attention_forward` for q, k and v.
 
     The gradients of a rank's keys travel with the keys. One more hop brings them home.
-
-    Args:
-        grad: The gradient of the output, (B, L, H, V).
-        q: As in the forward.
-        k: As in the forward.
-        v: As in the forward.
-        out: What the forward returned.
-        lse: What the forward returned.
-        bounds: As in the forward.
-        extents: As in the forward.
-        group_name: As in the forward.
-        balance: As in the forward.
-        causal: As in the forward.
-        window: As in the forward.
-        scale: As in the forward.
-        softcap: As in the forward.
-
-    Returns:
-        The gradients.
     """
     ring, near = _ring(q, group_name, balance, window)
     task = _task(ring, (bounds, extents), (causal, window, scale, softcap))

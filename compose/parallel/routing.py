@@ -48,17 +48,11 @@ class Router(Protocol):
         ...
 
     def keep(self, chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]:
-        """Decide which rows are kept, where experts have a capacity.
+        """Return which rows are kept (B, L, k), where experts have a capacity, and their margins.
 
-        Args:
-            chosen: The experts of each token, (B, L, k).
-            scores: The score of each row for its expert, (B, L, k).
-            everyone: The experts of each token in the whole sequences, (B, S, k).
-
-        Returns:
-            Which rows are kept (B, L, k), and their margins (B, L, k). A margin is how far a kept row
-            is ahead of the first dropped one, or how far a dropped row is behind the last kept one, as
-            a share of its score.
+        ``chosen`` and ``scores`` are (B, L, k), and ``everyone`` the experts chosen in the whole
+        sequences, (B, S, k). A margin is how far a kept row is ahead of the first dropped one, or a
+        dropped row behind the last kept one, as a share of its score.
         """
         ...
 
@@ -99,13 +93,6 @@ def routing_metrics(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, f
 
     The router of models/layers/router.py reports load (of the busiest expert, over the mean), dropped
     (rows), balance_loss and z_loss (means over tokens), and bias_change.
-
-    Args:
-        model: The model, or this rank's stages.
-        mesh: The mesh of ``compose.init_mesh``.
-
-    Returns:
-        Values by name, by the router's name; the same on every rank.
     """
     last = {name: router.last for name, router in routers(model).items()}
     values = [value.double() for report in last.values() for value in report.values()]

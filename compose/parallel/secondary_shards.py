@@ -46,17 +46,7 @@ class SecondaryGather(OwnMemory):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` with the shards of all ranks of ``group``, in order.
-
-        Args:
-            output_tensor: (n S,), for n ranks.
-            input_tensor: This rank's shard, (S,).
-            group: The n ranks that share the unit.
-            async_op: Whether to return before the gather has ended.
-
-        Returns:
-            The work to wait for, if ``async_op``.
-        """
+        """Fill ``output_tensor`` (n S,) with the shards (S,) of all n ranks of ``group``, in order."""
         # It is looked up at each call, as FSDP does: a measurement may have replaced it.
         gather = getattr(dist, ALL_GATHER)
         if self.kept is not None:
@@ -103,18 +93,6 @@ def secondary_groups(
     Experts are shared by other ranks, those of ``expert_mesh``. Their neighbours are the ranks in the
     same span of near x tp ranks. Where such a span does not hold all experts equally often, experts are
     gathered from all. The call creates process groups, so every rank makes it.
-
-    Args:
-        mesh: The mesh of ``compose.init_mesh``.
-        near: How many neighbours; 0 is all.
-        zero: The ZeRO stage.
-        expert_mesh: The mesh of experts, if there are any.
-
-    Returns:
-        The groups; None if all ranks are neighbours.
-
-    Raises:
-        ConfigError: As :func:`check_secondary` raises it.
     """
     ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
     check_secondary(near, zero, ranks)
@@ -129,16 +107,7 @@ def secondary_groups(
 
 
 def secondary_experts(near: int, tp: int, ep: int) -> int:
-    """Return how many of ``near`` x ``tp`` neighbours share an expert.
-
-    Args:
-        near: Neighbours along dp_shard x cp.
-        tp: Ranks on the tp axis.
-        ep: Ranks on the ep axis.
-
-    Returns:
-        The number; 0 if the neighbours do not hold all experts equally often.
-    """
+    """Return how many of ``near`` x ``tp`` neighbours share an expert; 0 if the numbers differ."""
     return near * tp // ep if near * tp % ep == 0 else 0
 
 
@@ -154,16 +123,7 @@ def _secondary_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
 
 
 def check_secondary(near: int, zero: int, ranks: int) -> None:
-    """Raise ConfigError unless parameters can be resharded to ``near`` ranks.
-
-    Args:
-        near: How many neighbours; 0 is all.
-        zero: The ZeRO stage.
-        ranks: The ranks that share the parameters.
-
-    Raises:
-        ConfigError: The stage is not 3, or ``near`` does not divide ``ranks``.
-    """
+    """Raise ConfigError unless parameters can be resharded to ``near`` ranks."""
     if near == 0:
         return
     if zero != 3:

@@ -23,15 +23,7 @@ def chunks_of(rank: int, cp: int, balance: Balance) -> list[int]:
 
 
 def chunk_count(cp: int, balance: Balance) -> int:
-    """Return how many chunks the sequence is cut into.
-
-    Args:
-        cp: Ranks on the cp axis.
-        balance: How chunks are dealt to ranks.
-
-    Returns:
-        2 cp for ``headtail``, cp for ``none``.
-    """
+    """Return how many chunks the sequence is cut into."""
     return 2 * cp if balance == "headtail" else cp
 
 
@@ -45,14 +37,7 @@ def pad_sequence(batch: Mapping[str, Tensor], unit: int) -> dict[str, Tensor]:
     """Pad every sequence of a batch at the end, where no causal attention sees it.
 
     Nothing is learnt from the targets of padding. ``document_ids`` are padded with a document of its
-    own, and ``positions`` with -1.
-
-    Args:
-        batch: Tensors (B, S, ...), by name; a tensor (B,) is of whole samples, and stays as it is.
-        unit: Lengths are padded to a multiple of this number.
-
-    Returns:
-        The tensors by name.
+    own, and ``positions`` with -1. A tensor (B,) is of whole samples, and stays as it is.
     """
     result = {}
     for name, value in batch.items():
@@ -76,15 +61,6 @@ def shard_sequence(
     """Cut this rank's part of the sequence out of every tensor of a batch.
 
     A length that cannot be cut evenly is padded, as :func:`pad_sequence` does it.
-
-    Args:
-        batch: Tensors (B, S, ...), by name; a tensor (B,) is of whole samples, and stays as it is.
-        mesh: The 1-D mesh of cp.
-        balance: How chunks are dealt to ranks.
-        multiple: Each chunk's length is padded to a multiple of this number.
-
-    Returns:
-        This rank's parts (B, L, ...), by name.
     """
     cp, rank = mesh.size(), mesh.get_local_rank()
     count = chunk_count(cp, balance)

@@ -128,11 +128,7 @@ class SharedByHeads(ParallelStyle):
 
 
 def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
-    """Raise ConfigError unless ``tp`` ranks can each hold whole query and key/value heads.
-
-    Raises:
-        ConfigError: ``tp`` is not among the degrees that the message names.
-    """
+    """Raise ConfigError unless ``tp`` ranks can each hold whole query and key/value heads."""
     allowed = [
         degree
         for degree in range(1, n_heads + 1)
@@ -151,9 +147,6 @@ def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]],
     Columns, or rows of an embedding, are cut as Tensor.chunk cuts them, so the last ranks may get none:
     10 columns over 8 ranks are 2 for each of 5. FSDP then takes the rank's shard for one without rows
     and columns, and a DTensor collective that asks for all columns never ends (torch 2.11 to 2.15).
-
-    Raises:
-        ConfigError: A rank gets no part of a weight.
     """
     for name, style in styles:
         module = model.get_submodule(name)
@@ -170,15 +163,7 @@ def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]],
 
 
 def sequence_ranks(styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> int:
-    """Return how many of ``tp`` ranks share a sequence between layers.
-
-    Args:
-        styles: Styles by the names of modules.
-        tp: Ranks on the tp axis.
-
-    Returns:
-        ``tp`` if there is a SequenceParallel among ``styles``, else 1.
-    """
+    """Return how many of ``tp`` ranks share a sequence between layers: those of SequenceParallel."""
     return tp if any(isinstance(style, SequenceParallel) for _, style in styles) else 1
 
 
@@ -193,13 +178,7 @@ def apply_tensor_parallel(
 ) -> None:
     """Apply each style to the module of that name; tied parameters stay tied.
 
-    Args:
-        model: The model. Nothing is broadcast, so its parameters must be on meta or equal on all ranks.
-        styles: Styles by the names of modules.
-        mesh: The 1-D mesh of tp.
-
-    Raises:
-        ConfigError: Two names of one tied parameter get different placements.
+    Nothing is broadcast, so parameters must be on meta or equal on all ranks.
     """
     ties = tied_names(model)
     for name, style in styles:
