@@ -49,8 +49,6 @@ LEFT = {
     "apply compression",
     "checkpoint diloco",
     "composition compression",
-    "config diloco",
-    "config profiling",
     "parallel compression",
     "train diloco",
     "train profiling",

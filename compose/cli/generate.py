@@ -25,7 +25,7 @@ from compose.composition import Composition
 from compose.config import rules
 from compose.config.job import Job
 from compose.config.models import max_seq_len
-from compose.config.tables import Checkpoint, Comm, Compile, Config, Outer, Parallel
+from compose.config.tables import Checkpoint, Comm, Compile, Config, Parallel, without_add_ons
 from compose.config.toml import COMMAND_LINE, override
 from compose.config.toml import load as load_toml
 from compose.data.ends import end_ids, repetition_penalty
@@ -184,7 +184,7 @@ def job_of(
             source=str(source / "config.json"),
         )
     # The length grows with each token, and each length would need a new graph.
-    config = replace(config, parallel=Parallel(), compile=Compile(), comm=Comm(), outer=Outer())
+    config = replace(without_add_ons(config), parallel=Parallel(), compile=Compile(), comm=Comm())
     config = override(config, overrides)
     ranks = launched_ranks()
     # There are no batches here, so choose sizes that are legal on every mesh.

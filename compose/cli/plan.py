@@ -5,12 +5,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from compose.cli.command_line import Arguments, read_arguments, world_size_of
 from compose.config.job import make_job, of_one_island
-from compose.config.tables import Config, Outer
+from compose.config.tables import Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load
 from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
 from compose.planner.candidate import Candidate, Space, capacity, fits
@@ -143,7 +142,7 @@ def _space(given: Arguments) -> Space:
                 f" that to 2 or more that divide {world_size}; it is {islands}"
             )
         config, world_size = of_one_island(config), world_size // islands
-        config = replace(config, outer=Outer())
+        config = without_add_ons(config)
         fixed.add("parallel.dp_replicate")
         print(f"islands: {islands} of {world_size} of the {all_ranks} ranks; planned is one of them")
     return Space(config, cluster, world_size, frozenset(fixed), objective, islands)

@@ -1,12 +1,16 @@
 """All rules of a composition, and the check that ``compose.apply`` makes."""
 
+from compose.config.addons import brought
 from compose.config.comm_rules import COMM
 from compose.config.mesh_rules import MESH
 from compose.config.rule import Rule, Setup, problems_of
 from compose.config.step_rules import STEP
 from compose.errors import ConfigError
 
-COMPOSITION: list[Rule[Setup]] = MESH + STEP + COMM
+COMPOSITION: list[Rule[Setup]] = [
+    *(MESH + STEP + COMM),
+    *(rule for _, rules in brought("composition_rules") for rule in rules()),
+]
 
 
 def check_setup(setup: Setup) -> None:

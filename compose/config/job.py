@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from compose.composition import Options
+from compose.config.addons import brought
 from compose.config.models import Task, batch_on_meta, find_model
 from compose.config.rule import Setup
 from compose.config.tables import Config
@@ -106,8 +107,9 @@ def make_job(config: Config, world_size: int, model: nn.Module | None = None) ->
     """
     folder, shape = find_model(config.model.name), config.model.config
     model, islands = model or folder.on_meta(shape), 1
-    if config.outer.every and config.parallel.dp_replicate > 1:
-        islands = config.parallel.dp_replicate
+    for _, islands_of in brought("islands"):
+        islands *= islands_of(config)
+    if islands > 1:
         config, world_size = of_one_island(config), world_size // islands
     plan = adapt(model, folder.plan(shape, config.parallel), config.model.lora, config.parallel.tp)
     return Job(config, world_size, model, plan, resolve(plan, model), islands)

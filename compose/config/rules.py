@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from compose.config import rule as setup
+from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION
 from compose.config.job import Job, make_job
 from compose.config.models import find_model
-from compose.config.outer_rules import ISLANDS
-from compose.config.profile_rules import PROFILE
 from compose.config.rule import Rule
 from compose.config.run_rules import RUN, check_adapters
 from compose.config.tables import Config
@@ -27,14 +26,15 @@ from compose.pipeline.split import balanced
 
 __all__ = ["RULES", "Rule", "check", "meshes", "problems_of", "survey"]
 
-RULES: list[Rule[Any]] = [*COMPOSITION, *RUN, *ISLANDS, *PROFILE]
+_OF_RUN: list[Rule[Job]] = RUN + [rule for _, rules in brought("run_rules") for rule in rules()]
+RULES: list[Rule[Any]] = [*COMPOSITION, *_OF_RUN]
 
 
 def problems_of(job: Job) -> list[str]:
     """Return all problems of a job, one line each."""
     return [
         *setup.problems_of(COMPOSITION, job.setup),
-        *setup.problems_of([*RUN, *ISLANDS, *PROFILE], job),
+        *setup.problems_of(_OF_RUN, job),
     ]
 
 

@@ -6,12 +6,12 @@ the command line. The rules between keys are in rules.py.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from compose.composition import Options
-from compose.diloco.options import Outer
+from compose.config.addons import ADD_ONS, brought
 from compose.errors import LocalPath, LocalPaths, NonNegative, Positive, Weight
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.compilation import Compile
@@ -20,7 +20,6 @@ from compose.memory.precision import Precision
 from compose.optim.options import Optimizer
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
-from compose.profiling.options import Profile
 
 __all__ = [
     "TABLES",
@@ -34,10 +33,8 @@ __all__ = [
     "Metrics",
     "Model",
     "Optimizer",
-    "Outer",
     "Parallel",
     "Precision",
-    "Profile",
     "Run",
     "Train",
 ]
@@ -144,8 +141,8 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Config:
-    """All tables of a run."""
+class _Core:
+    """The tables that are no add-on's."""
 
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -158,9 +155,7 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
-    profile: Profile = field(default_factory=Profile)
     comm: Comm = field(default_factory=Comm)
-    outer: Outer = field(default_factory=Outer)
     source: str = "train.toml"  # the file's name; every message about a key begins with it
 
     @property
@@ -176,15 +171,35 @@ class Config:
         )
 
 
-TABLES: dict[str, type] = {
-    name: kind
-    for f in dataclasses.fields(Config)
-    if f.name != "source"
-    for name, kind in (
-        (f.name, f.default_factory),  # type: ignore[misc]
-        *([("model.lora", Lora)] if f.name == "model" else []),
-    )
+OF_ADD_ONS = {
+    name: (kind, ADD_ONS[add_on])
+    for add_on, tables in brought("TABLES")
+    for name, kind in tables.items()
 }
+"""The tables of add-ons by name, each with the table that it follows."""
+
+if TYPE_CHECKING:
+
+    class Config(_Core):
+        """All tables of a run."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Config = dataclasses.make_dataclass(
+        "Config",
+        [(name, kind, field(default_factory=kind)) for name, (kind, _) in OF_ADD_ONS.items()],
+        bases=(_Core,),
+        namespace={"__module__": __name__, "__doc__": "All tables of a run."},
+        frozen=True,
+    )
+
+TABLES: dict[str, type] = {}
+for _field in dataclasses.fields(_Core):
+    if _field.name != "source":
+        TABLES[_field.name] = _field.default_factory  # type: ignore[assignment]
+        TABLES |= {"model.lora": Lora} if _field.name == "model" else {}
+        TABLES |= {name: kind for name, (kind, after) in OF_ADD_ONS.items() if after == _field.name}
 
 
 def table_of(config: Config, name: str) -> Any:
@@ -193,3 +208,8 @@ def table_of(config: Config, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def without_add_ons(config: Config) -> Config:
+    """Return the same tables, with those of add-ons by default."""
+    return dataclasses.replace(config, **{name: kind() for name, (kind, _) in OF_ADD_ONS.items()})

@@ -1,0 +1,28 @@
+"""The add-ons, which the core does not import: without its folder and its line here, one is out.
+
+The package ``compose.<name>`` brings, each under one of these names of its ``__init__``, what it has:
+
+    TABLES               its tables of train.toml, by name
+    composition_rules()  rules of what ``compose.apply`` carries out
+    run_rules()          rules of a run
+    islands(config)      how many parts of the job train alone
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+ADD_ONS = {
+    "compression": "comm",
+    "diloco": "comm",
+    "profiling": "metrics",
+}
+"""The add-ons, each with the table that its own tables follow."""
+
+
+def brought(name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what the add-ons bring under ``name``, with the name of each add-on that has it."""
+    for add_on in ADD_ONS:
+        found = getattr(importlib.import_module(f"compose.{add_on}"), name, None)
+        if found is not None:
+            yield add_on, found
