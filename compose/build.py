@@ -2,9 +2,9 @@
 
 import copy
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,10 @@ from compose.data.task import task_of
 from compose.errors import ConfigError
 from compose.memory.lora import init_adapter, is_adapter
 from compose.ops.cross_entropy import LossFunction
-from compose.optim.adamw import AdamW
-from compose.optim.groups import Together, grouped, stage_group
 from compose.optim.lr_schedule import set_learning_rate
-from compose.optim.muon import Muon
-from compose.optim.offload import OffloadedAdamW
-from compose.optim.rules import ParameterRule, parameter_rules
-from compose.optim.scratch import remove_left
+from compose.optim.offload_files import remove_left
+from compose.optim.optimizers import OPTIMIZERS, Settings, make_optimizer, stage_group
+from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.islands import current
 from compose.weights import init_weights, materialize
 
@@ -137,69 +134,20 @@ def build_optimizer(
     """
     config = job.config
     rules = parameter_rules(job.model, job.plan, config.optimizer)
+    of_matrices = OPTIMIZERS[config.optimizer.name].of_matrices
+    settings = Settings(
+        config.optimizer,
+        config.precision,
+        config.train.seed,
+        composition.mesh,
+        stage_group(composition.mesh, config.comm.timeout) if of_matrices else None,
+        muon_dtype,
+        _scratch(config, folder) if config.optimizer.offload == "nvme" else None,
+    )
     named = [(name, p) for name, p in composition.named_parameters() if p.requires_grad]
-    muon = config.optimizer.name == "muon"
-    group = stage_group(composition.mesh, config.comm.timeout) if muon else None
-    parts: list[torch.optim.Optimizer] = []
-    matrices = [(name, p) for name, p in named if rules[name].muon]
-    others = [(name, p) for name, p in named if not rules[name].muon]
-    if matrices:
-        groups = grouped(matrices, rules, False)
-        parts.append(_muon(groups, config, group, composition.mesh, muon_dtype))
-    if others:
-        parts.append(_adamw(others, rules, config, folder))
-    optimizer = parts[0] if len(parts) == 1 else Together(parts)
+    optimizer = make_optimizer(named, rules, settings)
     set_learning_rate(optimizer, config.optimizer.lr)
     return optimizer
-
-
-def _muon(
-    groups: list[dict[str, Any]],
-    config: Config,
-    group: dist.ProcessGroup | None,
-    mesh: DeviceMesh,
-    dtype: torch.dtype | None,
-) -> Muon:
-    state: torch.dtype = getattr(torch, config.precision.optimizer_state)
-    if dtype is not None and dtype == torch.float64:  # as in the proof, which must not round
-        state = dtype
-    return Muon(
-        groups,
-        lr=config.optimizer.lr,
-        momentum=config.optimizer.momentum,
-        group=group,
-        mesh=mesh,
-        dtype=dtype,
-        state_dtype=state,
-        seed=config.train.seed,
-    )
-
-
-def _adamw(
-    named: Sequence[tuple[str, nn.Parameter]],
-    rules: Mapping[str, ParameterRule],
-    config: Config,
-    folder: Path | None,
-) -> torch.optim.Optimizer:
-    options, precision = config.optimizer, config.precision
-    common: dict[str, Any] = {
-        "lr": options.lr,
-        "betas": (options.beta1, options.beta2),
-        "eps": options.eps,
-    }
-    if options.offload != "none":
-        scratch = _scratch(config, folder) if options.offload == "nvme" else None
-        return OffloadedAdamW(grouped(named, rules, by_mesh=False), **common, folder=scratch)
-    if precision.master == precision.optimizer_state == "float32":
-        how = options.implementation
-        common |= {"fused": True} if how == "fused" else {"foreach": how == "foreach"}
-        return torch.optim.AdamW(grouped(named, rules, by_mesh=True), **common)
-    return AdamW(
-        grouped(named, rules, by_mesh=False),
-        **common,
-        state_dtype=getattr(torch, precision.optimizer_state),
-        seed=config.train.seed,
-    )
 
 
 def _scratch(config: Config, folder: Path | None) -> Path:

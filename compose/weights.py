@@ -1,16 +1,15 @@
 """Initial weights that do not depend on the mesh: each is drawn by the seed and its own name."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition, module_of
 from compose.errors import ConfigError
-from compose.ops.local_tensor import local_tensor
+from compose.ops.local_tensor import local_shard, local_tensor
 from compose.ops.tied import tie, tied_names
 
 
@@ -90,48 +89,6 @@ def init_weights(
             drawn = torch.empty(parameter.shape[1:], dtype=torch.float32, device=device)
             init_parameter(name, drawn, named_generator(seed, f"{name}.{number}", device))
             local[place].copy_(local_shard(drawn.expand(parameter.shape), parameter)[place])
-
-
-def local_shard(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of ``whole``, as a view.
-
-    Args:
-        whole: The whole tensor.
-        like: A DTensor of the same shape, whose placement says which part; for a plain tensor it is
-            all.
-
-    Returns:
-        The part.
-    """
-    return whole[local_region(like)]
-
-
-def local_region(like: Tensor, coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
-    """Return the place of a rank's part in the whole of a DTensor.
-
-    FSDP cuts a dim after tensor parallel has cut it (its placement is then a strided one). PyTorch's
-    ``distribute_tensor`` cuts uneven dims elsewhere than FSDP does: 257 rows over dp 4 x tp 2.
-
-    Args:
-        like: The DTensor, or a plain tensor.
-        coordinate: The rank's coordinate in the DTensor's mesh; None is this rank.
-
-    Returns:
-        One slice for each dim; for a plain tensor they cover all of it.
-    """
-    region = [range(size) for size in like.shape]
-    if isinstance(like, DTensor):
-        place = like.device_mesh.get_coordinate() if coordinate is None else coordinate
-        assert place is not None, "a rank outside of the mesh holds nothing"
-        cuts = [
-            (isinstance(placement, _StridedShard), axis, placement.dim)
-            for axis, placement in enumerate(like.placements)
-            if isinstance(placement, (Shard, _StridedShard))
-        ]
-        for _, axis, dim in sorted(cuts):
-            each = -(-len(region[dim]) // like.device_mesh.size(axis))  # the rule of Tensor.chunk
-            region[dim] = region[dim][place[axis] * each : (place[axis] + 1) * each]
-    return tuple(slice(held.start, held.stop) for held in region)
 
 
 def named_generator(seed: int, name: str, device: torch.device | str = "cpu") -> Generator:

@@ -32,9 +32,9 @@ ROOMS = (
     "plan",
     "pipeline",
     "memory",
+    "optim",
     "composition",
     "weights",
-    "optim",
     "config",
     "apply",
     "data",
@@ -272,9 +272,7 @@ OTHER_INPUT = {
     "the devices of the ranks": "parallel.processes.pick_device parallel.processes._claim",
     "the batch": "pipeline.pipeline_parallel._check_whole",
     "a schedule's file": "pipeline.schedules.refuse",
-    "folders and room on a disk": (
-        "optim.files.__init__ optim.scratch.__init__ optim.scratch._take optim.scratch._refused"
-    ),
+    "folders and room on a disk": ("optim.offload_files._refused"),
     "adapters of a model": "memory.lora.adapt memory.lora.find_targets memory.lora._style_of",
 }
 

@@ -45,13 +45,6 @@ def changes(folder: Path, config: Config) -> list[str]:
     """List the keys that decide how a run trains on, and that have changed since a checkpoint.
 
     Data are compared elsewhere. The mesh is left out, since it changes nothing.
-
-    Args:
-        folder: The checkpoint.
-        config: The config now.
-
-    Returns:
-        One text for each key, with its value now and its value then.
     """
     was, now, found = _config(folder), tomllib.loads(dump(config)), []
     for table in ("model", "train", "optimizer", "precision", "outer"):

@@ -73,9 +73,6 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     """Make a run's folder with a checkpoint of step 0 from a Hugging Face folder.
 
     The checkpoint holds only the model, in float32. A run begins with it.
-
-    Raises:
-        ConfigError: ``source`` holds another model, or ``target`` exists or cannot be written.
     """
     name, shape = config.model.name, config.model.config
     problems = config_problems(source, name, shape)
@@ -145,22 +142,6 @@ def export(
     """Make a folder that transformers opens from a checkpoint.
 
     Adapters in it are merged into the weights that they were trained with.
-
-    Args:
-        source: The checkpoint.
-        target: The folder to make.
-        config: The config with the model; None takes the model that the checkpoint names.
-        original: The Hugging Face folder with the tokenizer to copy; None takes the tokenizer that the
-            run has kept.
-        dtype: Dtype of the parameters; buffers stay in float32.
-        shard_bytes: Bytes of tensors in a file.
-
-    Returns:
-        What was written.
-
-    Raises:
-        ConfigError: The checkpoint is damaged or of another model, or ``target`` exists or cannot be
-            written.
     """
     known = _whole_state(source)
     model = config.model if config else _model_of(source, known)
@@ -244,20 +225,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
 
 
 def export_adapters(source: Path, target: Path, config: Config | None = None) -> Converted:
-    """Make a folder that peft opens from a checkpoint of adapters.
-
-    Args:
-        source: The checkpoint.
-        target: The folder to make.
-        config: The config with the model; None takes the model that the checkpoint names.
-
-    Returns:
-        What was written.
-
-    Raises:
-        ConfigError: The checkpoint is damaged, of another model or without adapters, or ``target``
-            exists or cannot be written.
-    """
+    """Make a folder that peft opens from a checkpoint of adapters."""
     known = _whole_state(source)
     if known.lora is None:
         raise ConfigError(f"{source}: holds the whole model, and no adapters")

@@ -43,18 +43,7 @@ class HuggingFace(Protocol):
     """The values of model_type in config.json that the model can express."""
 
     def hf_name(self, name: str, config: Any = None) -> str | Stored:
-        """Return Hugging Face's name of a parameter or buffer, or a Stored where theirs is not as ours.
-
-        Args:
-            name: Its name in our model.
-            config: The model's config, if the name depends on it.
-
-        Returns:
-            The name, in which '{}' stands for the index in a stack; or the place.
-
-        Raises:
-            KeyError: The buffer is not published.
-        """
+        """Return Hugging Face's name of a tensor, or a Stored where theirs is not as ours."""
         ...
 
     def hf_config(self, config: Any) -> dict[str, Any]:
@@ -67,22 +56,14 @@ class HuggingFace(Protocol):
 
 
 def find_hf(name: str) -> HuggingFace:
-    """Return the hf.py of the model ``models/<name>/``.
-
-    Raises:
-        ConfigError: There is no hf.py.
-    """
+    """Return the hf.py of the model ``models/<name>/``."""
     if importlib.util.find_spec(f"models.{name}.hf") is None:
         raise ConfigError(f"models/{name}: has no hf.py, with Hugging Face's names of its weights")
     return cast(HuggingFace, importlib.import_module(f"models.{name}.hf"))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json in ``folder``.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
+    """Return the content of config.json in ``folder``."""
     path = folder / "config.json"
     if leads_out(path, folder):
         raise ConfigError(f"{path}: {LEADS_OUT}")
@@ -93,14 +74,6 @@ def config_problems(folder: Path, name: str, config: Any) -> list[str]:
     """Return one line for each field in which a config differs from the folder's config.json.
 
     Only fields that change what the weights compute count.
-
-    Args:
-        folder: The Hugging Face folder.
-        name: The name of the model.
-        config: The model's config.
-
-    Returns:
-        The lines; empty if the configs agree.
     """
     try:
         hf = find_hf(name)
@@ -146,11 +119,7 @@ def source_problems(job: Job) -> list[str]:
 
 
 def name_of(name: str, config: Any) -> HfName:
-    """Return the ``hf_name`` function of a model with this config.
-
-    Raises:
-        ConfigError: The model has no hf.py.
-    """
+    """Return the ``hf_name`` function of a model with this config."""
     return functools.partial(find_hf(name).hf_name, config=config)
 
 
@@ -159,13 +128,6 @@ def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named
 
     These are all parameters except adapters', and the persistent buffers that have a name in Hugging
     Face's model.
-
-    Args:
-        whole: A model, or a composition, which has this rank's part.
-        hf_name: Hugging Face's name of our parameter.
-
-    Returns:
-        An iterator over the tensors; the names are those in the whole model.
     """
     model = module_of(whole)
     for name, parameter in whole.named_parameters():
@@ -189,17 +151,8 @@ def load_hf(
 ) -> None:
     """Fill a model from safetensors; each rank reads only its own part of each weight.
 
-    The values are cast to the parameters' dtype.
-
-    Args:
-        model: A whole model, or what ``compose.apply`` returned. It must have memory.
-        folder: The folder that holds the safetensors.
-        hf_name: Hugging Face's name of our parameter, as ``hf_name`` of a model's hf.py returns it.
-        whole: The model before it was cut, on meta, if ``model`` is a pipeline's part of it.
-
-    Raises:
-        ConfigError: A tensor is missing, unknown, or has another shape. All such tensors are named, and
-            none is loaded.
+    The values are cast to the parameters' dtype. ``whole`` is the model on meta, if ``model`` is a
+    pipeline's part of it.
     """
     files = TensorFiles(Path(folder))
     problems = differences(files, whole or model, hf_name)
@@ -237,14 +190,6 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
     A tensor may be missing, of another shape or dtype, or unknown. Equal lines for several layers
     become one line. The files may also hold the second name of a tied weight, frequencies of the rotary
     embedding, causal masks, and layers of multi-token prediction.
-
-    Args:
-        files: The tensors of a folder.
-        whole: A model, or a composition without pipeline stages.
-        hf_name: Hugging Face's name of our parameter.
-
-    Returns:
-        The lines; empty if there is no difference.
     """
     model = module_of(whole)
     expected: dict[str, tuple[int, ...]] = {}

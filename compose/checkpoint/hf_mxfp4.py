@@ -67,15 +67,7 @@ class Mxfp4:
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the values of MXFP4.
-
-    Args:
-        blocks: (..., K / 32, 16), uint8: two values each, the first in the lower four bits.
-        scales: (..., K / 32), uint8: exponents with a bias of 127; 255 stands for no number.
-
-    Returns:
-        (..., K), float32. It holds every value below 2^128 exactly.
-    """
+    """Return the values (..., K), float32, of blocks (..., K / 32, 16) and scales (..., K / 32)."""
     values = torch.tensor(_E2M1)[torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).int()]
     exponents = scales[..., None].int()
     scaled = torch.ldexp(values, exponents - _BIAS).masked_fill(exponents == _NAN, torch.nan)

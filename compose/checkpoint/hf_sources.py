@@ -20,11 +20,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def kept_tokenizer(checkpoint: Path) -> Path:
-    """Return the folder in which the run of a checkpoint keeps its tokenizer.
-
-    Raises:
-        ConfigError: That folder is a link out of the run's folder.
-    """
+    """Return the folder in which the run of a checkpoint keeps its tokenizer."""
     run = checkpoint.resolve().parent.parent  # a checkpoint is in checkpoints/
     kept = run / TOKENIZER
     if leads_out(kept, run):
@@ -42,9 +38,6 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return ``folder`` if it is a checkpoint, or else all checkpoints of the run in it, newest first.
 
     The checkpoints may be damaged.
-
-    Raises:
-        ConfigError: There is no checkpoint, or one is a link out of the run's folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{COMMAND_LINE}: {folder}: no such folder")
@@ -63,11 +56,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def model_in(folder: Path) -> Model:
-    """Return the model that config.json in ``folder`` describes.
-
-    Raises:
-        ConfigError: The model is none of ours.
-    """
+    """Return the model that config.json in ``folder`` describes."""
     values, names = read_config(folder), model_names()
     kind = values.get("model_type")
     known = {name: _model_types(name) for name in names}

@@ -25,16 +25,7 @@ class Coded(Protocol):
     def problems(
         self, name: str, shape: Sequence[int], entries: Mapping[str, Entry]
     ) -> list[tuple[str, str]]:
-        """Return what is wrong with them: their names, each with the words about it.
-
-        Args:
-            name: Hugging Face's name of the tensor.
-            shape: The shape of ours.
-            entries: The tensors in the files, of which at least one is among :meth:`names`.
-
-        Returns:
-            The problems.
-        """
+        """Return what is wrong with them: their names, each with the words about it."""
         ...
 
     def fill(
@@ -84,14 +75,7 @@ class Stored:
         return (*whole[:-2], whole[-1], whole[-2]) if self.transposed else whole
 
     def code_in(self, files: Container[str]) -> Coded | None:
-        """Return the code, if ``files`` hold any of its tensors.
-
-        Args:
-            files: The names in the files.
-
-        Returns:
-            The code or None.
-        """
+        """Return the code, if ``files`` hold any of its tensors."""
         code = self.code
         return code if code and any(name in files for name in code.names(self.name)) else None
 
@@ -101,15 +85,7 @@ class Stored:
         return short if name not in files and short in files else name
 
     def region(self, region: Sequence[slice], shape: Sequence[int]) -> list[slice]:
-        """Return the place of a part of ours in theirs.
-
-        Args:
-            region: One slice for each dim of ours (of a slice, in a stack).
-            shape: The shape of ours (of a slice, in a stack).
-
-        Returns:
-            One slice for each dim of theirs.
-        """
+        """Return the place in theirs of a region of ours (both of one slice, in a stack)."""
         there = list(region)
         if self.part:
             before = self.part * shape[0]
@@ -121,14 +97,7 @@ class Stored:
         return theirs.mT if self.transposed else theirs
 
     def theirs(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the tensors of theirs that ``parts`` make, in the order of :meth:`names`.
-
-        Args:
-            parts: Our whole tensors, one for each of ``parts``, in order.
-
-        Returns:
-            An iterator over the tensors; there are several for a stack.
-        """
+        """Yield the tensors of theirs that ``parts`` make, in the order of :meth:`names`."""
         for own in zip(*parts, strict=True) if self.stacked else [tuple(parts)]:
             whole = own[0] if len(own) == 1 else torch.cat(own)
             yield whole.mT.contiguous() if self.transposed else whole
@@ -144,14 +113,7 @@ Named = tuple[str, Stored, Tensor]
 
 
 def together(tensors: Iterable[Named]) -> list[list[Named]]:
-    """Return our tensors in groups: each makes one tensor of theirs, or one stack.
-
-    Args:
-        tensors: All tensors of a model.
-
-    Returns:
-        The groups, in the order of their first tensors; in a group, parts are in order.
-    """
+    """Return our tensors in groups: each makes one tensor of theirs, or one stack."""
     groups: dict[str, list[Named]] = {}
     for one in tensors:
         groups.setdefault(one[1].name, []).append(one)

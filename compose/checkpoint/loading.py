@@ -21,7 +21,7 @@ from compose.config.models import training_fields
 from compose.config.tables import Config
 from compose.diloco.loop import OuterLoop
 from compose.errors import ConfigError, toml_value
-from compose.optim.state import make_state
+from compose.optim.optimizers import make_state
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:

@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from compose.ops.local_tensor import local_tensor
-from compose.weights import local_region
+from compose.ops.local_tensor import local_region, local_tensor
 
 
 @dataclass(frozen=True)
@@ -126,13 +125,6 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         """Refuse to read, since a checkpoint holds tensors only.
 
         DCP's own method would unpickle anything else.
-
-        Args:
-            read_item: The item to read.
-            value: Its bytes.
-
-        Raises:
-            TypeError: Always.
         """
         raise TypeError(f"{read_item.dest_index.fqn} is no tensor")
 
@@ -142,15 +134,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def mismatches(parts: Mapping[str, LocalShard], metadata: Metadata) -> list[str]:
-    """Return one line for each part that the checkpoint lacks or has in another shape.
-
-    Args:
-        parts: The parts to read, by name.
-        metadata: The description of the checkpoint.
-
-    Returns:
-        The lines; empty if all parts are there.
-    """
+    """Return one line for each part that the checkpoint lacks or has in another shape."""
     problems = []
     for name, part in parts.items():
         stored = metadata.state_dict_metadata.get(name)

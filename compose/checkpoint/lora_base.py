@@ -19,16 +19,6 @@ def base_identity(load_hf: str, seed: int) -> str:
 
     Of Hugging Face's weights it is a SHA-256 of each tensor's name, shape and first elements, as
     float32. So it is the same for equal values in other files or in a wider type.
-
-    Args:
-        load_hf: Hugging Face's folder with the weights; empty if they are drawn.
-        seed: The seed of weights that are drawn.
-
-    Returns:
-        The text.
-
-    Raises:
-        ConfigError: The folder cannot be read.
     """
     if not load_hf:
         return f"drawn by seed {seed}"

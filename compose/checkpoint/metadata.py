@@ -86,11 +86,7 @@ def description(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return DCP's description of the checkpoint in ``folder``.
-
-    Raises:
-        ConfigError: The file does not describe a whole checkpoint. The message names the file.
-    """
+    """Return DCP's description of the checkpoint in ``folder``."""
     path = folder / METADATA
     if path.exists() or not (folder / PICKLED).exists():
         tensors = read_json(path, _Described, own=True).tensors
@@ -204,18 +200,7 @@ class _Opened(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for the object ``module.name``.
-
-        Args:
-            module: The module that the pickle names.
-            name: The name in that module.
-
-        Returns:
-            tuple for a size, the dtype for a dtype, and else a class without code.
-
-        Raises:
-            UnpicklingError: DCP's description holds no such object.
-        """
+        """Return what stands for the object ``module.name``."""
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

@@ -40,11 +40,7 @@ class Merged:
     def __init__(
         self, folder: Path, known: store.State, model: nn.Module, hf_name: HfName, read: Read
     ) -> None:
-        """Find the frozen weights.
-
-        Raises:
-            ConfigError: The frozen weights are not there, or are others.
-        """
+        """Find the frozen weights."""
         assert known.lora is not None
         self.lora, self.read, self.hf_name = known.lora, read, hf_name
         base = known.lora.load_hf

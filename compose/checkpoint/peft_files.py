@@ -49,18 +49,7 @@ KEYS = KnownKeys(
 
 
 def peft_name(name: str, hf_name: HfName) -> str:
-    """Return peft's name of a parameter of an adapter.
-
-    Args:
-        name: Our name, as "layers.0.attention.wq.lora.A".
-        hf_name: Hugging Face's name of our parameter.
-
-    Returns:
-        The name, as "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
-
-    Raises:
-        ConfigError: Theirs is transposed, or one tensor with others.
-    """
+    """Return peft's name of a parameter of an adapter."""
     layer, _, leaf = name.rsplit(".", 2)
     place = stored(hf_name(f"{layer}.weight"))
     if place.transposed or place.parts > 1 or place.stacked:
@@ -89,15 +78,7 @@ def target_modules(model: nn.Module, hf_name: HfName) -> list[str]:
 def write_adapters(
     folder: Path, lora: Lora, base: str, targets: Sequence[str], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write a folder that peft opens.
-
-    Args:
-        folder: The folder, which is there.
-        lora: The adapters' table.
-        base: The folder of the weights that they belong to; may be empty.
-        targets: The value of target_modules.
-        tensors: The adapters by peft's names.
-    """
+    """Write a folder that peft opens."""
     alpha = lora.effective_alpha
     values = {
         "peft_type": "LORA",
@@ -116,17 +97,7 @@ def write_adapters(
 
 
 def peft_problems(folder: Path, lora: Lora, model: nn.Module, hf_name: HfName) -> list[str]:
-    """Return one line for each way in which a folder's adapters are not those of ``model``.
-
-    Args:
-        folder: The folder, in peft's format.
-        lora: The table [model.lora].
-        model: The whole model with its adapters, on any device.
-        hf_name: Hugging Face's name of our parameter.
-
-    Returns:
-        The lines; empty if there is no difference.
-    """
+    """Return one line for each way in which a folder's adapters are not those of ``model``."""
     path = folder / CONFIG
     if not folder.is_dir():
         return [f"{folder}: no such folder"]
@@ -171,11 +142,7 @@ def adapter_problems(job: Job) -> list[str]:
 
 
 def named_adapters(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, Tensor]]:
-    """Yield peft's name and the tensor of each parameter of an adapter.
-
-    Yields:
-        The name, and the parameter.
-    """
+    """Yield peft's name and the tensor of each parameter of an adapter."""
     for name, parameter in whole.named_parameters():
         if is_adapter(name):
             yield peft_name(name, hf_name), parameter
@@ -184,18 +151,7 @@ def named_adapters(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[
 def load_adapters(
     whole: nn.Module | Composition, folder: Path, lora: Lora, hf_name: HfName, model: nn.Module
 ) -> None:
-    """Fill the adapters of a model from peft's folder; each rank reads its own part.
-
-    Args:
-        whole: A whole model, or what ``compose.apply`` returned. It must have memory.
-        folder: The folder.
-        lora: The table [model.lora].
-        hf_name: Hugging Face's name of our parameter.
-        model: The whole model, on any device.
-
-    Raises:
-        ConfigError: The folder has other adapters; none is loaded.
-    """
+    """Fill the adapters of a model from peft's folder; each rank reads its own part."""
     if problems := peft_problems(folder, lora, model, hf_name):
         raise ConfigError(*(f"model.lora.load: {problem}" for problem in problems))
     files = TensorFiles(folder, WEIGHTS)

@@ -53,11 +53,7 @@ class TensorFiles:
     """The tensors of a folder; ``entries`` lists them by name, and ``read`` reads parts of them."""
 
     def __init__(self, folder: Path, only: str = "") -> None:
-        """Read the headers of the files in ``folder``, or of the one file ``only``.
-
-        Raises:
-            ConfigError: With a line for each file that is missing or cannot be read.
-        """
+        """Read the headers of the files in ``folder``, or of the one file ``only``."""
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         problems = []
@@ -103,15 +99,7 @@ class TensorFiles:
         raise ConfigError(f"{self.folder}: has neither {WHOLE} nor {INDEX}")
 
     def read(self, name: str, region: Sequence[slice]) -> Tensor:
-        """Read a part of a tensor.
-
-        Args:
-            name: The name of the tensor.
-            region: One slice for each dim.
-
-        Returns:
-            The part; its memory may be that of the mapped file.
-        """
+        """Read a part of a tensor."""
         # Open the file each time: while a file stays mapped, all pages read from it stay in memory.
         with safe_open(self.entries[name].path, "pt") as file:
             return file.get_slice(name)[tuple(region) or ...]
@@ -134,17 +122,7 @@ class Planned:
 def write_files(
     folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
 ) -> list[Path]:
-    """Write tensors into files, holding only one tensor at a time.
-
-    Args:
-        folder: The folder to write into.
-        planned: The tensors to write, in order.
-        tensors: Their values, in the same order.
-        limit: Bytes of tensors in a file; a larger tensor has a file of its own.
-
-    Returns:
-        The files.
-    """
+    """Write tensors into files, holding only one tensor at a time."""
     shards: list[list[Planned]] = [[]]
     filled = 0
     for one in planned:
@@ -169,15 +147,7 @@ def write_files(
 
 
 def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) -> bytes:
-    """Return the beginning of a file whose tensors lie one after another.
-
-    Args:
-        planned: The tensors, in order.
-        more: Metadata to add.
-
-    Returns:
-        The length of the header, and the header.
-    """
+    """Return the beginning of a file whose tensors lie one after another."""
     # transformers requires "pt"
     words: dict[str, Any] = {"__metadata__": {"format": "pt", **(more or {})}}
     end = 0

@@ -152,18 +152,7 @@ class PartsReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the description of the checkpoint. DCP's own method would unpickle it.
-
-        Args:
-            *args: As DCP gives them; not used.
-            **kwargs: As DCP gives them; not used.
-
-        Returns:
-            The description.
-
-        Raises:
-            ConfigError: The file does not describe a whole checkpoint.
-        """
+        """Return the description of the checkpoint. DCP's own method would unpickle it."""
         return read_metadata(Path(self.path))
 
     def set_up_storage_reader(

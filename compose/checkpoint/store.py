@@ -106,11 +106,7 @@ class State:
 
 
 def read_state(folder: Path) -> State:
-    """Return the content of a checkpoint's state.json.
-
-    Raises:
-        ConfigError: The file is missing or wrong. The message names the file and the field.
-    """
+    """Return the content of a checkpoint's state.json."""
     return read_json(folder / STATE, State, own=True)
 
 
@@ -126,15 +122,7 @@ def step_of(folder: Path) -> int:
 
 
 def begin(root: Path, step: int) -> Path:
-    """Make an empty folder for writing a checkpoint; remove what a broken attempt left.
-
-    Args:
-        root: The folder of the checkpoints.
-        step: Steps before the checkpoint.
-
-    Returns:
-        The empty folder.
-    """
+    """Make an empty folder for writing a checkpoint; remove what a broken attempt left."""
     folder = root / f".writing-{name_of(step)}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -162,11 +150,7 @@ def described(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
 
 
 def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
-    """Write the manifest, flush all files to the device, and give the folder its final name.
-
-    Raises:
-        OSError: A file is not as long as ``files`` says, or something cannot be written.
-    """
+    """Write the manifest, flush all files to the device, and give the folder its final name."""
     for name, entry in files.items():
         if (folder / name).stat().st_size != entry["size"]:
             raise OSError(f"{name} was not written whole")
@@ -214,15 +198,7 @@ def newest_first(root: Path) -> list[Path]:
 
 
 def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return one line for each way in which a checkpoint differs from what was published.
-
-    Args:
-        folder: The checkpoint.
-        share: (index, count): read every ``count``-th file only, from file ``index`` on.
-
-    Returns:
-        The lines; empty if nothing is wrong.
-    """
+    """Return one line for each way in which a checkpoint differs from what was published."""
     if not os.path.lexists(folder / MANIFEST):
         return [f"{MANIFEST} is missing"]
     try:
@@ -294,13 +270,6 @@ def prune(root: Path, keep_last: int, keep_every: int, newest: Path, before: flo
     """Delete old checkpoints.
 
     A folder without a manifest is never deleted.
-
-    Args:
-        root: The folder of the checkpoints.
-        keep_last: Number of newest checkpoints to keep.
-        keep_every: Keep those of every so many steps too; 0 keeps none of them.
-        newest: The checkpoint just published, which is kept in any case.
-        before: Keep those of this step and of later ones too.
     """
     for place, folder in enumerate(newest_first(root)):
         kept = place < keep_last or (keep_every and step_of(folder) % keep_every == 0)

@@ -23,7 +23,8 @@ from compose.config.tables import Config
 from compose.memory.float8 import select_layers
 from compose.ops.local_tensor import local_tensor
 from compose.optim.lr_schedule import short_of_warmup
-from compose.optim.rules import parameter_rules
+from compose.optim.optimizers import OPTIMIZERS
+from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import AXES, init_mesh
 from compose.parallel.secondary_shards import secondary_experts
 from compose.planner.island_bytes import in_lines, island_bytes
@@ -184,6 +185,9 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     # Nearly all weights are frozen where there are adapters.
     kept = config.precision.param if lora.rank else config.precision.master
 
+    def states(name: str) -> int:
+        return len(OPTIMIZERS[rules[name].optimizer].state)
+
     def sizes(stage: list[Placed]) -> list[tuple[str, int]]:
         trained = [p for p in stage if p.trained]
         local, whole = sum(p.local_bytes for p in trained), sum(p.whole_bytes for p in trained)
@@ -192,10 +196,9 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
         return [
             (f"weights ({kept})", sum(p.local_bytes for p in stage)),
             ("gradients", gradients),
-            # Muon keeps one mean for each element, AdamW two.
             (
                 f"optimizer ({config.optimizer.name})",
-                sum(math.prod(p.local_shape) * state * (2 - rules[p.name].muon) for p in trained),
+                sum(math.prod(p.local_shape) * state * states(p.name) for p in trained),
             ),
             ("gathered in a step", _gathered(stage, config)),
         ]

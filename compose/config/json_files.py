@@ -34,17 +34,6 @@ def read_json(path: Path, kind: type[T], own: bool = False) -> T:
 
     Every type is checked strictly, and numbers are finite. Fields that ``kind`` does not have are
     ignored.
-
-    Args:
-        path: The file.
-        kind: ``dict[str, Any]``, a dataclass, or a model of pydantic.
-        own: The file is of a folder that anyone may have made, and may not be a link.
-
-    Returns:
-        The value.
-
-    Raises:
-        ConfigError: One line with the file, and with the field if one is wrong.
     """
     try:
         content = read_own(path) if own else read_file(path)
@@ -60,18 +49,7 @@ def read_json(path: Path, kind: type[T], own: bool = False) -> T:
 
 
 def parse_json(content: bytes, kind: type[T]) -> T:
-    """Parse the content of a JSON file as :func:`read_json` does.
-
-    Args:
-        content: The bytes of the file.
-        kind: ``dict[str, Any]``, a dataclass, or a model of pydantic.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: One line, without the file.
-    """
+    """Parse the content of a JSON file as :func:`read_json` does."""
     try:
         # Some editors begin a file with a byte order mark, which has no meaning.
         text = content.decode("utf-8-sig")

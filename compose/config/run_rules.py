@@ -5,7 +5,7 @@ from compose.config.models import find_model, max_seq_len
 from compose.config.rule import Rule
 from compose.errors import ConfigError
 from compose.memory.lora import is_adapter
-from compose.optim.rules import parameter_rules
+from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import build_table
 from compose.pipeline.split import layer_names

@@ -35,15 +35,6 @@ class Batches:
 
         For a GPU a thread reads the next batch into pinned memory while this one is trained on. On a
         CPU the thread would take the time of the cores that train.
-
-        Args:
-            sets: The sets of samples to mix.
-            global_batch: Samples in a global batch.
-            seed: Seed of the order of the samples.
-            weights: Share of samples for each set; None takes the sizes of the sets as weights.
-            share: (index, count) from ``compose.parallel.mesh.batch_share``. The global batch is cut
-                into ``count`` equal slices, and this object reads slice ``index``.
-            device: Where the batches are used.
         """
         self.sets, self.global_batch, self.seed = sets, global_batch, seed
         self.interleaving = Interleaving(weights or [Fraction(len(each)) for each in sets])
@@ -93,14 +84,6 @@ def in_order(
 
     The last batch is filled up with empty rows: nothing is learnt from their targets, and their
     positions are -1.
-
-    Args:
-        samples: The set to read.
-        global_batch: Samples in a global batch.
-        share: (index, count): this rank reads slice ``index`` of ``count`` equal slices.
-
-    Returns:
-        An iterator over dicts of tensors (samples, L).
     """
     index, count = share
     rows = range(index * global_batch // count, (index + 1) * global_batch // count)

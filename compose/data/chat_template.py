@@ -28,11 +28,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: JsonTokenizer) -> None:
-        """Read and compile the template.
-
-        Raises:
-            ConfigError: The tokenizer has no template, or it cannot be compiled.
-        """
+        """Read and compile the template."""
         self._pieces: list[str] = []
         self._marks: list[tuple[int, str]] = []
         self._tags: list[int] = []  # their lines, in the template that is compiled
@@ -84,11 +80,7 @@ class ChatTemplate:
         return environment
 
     def text(self, messages: Sequence[Message], more: Mapping[str, Any], prompt: bool = False) -> str:
-        """Write messages, at least one, as text that with ``prompt`` ends with what asks for a reply.
-
-        Raises:
-            ValueError: The template refuses the messages or fails. The error names its line.
-        """
+        """Write one or more messages; with ``prompt`` the text ends with what asks for a reply."""
         name = self._name(more)
         # A template finds None where there are no tools or documents, as in transformers.
         given = {"tools": None, "documents": None, **self.special, **more}
@@ -113,11 +105,7 @@ class ChatTemplate:
     def marked(
         self, messages: Sequence[Message], more: Mapping[str, Any]
     ) -> list[tuple[int, int]] | None:
-        """Return the spans that {% generation %} marks in the text, or None if the template has no tag.
-
-        Raises:
-            ValueError: As ``text``; or a tag stands where its place in the text is not known.
-        """
+        """Return the spans that {% generation %} marks; None if the template has no tag."""
         if self._name(more) not in self._tagged:
             return None
         text = self.text(messages, more)

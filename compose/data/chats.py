@@ -25,11 +25,7 @@ class Conversations:
     """
 
     def __init__(self, name: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> None:
-        """Choose and pack the conversations.
-
-        Raises:
-            ConfigError: No conversation has anything to learn.
-        """
+        """Choose and pack the conversations."""
         assert token_set.trained is not None
         self.name, self.seq_len, self.vocab_size = name, seq_len, vocab_size
         self.token_set: TokenSet | None = token_set
@@ -117,13 +113,6 @@ def pack_into_bins(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[
 
     The method is best fit, longest first (Johnson 1974, doi:10.1137/0203025). It needs at most 11/9 of
     the fewest bins, plus one.
-
-    Args:
-        lengths: Length of each item, at most ``size``. Items of length 0 are left out.
-        size: Size of a bin.
-
-    Returns:
-        The indices of the items in each bin, ascending; the bins are sorted by their first item.
     """
     bins: list[list[int]] = []
     open_bins: dict[int, list[int]] = {}  # the open bins, by the space left in them

@@ -31,11 +31,7 @@ class OpenData(NamedTuple):
 
 
 def open_data(config: Config) -> OpenData:
-    """Open what ``[data]`` names, and check it against the model and ``checkpoint.load_hf``.
-
-    Raises:
-        ConfigError: All problems with the data on this machine.
-    """
+    """Open what ``[data]`` names, and check it against the model and ``checkpoint.load_hf``."""
     problems = list[str]()
     sets, weights, validation = list[Samples](), None, None
     try:
@@ -110,17 +106,7 @@ def training_batches(
     share: tuple[int, int] = (0, 1),
     device: torch.device | None = None,
 ) -> Batches:
-    """Return the batches of a run, cut for one rank.
-
-    Args:
-        config: The config of the run.
-        data: The opened data.
-        share: (index, count) of this rank among the ranks that share the global batch.
-        device: Where the batches are used.
-
-    Returns:
-        The batches.
-    """
+    """Return the batches of a run, cut for one rank."""
     train = config.train
     return Batches(
         data.sets,
@@ -167,11 +153,7 @@ def old_sets(batches: Batches) -> list[str]:
 
 
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
-    """Copy the token files of ``checkpoint.load_hf`` and the tokenizer of the data into a folder.
-
-    Raises:
-        ConfigError: ``folder`` is a link (it may lead anywhere), or it cannot be written.
-    """
+    """Copy the token files of ``checkpoint.load_hf`` and the tokenizer of the data into a folder."""
     original, sets = Path(config.checkpoint.load_hf), [each.token_set for each in batches.sets]
     sources = [each.path for each in sets if each and (each.path / FILE).exists()]
     # A resumed run may be older than its first folder, which may be gone.

@@ -63,17 +63,7 @@ def stop_at(error: BadLine) -> None:
 
 
 def json_texts(unit: Unit, field: str, bad: Callable[[BadLine], None] = stop_at) -> Iterator[str]:
-    """Yield the text of each row of JSON lines.
-
-    Args:
-        unit: The unit.
-        field: The field with the text.
-        bad: Called with a row that has no text in ``field``, or is no JSON. If it returns, the row is
-            left out.
-
-    Yields:
-        The texts; a row with null is an empty one.
-    """
+    """Yield the text of each row of JSON lines."""
     for place, row in json_rows(unit, bad):
         text = row.get(field)
         if isinstance(text, str):
@@ -89,7 +79,7 @@ def json_texts(unit: Unit, field: str, bad: Callable[[BadLine], None] = stop_at)
 def json_rows(
     unit: Unit, bad: Callable[[BadLine], None] = stop_at
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (place, row) of each row of JSON lines; ``bad`` is called with the others."""
+    """Yield (place, row) of each row of JSON lines; ``bad`` raises the others, or leaves them out."""
     for place, line in _lines(unit):
         try:
             row = _row(unit, place, line)
@@ -200,19 +190,7 @@ def _seam(file: IO[bytes], place: int, size: int) -> int:
 
 
 def parquet_texts(unit: Unit, field: str, bad: Callable[[BadLine], None] = stop_at) -> Iterator[str]:
-    """Yield the text of each row of a Parquet file.
-
-    Args:
-        unit: The unit.
-        field: The column with the text.
-        bad: As in ``json_texts``.
-
-    Yields:
-        The texts; a row without a value is an empty one.
-
-    Raises:
-        BadLine: The file is no Parquet, or has no text in that column.
-    """
+    """Yield the text of each row of a Parquet file."""
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -42,9 +42,6 @@ def end_ids(tokenizer: Tokenizer, folder: Path | None = None) -> list[int]:
 
     These are the tokenizer's end token, those of generation_config.json and config.json in the model's
     ``folder`` and beside the tokenizer, and what ends a reply in the tokenizer's chat template.
-
-    Raises:
-        ConfigError: A file cannot be read.
     """
     found = [tokenizer.end] if tokenizer.end >= 0 else []
     folders = [folder] if folder else []
@@ -80,11 +77,7 @@ def turn_ends(tokenizer: JsonTokenizer) -> list[int]:
 
 
 def repetition_penalty(folders: Iterable[Path]) -> float:
-    """Return what the generation_config.json of a model divides the logits of repeated tokens by.
-
-    Raises:
-        ConfigError: A key in the file would change the likeliest text, and is not supported here.
-    """
+    """Return what the generation_config.json of a model divides the logits of repeated tokens by."""
     for path in (folder / GENERATION for folder in folders):
         if path.exists():
             values = read_json(path, dict[str, Any])
@@ -102,16 +95,6 @@ def generation_values(folder: Path | None, vocab_size: int) -> dict[str, Any]:
     """Return the ids of special tokens for the config.json and generation_config.json of a model.
 
     Each is there: where a key is absent, transformers takes an id of some published model.
-
-    Args:
-        folder: The folder of its tokenizer, which may hold a config.json too; None for bytes.
-        vocab_size: Size of the model's vocabulary.
-
-    Returns:
-        ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``; None for what there is not.
-
-    Raises:
-        ConfigError: A file cannot be read.
     """
     known = read_beside(folder, MODEL) | read_beside(folder, GENERATION) if folder else {}
     found = {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

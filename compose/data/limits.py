@@ -25,17 +25,6 @@ def limited(seconds: float, memory: int) -> Iterator[None]:
     """Limit this process to ``seconds`` of processor time and ``memory`` more bytes.
 
     Time is limited only in the main thread, and memory only on Linux.
-
-    Args:
-        seconds: Processor time inside the block, in seconds.
-        memory: Bytes that the block may allocate besides those in use.
-
-    Returns:
-        A context manager, within which the limits hold.
-
-    Raises:
-        TooLong: The time is over.
-        MemoryError: The memory is used up.
     """
     with _time(seconds), _memory(memory):
         yield

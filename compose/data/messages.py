@@ -28,12 +28,7 @@ class Chat:
 
 
 def read_chat(row: Mapping[str, Any], field: str) -> Chat:
-    """Return the chat in a row.
-
-    Raises:
-        ValueError: The row has no messages with a role and content in ``field``, or other values in it
-            are not what a template can use.
-    """
+    """Return the chat in a row."""
     messages, first = row.get(field), 0
     prompt, completion = row.get("prompt"), row.get("completion")
     if messages is None and isinstance(prompt, list) and isinstance(completion, list):

@@ -9,14 +9,6 @@ def shuffled(place: int, size: int, key: int) -> int:
 
     Four Feistel rounds run over the smallest even number of bits that holds ``size``. They are repeated
     until the value is in range ("cycle walking", Black and Rogaway 2002).
-
-    Args:
-        place: A number in range(size).
-        size: The size of the permutation.
-        key: The number that selects the permutation.
-
-    Returns:
-        A number in range(size).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

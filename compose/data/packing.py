@@ -7,15 +7,7 @@ from compose.ops.batch import IGNORE
 
 
 def pack(windows: Tensor, separator: int) -> dict[str, Tensor]:
-    """Return batch tensors (B, L) from windows of tokens.
-
-    Args:
-        windows: Token ids (B, L + 1), int64.
-        separator: The id that ends a document.
-
-    Returns:
-        ``tokens``, ``targets``, ``positions`` and ``document_ids``, each int64 (B, L).
-    """
+    """Return the inputs of a model, each int64 (B, L), from windows of tokens, int64 (B, L + 1)."""
     tokens, targets = windows[:, :-1], windows[:, 1:]
     ends = tokens == separator
     document_ids = ends.cumsum(1) - ends.long()
@@ -39,15 +31,6 @@ def random_batch(samples: int, seq_len: int, vocab_size: int, seed: int) -> dict
     The other rows (the first row is one of them) have such documents only at the two ends. Between the
     ends lies one document from near the first token to near the last one. So with any cut of the
     sequence each part attends to each part before it.
-
-    Args:
-        samples: Rows of the batch.
-        seq_len: Tokens in a row.
-        vocab_size: Size of the vocabulary.
-        seed: Seed of the random numbers.
-
-    Returns:
-        The tensors of ``pack``, each int64 (samples, seq_len).
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (samples, seq_len + 1)

@@ -31,15 +31,7 @@ class Replies:
     """Writes chats by a template, and finds the replies in their text."""
 
     def __init__(self, tokenizer: JsonTokenizer, end: int = -1) -> None:
-        """Prepare.
-
-        Args:
-            tokenizer: The tokenizer, with its chat template beside it.
-            end: The id that ends a reply after which the template writes nothing.
-
-        Raises:
-            ConfigError: The template cannot be used.
-        """
+        """Prepare."""
         self.template, self.end = ChatTemplate(tokenizer), end
         self.notes: Counter[str] = Counter()
         """Notes for the user, with the number of replies that each is about."""
@@ -59,9 +51,6 @@ class Replies:
         this is one text. Some templates write an earlier reply in another way than the last one (for
         example, they leave out the thoughts of earlier turns). Then there is one text for each reply,
         with the messages before it. The list is empty if there are no replies to learn.
-
-        Raises:
-            ValueError: The template refuses the chat or fails, or does not write what would be learnt.
         """
         messages, whole = self.form(chat)
         if (marks := self.template.marked(messages, chat.more)) is not None:
@@ -80,11 +69,7 @@ class Replies:
         return [Rendered(whole, spans)]
 
     def form(self, chat: Chat) -> tuple[Sequence[Message], str]:
-        """Return the messages in the form that the template takes, and their text.
-
-        Raises:
-            ValueError: The template takes none of the forms.
-        """
+        """Return the messages in the form that the template takes, and their text."""
         best: tuple[int, Sequence[Message], str] | None = None
         problem: ValueError | None = None
         choices = list(forms(chat.messages))

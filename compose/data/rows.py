@@ -65,15 +65,7 @@ class Row:
         return int(self.starts[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the elements from ``start`` to ``stop``.
-
-        Args:
-            start: The first element.
-            stop: The element after the last one.
-
-        Returns:
-            An array (stop - start,), int64; it is shorter if the row ends before ``stop``.
-        """
+        """Return the elements from ``start`` to ``stop``, int64; fewer if the row ends."""
         first = int(np.searchsorted(self.starts, start, side="right")) - 1
         pieces = []
         while start < stop and first < len(self.parts):
@@ -111,11 +103,7 @@ class Row:
 
 
 def check_ids(tokens: np.ndarray, name: str, vocab_size: int) -> None:
-    """Raise ConfigError if an id in ``tokens`` is outside the vocabulary.
-
-    Raises:
-        ConfigError: An id is negative, or is ``vocab_size`` or more.
-    """
+    """Raise ConfigError if an id in ``tokens`` is outside the vocabulary."""
     if not len(tokens):
         return
     low, high = int(tokens.min()), int(tokens.max())

@@ -60,13 +60,6 @@ class Samples(Protocol):
         Those of a language model are int64 (L,): ``tokens``, ``targets`` (IGNORE where nothing is
         learnt), ``positions`` (from 0 in each document; -1 outside of every document) and
         ``document_ids``.
-
-        Args:
-            index: The number of the sample in an epoch.
-            epoch: The number of the epoch. Tokens are the same in each; noise is not.
-
-        Raises:
-            ConfigError: The sample cannot be read, or a token id is outside the vocabulary.
         """
         ...
 
@@ -88,20 +81,7 @@ class Windows:
         tokenizer: str | None = None,
         token_set: TokenSet | None = None,
     ) -> None:
-        """Check the row, and prepare to read it.
-
-        Args:
-            name: The name that the user gave.
-            row: The tokens.
-            separator: The id that ends a document.
-            seq_len: Tokens in a sample.
-            vocab_size: Size of the model's vocabulary.
-            tokenizer: As in ``Samples``.
-            token_set: The token set of the row, if any. Its ids need no check at the start.
-
-        Raises:
-            ConfigError: The row has no whole sample, or has an id outside the vocabulary.
-        """
+        """Check the row, and prepare to read it."""
         self.name, self.row, self.separator = name, row, separator
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.tokenizer, self.token_set = tokenizer, token_set
@@ -129,11 +109,7 @@ class Windows:
 
 
 def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Samples:
-    """Open the samples at ``path``.
-
-    Raises:
-        ConfigError: The samples cannot be opened. The message does not name the key of the config.
-    """
+    """Open the samples at ``path``."""
     if path == "stdlib":
         return Windows(path, _stdlib(), SEPARATOR, seq_len, vocab_size, "")
     if os.path.isdir(path):

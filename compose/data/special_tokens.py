@@ -89,16 +89,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path, vocabulary: Collection[str], byte_level: bool) -> SpecialTokens:
-    """Read the special tokens beside a tokenizer.json.
-
-    Args:
-        folder: The folder.
-        vocabulary: The tokens of tokenizer.json.
-        byte_level: Whether tokenizer.json is of bytes; a class of Llama 2's kind does not apply to it.
-
-    Raises:
-        ConfigError: A file cannot be read, or a token in it is none.
-    """
+    """Read the special tokens beside a tokenizer.json."""
     path, problems = folder / CONFIG, list[str]()
     config = read_json(path, dict[str, Any]) if path.exists() else {}
     problems += KEYS.problems({key: config[key] for key in KEYS.only if key in config})
@@ -179,11 +170,7 @@ def _class(config: Mapping[str, Any], model: Mapping[str, Any], byte_level: bool
 
 
 def model_ends(folder: Path) -> list[int]:
-    """Return the ids that end a text, by generation_config.json and config.json of a folder.
-
-    Raises:
-        ConfigError: A file cannot be read, or an id in it is none.
-    """
+    """Return the ids that end a text, by generation_config.json and config.json of a folder."""
     found: list[int] = []
     for name in (GENERATION, MODEL):
         given = read_beside(folder, name).get("eos_token_id")
@@ -195,11 +182,7 @@ def model_ends(folder: Path) -> list[int]:
 
 
 def read_beside(folder: Path, name: str) -> dict[str, Any]:
-    """Return the content of a JSON file in a tokenizer's folder; nothing if it is not there.
-
-    Raises:
-        ConfigError: It cannot be read, or is a link out of the folder.
-    """
+    """Return the content of a JSON file in a tokenizer's folder; nothing if it is not there."""
     path = folder / name
     if not path.exists():
         return {}

@@ -17,19 +17,6 @@ def open_bin(path: Path, name: str, dtype: str) -> Stored:
     """Open a file that holds integers and nothing else.
 
     If the index of Megatron lies beside it, as NAME.idx, this says the type.
-
-    Args:
-        path: The file.
-        name: Its name in messages.
-        dtype: The type of an integer, such as "uint16".
-
-    Returns:
-        The integers, not read yet.
-
-    Raises:
-        ConfigError: The size of the file is 0, or no multiple of the size of an integer. The index
-            names a type of other numbers.
-        OSError: A file cannot be read.
     """
     index, said = path.with_suffix(".idx"), "data.token_dtype"
     if index.is_file():
@@ -49,10 +36,6 @@ def open_npy(path: Path, name: str) -> Stored:
     """Open the array of a .npy file.
 
     Its format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html.
-
-    Raises:
-        ConfigError: The array is not one row of integers, or the file is shorter than the array.
-        OSError: The file cannot be read.
     """
     size = state_of(path).st_size
     with path.open("rb") as file:

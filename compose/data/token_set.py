@@ -89,12 +89,7 @@ class TokenSet:
 
 
 def open_token_set(folder: Path) -> TokenSet:
-    """Open the token set in ``folder``.
-
-    Raises:
-        ConfigError: With a line for each file that is missing, leads out of the folder, or does not
-            agree with the manifest.
-    """
+    """Open the token set in ``folder``."""
     path = folder / MANIFEST
     if leads_out(path, folder):
         raise ConfigError(f"{path}: {LEADS_OUT}")

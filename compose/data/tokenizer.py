@@ -82,11 +82,7 @@ class JsonTokenizer:
     """A tokenizer.json, with the end of a document from the tokenizer_config.json beside it."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file at ``path``.
-
-        Raises:
-            ConfigError: The tokenizer or its config cannot be read, or a file leads out of the folder.
-        """
+        """Read the file at ``path``."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Loaded
 
@@ -184,11 +180,7 @@ def _line(error: BaseException) -> str:
 
 
 def open_tokenizer(path: Path) -> JsonTokenizer:
-    """Open the tokenizer at ``path``: a tokenizer.json, or a folder that holds one.
-
-    Raises:
-        ConfigError: There is no tokenizer, or it cannot be read.
-    """
+    """Open the tokenizer at ``path``: a tokenizer.json, or a folder that holds one."""
     file = path / FILE if path.is_dir() else path
     if path.is_dir():
         carried(path)  # raises for a link out of the folder
@@ -198,18 +190,7 @@ def open_tokenizer(path: Path) -> JsonTokenizer:
 
 
 def carried(folder: Path, named: Path | None = None) -> list[Path]:
-    """List the files of a folder that belong to a tokenizer.
-
-    Args:
-        folder: The folder.
-        named: A file that a person named; it may be a link that leads anywhere.
-
-    Returns:
-        The files.
-
-    Raises:
-        ConfigError: With a line for each file that is a link out of the folder.
-    """
+    """List the files of a folder that belong to a tokenizer; only ``named`` may be a link out of it."""
     found = [p for pattern in CARRIED for p in sorted(folder.glob(pattern)) if p.is_file()]
     problems = [
         f"{p}: {LEADS_OUT}"
@@ -222,17 +203,7 @@ def carried(folder: Path, named: Path | None = None) -> list[Path]:
 
 
 def carry(source: Path, target: Path, named: Path | None = None) -> None:
-    """Copy the files of a tokenizer from a folder into another one, which is made.
-
-    Args:
-        source: The folder to copy from.
-        target: The folder to copy into.
-        named: A tokenizer.json that a person named. It may have another name, or lie elsewhere.
-
-    Raises:
-        ConfigError: As :func:`carried`.
-        OSError: A file cannot be read or written.
-    """
+    """Copy the files of a tokenizer from a folder into another one, which is made."""
     target.mkdir(parents=True, exist_ok=True)
     for path in carried(source, named):
         copy = target / path.relative_to(source)
@@ -249,12 +220,7 @@ def carry(source: Path, target: Path, named: Path | None = None) -> None:
 
 
 def keep(source: Path, folder: Path) -> None:
-    """Copy the files of a Hugging Face folder that describe tokens; an export reads only the copy.
-
-    Raises:
-        ConfigError: As :func:`carry`.
-        OSError: As :func:`carry`.
-    """
+    """Copy the files of a Hugging Face folder that describe tokens; an export reads only the copy."""
     config = source / MODEL
     if leads_out(config, source):
         raise ConfigError(f"{config}: {LEADS_OUT}")

@@ -90,11 +90,7 @@ def describe_job(
     files: Iterable[Path],
     unit: int = UNIT,
 ) -> Job:
-    """Return the job of tokenizing ``files``; bad rows end it.
-
-    Raises:
-        ConfigError: With a line for each file that cannot be read.
-    """
+    """Return the job of tokenizing ``files``; bad rows end it."""
     problems, found = [], []
     for path in files:
         if path.suffix in PACKED:
@@ -132,20 +128,7 @@ def units_of(job: Job) -> list[Unit]:
 def make_token_set(
     job: Job, target: Path, workers: int, progress: Callable[[int, Counts], None]
 ) -> Counts:
-    """Do what is left of ``job`` in a folder.
-
-    Args:
-        job: The job.
-        target: The folder. Finished shards in it are kept.
-        workers: The number of processes.
-        progress: Called with the bytes and the counts done so far.
-
-    Returns:
-        The counts of all shards.
-
-    Raises:
-        ConfigError: The folder belongs to another job, or a line of a file cannot be used.
-    """
+    """Do what is left of ``job`` in a folder."""
     _claim(job, target)
     units, total, done = units_of(job), Counts(), 0
     shards: dict[str, Counts] = {}
@@ -281,12 +264,7 @@ def _tokenizer(job: Job) -> JsonTokenizer:
 
 
 def make_shard(job: Job, target: Path, unit: Unit) -> Counts:
-    """Write the shard of one unit, whole or not at all.
-
-    Raises:
-        BadLine: A line cannot be used.
-        OSError: The shard cannot be written.
-    """
+    """Write the shard of one unit, whole or not at all."""
     tokenizer = _tokenizer(job)
     counts, chat = Counts(), job.kind == "chat"
     names = ["tokens", "ends", *(["trained"] if chat else [])]

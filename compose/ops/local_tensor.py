@@ -1,11 +1,13 @@
-"""The memory behind a tensor: this rank's part, and when it is ready."""
+"""The memory behind a tensor: this rank's part, its place in the whole, and when it is ready."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -16,6 +18,32 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held._tensor if hasattr(held, "fsdp_pre_all_gather") else held  # type: ignore[attr-defined]
+
+
+def local_shard(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of ``whole``, as a view; it is placed as the DTensor ``like`` is."""
+    return whole[local_region(like)]
+
+
+def local_region(like: Tensor, coordinate: Sequence[int] | None = None) -> tuple[slice, ...]:
+    """Return the place of a rank's part in the whole of a DTensor.
+
+    FSDP cuts a dim after tensor parallel has cut it (its placement is then a strided one). PyTorch's
+    ``distribute_tensor`` cuts uneven dims elsewhere than FSDP does: 257 rows over dp 4 x tp 2.
+    """
+    region = [range(size) for size in like.shape]
+    if isinstance(like, DTensor):
+        place = like.device_mesh.get_coordinate() if coordinate is None else coordinate
+        assert place is not None, "a rank outside of the mesh holds nothing"
+        cuts = [
+            (isinstance(placement, _StridedShard), axis, placement.dim)
+            for axis, placement in enumerate(like.placements)
+            if isinstance(placement, (Shard, _StridedShard))
+        ]
+        for _, axis, dim in sorted(cuts):
+            each = -(-len(region[dim]) // like.device_mesh.size(axis))  # the rule of Tensor.chunk
+            region[dim] = region[dim][place[axis] * each : (place[axis] + 1) * each]
+    return tuple(slice(held.start, held.stop) for held in region)
 
 
 def arrived(value: Any) -> Any:

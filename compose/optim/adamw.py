@@ -10,25 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from compose.optim.regions import chunks, local, within
-from compose.optim.rounding import random_bits, store
-from compose.optim.state import MakesState
-from compose.weights import local_region
+from compose.ops.local_tensor import local_region
+from compose.optim.rounding import chunks, local, random_bits, store, within
 
 
-class AdamW(MakesState):
+class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); each step is computed in float32.
 
-    Args:
-        params: Named parameters or groups of them, as torch's optimizers take them; float32 or
-            bfloat16, plain or DTensors. The names must be those of the whole model. Names and ``seed``
-            choose the random bits by which results are rounded to bfloat16 (rounding.py).
-        lr: The learning rate.
-        betas: Decay of the running means of the gradient and of its square.
-        eps: A number added to the root of the squared gradient's mean.
-        weight_decay: Decoupled weight decay.
-        state_dtype: Type of the running means ``exp_avg`` and ``exp_avg_sq``.
-        seed: Chooses the random bits.
+    Parameters have their names in the whole model, and are float32 or bfloat16, plain or DTensors.
+    Names and ``seed`` choose the random bits by which results are rounded to bfloat16 (rounding.py).
     """
 
     def __init__(

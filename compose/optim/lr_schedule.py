@@ -1,48 +1,51 @@
 """The learning rate as a function of the step."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from compose.optim.options import Optimizer
+from compose.optim.optimizers import Optimizer
+
+Schedule = Callable[[int, int, Optimizer], float]
+"""What is left of the learning rate, 1 to 0, in a step after warmup, of all steps."""
+
+
+def cosine(step: int, steps: int, options: Optimizer) -> float:
+    """Half a cosine from the end of warmup (Loshchilov and Hutter 2017, arXiv:1608.03983)."""
+    return (1 + math.cos(math.pi * _progress(step, options.warmup, steps))) / 2
+
+
+def linear(step: int, steps: int, options: Optimizer) -> float:
+    """A line from the end of warmup."""
+    return 1 - _progress(step, options.warmup, steps)
+
+
+def constant(step: int, steps: int, options: Optimizer) -> float:
+    """The highest rate, and a line over the last ``decay`` steps."""
+    return 1 - _progress(step, max(options.warmup, steps - options.decay), steps)
+
+
+def _progress(step: int, start: int, steps: int) -> float:
+    return max(0.0, (step - start) / max(1, steps - start))
+
+
+SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "linear": linear, "constant": constant}
 
 
 def learning_rate(step: int, steps: int, options: Optimizer) -> float:
-    """Return the learning rate of one step.
+    """Return the learning rate of one step, from 0, of all ``steps``.
 
-    It rises linearly to ``lr`` at step ``warmup``. Then it follows a half cosine (Loshchilov and Hutter
-    2017, arXiv:1608.03983) or a line down to ``min_lr * lr`` at the end. Or it stays constant and falls
-    linearly over the last ``decay`` steps.
-
-    Args:
-        step: The step, from 0.
-        steps: All steps of the schedule.
-        options: The table [optimizer].
-
-    Returns:
-        The learning rate.
+    It rises linearly to ``lr`` at step ``warmup``, then follows the schedule to ``min_lr * lr``.
     """
     if step < options.warmup:
         return options.lr * (step + 1) / (options.warmup + 1)
-    start = options.warmup
-    if options.schedule == "constant":
-        start = max(start, steps - options.decay)
-    progress = max(0.0, (step - start) / max(1, steps - start))
-    cosine = options.schedule == "cosine"
-    remaining = (1 + math.cos(math.pi * progress)) / 2 if cosine else 1 - progress
+    remaining = SCHEDULES[options.schedule](step, steps, options)
     return options.lr * (options.min_lr + (1 - options.min_lr) * remaining)
 
 
 def short_of_warmup(steps: int, options: Optimizer) -> str:
-    """Return a note if the steps end within warmup, so that the rate never reaches ``lr``.
-
-    Args:
-        steps: All steps of the schedule.
-        options: The table [optimizer].
-
-    Returns:
-        The note; empty if the rate reaches ``lr``.
-    """
+    """Return a note if all steps are within warmup, so that the rate never reaches ``lr``."""
     if steps > options.warmup:
         return ""
     last = learning_rate(steps - 1, steps, options)
@@ -53,11 +56,6 @@ def short_of_warmup(steps: int, options: Optimizer) -> str:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the learning rate ``lr``, times the group's own ``lr_scale``.
-
-    Args:
-        optimizer: The optimizer.
-        lr: The learning rate.
-    """
+    """Give every parameter group the learning rate ``lr``, times the group's own ``lr_scale``."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)

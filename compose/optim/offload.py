@@ -20,9 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from compose.ops.local_tensor import local_tensor
-from compose.optim.files import TensorFile, page_aligned
-from compose.optim.scratch import Scratch
-from compose.optim.state import MakesState
+from compose.optim.offload_files import Scratch, TensorFile, page_aligned
 
 CHUNK = 2**22  # elements of a piece, a multiple of 1024
 SLOTS = 4  # pieces in memory at once
@@ -73,23 +71,16 @@ class Moved:
     """Seconds in which nothing could be computed."""
 
 
-class OffloadedAdamW(MakesState):
+class OffloadedAdamW(torch.optim.Optimizer):
     """torch's fused AdamW (arXiv:1711.05101), whose state is not on the device.
 
     ``state`` has tensors as any optimizer's has. Those in files are mapped, and take no memory until
     they are read. ``moved`` describes the last step. The first step raises ConfigError if the folder is
     in use, has no room, or was not made by a run.
 
-    Args:
-        params: Groups of parameters, plain or DTensors, as torch's optimizers take them: float32, or
-            float64 without files.
-        lr: The learning rate.
-        betas: Decay of the running means of the gradient and of its square.
-        eps: A number added to the root of the squared gradient's mean.
-        weight_decay: Decoupled weight decay.
-        folder: The folder for files of the state. It is scratch: a new one, or one that a run left
-            (scratch.py), and :meth:`close` removes it. None: the state is in host memory, pinned if
-            parameters are on a GPU.
+    Parameters are plain or DTensors; float32, or float64 without files. ``folder`` is scratch for files
+    of the state: a new one, or one that a run left; :meth:`close` removes it. Without it the state is
+    in host memory, pinned if parameters are on a GPU.
     """
 
     def __init__(

@@ -6,33 +6,67 @@ on average (Gupta et al. 2015, arXiv:1502.02551).
 
 The bits of an element are a hash of the seed, the step, the parameter's name and the element's place in
 the whole parameter. So they are the same on every rank that holds a copy, on every mesh, and in a
-resumed run.
+resumed run. Places are regions: boxes of the whole parameter, with one slice for each dim.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from compose.ops.compiled import compiles, run_compiled
+from compose.ops.local_tensor import local_tensor
+
+Region = tuple[slice, ...]
+
+# Elements worked on at once. An element-wise step needs float32 copies of these and no other memory.
+CHUNK = 2**22
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    """Return this rank's part of a tensor, with at least one dim; the part shares its memory."""
+    assert tensor is not None
+    part = local_tensor(tensor)
+    return part if part.ndim else part.unsqueeze(0)
+
+
+def lengths(region: Sequence[slice]) -> list[int]:
+    """Return the length of each dim."""
+    return [max(0, held.stop - held.start) for held in region]
+
+
+def size(region: Sequence[slice]) -> int:
+    """Return the number of elements."""
+    return math.prod(lengths(region))
+
+
+def within(region: Sequence[slice], outer: Sequence[slice]) -> Region:
+    """Return the places of a region counted from where another region begins."""
+    return tuple(
+        slice(held.start - base.start, held.stop - base.start)
+        for held, base in zip(region, outer, strict=True)
+    )
+
+
+def chunks(region: Sequence[slice]) -> Iterator[Region]:
+    """Yield regions of at most ``CHUNK`` elements that together make up ``region``."""
+    count = size(region)
+    if count <= CHUNK:
+        yield tuple(region)
+        return
+    dim, length = next((dim, length) for dim, length in enumerate(lengths(region)) if length > 1)
+    each = max(1, CHUNK * length // count)
+    for start in range(region[dim].start, region[dim].stop, each):
+        part = slice(start, min(start + each, region[dim].stop))
+        yield from chunks((*region[:dim], part, *region[dim + 1 :]))
 
 
 def random_bits(
     seed: int, purpose: str, region: Sequence[slice], shape: Sequence[int], like: Tensor
 ) -> Tensor:
-    """Return 32 random bits, int32, for each element in a region of a tensor.
-
-    Args:
-        seed: The seed.
-        purpose: What the bits are for; the same words give the same bits.
-        region: The places of the elements in the whole tensor.
-        shape: The shape of the whole tensor, 1 dim or more.
-        like: The tensor to be rounded.
-
-    Returns:
-        The bits; a single zero if ``like`` is not bfloat16.
-    """
+    """Return 32 random bits, int32, for each element in a region of a tensor."""
     device = like.device
     if like.dtype != torch.bfloat16:
         return torch.zeros((), dtype=torch.int32, device=device)
@@ -47,13 +81,7 @@ def random_bits(
 
 
 def store(target: Tensor, value: Tensor, bits: Tensor) -> None:
-    """Copy float32 values into a tensor, and round them if it is bfloat16.
-
-    Args:
-        target: float32 or bfloat16.
-        value: The values, float32.
-        bits: Random bits, int32; the low 16 of each decide the rounding.
-    """
+    """Copy float32 values into a tensor, and round them if it is bfloat16."""
     if target.dtype == torch.bfloat16:
         if compiles(target) and target.is_contiguous() and value.shape == bits.shape:
             run_compiled(_round_into, *(x.flatten() for x in (target, value, bits)))

@@ -22,8 +22,8 @@ from compose.memory import activation_offload
 from compose.memory.activation_offload import ActivationOffload
 from compose.ops.local_tensor import local_tensor
 from compose.optim import offload
-from compose.optim.files import UNIT
 from compose.optim.offload import MEANS, SLOTS, OffloadedAdamW
+from compose.optim.offload_files import UNIT
 
 
 class Listener(Protocol):

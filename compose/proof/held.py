@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
 from compose.errors import ConfigError
-from compose.ops.local_tensor import local_tensor
-from compose.weights import local_shard, named_generator
+from compose.ops.local_tensor import local_shard, local_tensor
+from compose.weights import named_generator
 
 # The standard deviation of the noise that is added to a parameter whose elements are all alike.
 _SPREAD = 0.02

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from compose.memory.precision import Precision
-from compose.optim.options import Optimizer
+from compose.optim.optimizers import Optimizer, ParameterRule
 from compose.optim.rounding import random_bits, store
-from compose.optim.rules import ParameterRule
 from compose.parallel.routing import routers
 from compose.plan import Plan
 
@@ -54,7 +53,9 @@ def stated_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, 
         )
         lr_scale = _last_scale(options.lr_scale, own, 1.0)
         decay = _last_scale(options.weight_decay_scale, own, float(matrix))
-        rules[own[0]] = ParameterRule(muon, lr_scale, options.weight_decay * decay)
+        rules[own[0]] = ParameterRule(
+            "muon" if muon else "adamw", lr_scale, options.weight_decay * decay
+        )
     return rules
 
 
@@ -126,7 +127,8 @@ class Reference(torch.optim.Optimizer):
                 continue
             state, rule = self.state[weight], self.rules[name]
             state["step"] = state.get("step", 0) + 1
-            direction = (self._muon if rule.muon else self._adamw)(name, weight.grad, state)
+            by = {"adamw": self._adamw, "muon": self._muon}[rule.optimizer]
+            direction = by(name, weight.grad, state)
             lr = rate * rule.lr_scale
             new = weight - lr * rule.weight_decay * weight - lr * direction
             bits = self._bits(name, state, "weight", new)

@@ -24,7 +24,7 @@ from compose.diloco.codes import Code
 from compose.diloco.exchange import Misses, nobody
 from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
-from compose.ops.local_tensor import local_tensor
+from compose.ops.local_tensor import local_shard, local_tensor
 from compose.parallel.islands import Islands, current
 from compose.parallel.processes import start_timeout
 from compose.proof.coded_messages import CODES, allowed
@@ -32,7 +32,7 @@ from compose.proof.comparison import Comparison
 from compose.proof.one_process import EXACT, precision_of
 from compose.proof.outer_codes import received
 from compose.proof.report import Report, tolerance_of
-from compose.weights import local_shard, named_generator
+from compose.weights import named_generator
 
 ROUNDS = 3
 _SIZE = 1e-2  # of a move, the standard deviation

@@ -17,7 +17,7 @@ from compose.memory.lora import Lora
 from compose.memory.loss_scale import first_scale
 from compose.memory.precision import Precision
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
-from compose.optim.options import Optimizer
+from compose.optim.optimizers import Optimizer
 from compose.proof.one_process import EXACT, Arithmetic, arithmetic_of, precision_of
 from compose.proof.optimizers import Named, Reference, is_named, stated_rate, stated_rules
 from compose.proof.report import Report, Row

@@ -15,7 +15,7 @@ from compose.build import build, build_optimizer
 from compose.checkpoint.state import named_tensors
 from compose.config.rules import meshes
 from compose.errors import ConfigError
-from compose.optim.state import make_state
+from compose.optim.optimizers import make_state
 from compose.parallel import adapter_parallel
 from compose.proof.report import Report
 from tests.support.checkpoints import refusal, shards, train_on

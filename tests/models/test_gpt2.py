@@ -21,8 +21,8 @@ from compose.cli.generate import _check_length, job_of
 from compose.config.rules import meshes
 from compose.config.tables import Config as RunConfig
 from compose.errors import ConfigError
-from compose.optim.options import Optimizer
-from compose.optim.rules import parameter_rules
+from compose.optim.optimizers import Optimizer
+from compose.optim.parameter_rules import parameter_rules
 from compose.parallel import local_parallel
 from models.gpt2 import PRESETS, Config, Model
 from models.gpt2.hf import config_from_hf, hf_config, hf_name
@@ -100,7 +100,7 @@ def test_flops_equal_what_torch_counts() -> None:
 def test_muon_has_the_matrices_of_layers() -> None:
     job = make_job(1, **KEYS, train__seq_len=16)
     found = parameter_rules(job.model, job.plan, Optimizer(name="muon", weight_decay=0.5))
-    assert {name for name, rule in found.items() if rule.muon} == {
+    assert {name for name, rule in found.items() if rule.optimizer == "muon"} == {
         f"layers.{layer}.{part}.weight"
         for layer in (0, 1)
         for part in (*(f"attention.w{x}" for x in "qkvo"), "feed_forward.w1", "feed_forward.w2")

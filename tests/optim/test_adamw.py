@@ -10,14 +10,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose.config.tables import Parallel
+from compose.ops.local_tensor import local_shard
 from compose.optim import adamw
 from compose.optim.adamw import AdamW
 from compose.optim.offload import MEANS
-from compose.optim.regions import local
-from compose.optim.rounding import random_bits
+from compose.optim.rounding import local, random_bits
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.tensor_parallel import apply_tensor_parallel
-from compose.weights import local_shard
 from tests.support.pool import Pool, make_mesh
 
 

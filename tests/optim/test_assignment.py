@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from compose.optim import assignment
-from compose.optim.assignment import Layout, Slab, assigned, flops, in_flight
-from compose.optim.regions import lengths, size
+from compose.optim import muon as assignment
+from compose.optim.muon import Layout, Slab, assigned, flops, in_flight
+from compose.optim.rounding import lengths, size
 
 
 def cut(shape: tuple[int, ...], shards: int, replicas: int = 1, dim: int = 1, ep: int = 1) -> Layout:

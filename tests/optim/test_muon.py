@@ -17,11 +17,9 @@ from compose.composition import Composition
 from compose.config.tables import Optimizer as Options
 from compose.config.tables import Parallel, Precision
 from compose.optim import adamw, muon
-from compose.optim.assignment import Layout, Messages, layout_of
-from compose.optim.muon import Muon, orthogonalized
-from compose.optim.regions import within
-from compose.optim.rounding import random_bits
-from compose.optim.rules import ParameterRule
+from compose.optim.muon import Layout, Messages, Muon, layout_of, orthogonalized
+from compose.optim.optimizers import ParameterRule
+from compose.optim.rounding import random_bits, within
 from compose.parallel.expert_parallel import expert_mesh
 from compose.proof.optimizers import Reference
 from tests.support.experts import QWEN
@@ -75,7 +73,7 @@ def test_the_reference_is_the_same_without_its_tricks() -> None:
     theirs = copy.deepcopy(ours)
     first = Muon(ours.items(), lr=0.02, momentum=0.9, weight_decay=0.3)
     options = Options(lr=0.02, momentum=0.9)
-    rules = dict.fromkeys(shapes, ParameterRule(True, 1.0, 0.3))
+    rules = dict.fromkeys(shapes, ParameterRule("muon", 1.0, 0.3))
     second = Reference(theirs, rules, options, Precision(), seed=0)
     for _ in range(4):
         for name in shapes:

@@ -21,10 +21,9 @@ from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.errors import ConfigError
 from compose.optim import offload
-from compose.optim.files import TensorFile, page_aligned
 from compose.optim.offload import OffloadedAdamW
-from compose.optim.scratch import MARK, Scratch
-from compose.optim.state import make_state
+from compose.optim.offload_files import MARK, Scratch, TensorFile, page_aligned
+from compose.optim.optimizers import make_state
 from compose.parallel.processes import TrainingError
 from compose.train.signals import Signals
 from compose.train.trainer import Trainer

@@ -9,9 +9,8 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from compose.optim import regions, rounding
-from compose.optim.regions import chunks, lengths, within
-from compose.optim.rounding import random_bits, store
+from compose.optim import rounding
+from compose.optim.rounding import chunks, lengths, random_bits, store, within
 
 SHAPE = (7, 30, 50)
 WHOLE = [slice(0, n) for n in SHAPE]
@@ -29,7 +28,7 @@ def test_bits_of_a_box_are_those_of_the_whole() -> None:
         [slice(6, 7), slice(29, 30), slice(0, 1)],
     ):
         assert torch.equal(bits("a", region), whole[tuple(region)])
-    with mock.patch.object(regions, "CHUNK", 130):
+    with mock.patch.object(rounding, "CHUNK", 130):
         parts = list(chunks(WHOLE))
         elsewhere = list(chunks([slice(3, 7), slice(5, 30), slice(20, 50)]))
     seen = torch.zeros(SHAPE)

@@ -9,9 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from compose.build import build, build_optimizer
 from compose.optim.adamw import AdamW
-from compose.optim.groups import Together
 from compose.optim.muon import Muon
-from compose.optim.state import make_state
+from compose.optim.optimizers import CombinedOptimizer, make_state
 from tests.support.helpers import make_job
 from tests.support.pool import Pool, make_mesh
 
@@ -88,7 +87,7 @@ def test_state_that_there_is_stays() -> None:
 def _seeds(keys: Keys) -> list[int]:
     job = make_job(1, **keys)
     optimizer = build_optimizer(build(job, make_mesh(job.degrees), torch.device("cpu")), job)
-    parts = optimizer.parts if isinstance(optimizer, Together) else [optimizer]
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     return [part.seed for part in parts if isinstance(part, (AdamW, Muon))]
 
 

@@ -78,7 +78,7 @@ TECHNIQUES = (
     "memory.activation_checkpointing",
     "memory.activation_offload",
     *(f"outer.{name}" for name in ("loop", "codes", "fragments", "exchange", "options", "message")),
-    *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "groups", "lr_schedule")),
+    *(f"optimizer.{name}" for name in ("adamw", "muon", "offload", "optimizers", "lr_schedule")),
 )
 ROWS = [
     pytest.param(

@@ -8,7 +8,7 @@ import pytest
 from compose.diloco.options import Outer
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.precision import Precision
-from compose.optim.options import Optimizer
+from compose.optim.optimizers import Optimizer
 from compose.parallel.comm import Comm
 from compose.proof.comm_keys import SILENT
 from tests.proof.sensitivity import comm, optimizer, outer, precision, steps

@@ -282,7 +282,7 @@ TENSOR = [
     Row(
         "data parallel cuts before tensor parallel",
         {"parallel__dp_shard": 2, "parallel__tp": 2, "train__global_batch": 8},
-        "compose.weights:local_region",
+        "compose.ops.local_tensor:local_region",
         "sorted(cuts)",
         "cuts",
         "initial weight",

@@ -5,7 +5,7 @@ from tests.proof.sensitivity.row import SHARDED, Keys, Row
 ONE: Keys = {"train__global_batch": 8}
 MUON: Keys = ONE | {"optimizer__name": "muon"}
 OFFLOADED: Keys = ONE | {"optimizer__offload": "cpu"}
-_RULES = "compose.optim.rules:parameter_rules"
+_RULES = "compose.optim.parameter_rules:parameter_rules"
 _SCHEDULE = "compose.optim.lr_schedule:learning_rate"
 
 
@@ -22,8 +22,8 @@ FAULTS: dict[str, list[Row]] = {
             "AdamW trains what Muon should",
             MUON,
             _RULES,
-            "name in matrices,",
-            "False,",
+            'options.name if name in own else "adamw",',
+            '"adamw",',
             "layers.*.attention.wq.weight",
         ),
         _update(
@@ -55,14 +55,14 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "the foreach step maximizes",
             ONE | {"optimizer__implementation": "foreach"},
-            "compose.build:_adamw",
+            "compose.optim.optimizers:_adamw",
             '{"foreach": how == "foreach"}',
             '{"foreach": True, "maximize": how == "foreach"}',
         ),
         _update(
             "the step in a loop is amsgrad's",
             ONE | {"optimizer__implementation": "for-loop"},
-            "compose.build:_adamw",
+            "compose.optim.optimizers:_adamw",
             '{"foreach": how == "foreach"}',
             '{"foreach": False, "amsgrad": True, "eps": 2 * options.eps}',
         ),
@@ -129,7 +129,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "another beta1",
             ONE,
-            "compose.build:_adamw",
+            "compose.optim.optimizers:_adamw",
             "(options.beta1, options.beta2)",
             "(options.beta1 - 0.01, options.beta2)",
         ),
@@ -138,7 +138,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "beta2 a thousandth too large, float32",
             ONE,
-            "compose.build:_adamw",
+            "compose.optim.optimizers:_adamw",
             "(options.beta1, options.beta2)",
             "(options.beta1, options.beta2 + 0.001)",
             quantity="float64 update",
@@ -148,7 +148,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "another eps",
             ONE,
-            "compose.build:_adamw",
+            "compose.optim.optimizers:_adamw",
             '"eps": options.eps,',
             '"eps": 2 * options.eps,',
             quantity="float64 update",
@@ -158,8 +158,8 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "another momentum",
             MUON,
-            "compose.build:_muon",
-            "momentum=config.optimizer.momentum",
+            "compose.optim.optimizers:_muon",
+            "momentum=settings.options.momentum",
             "momentum=0.9",
             "layers.*.attention.wq.weight",
         ),
@@ -178,7 +178,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "no weight decay of 0.01, float32",
             ONE | {"optimizer__weight_decay": 0.01},
-            "compose.optim.groups:grouped",
+            "compose.optim.optimizers:grouped",
             '"weight_decay": rule.weight_decay}',
             '"weight_decay": 0.0}',
             quantity="float64 update",
@@ -186,7 +186,7 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "all weights decay",
             ONE,
-            "compose.optim.groups:grouped",
+            "compose.optim.optimizers:grouped",
             '"weight_decay": rule.weight_decay}',
             '"weight_decay": 0.1}',
             "*norm.weight",
@@ -243,23 +243,23 @@ FAULTS: dict[str, list[Row]] = {
         _update(
             "the cosine is a line",
             ONE,
-            _SCHEDULE,
-            'options.schedule == "cosine"',
-            "False",
+            "compose.optim.lr_schedule:cosine",
+            "(1 + math.cos(math.pi * _progress(step, options.warmup, steps))) / 2",
+            "1 - _progress(step, options.warmup, steps)",
         ),
         _update(
             "the line is a cosine",
             ONE | {"optimizer__schedule": "linear"},
-            _SCHEDULE,
-            'options.schedule == "cosine"',
-            "True",
+            "compose.optim.lr_schedule:linear",
+            "1 - _progress(step, options.warmup, steps)",
+            "(1 + math.cos(math.pi * _progress(step, options.warmup, steps))) / 2",
         ),
     ],
     "optimizer.decay": [
         _update(
             "the last steps do not decay",
             ONE | {"optimizer__schedule": "constant", "optimizer__decay": 100},
-            _SCHEDULE,
+            "compose.optim.lr_schedule:constant",
             "steps - options.decay",
             "steps",
         ),

@@ -40,7 +40,7 @@ LOGIC = [
     Row(
         "no weight decay",
         SHARDED,
-        "compose.optim.groups:grouped",
+        "compose.optim.optimizers:grouped",
         '"weight_decay": rule.weight_decay}',
         '"weight_decay": 0.0}',
         "update",
@@ -58,7 +58,7 @@ LOGIC = [
     Row(
         "another beta2",
         SHARDED,
-        "compose.build:_adamw",
+        "compose.optim.optimizers:_adamw",
         "(options.beta1, options.beta2)",
         "(options.beta1, options.beta2 + 0.01)",
         "update",
@@ -205,7 +205,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "running means stay float32",
             KEPT,
-            "compose.build:_adamw",
+            "compose.optim.optimizers:_adamw",
             "getattr(torch, precision.optimizer_state)",
             "torch.float32",
             "rounding",
@@ -225,8 +225,8 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "AdamW rounds by another seed's bits",
             KEPT,
-            "compose.build:_adamw",
-            "seed=config.train.seed",
+            "compose.optim.optimizers:_adamw",
+            "seed=settings.seed",
             "seed=0",
             "rounding",
             "all updates",
@@ -235,8 +235,8 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "Muon rounds by another seed's bits",
             KEPT | {"optimizer__name": "muon"},
-            "compose.build:_muon",
-            "seed=config.train.seed",
+            "compose.optim.optimizers:_muon",
+            "seed=settings.seed",
             "seed=0",
             "rounding",
             "all updates",

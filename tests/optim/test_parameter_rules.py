@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from compose import ConfigError, Parallel, Pipeline, Plan
 from compose.config.models import find_model
 from compose.config.tables import Optimizer
-from compose.optim.rules import ParameterRule, parameter_rules
+from compose.optim.optimizers import ParameterRule
+from compose.optim.parameter_rules import parameter_rules
 from tests.support.helpers import make_config
 
 MUON = Optimizer(name="muon", weight_decay=0.5)
@@ -30,7 +31,7 @@ def test_muon_has_the_matrices_of_layers(name: str, tied: bool) -> None:
     if tied and name == "deepseek_v3":
         return  # it never ties them
     found = rules(name, MUON, **({"tie_embeddings": tied} if name != "deepseek_v3" else {}))
-    assert {key for key, rule in found.items() if rule.muon} == {
+    assert {key for key, rule in found.items() if rule.optimizer == "muon"} == {
         key
         for key in found
         if key.startswith("layers.") and "norm" not in key and ".router." not in key
@@ -39,7 +40,7 @@ def test_muon_has_the_matrices_of_layers(name: str, tied: bool) -> None:
     decay = {key: rule.weight_decay for key, rule in found.items()}
     assert all(value == (0.0 if "norm" in key else 0.5) for key, value in decay.items())
     assert all(rule.lr_scale == 1.0 for rule in found.values())
-    assert not any(rule.muon for rule in rules(name, Optimizer()).values())
+    assert not any(rule.optimizer == "muon" for rule in rules(name, Optimizer()).values())
 
 
 def test_biases_of_stacked_experts_are_no_matrices() -> None:
@@ -47,7 +48,7 @@ def test_biases_of_stacked_experts_are_no_matrices() -> None:
     vectors = ("norm.weight", "bias", "sinks.weight")
     for key, rule in found.items():
         matrix = key.startswith("layers.") and not key.endswith(vectors)
-        assert rule.muon == (matrix and ".router." not in key), key
+        assert (rule.optimizer == "muon") == (matrix and ".router." not in key), key
         assert rule.weight_decay == (0.0 if key.endswith(vectors) else 0.5), key
     assert {f"layers.1.moe.experts.{name}" for name in ("gate_up_bias", "down_bias")} < found.keys()
 
@@ -72,7 +73,7 @@ ODD = Plan(pipeline=Pipeline(first=[], layers="layers", last=["head"]))
 
 def test_muon_has_nothing_else() -> None:
     found = parameter_rules(Odd(), ODD, MUON)
-    assert [name for name, rule in found.items() if rule.muon] == ["layers.0.weight"]
+    assert [name for name, rule in found.items() if rule.optimizer == "muon"] == ["layers.0.weight"]
     assert set(found) >= {"layers.3.weight", "head.weight", "scale"}
     assert found["scale"].weight_decay == 0.0
 
@@ -85,19 +86,19 @@ def test_patterns() -> None:
         muon_except=("layers.*.feed_forward.w2", "layers.0.attention.wq.weight"),
     )
     found = rules("llama", options, n_layers=2)
-    assert found["layers.0.attention.wq.weight"] == ParameterRule(False, 2.0, 0.5)
-    assert found["layers.1.attention.wk.weight"] == ParameterRule(True, 2.0, 1.0)
-    assert found["layers.0.attention.wo.weight"] == ParameterRule(True, 0.5, 0.5)
-    assert found["layers.1.feed_forward.w2.weight"] == ParameterRule(False, 1.0, 1.0)
-    assert found["layers.1.ffn_norm.weight"] == ParameterRule(False, 1.0, 0.125)
-    assert found["norm.weight"] == ParameterRule(False, 1.0, 0.5)
-    assert found["output.weight"] == ParameterRule(False, 0.0, 0.5)
+    assert found["layers.0.attention.wq.weight"] == ParameterRule("adamw", 2.0, 0.5)
+    assert found["layers.1.attention.wk.weight"] == ParameterRule("muon", 2.0, 1.0)
+    assert found["layers.0.attention.wo.weight"] == ParameterRule("muon", 0.5, 0.5)
+    assert found["layers.1.feed_forward.w2.weight"] == ParameterRule("adamw", 1.0, 1.0)
+    assert found["layers.1.ffn_norm.weight"] == ParameterRule("adamw", 1.0, 0.125)
+    assert found["norm.weight"] == ParameterRule("adamw", 1.0, 0.5)
+    assert found["output.weight"] == ParameterRule("adamw", 0.0, 0.5)
 
 
 def test_a_tied_weight_has_one_rule_by_any_name() -> None:
     options = Optimizer(lr_scale=("output=0.5",))
     found = rules("llama", options, tie_embeddings=True)
-    assert found["output.weight"] == found["tok_embeddings.weight"] == ParameterRule(False, 0.5, 0.1)
+    assert found["output.weight"] == found["tok_embeddings.weight"] == ParameterRule("adamw", 0.5, 0.1)
 
 
 @pytest.mark.parametrize(

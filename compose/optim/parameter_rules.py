@@ -2,49 +2,24 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
 from compose.errors import ConfigError
-from compose.optim.options import Optimizer
+from compose.optim.optimizers import OPTIMIZERS, Optimizer, ParameterRule
 from compose.parallel.routing import routers
 from compose.plan import Plan, inside, matching
-
-
-@dataclass(frozen=True)
-class ParameterRule:
-    """The way in which one parameter is trained."""
-
-    muon: bool
-    """Whether Muon trains it, and not AdamW."""
-    lr_scale: float
-    """The factor of the learning rate."""
-    weight_decay: float
-    """The weight decay of this parameter."""
 
 
 def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, ParameterRule]:
     """Return the rule of every parameter of the whole model, under each of its names if it is tied.
 
     Matrices are 2-dim weights, and 3-dim weights are stacks of them. In the modules of ``plan.expert``,
-    which hold stacks alone, 2-dim weights are stacks of vectors. Muon trains the matrices in the plan's
-    layers (``plan.pipeline.layers``) except those of embeddings and of routers. AdamW trains everything
-    else. Weights with two or more dims decay by ``optimizer.weight_decay``, but no stacks of vectors.
-    Patterns are those of a Plan. They name parameters, or modules, which stands for all parameters
-    inside. If several match, the last one counts.
-
-    Args:
-        model: The whole model.
-        plan: Its plan.
-        options: The table [optimizer].
-
-    Returns:
-        The rules by name.
-
-    Raises:
-        ConfigError: A pattern matches nothing or has a wrong value, or muon finds no matrix. The error
-            has a line for each problem.
+    which hold stacks alone, 2-dim weights are stacks of vectors. An optimizer of matrices trains those
+    in the plan's layers (``plan.pipeline.layers``) except those of embeddings and of routers. AdamW
+    trains everything else. Weights with two or more dims decay by ``optimizer.weight_decay``, but no
+    stacks of vectors. Patterns are those of a Plan. They name parameters, or modules, which stands for
+    all parameters inside. If several match, the last one counts.
     """
     names: dict[str, list[str]] = {}
     by_id: dict[int, list[str]] = {}
@@ -69,18 +44,19 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
     excepted = {name for pattern in options.muon_except for name in find("muon_except", pattern)}
     stacks = {name for pattern in plan.expert for name in matching(pattern, known)[0]}
     vectors = {name for name in names if model.get_parameter(name).ndim < 2 + inside(name, stacks)}
-    muon = options.name == "muon"
-    matrices = _layers_matrices(model, plan, names) - excepted - vectors if muon else set()
-    if muon and not problems and not matrices:
-        problems.append(
-            "optimizer.name: muon trains matrices in layers, and finds none (Plan.pipeline names the"
-            ' layers); use "adamw"'
-        )
+    own = set(names)
+    if OPTIMIZERS[options.name].of_matrices:
+        own = _layers_matrices(model, plan, names) - excepted - vectors
+        if not problems and not own:
+            problems.append(
+                f"optimizer.name: {options.name} trains matrices in layers, and finds none"
+                ' (Plan.pipeline names the layers); use "adamw"'
+            )
     if problems:
         raise ConfigError(*problems)
     return {
         name: ParameterRule(
-            name in matrices,
+            options.name if name in own else "adamw",
             lr_scale.get(name, 1.0),
             options.weight_decay * decay.get(name, float(name not in vectors)),
         )
@@ -92,14 +68,14 @@ def _layers_matrices(model: nn.Module, plan: Plan, names: dict[str, list[str]]) 
     if plan.pipeline is None:
         return set()
     layers = {plan.pipeline.layers}
-    apart = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    others = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     # A router's gradient may be nearly zero. Muon would make a full step of its rounding errors.
-    apart |= set(routers(model))
+    others |= set(routers(model))
     return {
         name
         for name, all_names in names.items()
         if model.get_parameter(name).ndim in (2, 3)
-        and all(inside(other, layers) and not inside(other, apart) for other in all_names)
+        and all(inside(one, layers) and not inside(one, others) for one in all_names)
     }
 
 
