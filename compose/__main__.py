@@ -23,7 +23,7 @@ from compose.parallel.mesh import AXES, init_mesh
 from compose.parallel.processes import process_group
 from compose.pipeline import timeline
 from compose.pipeline.schedules import build_table
-from compose.proof.outer_loop import prove_outer_loop
+from compose.proof.observers import parts_of_add_ons
 from compose.proof.prove import prove
 from compose.proof.report import joined
 
@@ -50,10 +50,8 @@ def _verify(arguments: Sequence[str]) -> int:
     job = parse(arguments, "python -m compose verify", about=_ABOUT_VERIFY).job
     with process_group(job.config, job.islands) as device:
         mesh = init_mesh(job.degrees, device.type)
-        reports = [prove(job, mesh, device)]
-        if job.islands > 1:
-            reports.append(prove_outer_loop(job, mesh, device))
-        report = joined(reports)
+        reports = [part(job, mesh, device) for part in (prove, *parts_of_add_ons("prove"))]
+        report = joined([one for one in reports if one])
         if dist.get_rank() == 0:
             verdicts = current().everyone("verify", "" if report.ok else str(report))
             several = verdicts if job.islands > 1 else []

@@ -43,7 +43,7 @@ ROOMS = (
     "train",
 )
 # They hang on hooks: nothing above imports them.
-ADD_ONS = ("compression", "diloco", "profiling", "proof", "planner", "cli", "__main__")
+ADD_ONS = ("proof", "compression", "diloco", "profiling", "planner", "cli", "__main__")
 # Imports that lead from a room to an add-on, and are still to go.
 LEFT = {
     "apply compression",

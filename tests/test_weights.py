@@ -9,7 +9,7 @@ from torch import nn
 
 from compose import ConfigError, init_weights
 from compose.build import build
-from compose.proof.held import whole
+from compose.proof.comparison import whole
 from compose.weights import named_generator
 from models.llama import PRESETS, Model
 from tests.support.helpers import make_job, tier

@@ -3,13 +3,15 @@
 import math
 import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from compose.composition import Composition
 from compose.proof.references import Expected
 from compose.proof.report import (
     LOOSE,
@@ -257,3 +259,49 @@ class Comparison:
 
 def _relative(value: Tensor, expected: Tensor, size: float) -> float:
     return float((value - expected).norm()) / size
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor (a collective), or the tensor itself, as a detached copy."""
+    if isinstance(tensor, DTensor):  # its part may be in host memory, where collectives do not work
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return tensor.detach().clone()
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return the whole gradient of a parameter, zeros if it has none; a collective."""
+    if parameter.grad is None:
+        return torch.zeros(parameter.shape, device=parameter.device)
+    return whole(parameter.grad)
+
+
+def parameters_of(composition: Composition) -> dict[str, list[nn.Parameter]]:
+    """Return this rank's parameters by their names in the whole model; one may have several copies."""
+    held: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in composition.named_parameters():
+        held.setdefault(name, []).append(parameter)
+    return held
+
+
+def buffers_of(model: nn.Module, composed: nn.Module) -> Iterator[tuple[str, torch.Size, list[Tensor]]]:
+    """Yield name and shape of each buffer of the whole model, and what this rank has of it."""
+    here = dict(composed.named_buffers())
+    for name, buffer in model.named_buffers():
+        yield name, buffer.shape, [here[name]] if name in here else []
+
+
+def shared(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of all ranks by name, each from the first rank that has it; a collective."""
+    everyone: list[dict[str, tuple[torch.Size, torch.dtype]]] = [
+        {} for _ in range(dist.get_world_size())
+    ]
+    dist.all_gather_object(everyone, {name: (t.shape, t.dtype) for name, t in held.items()})
+    sources = {name: rank for rank, names in reversed(list(enumerate(everyone))) for name in names}
+    found = {}
+    for name, rank in sorted(sources.items()):
+        shape, dtype = everyone[rank][name]
+        device = next(iter(held.values())).device if held else torch.device("cpu")
+        own = rank == dist.get_rank()
+        found[name] = held[name].contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(found[name], src=rank)
+    return found

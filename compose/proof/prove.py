@@ -18,6 +18,7 @@ from compose.memory.loss_scale import first_scale
 from compose.memory.precision import Precision
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
 from compose.optim.optimizers import Optimizer
+from compose.proof.observers import parts_of_add_ons
 from compose.proof.one_process import EXACT, Arithmetic, arithmetic_of, precision_of
 from compose.proof.optimizers import Named, Reference, is_named, stated_rate, stated_rules
 from compose.proof.report import Report, Row
@@ -43,8 +44,8 @@ def prove(
         job: A job for the ranks of ``mesh``.
         mesh: The mesh of ``compose.init_mesh``.
         device: This rank's device.
-        steps: Optimizer steps; None: two, or three with coded messages. The second shows what the first
-            left behind, such as optimizer state; differences of weights are sent from the second on.
+        steps: Optimizer steps; None: two, and what add-ons need more. The second shows what the first
+            left behind, such as optimizer state.
         logic: Whether the float64 proof of the logic comes before that of the job's own types.
 
     Returns:
@@ -54,19 +55,16 @@ def prove(
         ConfigError: The job cannot run.
     """
     if steps is None:
-        steps = STEPS + 1 if job.config.comm.compresses else STEPS
+        steps = STEPS + sum(more(job.config) for more in parts_of_add_ons("extra_steps"))
     whole = copy.deepcopy(job.model)
     if dist.get_rank() == 0:
         fill_weights(whole, job, device)
     eps = max(job.config.optimizer.eps, EPS)
     config = replace(job.config, optimizer=replace(job.config.optimizer, eps=eps))
-    # A plain step first, and then as many coded ones as there are.
-    start, notes = min(config.comm.start_step, steps - 1, 1), ()
-    if start < config.comm.start_step:
-        notes = (
-            f"comm.start_step: {config.comm.start_step}, and here {start}: {steps} steps are taken",
-        )
-        config = replace(config, comm=replace(config.comm, start_step=start))
+    notes: tuple[str, ...] = ()
+    for shortened in parts_of_add_ons("shortened"):
+        config, more = shortened(config, steps)
+        notes += more
     job = replace(job, config=config)
     train, task = config.train, task_of(config)
     batches = [

@@ -9,10 +9,12 @@ logic cannot hide behind rounding.
 import copy
 import logging
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,24 +29,21 @@ from compose.memory.float8 import Choice, select_layers
 from compose.ops.batch import targets_of
 from compose.ops.cross_entropy import LossFunction, count_targets, cross_entropy
 from compose.ops.dropout import DropoutKey
+from compose.ops.local_tensor import local_shard, local_tensor
 from compose.optim.adamw import AdamW
 from compose.parallel.mesh import axis_size, batch_share
 from compose.parallel.routing import routers
 from compose.plan import Plan, resolve
-from compose.proof.coded_messages import CODES, CodedMessages, compare_coded, shared
-from compose.proof.comm_keys import compare_keys, compare_unwatched, locals_of
-from compose.proof.comparison import Comparison
-from compose.proof.examine import in_float64
-from compose.proof.held import (
+from compose.proof.comparison import (
+    Comparison,
     buffers_of,
     gradient_of,
-    on_first_rank,
     parameters_of,
-    share_of,
-    spread,
+    shared,
     whole,
 )
-from compose.proof.memory_keys import Units
+from compose.proof.examine import in_float64
+from compose.proof.observers import CODES, MemoryKeys, Messages, Observer, Subject, parts_of_add_ons
 from compose.proof.one_process import (
     EXACT,
     Arithmetic,
@@ -66,6 +65,11 @@ from compose.proof.routing_trace import (
     watch,
 )
 from compose.train.step import clip_grad_norm_, forward_backward
+from compose.weights import named_generator
+
+# The standard deviation of the noise that is added to a parameter whose elements are all alike.
+_SPREAD = 0.02
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -305,7 +309,9 @@ def compare(
                 dropout=DropoutKey(step),
             )
 
-    def train(again: Composition) -> None:
+    def train_again(prepare: Callable[[Composition], None]) -> Composition:
+        again = run.sides.compose(arithmetic)
+        prepare(again)
         other = run.sides.optimizer(arithmetic, again)
         for step in range(len(batches)):
             run.sides.begin_step(step, other)
@@ -313,51 +319,58 @@ def compare(
             clip_grad_norm_(again, max_norm, loss_scale)
             other.step()
             other.zero_grad()
+        return again
 
     def step_of(*given: Any) -> None:
         if reference:
             reference.step(*given)
 
-    messages = CodedMessages(composition) if composition.compression else None
-    begin = locals_of(composition) if messages and not run.label else None
+    subject = Subject(
+        composition,
+        model,
+        comparison,
+        run.sides.options,
+        run.sides.units,
+        loss_scale,
+        final=not run.label,
+        train_again=train_again,
+    )
+    found = [observe(subject) for observe in (MemoryKeys, *parts_of_add_ons("observe"))]
+    observers: list[Observer] = [observer for observer in found if observer]
     # Then one process takes the composition's gradients at the end of each step. Of its own, AdamW's
     # steps would differ wherever a gradient is only rounding, and the next gradients with them.
-    rounds = messages is not None or arithmetic.reduced
+    rounds = arithmetic.reduced or any(observer.lossy_messages for observer in observers)
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     differences: list[Difference] = []
-    units = Units(run.sides.options, run.sides.units)
     for step, batch in enumerate(batches):
-        if messages:
-            messages.begin(step)
         run.sides.begin_step(step, optimizer)
-        with watch(composed) as recorder, units.watch(composed):
+        with watch(composed) as recorder, ExitStack() as watching:
+            for observer in observers:
+                watching.enter_context(observer.watch(step))
             loss = run_batch(composition, step)
         seen: dict[str, list[Choices]] = {}
         if routers(model):
             calls = ids_of_calls(composition, batch["targets"].shape[:2], micro_batch)
             seen = gathered(recorder.choices(calls))
-        missing, received, sent = {}, {}, None
+        messages, sent = Messages(), None
         if rounds:
             got = {name: gradient_of(some[0]) / loss_scale for name, some in held.items()}
-            if messages:
-                missing = {name: value / loss_scale for name, value in messages.missing().items()}
-                masters = {name: whole(some[0]) for name, some in held.items()}
-                received = compare_coded(messages, comparison, model, got, missing, masters)
-            sent = Coded(received, shared(got))
+            for observer in observers:
+                messages = observer.after_backward(got) or messages
+            sent = Coded(messages.received, shared(got))
         on_first_rank(lambda batch=batch, seen=seen, sent=sent: step_of(batch, seen, sent))
         if reference:
             for name, natural in reference.own.choices.items():
                 differences += compare_choices(name, step + 1, natural, seen.get(name, []))
         for name, parameter in trained.items() if step == 0 or rounds else ():
             gradients = [gradient_of(p) / loss_scale for p in held.get(name, ())]
-            if name in missing:
-                gradients = [gradient + missing[name] for gradient in gradients]
+            if name in messages.missing:
+                gradients = [gradient + messages.missing[name] for gradient in gradients]
             right = expected(lambda r, name=name: r.gradient(name))
             quantity = f"gradient {step + 1}" if step else "gradient"
             # A code is summed in float32. What travels plain keeps its type, and loses nothing.
-            lossy = messages is not None and name in messages.lossy
-            least = max(tolerance.gradient, CODES) if lossy else tolerance.gradient
+            least = max(tolerance.gradient, CODES) if name in messages.lossy else tolerance.gradient
             comparison.tensor(quantity, name, gradients, parameter.shape, right, least)
             if arithmetic.reduced:
                 comparison.rounding(gradients, parameter.shape, right)
@@ -389,12 +402,8 @@ def compare(
         comparison.tensor("update", name, changes, parameter.shape, right, tolerance.update)
     for tied in composition.pipeline.ties if composition.pipeline else ():
         comparison.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
-    if composition.compression and messages:
-        compare_keys(composition.compression, messages.coded, comparison)
-    units.compare(comparison, composition)
-    if begin is not None:
-        compose = partial(run.sides.compose, arithmetic)
-        compare_unwatched(comparison, begin, composition, compose, train)
+    for observer in observers:
+        observer.compare()
     return comparison.report(differences, reference.tie if reference else tolerance.loss)
 
 
@@ -428,3 +437,52 @@ def _batches(
     batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
 ) -> Sequence[Mapping[str, Tensor]]:
     return [batch] if isinstance(batch, Mapping) else batch
+
+
+@torch.no_grad()
+def spread(model: nn.Module, composition: Composition, first: bool) -> None:
+    """Add noise to each parameter whose elements are all alike, on the whole model and on every rank.
+
+    Zeros would hide the modules behind them, and ones would hide a wrong order of shards.
+    """
+    alike = [
+        name
+        for name, p in model.named_parameters()
+        if first and p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all())
+    ]
+    shared = [alike]
+    dist.broadcast_object_list(shared, src=0)
+    for name, parameter in [
+        *composition.named_parameters(),
+        *(model.named_parameters() if first else ()),
+    ]:
+        if name in shared[0]:
+            noise = torch.empty(parameter.shape, dtype=torch.float32)
+            noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
+            local = local_tensor(parameter)
+            changed = local.float() + local_shard(noise, parameter).to(local.device)
+            local.copy_(changed)
+
+
+def on_first_rank(work: Callable[[], _T]) -> _T:
+    """Do rank 0's own work, and return its result on all ranks. If it raises, every rank raises."""
+    problem: list[Any] = [None, None]
+    try:
+        if dist.get_rank() == 0:
+            problem[1] = work()
+    except ConfigError as error:
+        problem[0] = error.problems
+    except Exception:
+        problem[0] = traceback.format_exc()
+    dist.broadcast_object_list(problem, src=0)
+    if isinstance(problem[0], list):
+        raise ConfigError(*problem[0])
+    if problem[0] is not None:
+        raise RuntimeError(f"the model failed on one process:\n{problem[0]}")
+    return problem[1]
+
+
+def share_of(value: Tensor, index: int, count: int) -> Tensor:
+    """Return one of ``count`` equal parts of a batch's tensor."""
+    share = len(value) // count
+    return value[index * share : (index + 1) * share]

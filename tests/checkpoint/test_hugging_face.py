@@ -22,7 +22,7 @@ from compose.checkpoint.state import named_tensors
 from compose.cli.command_line import parse
 from compose.config.models import model_names
 from compose.errors import ConfigError
-from compose.proof.held import whole
+from compose.proof.comparison import whole
 from models import deepseek_v3, llama
 from tests.support.helpers import ROOT, make_config, make_job
 from tests.support.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model

@@ -18,7 +18,7 @@ from compose.data.packing import random_batch
 from compose.parallel.mesh import batch_share
 from compose.parallel.stream_messages import send_stream
 from compose.planner.sent_bytes import sent_bytes
-from compose.proof.held import whole
+from compose.proof.comparison import whole
 from compose.proof.report import Report
 from tests.compression.cases import EXPERTS, INT8, Keys, given
 from tests.support.helpers import agreed, make_config, make_job, prove_case, tier

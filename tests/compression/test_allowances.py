@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from compose.compression.layout import FEWEST
-from compose.proof.coded_messages import CODES
+from compose.proof.observers import CODES
 from compose.proof.prove import prove
 from compose.proof.report import Report
 from tests.compression.cases import Keys, comm, given

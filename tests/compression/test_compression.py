@@ -13,7 +13,7 @@ from compose.config.job import Job
 from compose.data.packing import random_batch
 from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.mesh import batch_share
-from compose.proof.held import whole
+from compose.proof.comparison import whole
 from compose.proof.report import Report
 from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given
 from tests.support.helpers import agreed, make_config, make_job, prove_case, tier

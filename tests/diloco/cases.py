@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from compose.proof.outer_loop import prove_outer_loop
+from compose.diloco.proof import prove_outer_loop
 from compose.proof.report import Report
 from tests.support.helpers import Keys, make_job
 from tests.support.pool import Pool, make_mesh

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from compose.diloco.codes import BLOCK, E3M0, Code, Int8, Plain, TopK, code_of
+from compose.diloco.codes_by_definition import received
 from compose.diloco.options import ROW, Outer
-from compose.proof.coded_messages import allowed
-from compose.proof.outer_codes import received
+from compose.proof.observers import allowed
 
 CODES: dict[str, Code] = {
     "float32": Plain(torch.float32),

@@ -14,7 +14,7 @@ from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
 from compose.parallel.islands import current
 from compose.parallel.mesh import batch_share
-from compose.proof.held import whole
+from compose.proof.comparison import whole
 from compose.train.step import forward_backward
 from tests.diloco.cases import INSIDE
 from tests.support.helpers import Keys, make_job, tier

@@ -10,9 +10,9 @@ from compose.build import build
 from compose.diloco.fragments import Part, rows_of, shares
 from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
+from compose.diloco.proof import messages_of
 from compose.parallel.islands import Islands
 from compose.parallel.processes import start_timeout
-from compose.proof.outer_loop import messages_of
 from tests.diloco.cases import INSIDE
 from tests.support.helpers import Keys, make_job, tier
 from tests.support.pool import Pool, make_mesh

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.parallel.islands import current
-from compose.proof.held import whole
+from compose.proof.comparison import whole
 from compose.train import trainer as trainer_module
 from compose.train.metrics import StepMetrics
 from compose.train.trainer import Trainer

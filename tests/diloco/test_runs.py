@@ -21,7 +21,7 @@ from compose.config.tables import Checkpoint, Config
 from compose.errors import ConfigError
 from compose.parallel.islands import Islands, current
 from compose.parallel.processes import process_group
-from compose.proof.held import whole
+from compose.proof.comparison import whole
 from compose.train.metrics import StepMetrics
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import shards

@@ -276,7 +276,7 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
 def _without_noise(keys: dict[str, object]) -> Report:
     """Norms stay ones. Other weights turn the last bit of what the largest element is, and with it of
     a scale, by which all values then round anew."""
-    with mutated("compose.proof.held:spread", "normal_(0.0, _SPREAD,", "normal_(0.0, 0.0,"):
+    with mutated("compose.proof.verify:spread", "normal_(0.0, _SPREAD,", "normal_(0.0, 0.0,"):
         return prove_step(keys)
 
 

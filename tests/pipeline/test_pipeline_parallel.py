@@ -20,7 +20,7 @@ from compose.ops.cross_entropy import count_targets, cross_entropy
 from compose.pipeline.schedules import SCHEDULES, build_table, write_table
 from compose.pipeline.split import balanced, check_layers
 from compose.plan import resolve
-from compose.proof.held import whole as full
+from compose.proof.comparison import whole as full
 from compose.proof.report import Report
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama

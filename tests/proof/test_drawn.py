@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from compose.checkpoint import store
+from compose.diloco.proof import prove_outer_loop
 from compose.parallel.islands import current
 from compose.pipeline.schedules import SCHEDULES
 from compose.proof.one_process import arithmetic_of
-from compose.proof.outer_loop import prove_outer_loop
 from compose.proof.prove import prove
 from compose.proof.report import Report, joined, tolerance_of
 from tests.support.draws import Draw, Keys, draw, one_process, other_mesh

@@ -5,12 +5,12 @@ from types import ModuleType
 
 import pytest
 
+from compose.compression.proof import SILENT
 from compose.diloco.options import Outer
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.precision import Precision
 from compose.optim.optimizers import Optimizer
 from compose.parallel.comm import Comm
-from compose.proof.comm_keys import SILENT
 from tests.proof.sensitivity import comm, optimizer, outer, precision, steps
 
 # BY_KEY of a module holds faults by key, as "comm.rank". SILENT holds the keys that change no number,

@@ -14,7 +14,7 @@ from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.state import named_tensors
 from compose.composition import Composition
 from compose.errors import ConfigError
-from compose.proof.held import whole
+from compose.proof.comparison import whole
 from compose.train.trainer import Trainer
 from tests.support.helpers import Keys, make_job
 from tests.support.pool import Pool, make_mesh

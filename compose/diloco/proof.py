@@ -21,16 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.build import fill_weights, parallelize
 from compose.config.job import Job
 from compose.diloco.codes import Code
+from compose.diloco.codes_by_definition import received
 from compose.diloco.exchange import Misses, nobody
 from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
 from compose.ops.local_tensor import local_shard, local_tensor
 from compose.parallel.islands import Islands, current
 from compose.parallel.processes import start_timeout
-from compose.proof.coded_messages import CODES, allowed
 from compose.proof.comparison import Comparison
+from compose.proof.observers import CODES, allowed
 from compose.proof.one_process import EXACT, precision_of
-from compose.proof.outer_codes import received
 from compose.proof.report import Report, tolerance_of
 from compose.weights import named_generator
 
@@ -208,6 +208,11 @@ class Heard:
             limit = expected**0.5 * (1 + CODES)
         error, limit = (lost**0.5 / whole**0.5, limit / whole**0.5) if whole else (None, 0.0)
         comparison.value("lost of changes", "outer.dtype", error, limit)
+
+
+def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report | None:
+    """Return the proof of the outer loop, if the job has islands."""
+    return prove_outer_loop(job, mesh, device) if job.islands > 1 else None
 
 
 def prove_outer_loop(

@@ -1,14 +1,15 @@
-"""The keys that move or recompute activations and weights, in a proof: whether each took part.
+"""Observers of a proof: what watches a composition's steps, and adds rows of its own.
 
-Results are the same whether a unit keeps its activations, computes them again or moves them. So hooks
-watch what runs. If a unit is recomputed, its inner modules run while it does not run itself. If it
-moves what it saves, its own hooks take these tensors, and hooks around them see none.
+An add-on brings its part of the proof in a module ``compose/<add-on>/proof.py`` (``parts_of_add_ons``).
 """
 
+import importlib
+import importlib.util
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -18,29 +19,110 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
 from compose.composition import Composition, Options
+from compose.config.addons import ADD_ONS
 from compose.ops.local_tensor import local_tensor
 from compose.proof.comparison import Comparison
 
+CODES = 1e-6
+"""The relative error of what is computed with codes, in float32 whatever the gradient's type is."""
+MARGIN = 1.25
+"""What is lost may be this many times what is expected: rounding is not quite random."""
+_SURE = 4.0
+"""And so many standard deviations of it more, which matters for few elements."""
 
-class Units:
-    """The units of activation checkpointing, and what happened in which of them on this rank."""
 
-    def __init__(self, options: Options, names: Sequence[str]) -> None:
-        """Prepare to watch; ``names`` are all units of the whole model, in the order they run."""
-        self.options, self.names = options, names
+def allowed(expected: float, elements: int) -> float:
+    """Return the norm that what was lost may have, if so much is expected of so many elements."""
+    return expected * (MARGIN + _SURE / max(elements, 1) ** 0.5)
+
+
+def parts_of_add_ons(function: str) -> list[Callable[..., Any]]:
+    """Return the functions of this name in the modules ``proof`` of the add-ons.
+
+    They may have ``observe(subject)``, which returns an Observer or None; ``prove(job, mesh, device)``,
+    which returns a Report of a proof of its own or None; ``extra_steps(config)``, the optimizer steps
+    that a proof needs more; and ``shortened(config, steps)``, the config for so few steps and notes.
+    """
+    names = [f"compose.{add_on}.proof" for add_on in ADD_ONS]
+    modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
+    return [getattr(module, function) for module in modules if hasattr(module, function)]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One run of a composition, which observers watch."""
+
+    composition: Composition
+    model: nn.Module
+    """The whole model."""
+    comparison: Comparison
+    """Takes the rows."""
+    options: Options
+    units: Sequence[str]
+    """The units of activation checkpointing, of the whole model."""
+    loss_scale: float
+    final: bool
+    """Whether it computes in the asked types."""
+    train_again: Callable[[Callable[[Composition], None]], Composition]
+    """Makes the composition again, calls a function with it, and takes the same steps unwatched."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What messages carried in a step, as whole tensors by name."""
+
+    received: Mapping[str, Tensor] = field(default_factory=dict)
+    """The weights that forward and backward used, the same on every rank."""
+    missing: Mapping[str, Tensor] = field(default_factory=dict)
+    """What this rank's gradients lack."""
+    lossy: set[str] = field(default_factory=set)
+    """The parameters whose gradients lost something, and so were summed in float32."""
+
+
+class Observer:
+    """What watches the steps of a composition; all ranks call each method."""
+
+    lossy_messages = False
+    """Whether messages lose something, so that one process has to take the composition's gradients."""
+
+    def watch(self, step: int) -> AbstractContextManager[None]:
+        """Return the context of forward and backward of step ``step``, counted from 0."""
+        return nullcontext()
+
+    def after_backward(self, gradients: Mapping[str, Tensor]) -> Messages | None:
+        """Look at this rank's whole gradients, if messages are lossy or types are reduced."""
+
+    def compare(self) -> None:
+        """Add rows after the last step."""
+
+
+class MemoryKeys(Observer):
+    """Whether the keys that recompute or move activations and weights took part.
+
+    Results are the same whether a unit keeps its activations, computes them again or moves them. So
+    hooks watch what runs. If a unit is recomputed, its inner modules run while it does not run itself.
+    If it moves what it saves, its own hooks take these tensors, and hooks around them see none.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.options, self.names = subject, subject.options, subject.units
         self.ran: set[str] = set()  # in their forward an inner module ran
         self.reached: set[str] = set()  # their output had a gradient
         self.again: set[str] = set()  # an inner module ran outside of their forward
         self.kept: set[str] = set()  # a tensor for backward stayed where it was
 
     @contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
-        """Watch the units of ``model`` if the options ask for anything that can be seen."""
+    def watch(self, step: int) -> Iterator[None]:
+        """Watch the units of the model if the options ask for anything that can be seen."""
         asked, handles = self.options.activation_checkpoint, []
         seen = asked.mode != "none" or asked.offload
         seen &= self.options.compile.mode == "off"  # a compiler would trace the hooks
         # The identity is in the place of a unit that another stage holds.
-        modules = {n: m for n, m in model.named_modules() if not isinstance(m, nn.Identity)}
+        modules = {
+            n: m
+            for n, m in self.subject.composition.model.named_modules()
+            if not isinstance(m, nn.Identity)
+        }
         held = {name: modules[name] for name in self.names if seen and name in modules}
         owners = Counter(inner for unit in held.values() for inner in unit.modules())
         for name, unit in held.items():
@@ -76,8 +158,9 @@ class Units:
         begins = unit.register_forward_pre_hook(enter)
         return [begins, ends, *(module.register_forward_pre_hook(run) for module in inner)]
 
-    def compare(self, comparison: Comparison, composition: Composition) -> None:
+    def compare(self) -> None:
         """Note a row for each unit that was watched, and the keys that took no part; a collective."""
+        comparison, composition = self.subject.comparison, self.subject.composition
         asked, key = self.options.activation_checkpoint, "activation_checkpoint"
         moved = composition.activations is not None and composition.activations.bytes > 0
         found = self.ran & self.reached, self.again, self.kept, moved, _on_host(composition)

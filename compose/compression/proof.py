@@ -6,7 +6,11 @@ gradient, to the last digits. One process computes with the weights as they were
 optimizer takes the coded gradients. What was lost is compared with what the code is expected to lose.
 """
 
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,35 +21,79 @@ from compose.composition import Composition
 from compose.compression.account import Account
 from compose.compression.activations import Lost
 from compose.compression.compression import Compression
-from compose.compression.units import Unit
+from compose.compression.gathers import CodedGather
+from compose.compression.low_rank import LowRank
+from compose.compression.reductions import InBlocks
+from compose.compression.sparse import Largest
+from compose.compression.units import LOSSY, Unit
+from compose.config.tables import Config
 from compose.ops.local_tensor import local_tensor
+from compose.parallel.comm import Comm
 from compose.parallel.mesh import axis_size
-from compose.proof.comparison import Comparison
+from compose.proof.comparison import Comparison, parameters_of, shared, whole
+from compose.proof.observers import CODES, Messages, Observer, Subject, allowed
 
-CODES = 1e-6
-"""The relative error of what is computed with codes, in float32 whatever the gradient's type is."""
-MARGIN = 1.25
-"""What is lost may be this many times what is expected: rounding is not quite random."""
-_SURE = 4.0
-"""And so many standard deviations of it more, which matters for few elements."""
+SILENT = {"timeout", "start_timeout", "prefetch", "check_every", "measure_every"}
+"""The keys that change no number."""
+_ADDED = 0.2
+"""The part of a remainder that int4 adds to a gradient."""
+# Kernels of a GPU add in any order, and a code may make one of its steps of such rounding.
+_ON_GPU = 1e-2
 
 
-class CodedMessages:
+def extra_steps(config: Config) -> int:
+    """Return how many steps a proof takes more: differences of weights are sent from the second on."""
+    return int(config.comm.compresses)
+
+
+def shortened(config: Config, steps: int) -> tuple[Config, tuple[str, ...]]:
+    """Return the config for a proof of so many steps, and notes: one plain step, then coded ones."""
+    start = min(config.comm.start_step, steps - 1, 1)
+    if start == config.comm.start_step:
+        return config, ()
+    note = f"comm.start_step: {config.comm.start_step}, and here {start}: {steps} steps are taken"
+    return replace(config, comm=replace(config.comm, start_step=start)), (note,)
+
+
+def observe(subject: Subject) -> Observer | None:
+    """Return what watches the coded messages of a composition, if it has any."""
+    return CodedMessages(subject) if subject.composition.compression else None
+
+
+class CodedMessages(Observer):
     """What the coded messages of a composition lose in a step. All ranks call each method."""
 
-    def __init__(self, composition: Composition) -> None:
-        self.composition = composition
-        self.replicas = axis_size(composition.mesh, "dp_replicate")
+    lossy_messages = True
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.composition = subject, subject.composition
+        self.replicas = axis_size(self.composition.mesh, "dp_replicate")
         self.label = ""
+        self.begin = locals_of(self.composition) if subject.final else None
         self.coded: list[bool] = []  # by step: whether gradients lost something
         self.lossy: set[str] = set()  # parameters whose gradient lost something in the last step
 
-    def begin(self, step: int) -> None:
+    @contextmanager
+    def watch(self, step: int) -> Iterator[None]:
         """Open the accounts of a step, which is the first if ``step`` is 0."""
         self.label = f" {step + 1}" if step else ""
         self._compression.open_accounts()
         if self._compression.activations:
             self._compression.activations.open_account()
+        yield
+
+    def after_backward(self, gradients: Mapping[str, Tensor]) -> Messages:
+        """Compare what messages lost with what is expected, and return what they carried."""
+        scale = self.subject.loss_scale
+        missing = {name: value / scale for name, value in self.missing().items()}
+        received = compare_coded(self, gradients, missing)
+        return Messages(received, missing, self.lossy)
+
+    def compare(self) -> None:
+        """Compare the keys that took part, and the weights with those of a run without accounts."""
+        compare_keys(self._compression, self.coded, self.subject.comparison)
+        if self.begin is not None:
+            compare_unwatched(self.subject, self.begin)
 
     def received(self) -> dict[str, Tensor]:
         """Return this rank's whole weights as all ranks received them, by name in the whole model."""
@@ -168,32 +216,15 @@ def _full(parameter: nn.Parameter, local: Tensor) -> Tensor:
     return like.full_tensor()
 
 
-def allowed(expected: float, elements: int) -> float:
-    """Return the norm that what was lost may have, if so much is expected of so many elements."""
-    return expected * (MARGIN + _SURE / max(elements, 1) ** 0.5)
-
-
 def compare_coded(
-    messages: CodedMessages,
-    comparison: Comparison,
-    model: nn.Module,
-    gradients: Mapping[str, Tensor],
-    missing: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
+    messages: CodedMessages, gradients: Mapping[str, Tensor], missing: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Compare what messages lost with what is expected; return the weights that were received.
 
-    Args:
-        messages: The messages of a step that has just run.
-        comparison: Gets the rows.
-        model: The whole model.
-        gradients: This rank's whole gradients, as the optimizer gets them.
-        missing: What they lack.
-        weights: This rank's whole master weights.
-
-    Returns:
-        Whole weights, the same on every rank; none if weights and gradients are not coded.
+    ``gradients`` are this rank's whole gradients as the optimizer gets them, and ``missing`` what they
+    lack. Returned are whole weights, the same on every rank; none if weights and gradients are plain.
     """
+    comparison, model = messages.subject.comparison, messages.subject.model
     for (name, gradient), total in sorted(messages.activations().items()):
         what = "lost of activations' gradients" if gradient else "lost of activations"
         size, expected = total.whole**0.5, total.expected**0.5
@@ -203,7 +234,8 @@ def compare_coded(
     if not messages.codes_parameters:
         return {}
     received = messages.received()
-    for quantity, lost, whole, expected in (
+    weights = {name: whole(some[0]) for name, some in parameters_of(messages.composition).items()}
+    for quantity, lost, all_of, expected in (
         (
             "lost of weights",
             # A plain weight travels in the type of the computation.
@@ -218,7 +250,7 @@ def compare_coded(
             messages.expected(weights=False),
         ),
     ):
-        sizes = _greatest({name: float(whole[name].double().norm()) for name in lost})
+        sizes = _greatest({name: float(all_of[name].double().norm()) for name in lost})
         for name, parameter in model.named_parameters():
             size = sizes.get(name, 0.0)
             if name in expected and size:
@@ -254,18 +286,79 @@ def _greatest(own: Mapping[str, float]) -> dict[str, float]:
     return {name: max(one.get(name, 0.0) for one in everyone) for name in names}
 
 
-def shared(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of all ranks by name, each from the first rank that has it; a collective."""
-    everyone: list[dict[str, tuple[torch.Size, torch.dtype]]] = [
-        {} for _ in range(dist.get_world_size())
+def compare_keys(compression: Compression, coded: list[bool], comparison: Comparison) -> None:
+    """Note a row for each key that took part, and the names of the others; a collective."""
+    comm, activations = compression.comm, compression.activations
+    parts: list[Any] = [p for s in compression.stages for u in s.units for p in u.parts.values()]
+    blocks = [p for p in parts if isinstance(p, InBlocks | CodedGather)]
+    low = [p for p in parts if isinstance(p, LowRank)]
+    largest = [p for p in parts if isinstance(p, Largest)]
+    lossy: list[Any] = [*low, *largest] + [
+        p for p in blocks if isinstance(p, InBlocks) and p.packing.code.bits == 4
     ]
-    dist.all_gather_object(everyone, {name: (t.shape, t.dtype) for name, t in held.items()})
-    sources = {name: rank for rank, names in reversed(list(enumerate(everyone))) for name in names}
-    found = {}
-    for name, rank in sorted(sources.items()):
-        shape, dtype = everyone[rank][name]
-        device = next(iter(held.values())).device if held else torch.device("cpu")
-        own = rank == dist.get_rank()
-        found[name] = held[name].contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(found[name], src=rank)
-    return found
+    counts = [pair for p in largest for pair in zip(p.counts, p.layout.parts, strict=True)]
+    right: dict[str, list[bool]] = {
+        "weights": [
+            True for p in blocks if isinstance(p, CodedGather) and bool(p.account.squares.any())
+        ],
+        "activations": [True] * bool(activations and activations.account),
+        "block": [p.packing.code.size == comm.block for p in blocks],
+        "near": [p.levels.near.size() == comm.near for p in parts if getattr(p, "levels", None)],
+        "rank": [q.shape[1] == comm.rank for p in low for q in p.factors.values()],
+        "density": [n == math.ceil(comm.density * part.numel) for n, part in counts if part.coded],
+        "error_feedback": [(p.feedback is not None) == comm.error_feedback for p in lossy],
+    }
+    right["block"] += [activations.code.block == comm.block] if activations else []
+    given = [p.account.given for p in blocks if p.account.added]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (right, coded, sum(given, torch.zeros(2))))
+    right = {key: [ok for one, _, _ in everyone for ok in one[key]] for key in right}
+    steps = [any(step) for step in zip(*(one for _, one, _ in everyone), strict=True)]
+    begun = [step >= comm.start_step for step in range(len(steps))]
+    right["gradients"] = right["start_step"] = [steps == begun] if any(steps) else []
+    if comm.error_feedback and sum(steps) < 2:  # the first message has nothing to add
+        right["error_feedback"] = []
+    asked = {f.name for f in fields(Comm) if getattr(comm, f.name) != f.default} - SILENT
+    for key in sorted(asked | ({"error_feedback"} if comm.gradients in LOSSY else set())):
+        if right[key]:
+            error = 0.0 if all(right[key]) else math.inf
+            comparison.value("form of messages", f"comm.{key}", error, 0.0)
+        else:
+            comparison.unused.append(f"comm.{key}")
+    added, square = sum((one for _, _, one in everyone), torch.zeros(2)).tolist()
+    if square:
+        comparison.value("added", "comm.error_feedback", abs(added / square - _ADDED), _ADDED / 2)
+
+
+def locals_of(composition: Composition) -> list[Tensor]:
+    """Return copies of what this rank holds of all parameters."""
+    return [local_tensor(p).detach().clone() for _, p in composition.named_parameters()]
+
+
+def compare_unwatched(subject: Subject, begin: list[Tensor]) -> None:
+    """Compare the weights after a proof's steps with those after the same steps without accounts.
+
+    An account may only note, so they are the same bit by bit. A collective.
+    """
+
+    def trained(noting: bool) -> list[Tensor]:
+        def prepare(again: Composition) -> None:
+            for (_, parameter), value in zip(again.named_parameters(), begin, strict=True):
+                local_tensor(parameter).detach().copy_(value)
+            assert again.compression is not None
+            again.compression.comm = replace(again.compression.comm, measure_every=0)
+            if noting and again.compression.activations:
+                again.compression.activations.open_account(exact=False)
+
+        return locals_of(subject.train_again(prepare))
+
+    watched, comparison = subject.composition, subject.comparison
+    assert watched.compression is not None
+    exact = watched.compression.activations is not None  # then results were not those of codes
+    found, error = trained(noting=True) if exact else locals_of(watched), 0.0
+    for one, other, before in zip(found, trained(noting=False), begin, strict=True):
+        if not torch.equal(one, other):
+            apart, moved = (float((x - other).double().norm()) for x in (one, before))
+            error = max(error, apart / moved if moved else math.inf)
+    tolerance = 0.0 if comparison.device.type == "cpu" else _ON_GPU
+    comparison.value("unwatched update", "all parameters", error, tolerance)
