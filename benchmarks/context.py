@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compose import AttentionOptions, attention
-from compose.ops.attention import task_of
-from compose.ops.parts import Merged, Sums, parts_of
+from compose.ops.attention import Merged, Sums, parts_of
+from compose.ops.attention_layout import task_of
 from compose.parallel.context_parallel import ContextParallel, Method
 from compose.parallel.sequence import chunk_starts
 from models.layers.attention import AttentionCore

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compose.ops import kernel_table, parts
-from compose.ops.attention import attention_forward, tensors_of
-from compose.ops.attention_options import AttentionOptions
+from compose.ops import attention as attention_operator
+from compose.ops import kernel_table
+from compose.ops.attention import AttentionOptions, attention_forward, tensors_of
+from compose.ops.batch import Documents
 from compose.ops.cross_entropy import cross_entropy
-from compose.ops.documents import Documents
-from compose.ops.rms_norm import rms_norm
+from compose.ops.layers import rms_norm
 from compose.proof.plain_attention import PlainAttention
 from models.layers.moe import grouped_mm
 
@@ -315,7 +315,7 @@ def chosen(
             raise Skipped(f"the {found} kernel is not for this")
         return found
 
-    with mock.patch.object(parts, "kernel_of", kernel_of):
+    with mock.patch.object(attention_operator, "kernel_of", kernel_of):
         figures = compared(partial(run, False), partial(run, True), [*given, *extra], dtype)
     return {**figures, "kernel": " and ".join(sorted(ran)) or None}
 

@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compose.ops.chunked_loss import chunked_cross_entropy
-from compose.ops.cross_entropy import cross_entropy
+from compose.ops.cross_entropy import chunked_cross_entropy, cross_entropy
 
 TURNS = 5
 ROWS = 64  # of the weight, whose gradient is held against float64

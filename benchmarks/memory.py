@@ -39,8 +39,8 @@ from compose.config.toml import load
 from compose.data.packing import random_batch
 from compose.memory.activation_bytes import unit_costs
 from compose.memory.activation_checkpointing import within
-from compose.ops.local_tensor import local_tensor
-from compose.ops.vocabulary_loss import AT_ONCE, MANY
+from compose.ops.cross_entropy import AT_ONCE, MANY
+from compose.ops.tensors import local_tensor
 from compose.optim import offload
 
 TRAIN = str(Path(__file__).parent.parent / "train.toml")

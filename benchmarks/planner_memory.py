@@ -56,7 +56,7 @@ from compose import clip_grad_norm_, forward_backward, init_mesh
 from compose.build import build, build_optimizer, loss_function
 from compose.data.packing import random_batch
 from compose.memory.activation_offload import ActivationOffload
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.optim import offload
 from compose.optim.offload import OffloadedAdamW
 from compose.planner import estimate, memory

@@ -31,7 +31,7 @@ from compose.config import rules
 from compose.config.job import Job
 from compose.config.toml import load
 from compose.errors import ConfigError
-from compose.ops.rms_norm import RMSNorm
+from compose.ops.layers import RMSNorm
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.estimate import Otherwise, estimate
 from compose.planner.recorder import Message, Operator, Record

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from compose.memory.activation_checkpointing import ActivationCheckpoint, Recompute
     from compose.memory.compilation import Compile
     from compose.memory.precision import Precision
-    from compose.ops.attention import attention
-    from compose.ops.attention_options import AttentionOptions
-    from compose.ops.cross_entropy import IGNORE, cross_entropy
-    from compose.ops.documents import Documents
+    from compose.ops.attention import AttentionOptions, attention
+    from compose.ops.batch import IGNORE, Documents
+    from compose.ops.cross_entropy import cross_entropy
     from compose.ops.dropout import DropoutKey
     from compose.parallel.comm import Comm
     from compose.parallel.mesh import Parallel, init_mesh
@@ -61,14 +60,14 @@ __all__ = [
 
 _MODULES = {
     "ActivationCheckpoint": "compose.memory.activation_checkpointing",
-    "AttentionOptions": "compose.ops.attention_options",
+    "AttentionOptions": "compose.ops.attention",
     "Comm": "compose.parallel.comm",
     "Compile": "compose.memory.compilation",
     "Composition": "compose.composition",
     "ConfigError": "compose.errors",
-    "Documents": "compose.ops.documents",
+    "Documents": "compose.ops.batch",
     "DropoutKey": "compose.ops.dropout",
-    "IGNORE": "compose.ops.cross_entropy",
+    "IGNORE": "compose.ops.batch",
     "Options": "compose.composition",
     "Parallel": "compose.parallel.mesh",
     "Pipeline": "compose.plan",

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError, did_you_mean
-from compose.ops.tied import tied_names
+from compose.ops.tensors import tied_names
 from compose.parallel import local_parallel
 
 # Styles that only lay out activations. They do not place the parameters of their module.

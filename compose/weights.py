@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition, module_of
 from compose.errors import ConfigError
-from compose.ops.local_tensor import local_shard, local_tensor
-from compose.ops.tied import tie, tied_names
+from compose.ops.tensors import local_shard, local_tensor, tie, tied_names
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from compose.config.json_files import read_json
 from compose.config.models import training_fields
 from compose.errors import LEADS_OUT, ConfigError, leads_out
 from compose.memory.lora import is_adapter
-from compose.ops.tied import tied_names
+from compose.ops.tensors import tied_names
 
 # Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Both are
 # computed here.

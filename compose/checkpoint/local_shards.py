@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from compose.ops.local_tensor import local_region, local_tensor
+from compose.ops.tensors import local_region, local_tensor
 
 
 @dataclass(frozen=True)

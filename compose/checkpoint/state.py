@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition import Composition, module_of
 from compose.diloco.loop import OuterLoop
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 
 
 def named_tensors(

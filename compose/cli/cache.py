@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from compose.composition import Composition
 from compose.config.toml import COMMAND_LINE
 from compose.errors import ConfigError
-from compose.ops.attention import attention
-from compose.ops.attention_options import AttentionOptions
+from compose.ops.attention import AttentionOptions, attention
 from compose.parallel.mesh import axis_size
 from compose.parallel.routing import routers
 from compose.train.evaluate import forward

@@ -21,7 +21,7 @@ from compose.apply import apply
 from compose.config.job import Job
 from compose.config.tables import Config
 from compose.memory.float8 import select_layers
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.optim.lr_schedule import short_of_warmup
 from compose.optim.optimizers import OPTIMIZERS
 from compose.optim.parameter_rules import parameter_rules

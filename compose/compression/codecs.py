@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compose.compression.kernels import compiles, kernel, pieces
 from compose.compression.rotation import end_rotation, factors, mixed, mixed_rows, rotated_blocks
-from compose.ops.registered import operator
+from compose.ops.operators import operator
 
 SCALE_BYTES = 2
 _TOGETHER = 2

@@ -13,7 +13,7 @@ from compose.compression.forms import check
 from compose.compression.gathers import DifferenceGather
 from compose.compression.row_codes import RowCode
 from compose.compression.units import Units
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
 
 

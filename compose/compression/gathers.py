@@ -15,7 +15,7 @@ from compose.compression.blocks import Blocks
 from compose.compression.exchange import OwnMemory, Traffic, gathered
 from compose.compression.layout import Layout, Packing
 from compose.compression.reductions import Levels
-from compose.ops import devices
+from compose.ops import operators
 
 
 class CodedGather(OwnMemory):
@@ -120,7 +120,7 @@ class DifferenceGather(CodedGather):
             base = self._received(own, far, near)
         if self.in_step and not self.sent:
             self.base, self.sent = base, True
-            whole = self.levels is None and devices.device_of(base) == "cpu"
+            whole = self.levels is None and operators.device_of(base) == "cpu"
             self.own = base[group.rank()].clone() if whole else None
         if self.writes_base:
             assert self.own is not None

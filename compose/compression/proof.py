@@ -27,7 +27,7 @@ from compose.compression.reductions import InBlocks
 from compose.compression.sparse import Largest
 from compose.compression.units import LOSSY, Unit
 from compose.config.tables import Config
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import axis_size
 from compose.proof.comparison import Comparison, parameters_of, shared, whole

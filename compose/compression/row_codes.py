@@ -22,7 +22,7 @@ from compose.compression.codecs import (
     write_steps,
 )
 from compose.compression.kernels import kernel, pieces
-from compose.ops.registered import operator
+from compose.ops.operators import operator
 
 FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FLOAT8).max

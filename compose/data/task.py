@@ -7,7 +7,7 @@ from compose.config.tables import Config
 from compose.data.packing import random_batch
 from compose.data.sources import Samples, open_samples
 from compose.errors import ConfigError
-from compose.ops.cross_entropy import count_targets
+from compose.ops.batch import count_targets
 from compose.parallel.output import CrossEntropy
 
 

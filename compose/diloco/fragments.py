@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
-from compose.ops.local_tensor import local_region, local_tensor
+from compose.ops.tensors import local_region, local_tensor
 
 Part = tuple[int, int]
 """The rows [low, high) of a parameter, by their places in the deal, or [begin, end) of a vector."""

@@ -32,7 +32,7 @@ from compose.diloco.exchange import Exchange
 from compose.diloco.fragments import Held, Span, fragments_of
 from compose.diloco.message import CHECK, averaged_buffers, checksum, outer_dtype
 from compose.diloco.options import Outer, best_lr
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.parallel.islands import Islands
 from compose.parallel.processes import TrainingError
 

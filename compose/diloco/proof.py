@@ -25,7 +25,7 @@ from compose.diloco.codes_by_definition import received
 from compose.diloco.exchange import Misses, nobody
 from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
-from compose.ops.local_tensor import local_shard, local_tensor
+from compose.ops.tensors import local_shard, local_tensor
 from compose.parallel.islands import Islands, current
 from compose.parallel.processes import start_timeout
 from compose.proof.comparison import Comparison

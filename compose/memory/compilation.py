@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.errors import ConfigError
-from compose.ops.local_tensor import arrived
+from compose.ops.tensors import arrived
 from compose.ops.torch_versions import enable_async_tp
 
 

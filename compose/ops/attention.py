@@ -5,6 +5,7 @@ with it is one graph. Its memory grows with the length, not with the length's sq
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,14 +13,77 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from compose.ops.attention_options import AttentionOptions, check, check_documents
-from compose.ops.blocks import Layout
-from compose.ops.documents import Documents
-from compose.ops.kernels import Scores
-from compose.ops.pairs import pairs_of
-from compose.ops.parts import Merged, Sums, parts_of
-from compose.ops.registered import operator
-from compose.ops.task import Task
+from compose.errors import ConfigError
+from compose.ops import kernel_table, operators
+from compose.ops.attention_kernels import FlashParts, Index, Parts, PlainParts
+from compose.ops.attention_layout import AttentionTask, pairs_of, task_of
+from compose.ops.batch import Documents
+from compose.ops.gpu_attention import EfficientParts, VarlenParts, problem_of
+from compose.ops.kernel_table import kernel_of, widths_of
+from compose.ops.operators import operator
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Who attends to whom, and how scores are made."""
+
+    causal: bool = True
+    """Whether a query sees only the keys up to its own."""
+    window: int | None = None
+    """Keys that a query sees, the last of them its own; None is all. It needs ``causal``."""
+    scale: float | None = None
+    """Scores are products times this; None is the root of 1 / K."""
+    softcap: float = 0.0
+    """Unless it is 0, a score s becomes softcap tanh(s / softcap)."""
+
+    def given(self, q: Tensor) -> tuple[bool, int, float, float]:
+        """Return them as the operator takes them: causal, window (0 is all), scale and softcap."""
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return self.causal, self.window or 0, scale, self.softcap
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions) -> None:
+    """Raise ConfigError, in one line, if attention cannot be computed."""
+    heads, groups = q.shape[2], k.shape[2]
+    check_window(options.window)
+    if options.window is not None and not options.causal:
+        raise ConfigError("attention: a window needs causal = True")
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        kinds = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
+        raise ConfigError(f"attention: q, k and v are {kinds}; give them one floating-point type")
+    if q.shape[-1] != k.shape[-1]:
+        raise ConfigError(
+            f"attention: queries are {q.shape[-1]} wide and keys {k.shape[-1]}; they should be alike"
+        )
+    if heads % groups or v.shape[2] != groups:
+        raise ConfigError(
+            f"attention: {heads} query heads cannot share {groups} heads of keys and {v.shape[2]} of"
+            " values"
+        )
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ConfigError(
+            f"attention: sinks {tuple(sinks.shape)} should be ({heads},), one for each query head"
+        )
+    if options.causal and q.shape[1] != k.shape[1]:
+        raise ConfigError(
+            f"attention: {q.shape[1]} queries and {k.shape[1]} keys are not one sequence; causal"
+            " attention needs as many"
+        )
+
+
+def check_window(window: int | None, name: str = "attention: window") -> None:
+    """Raise ConfigError if a window holds not even the query's own key."""
+    if window is not None and window < 1:
+        raise ConfigError(f"{name} {window} should be at least 1, or None for all")
+
+
+def check_documents(documents: Documents | None, rows: int, length: int) -> None:
+    """Raise ConfigError if documents are those of another batch."""
+    if documents is not None and documents.shape != (rows, length):
+        raise ConfigError(
+            f"attention: documents of {' x '.join(map(str, documents.shape))} tokens, and keys of"
+            f" {rows} x {length}"
+        )
 
 
 def attention(
@@ -84,18 +148,84 @@ def attention_forward(
     return finish(*merged(task, q, k, v), sinks, q.dtype)
 
 
-def task_of(
-    documents: tuple[Tensor | None, Tensor | None],
-    starts: tuple[Sequence[int], Sequence[int]],
-    scores: tuple[bool, int, float, float],
-) -> Task:
-    """Return the task that the operator's arguments stand for."""
-    causal, window, scale, softcap = scores
-    layout = Layout(tuple(starts[0]), tuple(starts[1]), causal, window)
-    return Task(layout, Scores(scale, softcap), *documents)
+def parts_of(task: AttentionTask, q: Tensor, k: Tensor, v: Tensor) -> Parts:
+    """Return the parts of a task by the kernel that the device has for it."""
+    kind = operators.device_of(q)
+    if kind == "cuda":
+        task = _with_documents_that_matter(task, len(q))
+        device, problem = kernel_table.device_of(q), problem_of(task, q, k, v)
+        kernel = kernel_of(device, problem)
+        if kernel in ("flash", "cudnn"):
+            return VarlenParts(task, q, k, kernel, widths_of(kernel, device, problem))
+        if kernel == "efficient":
+            return EfficientParts(task, q, k, problem.square)
+    if kind == "cpu" and not task.softcap:
+        return FlashParts(task, q, k)
+    return PlainParts(task, q, k)
 
 
-def merged(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _with_documents_that_matter(task: AttentionTask, rows: int) -> AttentionTask:
+    """Return the task without documents if each row is one; on meta none can be read."""
+    extents = task.extents
+    if extents is None or not (extents.is_meta or int(extents.numpy()[0]) == rows):
+        return task
+    return replace(task, bounds=None, extents=None)
+
+
+class Merged:
+    """The output of some queries over parts of the keys, added one by one.
+
+    Sums are in float32 or wider. If each query comes once, nothing is summed, and the output is in its
+    own type.
+    """
+
+    def __init__(self, q: Tensor, width: int, once: bool = False) -> None:
+        """Begin with no keys."""
+        rows, heads, length, _ = q.shape
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.once = once
+        # The layout that the flash kernels have, so that a change of axes copies nothing.
+        out = q.new_zeros((rows, length, heads, width), dtype=q.dtype if once else wide)
+        self.out = out.transpose(1, 2)
+        """(B, H, L, V)"""
+        self.lse = q.new_full((rows, length, heads), -torch.inf, dtype=wide).transpose(1, 2)
+        """(B, H, L)"""
+
+    def add(self, at: Index, out: Tensor, lse: Tensor) -> None:
+        """Add the output and the log-sum-exp of the queries at ``at`` over more keys."""
+        if self.once:
+            self.out[at], self.lse[at] = out, lse
+            return
+        before, total = self.lse[at], self.out[at]
+        after = torch.logaddexp(before, lse)
+        # Queries that have seen no key yet have no weights: minus infinity twice has no difference.
+        none = after == -torch.inf
+        total.mul_((before - after).masked_fill_(none, 0.0).exp_()[..., None])
+        total.add_(out * (lse - after).masked_fill_(none, 0.0).exp_()[..., None])
+        before.copy_(after)
+
+
+class Sums:
+    """The gradients of queries, or of keys and values, added part by part, in float32 or wider."""
+
+    def __init__(self, like: Sequence[Tensor], once: bool) -> None:
+        """Begin with zeros."""
+        self.once = once
+        self.of = [
+            torch.zeros_like(x, dtype=x.dtype if once else torch.promote_types(x.dtype, torch.float32))
+            for x in like
+        ]
+
+    def add(self, at: Index, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of the tokens at ``at``."""
+        for total, gradient in zip(self.of, gradients, strict=True):
+            if self.once:
+                total[at] = gradient
+            else:
+                total[at] += gradient
+
+
+def merged(task: AttentionTask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output (B, L, H, V) and the log-sum-exp (B, L, H), without a sink."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     parts = parts_of(task, q, k, v)
@@ -153,7 +283,7 @@ def attention_backward(
 
 
 def gradients(
-    task: Task,
+    task: AttentionTask,
     grads: tuple[Tensor, Tensor | None],
     inputs: tuple[Tensor, Tensor, Tensor],
     result: tuple[Tensor, Tensor],

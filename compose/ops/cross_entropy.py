@@ -1,16 +1,39 @@
-"""The loss: cross-entropy summed over target tokens, of whole or vocabulary-sharded logits."""
+"""The loss: cross-entropy summed over target tokens, of whole logits or of a chunk's at a time.
 
-from collections.abc import Callable
-from typing import Any
+The vocabulary may be cut over ranks. That costs an all-gather of 2 numbers for each token.
+
+PyTorch's function keeps the logarithms of all probabilities for backward, in float32. Here the logits
+themselves and one number for each token are kept. Forward and backward work on some tokens at a time.
+So what is computed on the way stays small, and narrow logits are never widened as a whole.
+
+:func:`chunked_cross_entropy` is fused with the projection onto the vocabulary. The logits (T, V) of T
+tokens exist for one chunk only, in forward and in backward. A chunk's gradients follow from its logits
+at once. So forward computes them too, and backward only scales them: no product is computed twice. With
+C tokens in a chunk, and V here the rows of the vocabulary that this rank holds:
+
+    lives for a chunk        C V logits, and as many in float32 (on a GPU the logits alone)
+    lives until backward     T D of the hidden states' gradient, V D of the weight's in float32
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from compose.errors import ConfigError
-from compose.ops.batch import IGNORE, ignored
-from compose.ops.vocabulary_loss import token_losses
+from compose.ops import operators
+from compose.ops.batch import IGNORE
+from compose.ops.operators import compiles, run_compiled
 
-__all__ = ["IGNORE", "LossFunction", "at_least_float32", "count_targets", "cross_entropy", "logits_of"]
+# Logits that are worked on at once: on a CPU they should stay in its caches, a GPU needs many.
+AT_ONCE = {"cpu": 2**17}
+MANY = 2**26
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Takes a model's output and its targets, and returns a sum over targets, a scalar."""
@@ -49,6 +72,365 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def count_targets(targets: Tensor) -> Tensor:
-    """Return how many targets are trained on; a scalar, int64."""
-    return torch.count_nonzero(~ignored(targets))
+@dataclass(frozen=True)
+class VocabularyRows:
+    """The rows of the vocabulary that this rank holds; ``group`` holds the others, if there are any."""
+
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(weight: DTensor) -> "VocabularyRows":
+        """Return the rows of a weight (V, D)."""
+        if weight.placements == (Replicate(),):
+            return VocabularyRows()
+        if weight.placements != (Shard(0),):
+            raise ConfigError(
+                f"plan.output: a weight placed {weight.placements} is neither whole nor sharded over"
+                " the vocabulary"
+            )
+        return VocabularyRows._part(weight, 0)
+
+    @staticmethod
+    def of_logits(logits: DTensor) -> "VocabularyRows":
+        """Return the rows of logits (..., V)."""
+        (placement,) = logits.placements
+        if placement.is_replicate():
+            return VocabularyRows()
+        if not placement.is_shard(logits.ndim - 1):
+            raise ValueError(f"logits are sharded otherwise than over the vocabulary: {placement}")
+        return VocabularyRows._part(logits, logits.ndim - 1)
+
+    @staticmethod
+    def _part(tensor: DTensor, dim: int) -> "VocabularyRows":
+        mesh = tensor.device_mesh
+        each = -(-tensor.shape[dim] // mesh.size())  # the rule of Tensor.chunk
+        return VocabularyRows(each * mesh.get_local_rank(), mesh.get_group())
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Return every rank's tensor, (ranks, ...)."""
+        if self.group is None:
+            return tensor[None]
+        parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
+        dist.all_gather(parts, tensor, group=self.group)
+        return torch.stack(parts)
+
+    def places(self, targets: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return each target's place in this rank's ``count`` rows, and whether it is there, (T, 1)."""
+        at = (targets - self.start)[:, None]
+        here = (at >= 0) & (at < count)
+        return at.masked_fill(~here, 0), here
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of -log softmax(logits)[target] over targets (T,) other than IGNORE.
+
+    Logits are (T, V), local or a DTensor on one axis that is whole or sharded over V. The result is
+    local, the same on every rank of the axis, in float32 or wider. A target that is no row of the
+    vocabulary raises RuntimeError; where ranks share the vocabulary the loss is infinite instead.
+    """
+    rows = VocabularyRows.of_logits(logits) if isinstance(logits, DTensor) else VocabularyRows()
+    local = logits.to_local() if isinstance(logits, DTensor) else logits
+    return cast(Tensor, _CrossEntropy.apply(local, targets, rows))
+
+
+def log_z(logits: Tensor) -> Tensor:
+    """Return log sum exp (...) of logits (..., V), local or a DTensor sharded over V on one axis.
+
+    The result is local.
+    """
+    if not isinstance(logits, DTensor):
+        return logits.logsumexp(-1)
+    return cast(Tensor, _LogZ.apply(logits.to_local(), VocabularyRows.of_logits(logits)))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, rows: VocabularyRows) -> Tensor:
+        ignored = targets == IGNORE
+        at, here = rows.places(targets, logits.shape[1])
+        if rows.group is None:  # PyTorch refuses a target that is no row
+            at = targets.masked_fill(ignored, 0)[:, None]
+        ctx.compiled = compiles(logits)
+        if ctx.compiled:
+            _, own, target = run_compiled(fused_sums, logits, at, here)
+            parts = torch.stack([own, target])
+        else:
+            parts = _sums_in_pieces(logits, at, here)
+        found = rows.gathered(parts)
+        log_zs, target = found[:, 0].logsumexp(0), found[:, 1].amax(0)
+        # The part of each sum that is this rank's; a kernel needs the sum alone.
+        share = log_zs if ctx.compiled else (parts[0] - log_zs).exp_()
+        ctx.save_for_backward(logits, at, here, share, ignored)
+        return (log_zs - target).masked_fill_(ignored, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits, at, here, share, ignored = ctx.saved_tensors
+        wide = share.dtype
+        scale = grads[0].to(wide).expand(len(logits)).masked_fill(ignored, 0.0)
+        if ctx.compiled:
+            return run_compiled(fused_softmax, logits, share, scale, at, here), None, None
+        gradient, scale = torch.empty_like(logits), scale[:, None]
+        for part in _some(logits):
+            d = logits[part].softmax(1, dtype=wide)
+            d.mul_(scale[part] * share[part, None])
+            # IGNORE is no row of the vocabulary, so only its scale needs to be zero.
+            d.scatter_add_(1, at[part], -(scale[part] * here[part]))
+            gradient[part] = d
+            del d  # or it would stay beside the next one
+        return gradient, None, None
+
+
+class _LogZ(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: VocabularyRows) -> Tensor:
+        found = rows.gathered(logits.logsumexp(-1)).logsumexp(0)
+        ctx.save_for_backward(logits, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, found = ctx.saved_tensors
+        return grads[0][..., None] * (logits - found[..., None]).exp(), None
+
+
+def _sums_in_pieces(logits: Tensor, at: Tensor, here: Tensor) -> Tensor:
+    """Return log Z and the target's logit of each token, (2, T); -inf for a target elsewhere."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    parts = torch.empty(2, len(logits), dtype=wide, device=logits.device)
+    parts[1] = logits.gather(1, at).to(wide).masked_fill(~here, -torch.inf)[:, 0]
+    for part in _some(logits):
+        # PyTorch's fused function is several times as fast as a maximum, exponentials and a sum.
+        top = logits[part].amax(1).to(wide)
+        parts[0, part] = top - logits[part].log_softmax(1, dtype=wide).amax(1)
+    return parts
+
+
+def _some(logits: Tensor) -> Iterator[slice]:
+    """Yield the tokens of logits (T, V), some at a time."""
+    each = max(1, AT_ONCE.get(operators.device_of(logits), MANY) // max(1, logits.shape[1]))
+    for start in range(0, len(logits), each):
+        yield slice(start, start + each)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return ``cross_entropy(hidden @ weight.T, targets)``, and the sum of (log Z)^2 over targets.
+
+    The gradient is that of the first result plus ``z_loss`` times the second: the z-loss of Chowdhery
+    et al. 2022, arXiv:2204.02311, section 5. The weight's gradient is a sum over chunks in float32;
+    each chunk's part is rounded to the weight's type, except on a GPU. The hidden states' gradient is
+    rounded once more than with whole logits. A target that is no row of the vocabulary makes the loss
+    infinite.
+
+    ``hidden`` is (..., D), whole on every rank, ``weight`` (V, D), whole or a DTensor sharded over V on
+    one axis, ``targets`` (...), and ``chunk`` a number of tokens. Results are local scalars, in float32
+    or wider, the same on every rank of the axis.
+    """
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(f"hidden {list(hidden.shape)} is not for targets {list(targets.shape)}")
+    rows = VocabularyRows()
+    if isinstance(weight, DTensor):
+        rows = VocabularyRows.of(weight)
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+        # Each rank computes what its own rows add to the gradient.
+        grad = Partial() if rows.group else Replicate()
+        hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[grad])
+        weight = weight.to_local()
+    with_gradients = torch.is_grad_enabled()
+    with torch.no_grad():
+        loss, squares, d_hidden, d_weight = _in_chunks(
+            hidden.flatten(0, -2),
+            weight,
+            targets.flatten(),
+            chunk,
+            z_loss,
+            rows,
+            with_gradients and hidden.requires_grad,
+            with_gradients and weight.requires_grad,
+        )
+    # If a pipeline splits backward in two, PyTorch's own operation has to join the two paths: torch
+    # 2.11 cannot begin at another one (torch/autograd/graph.py, _input_metadata).
+    for tensor, gradient in ((hidden, d_hidden), (weight, d_weight)):
+        if gradient is not None:
+            loss = loss + cast(Tensor, _Known.apply(tensor, gradient.view_as(tensor)))
+    return loss, squares
+
+
+class _Known(torch.autograd.Function):
+    """A zero, in float32 or wider, whose gradient with respect to a tensor is known."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = tensor.dtype
+        return gradient.new_zeros((), dtype=torch.promote_types(gradient.dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # The product is not made in place, since backward may come twice. It is rounded only after it
+        # is scaled: before, it may be more than float16 holds.
+        (gradient,) = ctx.saved_tensors
+        scaled = torch.empty_like(gradient, dtype=ctx.dtype)
+        return torch.mul(gradient, grads[0], out=scaled), None
+
+
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    z_loss: float,
+    rows: VocabularyRows,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return loss, sum of squares and the gradients asked for, of hidden (T, D) and targets (T,)."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    d_hidden = torch.empty_like(hidden) if of_hidden else None
+    d_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
+    loss, squares = torch.zeros(2, dtype=wide, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        d_part = None if d_hidden is None else d_hidden[part]
+        losses, log_zs = _one_chunk(hidden[part], weight, targets[part], z_loss, rows, d_part, d_weight)
+        loss, squares = loss + losses.sum(), squares + log_zs.square().sum()
+    return loss, squares, d_hidden, d_weight
+
+
+def _one_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    z_loss: float,
+    rows: VocabularyRows,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return each token's loss and log Z, (C,); fill ``d_hidden`` and add to ``d_weight``, if given."""
+    # No tensor of a chunk's size may outlive this function, or it would stay beside the next chunk's.
+    logits = hidden @ weight.T
+    if passes_for(logits) is IN_PLACE:
+        logits = logits.to(torch.promote_types(weight.dtype, torch.float32))
+    losses, log_zs = _differentiate(logits, targets, z_loss, rows)
+    d_logits = logits.to(hidden.dtype)
+    if d_hidden is not None:
+        torch.mm(d_logits, weight, out=d_hidden)
+    if d_weight is not None:
+        _add_product(d_weight, d_logits.T, hidden)
+    return losses, log_zs
+
+
+def _differentiate(
+    logits: Tensor, targets: Tensor, z_loss: float, rows: VocabularyRows
+) -> tuple[Tensor, Tensor]:
+    """Return each token's loss and log Z, (C,), 0 at IGNORE; turn logits (C, V) into their gradient."""
+    passes = passes_for(logits)
+    at, here = rows.places(targets, logits.shape[1])
+    top, log_zs, target = passes.sums(logits, at, here)
+    parts = rows.gathered(torch.stack([log_zs, target]))
+    log_zs, target = parts[:, 0].logsumexp(0), parts[:, 1].amax(0)
+    # d/dlogits of log Z - target + z_loss (log Z)^2. IGNORE is no row of the vocabulary, so its
+    # gradient only needs to be set to zero.
+    ignored = targets == IGNORE
+    factor = (top - log_zs).exp() * (1 + 2 * z_loss * log_zs)
+    passes.gradient(logits, top, factor.masked_fill(ignored, 0.0), at, here)
+    return (log_zs - target).masked_fill(ignored, 0.0), log_zs.masked_fill(ignored, 0.0)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Compute ``total += a @ b`` in the type of ``total``, which may be wider."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and _adds_to_float32(a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+@functools.cache
+def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether a product of narrow matrices can be added to a float32 one at once.
+
+    PyTorch has had the operator for CUDA since 2.8; at first it refused a sum of another type than its
+    factors (aten/src/ATen/native/cuda/Blas.cpp, _addmm_dtype_out_cuda).
+    """
+    one, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+class Passes(NamedTuple):
+    """Two passes over logits (C, V), of which this rank may hold a part of the vocabulary."""
+
+    sums: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """Takes logits, places (C, 1), and a mask (C, 1) of the places that are there. Returns the greatest
+    logit, log Z and the target's logit of each token, (C,); -inf for a target that is not there."""
+    gradient: Callable[..., None]
+    """Takes the logits that the first pass leaves, its greatest logits, factors (C,), places and the
+    mask. Turns the logits into softmax times factor, less 1 at the places that are there."""
+
+
+def _sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    target = logits.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
+    top = logits.amax(1)
+    total = logits.sub_(top[:, None]).exp_().sum(1)
+    return top, top + total.log(), target
+
+
+def _gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Tensor) -> None:
+    logits.mul_(factor[:, None])
+    logits.scatter_add_(1, at, -here.to(logits.dtype))
+
+
+def fused_sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the work of ``Passes.sums``, and leave the logits as they are."""
+    wide = _wide(logits)
+    top = wide.amax(1)
+    target = wide.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
+    return top, top + (wide - top[:, None]).exp().sum(1).log(), target
+
+
+def fused_gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Tensor) -> None:
+    """Do the work of ``Passes.gradient``, after ``fused_sums``."""
+    found = (_wide(logits) - top[:, None]).exp() * factor[:, None]
+    logits.copy_(torch.where(_chosen(logits, at, here), found - 1, found))
+
+
+def fused_softmax(logits: Tensor, log_zs: Tensor, scale: Tensor, at: Tensor, here: Tensor) -> Tensor:
+    """Return the gradient of ``scale`` times each token's loss, whose log Z is known, (C, V)."""
+    found = (_wide(logits) - log_zs[:, None]).exp() * scale[:, None]
+    return torch.where(_chosen(logits, at, here), found - scale[:, None], found).to(logits.dtype)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _chosen(logits: Tensor, at: Tensor, here: Tensor) -> Tensor:
+    """Return a mask (C, V) of the targets, which a kernel has in registers only."""
+    return (torch.arange(logits.shape[1], device=logits.device) == at) & here
+
+
+IN_PLACE = Passes(_sums, _gradient)
+"""By PyTorch's operators, on logits of float32 or wider."""
+
+
+COMPILED = Passes(
+    functools.partial(run_compiled, fused_sums), functools.partial(run_compiled, fused_gradient)
+)
+"""By one kernel each, on logits of any type."""
+
+
+def passes_for(logits: Tensor) -> Passes:
+    """Return the passes for logits on their device."""
+    return COMPILED if compiles(logits) else IN_PLACE

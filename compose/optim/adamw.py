@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compose.ops.local_tensor import local_region
+from compose.ops.tensors import local_region
 from compose.optim.rounding import chunks, local, random_bits, store, within
 
 

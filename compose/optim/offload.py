@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.optim.offload_files import Scratch, TensorFile, page_aligned
 
 CHUNK = 2**22  # elements of a piece, a multiple of 1024

@@ -11,7 +11,7 @@ from compose.compression.gathers import CodedGather
 from compose.compression.reductions import Levels
 from compose.compression.units import Cut, Place, Units
 from compose.errors import ConfigError
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 
 
 class CodedUnits:

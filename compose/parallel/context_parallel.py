@@ -30,10 +30,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.errors import ConfigError
-from compose.ops.attention import attention_backward, attention_forward, sink_gradient, tensors_of
-from compose.ops.attention_options import AttentionOptions, check, check_documents
-from compose.ops.documents import Documents
-from compose.ops.local_tensor import arrived
+from compose.ops.attention import (
+    AttentionOptions,
+    attention_backward,
+    attention_forward,
+    check,
+    check_documents,
+    sink_gradient,
+    tensors_of,
+)
+from compose.ops.batch import Documents
+from compose.ops.tensors import arrived
 from compose.ops.torch_versions import functional_all_gather, functional_reduce_scatter
 from compose.parallel.ring_attention import ring_attention_forward
 from compose.parallel.sequence import Balance, chunk_starts, chunks_of

@@ -38,7 +38,7 @@ from torch.profiler import record_function
 from compose.compression.reductions import Levels
 from compose.compression.units import Units
 from compose.errors import ConfigError
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import finish_fsdp_backward
 from compose.parallel.coded_units import CodedUnits
 from compose.parallel.gradient_sum import gradient_sum_of, sum_gradients

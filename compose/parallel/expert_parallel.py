@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.compression.activations import Place
 from compose.errors import ConfigError
-from compose.ops.registered import operator
+from compose.ops.operators import operator
 from compose.parallel.mesh import axis_size
 from compose.parallel.stream_messages import SendsActivations
 

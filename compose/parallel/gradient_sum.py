@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from compose.compression.reductions import Levels
 from compose.compression.units import Cut, ReplicaSum, Units
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 
 _SUMS: WeakKeyDictionary[nn.Module, "GradientSum"] = WeakKeyDictionary()
 

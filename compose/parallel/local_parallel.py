@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError
-from compose.ops.rms_norm import RMSNorm
+from compose.ops.layers import RMSNorm
 from compose.parallel.adapter_parallel import AdapterParallel
 from compose.parallel.stream_messages import SendsActivations, send_stream
 from compose.parallel.tensor_parallel import HeadParallel

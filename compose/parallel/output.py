@@ -9,16 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from compose.errors import ConfigError
-from compose.ops.chunked_loss import chunked_cross_entropy
+from compose.ops.batch import IGNORE, count_targets
 from compose.ops.cross_entropy import (
-    IGNORE,
     LossFunction,
     at_least_float32,
-    count_targets,
+    chunked_cross_entropy,
     cross_entropy,
+    log_z,
     logits_of,
 )
-from compose.ops.vocabulary_loss import log_z
 from compose.parallel.mesh import BATCH_AXES, sum_over
 from compose.parallel.vocabulary_parallel import placed_input
 

@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from compose.ops.attention import finish, sink_gradient, task_of
-from compose.ops.pairs import pairs_of
-from compose.ops.parts import Merged, Sums, parts_of
-from compose.ops.registered import operator
-from compose.ops.task import Task
+from compose.ops.attention import Merged, Sums, finish, parts_of, sink_gradient
+from compose.ops.attention_layout import AttentionTask, pairs_of, task_of
+from compose.ops.operators import operator
 from compose.parallel.sequence import Balance, chunk_starts
 
 
@@ -165,13 +163,13 @@ def _task(
     ring: Ring,
     documents: tuple[Tensor | None, Tensor | None],
     scores: tuple[bool, int, float, float],
-) -> Task:
+) -> AttentionTask:
     return task_of(documents, (ring.starts[ring.rank], (0,)), scores)
 
 
-def _from(task: Task, starts: tuple[int, ...]) -> Task:
+def _from(task: AttentionTask, starts: tuple[int, ...]) -> AttentionTask:
     """Return the task with the keys that begin at ``starts``."""
-    return replace(task, layout=replace(task.layout, k_starts=starts))
+    return replace(task, pieces=replace(task.pieces, k_starts=starts))
 
 
 @operator("compose::ring_attention_forward")
@@ -201,7 +199,7 @@ def ring_attention_forward(
 
 
 def _output(
-    task: Task, ring: Ring, near: _Near | None, qkv: tuple[Tensor, Tensor, Tensor]
+    task: AttentionTask, ring: Ring, near: _Near | None, qkv: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp without a sink."""
     q, k, v = qkv[0].transpose(1, 2), *qkv[1:]
@@ -250,7 +248,7 @@ def ring_attention_backward(
 
 
 def _gradients(
-    task: Task, ring: Ring, near: _Near | None, tensors: tuple[Tensor, ...]
+    task: AttentionTask, ring: Ring, near: _Near | None, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out, lse = tensors
     grad_q, q = grad.transpose(1, 2), q.transpose(1, 2)

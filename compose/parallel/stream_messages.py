@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.compression.activations import Activations, Place, place_of
-from compose.ops.local_tensor import arrived
-from compose.ops.registered import operator
+from compose.ops.operators import operator
+from compose.ops.tensors import arrived
 from compose.ops.torch_versions import async_tp_groups, functional_all_gather, functional_reduce_scatter
 
 Kind = Literal["keep", "sum", "gather", "scatter"]

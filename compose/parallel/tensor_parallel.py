@@ -31,9 +31,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError
-from compose.ops.local_tensor import local_tensor
-from compose.ops.rms_norm import RMSNorm
-from compose.ops.tied import tie, tied_names
+from compose.ops.layers import RMSNorm
+from compose.ops.tensors import local_tensor, tie, tied_names
 from compose.parallel.adapter_parallel import without_adapter
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose.compression.activations import Place
 from compose.errors import ConfigError
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.parallel.stream_messages import SendsActivations, send_stream
 
 

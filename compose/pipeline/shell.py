@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compose.errors import ConfigError, refused_if
-from compose.ops.local_tensor import arrived, local_tensor
+from compose.ops.tensors import arrived, local_tensor
 from compose.pipeline.stage import plain_stream
 
 _CURE = "or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compose.errors import ConfigError
 from compose.ops.batch import Sample, on_meta
-from compose.ops.tied import tied_names
+from compose.ops.tensors import tied_names
 from compose.plan import Pipeline
 
 

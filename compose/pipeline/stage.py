@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from compose.errors import ConfigError
 from compose.ops.cross_entropy import logits_of
-from compose.ops.local_tensor import arrived
+from compose.ops.tensors import arrived
 from compose.ops.torch_versions import StageOverrides
 from compose.parallel.data_parallel import finish_backward, gather, prepare_micro_batch
 from compose.parallel.output import StepLoss

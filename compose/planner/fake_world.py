@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compose.ops import devices
+from compose.ops import operators
 from compose.planner.host_memory import host_memory
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -365,7 +365,7 @@ def fake_world(
             (dist, "batch_isend_irecv", send),
             (schedules, "_batch_p2p", send),
             (torch.UntypedStorage, "resize_", resized),
-            (devices, "device_of", lambda tensor: kernels),
+            (operators, "device_of", lambda tensor: kernels),
             *(
                 (FSDPParamGroup, name, _marked(listener, "gather", getattr(FSDPParamGroup, name)))
                 for name in _GATHERS

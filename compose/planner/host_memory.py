@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from compose.memory import activation_offload
 from compose.memory.activation_offload import ActivationOffload
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.optim import offload
 from compose.optim.offload import MEANS, SLOTS, OffloadedAdamW
 from compose.optim.offload_files import UNIT

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from compose.ops.local_tensor import local_tensor
-from compose.ops.pairs import attention_pairs
-from compose.ops.registered import BODIES
+from compose.ops.attention_layout import attention_pairs
+from compose.ops.operators import BODIES
+from compose.ops.tensors import local_tensor
 from compose.planner.cpu_kernels import casts, chunk_copies
 from compose.planner.record import (
     BACKWARD,

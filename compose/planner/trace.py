@@ -19,7 +19,7 @@ from compose.config.job import Job
 from compose.config.models import batch_on_meta
 from compose.data.task import task_of
 from compose.ops.dropout import DropoutKey
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.optim.optimizers import make_state
 from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import init_mesh

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from compose.errors import write_whole
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.parallel.stragglers import report_phase
 from compose.profiling.memory import GRADIENTS, OPTIMIZER, OTHER, WEIGHTS, allocations, peak, snapshot
 from compose.profiling.options import Profile

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from compose.composition import Composition, Options
 from compose.config.addons import ADD_ONS
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.proof.comparison import Comparison
 
 CODES = 1e-6

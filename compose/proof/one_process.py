@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from compose.memory.float8 import NOTHING, Choice, Recipe, apply_float8
 from compose.memory.precision import Precision
-from compose.ops.cross_entropy import LossFunction, count_targets
+from compose.ops.batch import count_targets
+from compose.ops.cross_entropy import LossFunction
 from compose.ops.dropout import DropoutKey, Masks, dropouts
 from compose.parallel.routing import routers
 from compose.proof.examine import in_float64

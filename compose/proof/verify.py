@@ -26,10 +26,10 @@ from compose.composition import Composition, Options
 from compose.errors import ConfigError, refused_if
 from compose.memory.float8 import NOTHING as WHOLE
 from compose.memory.float8 import Choice, select_layers
-from compose.ops.batch import targets_of
-from compose.ops.cross_entropy import LossFunction, count_targets, cross_entropy
+from compose.ops.batch import count_targets, targets_of
+from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.ops.dropout import DropoutKey
-from compose.ops.local_tensor import local_shard, local_tensor
+from compose.ops.tensors import local_shard, local_tensor
 from compose.optim.adamw import AdamW
 from compose.parallel.mesh import axis_size, batch_share
 from compose.parallel.routing import routers

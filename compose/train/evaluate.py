@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from compose.composition import Composition
-from compose.ops.cross_entropy import LossFunction, count_targets, cross_entropy
+from compose.ops.batch import count_targets
+from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import BATCH_AXES, sum_over
 from compose.parallel.output import step_loss

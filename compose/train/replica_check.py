@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.parallel.mesh import AXES
 
 _PIECE = 2**24  # bytes

@@ -13,11 +13,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.composition import Composition
 from compose.errors import ConfigError
 from compose.memory.float8 import shared_scales
-from compose.ops.batch import targets_of
-from compose.ops.cross_entropy import LossFunction, count_targets, cross_entropy
-from compose.ops.documents import Documents
+from compose.ops.batch import Documents, count_targets, targets_of
+from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.ops.dropout import DropoutKey
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.parallel.data_parallel import prepare_micro_batch
 from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
 from compose.parallel.output import StepLoss, step_loss

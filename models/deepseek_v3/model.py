@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from compose.ops.rms_norm import RMSNorm
+from compose.ops.layers import RMSNorm
 from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compose.ops.attention_options import AttentionOptions
+from compose.ops.attention import AttentionOptions
 from models.layers.attention import AttentionCore, Documents, documents_of
 from models.layers.norms import check_eps
 

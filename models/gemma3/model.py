@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compose.ops.attention_options import AttentionOptions
-from compose.ops.rms_norm import RMSNorm
+from compose.ops.attention import AttentionOptions
+from compose.ops.layers import RMSNorm
 from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.norms import check_eps

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compose.ops.attention_options import AttentionOptions
-from compose.ops.rms_norm import RMSNorm
+from compose.ops.attention import AttentionOptions
+from compose.ops.layers import RMSNorm
 from models.layers.attention import AttentionCore, Documents, Sinks, attention_pairs, documents_of
 from models.layers.clamped_experts import ClampedExperts
 from models.layers.moe import MoE

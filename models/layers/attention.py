@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from compose.ops.attention import attention
-from compose.ops.attention_options import AttentionOptions
-from compose.ops.documents import Documents
-from compose.ops.pairs import attention_pairs as pairs_between
+from compose.ops.attention import AttentionOptions, attention
+from compose.ops.attention_layout import attention_pairs as pairs_between
+from compose.ops.batch import Documents
 
 __all__ = ["AttentionCore", "Documents", "Sinks", "attention_pairs", "documents_of"]
 

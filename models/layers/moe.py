@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compose.ops.grouped_mm import grouped_mm as operator
+from compose.ops.layers import grouped_mm as operator
 from models.layers.router import MoEConfig, Router, Routing, count_rows
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compose.ops.wide_linear import wide_linear
+from compose.ops.layers import wide_linear
 
 
 @dataclass(frozen=True)

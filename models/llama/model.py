@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compose.ops.attention_options import AttentionOptions
-from compose.ops.rms_norm import RMSNorm
+from compose.ops.attention import AttentionOptions
+from compose.ops.layers import RMSNorm
 from models.layers.attention import AttentionCore, Documents, Sinks, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.norms import check_eps

@@ -20,7 +20,7 @@ from compose.data.sources import open_samples
 from compose.data.task import LanguageModelling
 from compose.data.tokenizer import open_tokenizer
 from compose.errors import ConfigError
-from compose.ops.cross_entropy import IGNORE
+from compose.ops.batch import IGNORE
 from tests.support.data_made import chats
 from tests.support.helpers import make_config
 from tests.support.tokenizers_made import CHATML, THINKING, save_tokenizer

@@ -26,7 +26,7 @@ from compose.data.rows import Row, Stored
 from compose.data.sources import Samples, Windows, open_samples
 from compose.data.tokenizer import SEPARATOR
 from compose.errors import ConfigError
-from compose.ops.cross_entropy import IGNORE
+from compose.ops.batch import IGNORE
 from tests.support.data_made import sets_of
 
 

@@ -24,7 +24,7 @@ from compose.data.token_set import MANIFEST, open_token_set
 from compose.data.tokenizer import open_tokenizer
 from compose.data.writing import Counts, describe_job, make_shard, make_token_set, units_of
 from compose.errors import LEADS_OUT, ConfigError
-from compose.ops.cross_entropy import IGNORE
+from compose.ops.batch import IGNORE
 from tests.support.data_made import sets_of
 from tests.support.tokenizer_kinds import KINDS, save_kind, text_of
 from tests.support.tokenizers_made import SPECIAL, TEXT, save_tokenizer

@@ -20,7 +20,7 @@ from compose.checkpoint.hf_folder import load_hf
 from compose.config.rules import meshes
 from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError
-from compose.ops.rms_norm import RMSNorm
+from compose.ops.layers import RMSNorm
 from compose.parallel.local_parallel import _LocalRMSNorm
 from compose.planner.reduction import runs_of
 from compose.proof.report import Report

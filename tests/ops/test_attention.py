@@ -18,7 +18,7 @@ from benchmarks.context import peak_of
 from compose import AttentionOptions, ConfigError, Documents, attention, forward_backward
 from compose.build import fill_weights, parallelize
 from compose.data.packing import random_batch
-from compose.ops import devices, parts
+from compose.ops import attention_kernels, gpu_attention, operators
 from compose.ops.attention import attention_forward, tensors_of
 from compose.proof.plain_attention import PlainAttention
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
@@ -88,11 +88,12 @@ PLAYED = {
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The CPU's kernel, emulations of the GPU's, and the one for all that these do not take."""
     if request.param == "plain":
-        monkeypatch.setattr(devices, "device_of", lambda q: "none")
+        monkeypatch.setattr(operators, "device_of", lambda q: "none")
     elif request.param in PLAYED:
         play(monkeypatch, *PLAYED[request.param])
-    for most in ("_PLAIN_SCORES", "_MASK"):
-        monkeypatch.setattr(parts, most, 500)  # so that there are many tiles
+    # So that there are many tiles.
+    monkeypatch.setattr(attention_kernels, "_PLAIN_SCORES", 500)
+    monkeypatch.setattr(gpu_attention, "_MASK", 500)
     with on_cpu():
         yield request.param
 

@@ -18,15 +18,19 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import compose.ops.chunked_loss as chunked_loss
 from compose import ConfigError, Parallel, Plan, apply, forward_backward
 from compose.build import build, loss_function
 from compose.data.packing import random_batch
-from compose.ops import compiled
-from compose.ops import loss_passes as passes
-from compose.ops.chunked_loss import _Known, chunked_cross_entropy
-from compose.ops.cross_entropy import IGNORE, cross_entropy
-from compose.ops.vocabulary_loss import Rows, log_z
+from compose.ops import cross_entropy as passes
+from compose.ops import operators
+from compose.ops.batch import IGNORE
+from compose.ops.cross_entropy import (
+    VocabularyRows,
+    _Known,
+    chunked_cross_entropy,
+    cross_entropy,
+    log_z,
+)
 from compose.parallel.output import CrossEntropy, StepLoss
 from compose.proof.plain_attention import PlainAttention
 from compose.proof.report import Report
@@ -129,7 +133,7 @@ def _error(found: Tensor | None, exact: Tensor) -> float:
 def _by_passes(case: list[Tensor], chunk: int, of: passes.Passes) -> list[Tensor]:
     """Loss, sum of squares and gradients of a case in chunks, by the given passes."""
     hidden, weight = (x.clone().requires_grad_() for x in case[:2])
-    with mock.patch.object(chunked_loss, "passes_for", return_value=of):
+    with mock.patch.object(passes, "passes_for", return_value=of):
         loss, squares = chunked_cross_entropy(hidden, weight, case[2], chunk, 0.3)
         (loss * GRADIENT).backward()
     assert hidden.grad is not None
@@ -174,8 +178,8 @@ def test_no_compiler_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     def fails(function: Any) -> Any:
         raise TorchDynamoException("Failed to find C compiler.\nSet CC.")
 
-    failed = mock.patch.object(compiled._Failed, "yes", False)
-    with mock.patch.object(compiled, "_compiled", fails), failed:
+    failed = mock.patch.object(operators._Compiler, "missing", False)
+    with mock.patch.object(operators, "_compiled", fails), failed:
         found = _by_passes(case, 5, passes.COMPILED)
         assert passes.passes_for(mock.Mock(is_cuda=True)) is passes.IN_PLACE
     torch.testing.assert_close(found, _by_passes(case, 5, passes.IN_PLACE))
@@ -272,9 +276,9 @@ def test_with_experts(pool: Pool) -> None:
 @contextmanager
 def each_rank_normalises_by_its_own_rows() -> Iterator[None]:
     """The sum of exponentials is not reduced over tp; the target's logit is."""
-    real = Rows.gathered
+    real = VocabularyRows.gathered
 
-    def fake(self: Rows, tensor: Tensor) -> Tensor:
+    def fake(self: VocabularyRows, tensor: Tensor) -> Tensor:
         parts = real(self, tensor)
         if self.group is None:
             return parts
@@ -282,22 +286,22 @@ def each_rank_normalises_by_its_own_rows() -> Iterator[None]:
         parts[1:, 0] = -torch.inf
         return parts
 
-    with mock.patch.object(Rows, "gathered", fake):
+    with mock.patch.object(VocabularyRows, "gathered", fake):
         yield
 
 
 @contextmanager
 def the_targets_logit_is_not_subtracted() -> Iterator[None]:
     """From the gradient."""
-    real = chunked_loss._differentiate
+    real = passes._differentiate
 
-    def fake(logits: Tensor, targets: Tensor, z_loss: float, rows: Rows) -> Any:
+    def fake(logits: Tensor, targets: Tensor, z_loss: float, rows: VocabularyRows) -> Any:
         found = real(logits, targets, z_loss, rows)
         row = torch.arange(len(targets))[targets != IGNORE]
         logits[row, targets[targets != IGNORE]] += 1
         return found
 
-    with mock.patch.object(chunked_loss, "_differentiate", fake):
+    with mock.patch.object(passes, "_differentiate", fake):
         yield
 
 
@@ -313,7 +317,7 @@ def backward_forgets_what_the_loss_is_divided_by() -> Iterator[None]:
 @contextmanager
 def gradients_of_hidden_states_are_taken_as_whole() -> Iterator[None]:
     """What each tp rank's rows add to them is not summed."""
-    with mock.patch.object(chunked_loss, "Partial", Replicate):
+    with mock.patch.object(passes, "Partial", Replicate):
         yield
 
 

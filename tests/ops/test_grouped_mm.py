@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compose.ops.grouped_mm import grouped_mm as operator
+from compose.ops.layers import grouped_mm as operator
 from models.layers.moe import grouped_mm
 
 

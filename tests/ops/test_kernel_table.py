@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compose import AttentionOptions, Documents
-from compose.ops import kernel_table, parts
-from compose.ops.attention import attention_forward, gradients, merged, task_of, tensors_of
+from compose.ops import gpu_attention, kernel_table
+from compose.ops.attention import attention_forward, gradients, merged, tensors_of
+from compose.ops.attention_layout import task_of
 from compose.ops.kernel_table import TABLE, Device, Kernel, Problem, device_of, kernel_of, widths_of
 from compose.planner.recorder import Recorder
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
@@ -298,11 +299,11 @@ def test_a_mask_has_a_bounded_size(length: int, window: int) -> None:
     """Linear in the length at most: a tile has 64 queries, or a mask as large as masks may be."""
     q, k = (torch.empty(2, n, length, 64, device="meta") for n in (6, 2))
     bounds = torch.empty(2 * length + 1, dtype=torch.int32, device="meta")
-    found = parts.EfficientParts(
+    found = gpu_attention.EfficientParts(
         task_of((bounds, None), ((0,), (0,)), (True, window, 0.1, 0.0)), q, k, square=True
     )
     sizes = [(q1 - q0) * (k1 - k0) for q0, q1, k0, k1, *_ in found.tiles]
-    assert 2 * max(sizes) <= max(parts._MASK, 2 * 64 * length)
+    assert 2 * max(sizes) <= max(gpu_attention._MASK, 2 * 64 * length)
     assert sum(q1 - q0 for q0, q1, *_ in found.tiles) == length
     assert len(sizes) <= length // 64
 

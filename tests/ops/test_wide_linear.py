@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.ops import devices
-from compose.ops import wide_linear as module
-from compose.ops.wide_linear import wide_linear
+from compose.ops import layers as module
+from compose.ops import operators
+from compose.ops.layers import wide_linear
 
 
 def results(tokens: int, dtype: torch.dtype, gpu: bool) -> tuple[list[Tensor], int]:
@@ -25,7 +25,7 @@ def results(tokens: int, dtype: torch.dtype, gpu: bool) -> tuple[list[Tensor], i
         return left.float() @ right.float()
 
     with (
-        mock.patch.object(devices, "device_of", return_value="cuda" if gpu else "cpu"),
+        mock.patch.object(operators, "device_of", return_value="cuda" if gpu else "cpu"),
         mock.patch.object(module, "_to_float32", product),
     ):
         with hooks:
@@ -50,6 +50,6 @@ def test_is_as_exact_as_in_float32(tokens: int) -> None:
 
 def test_float32_weights_keep_their_bits() -> None:
     rows, weight = torch.randn(3, 8).bfloat16(), torch.randn(5, 8)
-    with mock.patch.object(devices, "device_of", return_value="cuda"):
+    with mock.patch.object(operators, "device_of", return_value="cuda"):
         found = wide_linear(rows, weight)
     assert torch.equal(found, rows.float() @ weight.t())

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose.config.tables import Parallel
-from compose.ops.local_tensor import local_shard
+from compose.ops.tensors import local_shard
 from compose.optim import adamw
 from compose.optim.adamw import AdamW
 from compose.optim.offload import MEANS

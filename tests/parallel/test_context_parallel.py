@@ -17,10 +17,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks.context import peak_bytes
 from compose import AttentionOptions, ConfigError, Documents
-from compose.ops.attention import task_of
-from compose.ops.blocks import Block, Layout, blocks
-from compose.ops.cross_entropy import IGNORE
-from compose.ops.kernels import band
+from compose.ops.attention_kernels import band
+from compose.ops.attention_layout import Block, Pieces, blocks, task_of
+from compose.ops.batch import IGNORE
 from compose.parallel import ring_attention
 from compose.parallel.context_parallel import ContextParallel, Method, check_ulysses
 from compose.parallel.sequence import Balance, chunk_count, chunks_of, shard_sequence
@@ -73,7 +72,7 @@ def test_blocks_cover_each_pair_once(cp: int, balance: Balance, window: int) -> 
                 torch.cat([torch.arange(c * size, (c + 1) * size) for c in held[r]])
                 for r in (q_rank, k_rank)
             ]
-            layout = Layout(starts[q_rank], starts[k_rank], True, window)
+            layout = Pieces(starts[q_rank], starts[k_rank], True, window)
             for b in blocks(layout, (len(places[0]), len(places[1])), row_starts(ids)):
                 rows = torch.arange(3)[b.rows]
                 q, k = places[0][b.q], places[1][b.k]
@@ -88,7 +87,7 @@ def test_a_windows_blocks_are_linear_in_the_length(window: int) -> None:
     """Twice the length has twice the work; each tile computes at most three windows' keys."""
 
     def area(length: int) -> int:
-        found = blocks(Layout((0,), (0,), True, window), (length, length), ((0,),))
+        found = blocks(Pieces((0,), (0,), True, window), (length, length), ((0,),))
         return sum((b.q.stop - b.q.start) * (b.k.stop - b.k.start) for b in found)
 
     assert area(4096) / area(2048) < 2.05
@@ -97,7 +96,7 @@ def test_a_windows_blocks_are_linear_in_the_length(window: int) -> None:
 
 def test_excluded_blocks_are_not_computed() -> None:
     """Documents that end with their chunk leave squares alone: none of the 6 rectangles is run."""
-    layout = Layout((0, 4, 8, 12), (0, 4, 8, 12))
+    layout = Pieces((0, 4, 8, 12), (0, 4, 8, 12))
 
     def sizes(*starts: tuple[int, ...]) -> list[tuple[int, int, bool]]:
         found = blocks(layout, (16, 16), starts)

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-import compose.ops.vocabulary_loss as vocabulary_module
+import compose.ops.cross_entropy as vocabulary_module
 from compose.errors import ConfigError
-from compose.ops import compiled
+from compose.ops import operators
 from compose.ops.batch import IGNORE
-from compose.ops.vocabulary_loss import log_z, token_losses
+from compose.ops.cross_entropy import log_z, token_losses
 from compose.parallel.stream_messages import send_stream
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 from tests.support.mutation import mutated
@@ -80,7 +80,7 @@ def test_equals_the_whole(
 
 
 def _as_on_a_gpu(vocabulary: int) -> list[str]:
-    plain = mock.patch.object(compiled, "_compiled", lambda function: function)
+    plain = mock.patch.object(operators, "_compiled", lambda function: function)
     with plain, mock.patch.object(vocabulary_module, "compiles", return_value=True):
         return _differences(vocabulary, True, True)
 
@@ -132,7 +132,7 @@ def _with_fault(place: str, old: str, new: str) -> list[str]:
             {"embed.weight"},
         ),
         (
-            "compose.ops.vocabulary_loss:_CrossEntropy.backward",
+            "compose.ops.cross_entropy:_CrossEntropy.backward",
             "scale[part] * share[part, None]",
             "scale[part]",
             {"embed.weight", "output.weight"},

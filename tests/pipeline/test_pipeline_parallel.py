@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
 from compose.data.packing import random_batch
 from compose.errors import ConfigError
-from compose.ops.cross_entropy import count_targets, cross_entropy
+from compose.ops.batch import count_targets
+from compose.ops.cross_entropy import cross_entropy
 from compose.pipeline.schedules import SCHEDULES, build_table, write_table
 from compose.pipeline.split import balanced, check_layers
 from compose.plan import resolve

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from compose import Composition
 from compose.build import parallelize
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.train.trainer import Trainer
 from tests.support.experts import DEEPSEEK, QWEN, keys_of
 from tests.support.helpers import agreed, make_job, prove_step, tier

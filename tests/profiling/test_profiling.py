@@ -21,7 +21,7 @@ from torch.cuda._memory_viz import trace as listed
 
 from compose import ConfigError
 from compose.data.batches import Batches
-from compose.ops.local_tensor import local_tensor
+from compose.ops.tensors import local_tensor
 from compose.parallel.processes import TrainingError
 from compose.profiling.memory import CATEGORIES
 from compose.profiling.shares import KINDS

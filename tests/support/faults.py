@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 import compose.train.step
 import compose.weights
 from compose.composition import Composition
-from compose.ops import parts
-from compose.ops.blocks import Block, Layout
-from compose.ops.local_tensor import local_tensor
+from compose.ops import attention_kernels
+from compose.ops.attention_layout import Block, Pieces
+from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import REDUCE_SCATTER
 from compose.parallel import gradient_sum, local_parallel, stream_messages
 from compose.parallel.data_parallel import prepare_micro_batch
@@ -193,28 +193,28 @@ def one_replica_starts_elsewhere() -> Iterator[None]:
 @contextmanager
 def a_block_is_skipped() -> Iterator[None]:
     """Ring attention leaves out the last rectangle between two ranks."""
-    real = parts.blocks
+    real = attention_kernels.blocks
 
-    def fake(layout: Layout, lengths: tuple[int, int], starts: Any) -> list[Block]:
-        found = real(layout, lengths, starts)
-        return found if layout.q_starts == layout.k_starts else found[:-1]
+    def fake(pieces: Pieces, lengths: tuple[int, int], starts: Any) -> list[Block]:
+        found = real(pieces, lengths, starts)
+        return found if pieces.q_starts == pieces.k_starts else found[:-1]
 
-    with mock.patch.object(parts, "blocks", fake):
+    with mock.patch.object(attention_kernels, "blocks", fake):
         yield
 
 
 @contextmanager
 def an_edge_between_ranks_is_off_by_one() -> Iterator[None]:
     """A document that spans ranks loses its first key on the earlier one."""
-    real = parts.blocks
+    real = attention_kernels.blocks
 
-    def fake(layout: Layout, lengths: tuple[int, int], starts: Any) -> list[Block]:
+    def fake(pieces: Pieces, lengths: tuple[int, int], starts: Any) -> list[Block]:
         return [
             b if b.causal or b.k.stop - b.k.start < 2 else replace(b, k=slice(b.k.start + 1, b.k.stop))
-            for b in real(layout, lengths, starts)
+            for b in real(pieces, lengths, starts)
         ]
 
-    with mock.patch.object(parts, "blocks", fake):
+    with mock.patch.object(attention_kernels, "blocks", fake):
         yield
 
 

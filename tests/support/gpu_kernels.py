@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.ops import devices, kernel_table, parts
+from compose.ops import attention, kernel_table, operators
+from compose.ops.attention_layout import AttentionTask
 from compose.ops.kernel_table import Device, Problem
-from compose.ops.task import Task
 
 HOPPER = Device((9, 0), cudnn=91900)
 AMPERE = Device((8, 0))
@@ -318,11 +318,11 @@ def on_cpu(calls: list[str] | None = None) -> Iterator[None]:
 
 def play(monkeypatch: pytest.MonkeyPatch, device: Device, kind: torch.dtype) -> None:
     """Attention chooses kernels as for tensors on ``device``, of type ``kind`` and of even length."""
-    found = parts.problem_of
+    found = attention.problem_of
 
-    def problem_of(task: Task, q: Tensor, k: Tensor, v: Tensor) -> Problem:
+    def problem_of(task: AttentionTask, q: Tensor, k: Tensor, v: Tensor) -> Problem:
         return replace(found(task, q, k, v), dtype=kind, even=True)
 
-    monkeypatch.setattr(devices, "device_of", lambda q: "cuda")
+    monkeypatch.setattr(operators, "device_of", lambda q: "cuda")
     monkeypatch.setattr(kernel_table, "device_of", lambda q: device)
-    monkeypatch.setattr(parts, "problem_of", problem_of)
+    monkeypatch.setattr(attention, "problem_of", problem_of)

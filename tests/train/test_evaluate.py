@@ -20,7 +20,8 @@ from compose.data.batches import stacked
 from compose.data.datasets import open_data
 from compose.data.packing import random_batch
 from compose.errors import ConfigError
-from compose.ops.cross_entropy import IGNORE, cross_entropy
+from compose.ops.batch import IGNORE
+from compose.ops.cross_entropy import cross_entropy
 from compose.parallel.mesh import batch_share
 from compose.parallel.output import CrossEntropy
 from compose.parallel.routing import routers

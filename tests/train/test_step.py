@@ -26,7 +26,7 @@ from compose import (
     forward_backward,
 )
 from compose.data.packing import random_batch
-from compose.ops.cross_entropy import IGNORE, count_targets
+from compose.ops.batch import IGNORE, count_targets
 from compose.train.step import samples_at_once
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model as Llama

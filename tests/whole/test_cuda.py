@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from compose import AttentionOptions, Documents
-from compose.ops import kernel_table, parts
+from compose.ops import attention as attention_operator
+from compose.ops import gpu_attention, kernel_table
 from compose.ops.attention import attention_forward, tensors_of
 from compose.ops.kernel_table import TABLE, Kernel, Problem
-from compose.ops.wide_linear import wide_linear
+from compose.ops.layers import wide_linear
 from compose.proof.plain_attention import PlainAttention
 from tests.support.command_lines import launch
 
@@ -205,7 +206,7 @@ def test_each_kernel_on_a_gpu(
     """Each kernel, whole and in a ring's pieces, also where the table prefers another."""
     if not _takes(kernel, kind, widths):
         pytest.skip(f"{kernel} does not take {kind} with widths {widths} on this GPU")
-    monkeypatch.setattr(parts, "kernel_of", lambda device, problem: kernel)
+    monkeypatch.setattr(attention_operator, "kernel_of", lambda device, problem: kernel)
     for pieces in (PIECES[0], PIECES[2]) if causal else (WHOLE,):
         OnGpu(kind, widths, AttentionOptions(causal=causal), pieces, documents=False).check()
 
@@ -220,8 +221,8 @@ def test_masks_of_the_efficient_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Documents, windows and pieces, in many tiles, some of whose queries see no key."""
-    monkeypatch.setattr(parts, "kernel_of", lambda device, problem: "efficient")
-    monkeypatch.setattr(parts, "_MASK", 2 * 100 * 512)
+    monkeypatch.setattr(attention_operator, "kernel_of", lambda device, problem: "efficient")
+    monkeypatch.setattr(gpu_attention, "_MASK", 2 * 100 * 512)
     OnGpu(kind, (64, 72), AttentionOptions(window=window), pieces, documents=True).check()
 
 

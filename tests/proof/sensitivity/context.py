@@ -51,7 +51,7 @@ CONTEXT = [
     Row(
         "a document reaches from the first token",
         CP | {"data__separator": 0},
-        "compose.ops.blocks:_pairs",
+        "compose.ops.attention_layout:_pairs",
         "start = begins[i]",
         "start = begins[0]",
         "loss",
@@ -60,7 +60,7 @@ CONTEXT = [
     Row(
         "later documents see the first one's keys",
         CP | {"parallel__cp_balance": "none", "data__separator": 0},
-        "compose.ops.blocks:_pairs",
+        "compose.ops.attention_layout:_pairs",
         "max(start, c), min(end, d)",
         "c, min(end, d)",
         "loss",
@@ -69,7 +69,7 @@ CONTEXT = [
     Row(
         "allgather: outputs are added up",
         CP | {"parallel__cp_method": "allgather"},
-        "compose.ops.parts:Merged.add",
+        "compose.ops.attention:Merged.add",
         "total.mul_((before - after).masked_fill_(none, 0.0).exp_()[..., None])",
         "total.mul_(1.0)",
         "loss",

@@ -244,7 +244,7 @@ TENSOR = [
     Row(
         "loss parallel: the loss is averaged over ranks",
         TP,
-        "compose.ops.vocabulary_loss:_CrossEntropy.forward",
+        "compose.ops.cross_entropy:_CrossEntropy.forward",
         "(log_zs - target).masked_fill_(ignored, 0.0).sum()",
         "(log_zs - target).masked_fill_(ignored, 0.0).sum() / max(1, len(found))",
         "loss",
@@ -253,7 +253,7 @@ TENSOR = [
     Row(
         "loss parallel: the z-loss is that of a part of the vocabulary",
         TP | {"train__z_loss": 0.1},
-        "compose.ops.vocabulary_loss:_LogZ.forward",
+        "compose.ops.cross_entropy:_LogZ.forward",
         "rows.gathered(logits.logsumexp(-1)).logsumexp(0)",
         "rows.gathered(logits.logsumexp(-1))[0]",
         "gradient",
@@ -263,7 +263,7 @@ TENSOR = [
     Row(
         "loss parallel in chunks: the hidden states' gradient stays a part",
         TP | {"train__loss_chunk": 16},
-        "compose.ops.chunked_loss:chunked_cross_entropy",
+        "compose.ops.cross_entropy:chunked_cross_entropy",
         "Partial() if rows.group else Replicate()",
         "Replicate()",
         "gradient",
@@ -282,7 +282,7 @@ TENSOR = [
     Row(
         "data parallel cuts before tensor parallel",
         {"parallel__dp_shard": 2, "parallel__tp": 2, "train__global_batch": 8},
-        "compose.ops.local_tensor:local_region",
+        "compose.ops.tensors:local_region",
         "sorted(cuts)",
         "cuts",
         "initial weight",

@@ -113,7 +113,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "ring sums dq in bfloat16",
             CP | REDUCED["bfloat16"],
-            "compose.ops.parts:Sums.__init__",
+            "compose.ops.attention:Sums.__init__",
             "torch.promote_types(x.dtype, torch.float32)",
             "torch.bfloat16",
             "float64 gradient",

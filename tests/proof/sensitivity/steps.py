@@ -8,7 +8,7 @@ LOSS = [
     Row(
         "the loss is that of the last chunk",
         ONE | {"train__loss_chunk": 16},
-        "compose.ops.chunked_loss:_in_chunks",
+        "compose.ops.cross_entropy:_in_chunks",
         "loss + losses.sum()",
         "losses.sum()",
         "loss",
@@ -18,7 +18,7 @@ LOSS = [
     Row(
         "the output's gradient is that of the last chunk",
         ONE | {"train__loss_chunk": 16},
-        "compose.ops.chunked_loss:_add_product",
+        "compose.ops.cross_entropy:_add_product",
         "total.addmm_(a, b)",
         "total.addmm_(a, b, beta=0)",
         "gradient",
@@ -29,7 +29,7 @@ LOSS = [
     Row(
         "half the z-loss, in chunks",
         ONE | {"train__loss_chunk": 16, "train__z_loss": 0.1},
-        "compose.ops.chunked_loss:_differentiate",
+        "compose.ops.cross_entropy:_differentiate",
         "(1 + 2 * z_loss * log_zs)",
         "(1 + z_loss * log_zs)",
         "gradient",

@@ -1,10 +1,10 @@
-"""The memory behind a tensor: this rank's part, its place in the whole, and when it is ready."""
+"""Tensors behind their wrappers: this rank's part, its place in the whole, arrival, and ties."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -63,3 +63,22 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of every tied parameter, which has more than one; the first name comes first.
+
+    Such a parameter has to stay one when modules are rebuilt.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie(model: nn.Module, names: list[str]) -> None:
+    """Put the parameter ``names[0]`` under the other names too."""
+    first = model.get_parameter(names[0])
+    for name in names[1:]:
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path).register_parameter(leaf, first)
