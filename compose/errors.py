@@ -97,7 +97,7 @@ def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-_SHOWN = 60  # characters of a value in a message
+_VALUE = 60  # characters of a value in a message
 _OFF = (None, False, [], {}, "")
 
 
@@ -146,7 +146,7 @@ class KnownKeys:
 
 def _shown(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _VALUE else f"{text[:_VALUE]}..."
 
 
 _STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
