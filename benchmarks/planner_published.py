@@ -33,9 +33,9 @@ from compose.config.toml import load
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.planner.cluster import Cluster, load_cluster
-from compose.planner.estimate import Otherwise, estimate
-from compose.planner.recorder import Message, Operator, Record
-from compose.planner.seconds import PART, axis_of
+from compose.planner.estimate import OtherProgram, estimate
+from compose.planner.record import Message, Operator, Record
+from compose.planner.step_time import PART, axis_of
 from models.layers.attention import AttentionCore
 from models.llama import model as llama
 
@@ -314,9 +314,9 @@ def predicted(of: Mapping[str, Any], row: Row, workers: int = 2) -> float:
     """The predicted seconds of a row's step."""
     program = PROGRAMS[of["program"]]
     job = job_of(program, row)
-    other = Otherwise(program.change, program.fused(row), exchange=program.exchange)
+    other = OtherProgram(program.change, program.fused(row), exchange=program.exchange)
     with as_torchtitan() if of["program"] == "torchtitan" else nullcontext():
-        return estimate(job, cluster_of(of["cluster"]), workers, otherwise=other).step_seconds
+        return estimate(job, cluster_of(of["cluster"]), workers, other=other).step_seconds
 
 
 def published(of: Mapping[str, Any], row: Row) -> float:

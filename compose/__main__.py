@@ -91,9 +91,9 @@ def _schedule(arguments: Sequence[str]) -> int:
     print(timeline.report(table, name, virtual_stages))
     try:
         if out.endswith(".svg"):
-            Path(out).write_text(timeline.as_svg(slots, title), encoding="utf-8")
+            Path(out).write_text(timeline.as_svg(timeline.drawing(slots, title)), encoding="utf-8")
         elif out:
-            timeline.write_png(slots, title, out)
+            timeline.write_png(timeline.drawing(slots, title), out)
     except OSError as error:
         raise ConfigError(f"command line: --out: cannot write {out}: {error.strerror}") from None
     return 0

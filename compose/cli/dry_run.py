@@ -11,11 +11,9 @@ import re
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compose.apply import apply
 from compose.config.job import Job
@@ -27,8 +25,8 @@ from compose.optim.optimizers import OPTIMIZERS
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import AXES, init_mesh
 from compose.parallel.secondary_shards import secondary_experts
-from compose.planner.island_bytes import in_lines, island_bytes
-from compose.planner.sent_bytes import sent_bytes
+from compose.planner.fake_world import fake_group
+from compose.planner.trace import diloco_bytes, diloco_lines, sent_bytes
 
 _PURPOSES = ("weights", "gradients", "activations")
 
@@ -62,19 +60,16 @@ def describe(job: Job) -> None:
         print("", *_messages(job), sep="\n")
     if job.islands > 1:
         outer = job.config.outer
-        print("", *in_lines(island_bytes(job, outer), job.islands, outer), sep="\n")
+        print("", *diloco_lines(diloco_bytes(job, outer), job.islands, outer), sep="\n")
 
 
 def _stage(job: Job, rank: int) -> list[Placed]:
     """Return the parameters that ``rank`` holds."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.world_size)
-    try:
+    with fake_group(rank, job.world_size):
         mesh = init_mesh(job.degrees)
         model = copy.deepcopy(job.model)
         apply(model, job.resolved, mesh, job.options)
         return placements(model, mesh, job.config)
-    finally:
-        dist.destroy_process_group()
 
 
 def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Placed]:

@@ -14,10 +14,9 @@ from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE
 from compose.errors import ConfigError, write_whole
 from compose.parallel.processes import process_group
-from compose.planner.cluster import Cluster, load_cluster
+from compose.planner.cluster import Cluster, as_toml, load_cluster
 from compose.planner.measure import SECONDS
 from compose.planner.measure import measure as measure_machine
-from compose.planner.writing import as_toml
 from compose.train.metrics import peak_flops
 
 _FLAGS = {"--out": "FILE.toml"}

@@ -12,15 +12,12 @@ from compose.config.job import make_job, of_one_island
 from compose.config.tables import Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load
 from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
-from compose.planner.candidate import Candidate, Space, capacity, fits
-from compose.planner.cluster import load_cluster
-from compose.planner.explain import alternatives
+from compose.planner.cluster import as_toml, load_cluster
 from compose.planner.feedback import against, as_text, corrected
-from compose.planner.html import write_html
-from compose.planner.island_bytes import in_lines, island_bytes, waits
-from compose.planner.result import as_data, in_words, table, write_toml
-from compose.planner.search import DEGREES, TRIED, fewest, own, search
-from compose.planner.writing import as_toml
+from compose.planner.page import write_html
+from compose.planner.report import alternatives, as_data, in_words, table, write_toml
+from compose.planner.search import DEGREES, TRIED, Candidate, Space, capacity, fewest, fits, own, search
+from compose.planner.trace import diloco_bytes, diloco_lines, diloco_wait
 
 _FLAGS = {
     "--cluster": "NAME or FILE.toml",
@@ -151,12 +148,12 @@ def _space(given: Arguments) -> Space:
 def _between_islands(given: Arguments, space: Space, best: Candidate) -> list[str]:
     """Return what islands send each other, and how long training waits for it."""
     outer = load(given.file, given.overrides).outer
-    messages = island_bytes(make_job(best.config, space.world_size), outer)
+    messages = diloco_bytes(make_job(best.config, space.world_size), outer)
     assert best.found is not None
     link, seconds = space.cluster.between, best.found.step_seconds
     return [
-        *in_lines(messages, space.islands, outer),
-        waits(messages, space.islands, outer, link, seconds),
+        *diloco_lines(messages, space.islands, outer),
+        diloco_wait(messages, space.islands, outer, link, seconds),
     ]
 
 

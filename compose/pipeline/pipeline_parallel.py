@@ -41,19 +41,7 @@ def apply_pipeline_parallel(
     zero: int,
     seq_len: Sample,
 ) -> "PipelineRunner":
-    """Cut ``model`` in place, so that it keeps what this rank runs.
-
-    Args:
-        model: The whole model.
-        pipeline: How it can be cut.
-        mesh: The 1-D mesh of pp.
-        schedule: How the stages run. Without ``layers`` they are balanced by FLOPs.
-        zero: The ZeRO stage.
-        seq_len: Tokens of a sample, or what makes its inputs; FLOPs are counted for it.
-
-    Returns:
-        What runs the stages.
-    """
+    """Cut ``model`` in place, so that it keeps what this rank runs."""
     ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
     layers = schedule.layers or balanced(model, pipeline, len(ranks), seq_len)
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
@@ -116,20 +104,7 @@ class PipelineRunner:
         }
 
     def run(self, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss) -> Tensor:
-        """Run forward and backward of all micro-batches.
-
-        Args:
-            batch: Tensors (samples, ...) and documents, the same on every rank of the axis.
-            micro_batch: Samples of a micro-batch.
-            loss: The loss of this step.
-
-        Returns:
-            The sum of the losses if the last stage is on this rank, else zero.
-
-        Raises:
-            ConfigError: The samples are no whole micro-batches, or the schedule cannot run their
-                number.
-        """
+        """Run forward and backward of all micro-batches."""
         samples = len(batch["targets"])
         _check_whole(samples, micro_batch)
         inputs = dict(batch)
@@ -164,16 +139,7 @@ class PipelineRunner:
         each: Callable[[Tensor, Mapping[str, Any]], None],
         before: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Run only the forward of every micro-batch.
-
-        Args:
-            parts: The micro-batches, the same on every rank of the axis.
-            each: Called with the last stage's output and the part, on the rank of the last stage.
-            before: Called with the part before the last stage runs, on the same rank.
-
-        Raises:
-            ConfigError: The parts are not alike.
-        """
+        """Run only the forward of every micro-batch."""
         inputs = [{k: v for k, v in part.items() if k != "targets"} for part in parts]
         firsts = [part.pop(self.first_argument) for part in inputs]
         _check_whole(sum(map(len, firsts)), len(firsts[0]))
@@ -251,15 +217,7 @@ class PipelineRunner:
         return self.loss
 
     def stream(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Return what one micro-batch sends between stages, on meta; the first stage tries it once.
-
-        Args:
-            first: The model's first argument, of one micro-batch.
-            inputs: The model's other inputs.
-
-        Returns:
-            A tensor without values.
-        """
+        """Return what one micro-batch sends between stages, on meta; the first stage tries it once."""
         key = _forms(first, inputs)
         if key not in self.streams:
             self.streams[key] = self._try_stream(first, inputs)

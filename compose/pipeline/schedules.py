@@ -70,15 +70,7 @@ Table = list[list[Action]]
 
 
 def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
-    """Return how many stages each rank holds.
-
-    Args:
-        schedule: The name of a schedule, or of a CSV file.
-        virtual_stages: The number asked for; 0: as many as the schedule is made for.
-
-    Raises:
-        ConfigError: The name is unknown, or the schedule cannot have this number.
-    """
+    """Return how many stages each rank holds."""
     if schedule.endswith(".csv"):
         return virtual_stages or 1
     if schedule not in SCHEDULES:
@@ -98,18 +90,7 @@ def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
 
 
 def build_table(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Table:
-    """Return the table of a named schedule, or of a CSV file.
-
-    Args:
-        schedule: The name of a schedule, or of a CSV file.
-        pp: Ranks on the pp axis.
-        virtual_stages: Stages on each rank; 0: as many as the schedule is made for.
-        micro_batches: Micro-batches of a step.
-
-    Raises:
-        ConfigError: The schedule cannot run this; the message names the nearest number of
-            micro-batches.
-    """
+    """Return the table of a named schedule, or of a CSV file."""
     per_rank = stages_per_rank(schedule, virtual_stages)
     if schedule.endswith(".csv"):
         table = read_table(schedule)
@@ -128,14 +109,7 @@ def build_table(schedule: str, pp: int, virtual_stages: int, micro_batches: int)
 
 
 def splits_backward(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> bool:
-    """Tell whether a schedule runs, and splits the backward of inputs from that of weights.
-
-    Args:
-        schedule: The name of a schedule, or of a CSV file.
-        pp: Ranks on the pp axis.
-        virtual_stages: Stages on each rank; 0: as many as the schedule is made for.
-        micro_batches: Micro-batches of a step; 0 stands for any number.
-    """
+    """Tell whether a schedule runs, and splits the backward of inputs from that of weights."""
     try:
         if schedule.endswith(".csv"):
             table = read_table(schedule)
@@ -263,16 +237,7 @@ def write_table(table: Table, path: str) -> None:
 
 
 def placement(schedule: str, pp: int, virtual_stages: int) -> list[int]:
-    """Return the pipeline rank of each stage: round and round, or there and back for V-schedules.
-
-    Args:
-        schedule: The name of a schedule, or of a CSV file.
-        pp: Ranks on the pp axis.
-        virtual_stages: Stages on each rank; 0: as many as the schedule is made for.
-
-    Raises:
-        ConfigError: The stages of a CSV file are not counted from 0 on.
-    """
+    """Return the pipeline rank of each stage: round and round, or there and back for V-schedules."""
     if schedule.endswith(".csv"):
         table = read_table(schedule)
         stages = {action.stage for row in table for action in row}
@@ -375,7 +340,7 @@ def needs(action: Action, last_stage: int) -> list[set[Action]]:
     return [own, {Action(stage + 1, "B", micro_batch), Action(stage + 1, "I", micro_batch)}]
 
 
-def execution_order(table: Table) -> list[Action]:
+def execution_order(table: Sequence[Sequence[Action]]) -> list[Action]:
     """Return all actions in an order in which they can run.
 
     If ranks wait for each other, only the actions that can run are in it.

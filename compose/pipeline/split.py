@@ -48,9 +48,6 @@ def check_layers(layers: Sequence[int], stages: int, n_layers: int) -> None:
     """Raise ConfigError unless ``layers`` gives each stage its layers and leaves no stage idle.
 
     The first and the last stage may hold no layer, since they hold the model's ends.
-
-    Raises:
-        ConfigError: The numbers do not fit.
     """
     shown = f"parallel.pp_layers: {list(layers)}"
     if len(layers) != stages:
@@ -69,9 +66,6 @@ def check_stages(stages: int, pp: int, n_layers: int) -> None:
     """Raise ConfigError unless the model has enough layers for all stages.
 
     The first and the last stage need none.
-
-    Raises:
-        ConfigError: There are too few layers.
     """
     if n_layers < stages - 2:
         per_rank = stages // pp
@@ -98,9 +92,6 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: Sample)
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
     output projection. An embedding's look-up costs none. For a model that cannot run so, the weights of
     its matrices count in their place.
-
-    Raises:
-        ConfigError: There are fewer layers than ``stages`` need.
     """
     check_stages(stages, stages, len(layer_names(model, pipeline)))
     first, layers, last = _costs(model, pipeline, seq_len)
@@ -176,15 +167,6 @@ def split(
     The identity replaces what a stage lacks between its ends. Where a module takes several inputs, it
     is that of the first one. So the model's own forward is the stage's, if it gets the stream in place
     of its first argument.
-
-    Args:
-        model: The whole model.
-        pipeline: How it can be cut.
-        layers: Layers of each stage.
-        mine: The stages of this rank.
-
-    Returns:
-        This rank's stages, the parameters that stages share, and the model without any stage's modules.
     """
     names = layer_names(model, pipeline)
     last = len(layers) - 1

@@ -41,16 +41,7 @@ class PlainStage(nn.Module):
         self.stage, self.loss, self.last = stage, loss, last
 
     def forward(self, *args: Any, targets: Tensor, **kwargs: Any) -> Tensor:
-        """Run the stage.
-
-        Args:
-            *args: The stream, or the model's first argument.
-            targets: The targets of the micro-batch, (B, L).
-            **kwargs: The model's other inputs.
-
-        Returns:
-            The stream, or the loss if this is the last stage.
-        """
+        """Run the stage."""
         loss = self.loss()
         loss.expect(targets)
         output = self.stage(*args, **kwargs)

@@ -1,10 +1,12 @@
-"""The cost and the picture of a pipeline table: bubbles, activations held, timelines.
+"""The pipeline simulator: when each action of a table runs, what ranks wait and keep, and pictures.
 
-Time is counted in forwards of one stage: F is 1, B is 2, its halves I and W are 1 each, and
-communication is 0. Tables must pass :func:`compose.pipeline.schedules.check_table`.
+``python -m compose schedule`` counts time in forwards of one stage: F is 1, B is 2, its halves I and W
+are 1 each, and communication is 0. The planner gives durations in seconds. Tables must pass
+:func:`compose.pipeline.schedules.check_table`.
 """
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ IDLE = "#eeeeee"
 _STAGES = "a shade for each stage of a rank"
 PAPER = "#ffffff"
 INK = "#222222"
+_ROUNDING = 1e-12  # of the clock, at which an action's work is done
 
 # For each schedule a formula, and its busy time in units of (p-1), as a multiple of v m.
 _TEXTBOOK = {
@@ -49,33 +52,115 @@ class Slot:
 
     rank: int
     action: Action
-    start: int
-    """Its start, in forwards of one stage."""
-    end: int
-    """Its end, in forwards of one stage."""
+    start: float
+    end: float
 
 
-def simulate(table: Table) -> list[Slot]:
-    """Return when each action runs, sorted by rank and then by time.
+def simulate(
+    table: Sequence[Sequence[Action]],
+    duration: Callable[[Action], float] = lambda action: DURATIONS[action.kind],
+    message: float = 0,
+    no_wait: Callable[[Action], tuple[float, float]] = lambda action: (0, 0),
+    sharing: float = 1,
+) -> list[Slot]:
+    """Return when each action runs, in an order in which they can run.
 
-    A rank runs its row in order. An action starts once the rank is free and all that it needs has
-    ended.
+    A rank runs its row in order. An action starts once the rank is free and its inputs have come.
+    Messages do not hold up the rank that sends them.
+
+    Args:
+        table: The actions of each rank in order.
+        duration: The time of an action.
+        message: The time of a message from one rank to another.
+        no_wait: The parts of an action's time in which it needs no input yet, and in which its result
+            is sent already: weights are gathered before, and gradients reduced after it. Ranks that
+            share processors cannot use these parts.
+        sharing: Ranks that share one processor. The times hold while all ranks work.
+
+    Raises:
+        ValueError: The table waits for itself.
     """
-    rank_of = {action: rank for rank, row in enumerate(table) for action in row}
-    last = max(action.stage for action in rank_of)
-    free = [0] * len(table)
-    end: dict[Action, int] = {}
+    order = execution_order(table)
+    if len(order) < sum(map(len, table)):
+        raise ValueError("the schedule waits for itself")
+    if sharing > 1:
+        return _simulate_shared(table, duration, message, sharing)
+    rank_of, last = {a: rank for rank, row in enumerate(table) for a in row}, _last_stage(table)
+    free: list[float] = [0] * len(table)
+    ends: dict[Action, float] = {}
     slots = []
-    for action in execution_order(table):
-        rank = rank_of[action]
-        ready = [min(end[a] for a in options if a in end) for options in needs(action, last)]
-        start = max([free[rank], *ready])
-        free[rank] = end[action] = start + DURATIONS[action.kind]
-        slots.append(Slot(rank, action, start, end[action]))
-    return sorted(slots, key=lambda slot: (slot.rank, slot.start))
+    for action in order:
+        rank, (before, after) = rank_of[action], no_wait(action)
+        ready = _ready(needs(action, last), rank, rank_of, ends, message)
+        assert ready is not None
+        start = max(free[rank], ready - before)
+        free[rank] = start + duration(action)
+        ends[action] = free[rank] - after
+        slots.append(Slot(rank, action, start, free[rank]))
+    return slots
 
 
-def bubble_fraction(slots: list[Slot]) -> float:
+def _simulate_shared(
+    table: Sequence[Sequence[Action]],
+    duration: Callable[[Action], float],
+    message: float,
+    sharing: float,
+) -> list[Slot]:
+    """Return when each action runs, if ranks that wait leave their processors to the others.
+
+    While k of n ranks work, each is min(sharing, n / k) times as fast as while all do (generalized
+    processor sharing: Parekh and Gallager 1993).
+    """
+    rank_of, last = {a: rank for rank, row in enumerate(table) for a in row}, _last_stage(table)
+    ends: dict[Action, float] = {}
+    left: dict[int, float] = {}  # work of the running action, by rank
+    now, started, next_of = 0.0, [0.0] * len(table), [0] * len(table)
+    slots: list[Slot] = []
+    while len(slots) < len(rank_of):
+        awaited = []
+        for rank, row in enumerate(table):
+            if rank in left or next_of[rank] == len(row):
+                continue
+            ready = _ready(needs(row[next_of[rank]], last), rank, rank_of, ends, message)
+            if ready is not None and ready <= now:
+                left[rank], started[rank] = duration(row[next_of[rank]]), now
+            elif ready is not None:
+                awaited.append(ready)
+        speed = min(sharing, len(table) / max(1, len(left)))
+        until = min([*awaited, *(now + work / speed for work in left.values())])
+        left = {rank: work - (until - now) * speed for rank, work in left.items()}
+        now = until
+        for rank in [rank for rank, work in left.items() if work <= _ROUNDING * now]:
+            action = table[rank][next_of[rank]]
+            ends[action] = now
+            slots.append(Slot(rank, action, started[rank], now))
+            next_of[rank] += 1
+            del left[rank]
+    return slots
+
+
+def _last_stage(table: Sequence[Sequence[Action]]) -> int:
+    return max(action.stage for row in table for action in row)
+
+
+def _ready(
+    inputs: Sequence[set[Action]],
+    rank: int,
+    rank_of: dict[Action, int],
+    ends: dict[Action, float],
+    message: float,
+) -> float | None:
+    """Return when all inputs of an action of ``rank`` have come; None if one was not sent yet."""
+    ready = 0
+    for options in inputs:
+        sent = [ends[a] + (message if rank_of[a] != rank else 0) for a in options if a in ends]
+        if not sent:
+            return None
+        ready = max(ready, *sent)
+    return ready
+
+
+def bubble_fraction(slots: Sequence[Slot]) -> float:
     """Return the idle share, 0 to 1, of all ranks' time from 0 to the last end."""
     ranks = 1 + max(slot.rank for slot in slots)
     busy = sum(slot.end - slot.start for slot in slots)
@@ -130,16 +215,7 @@ def textbook(
 
 
 def report(table: Table, schedule_name: str, virtual_stages: int) -> str:
-    """Return lines for a person: bubble fraction, the textbook's formula, micro-batches in flight.
-
-    Args:
-        table: The table.
-        schedule_name: The name of the schedule.
-        virtual_stages: Stages on each rank; 0: as many as the schedule is made for.
-
-    Returns:
-        The lines.
-    """
+    """Return lines for a person: bubble fraction, the textbook's formula, micro-batches in flight."""
     micro_batches = len({action.micro_batch for row in table for action in row})
     bubble = bubble_fraction(simulate(table))
     lines = [f"bubble fraction {bubble:.1%} (of the table, with F 1, I 1, W 1, B 2)"]
@@ -151,16 +227,12 @@ def report(table: Table, schedule_name: str, virtual_stages: int) -> str:
     return "\n".join([*lines, f"peak micro-batches in flight: {peaks}{each}"])
 
 
-def _places(slots: list[Slot]) -> dict[int, int]:
-    """Return for each stage its place, from 0, among the stages of its rank."""
+def _shades(slots: Sequence[Slot]) -> dict[int, int]:
+    """Return for each stage the number of its shade: its place among the stages of its rank."""
     stages: dict[int, set[int]] = {}
     for slot in slots:
         stages.setdefault(slot.rank, set()).add(slot.action.stage)
-    return {stage: place for own in stages.values() for place, stage in enumerate(sorted(own))}
-
-
-def _shade(kind: str, place: int) -> str:
-    return SHADES[kind][place % len(SHADES[kind])]
+    return {stage: place % 3 for own in stages.values() for place, stage in enumerate(sorted(own))}
 
 
 def _painted(text: str, colour: str) -> str:
@@ -170,31 +242,33 @@ def _painted(text: str, colour: str) -> str:
     return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}\x1b[0m"
 
 
-def as_text(slots: list[Slot], colour: bool, width: int) -> str:
-    """Return a line for each rank, with time to the right, in blocks.
+def as_text(slots: Sequence[Slot], colour: bool, width: int) -> str:
+    """Return a line for each rank, with time to the right, in blocks; times are whole numbers.
 
     In colour an action is its micro-batch's number. Without colour it is a letter and the number, after
     the stage's number if ranks hold several stages. A dot is one idle unit. A dash is one more unit of
     an action.
     """
-    places = _places(slots)
-    several = any(places.values())
-    labels: dict[Slot, str] = {}
-    for slot in slots:
-        stage, kind, micro_batch = slot.action
-        labels[slot] = (f"{stage}" * several + kind) * (not colour) + f"{micro_batch}"
-    unit = max(map(len, labels.values())) + 1
-    span = max(slot.end for slot in slots)
+    shades = _shades(slots)
+    several = any(shades.values())
+    labels = [
+        (f"{slot.action.stage}" * several + slot.action.kind) * (not colour)
+        + f"{slot.action.micro_batch}"
+        for slot in slots
+    ]
+    unit = max(map(len, labels)) + 1
+    span = int(max(slot.end for slot in slots))
     ranks = 1 + max(slot.rank for slot in slots)
     rows = [[".".ljust(unit)] * span for _ in range(ranks)]
-    for slot in slots:
-        texts = [labels[slot].rjust(unit - 1)] if colour else [labels[slot]]
-        texts += ["" if colour else "-" * (unit - 1)] * (slot.end - slot.start - 1)
+    for slot, label in zip(slots, labels, strict=True):
+        start, end = int(slot.start), int(slot.end)
+        texts = [label.rjust(unit - 1)] if colour else [label]
+        texts += ["" if colour else "-" * (unit - 1)] * (end - start - 1)
         cells = [text.ljust(unit) for text in texts]
         if colour:
-            shade = _shade(slot.action.kind, places[slot.action.stage])
+            shade = SHADES[slot.action.kind][shades[slot.action.stage]]
             cells = [_painted(cell, shade) for cell in cells]
-        rows[slot.rank][slot.start : slot.end] = cells
+        rows[slot.rank][start:end] = cells
     heads = [f"rank {rank:>{len(str(ranks - 1))}}  " for rank in range(ranks)]
     columns = max(1, (width - len(heads[0])) // unit)
     if span > columns >= 5:
@@ -209,18 +283,85 @@ def as_text(slots: list[Slot], colour: bool, width: int) -> str:
         blocks.append("\n".join(lines))
     if colour:
         used = [kind for kind in KINDS if any(slot.action.kind == kind for slot in slots)]
-        legend = [_painted(f" {kind} {KINDS[kind]} ", _shade(kind, 0)) for kind in used]
+        legend = [_painted(f" {kind} {KINDS[kind]} ", SHADES[kind][0]) for kind in used]
         blocks.append("  ".join(legend + [_STAGES] * several))
     return "\n\n".join(blocks)
 
 
-class _Box(NamedTuple):
-    x: int
-    y: int
-    width: int
-    height: int
+class Bar(NamedTuple):
+    """One piece of work in the picture of a timeline."""
+
+    row: int
+    start: float
+    end: float
     colour: str
-    slot: Slot | None = None
+    label: str
+    """A short text inside, where there is room."""
+    words: str
+    """The tooltip."""
+    attributes: str = ""
+    """More attributes of its SVG element."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A timeline to be drawn: a row for each rank or stream, with time to the right."""
+
+    title: str
+    rows: Sequence[str]
+    bars: Sequence[Bar]
+    unit: float
+    """Pixels of one unit of time."""
+    ticks: Sequence[tuple[float, str]]
+    """Places on the axis, in time, and their texts."""
+    legend: Sequence[tuple[Sequence[str], str]]
+    """Colours and what they mean."""
+    note: str = ""
+    """The end of the legend."""
+
+
+def drawing(slots: Sequence[Slot], title: str) -> Drawing:
+    """Return the drawing of a schedule whose times are in forwards of one stage.
+
+    Long tables use fewer pixels for a unit of time, and leave out numbers that do not fit.
+    """
+    shades, span = _shades(slots), int(max(slot.end for slot in slots))
+    unit = max(4, min(28, _WIDEST // span))
+    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**9) if n * unit >= 40)
+    digits = len(str(max(slot.action.micro_batch for slot in slots)))
+    numbers = len(slots) <= _MOST_TEXTS and unit >= 7 * digits
+    bars = []
+    for rank, action, start, end in sorted((s.rank, s.action, s.start, s.end) for s in slots):
+        words = f"{action}: {KINDS[action.kind]}, stage {action.stage}, micro-batch"
+        words += f" {action.micro_batch}, rank {rank}, time {start} to {end}"
+        bars.append(
+            Bar(
+                rank,
+                start,
+                end,
+                SHADES[action.kind][shades[action.stage]],
+                str(action.micro_batch) if numbers else "",
+                words,
+                f' data-action="{action}" data-rank="{rank}"',
+            )
+        )
+    legend = []
+    for kind in KINDS:
+        used = sorted({shades[s.action.stage] for s in slots if s.action.kind == kind})
+        if used:
+            legend.append(([SHADES[kind][shade] for shade in used], f"{kind} {KINDS[kind]}"))
+    rows = [f"rank {rank}" for rank in range(1 + max(slot.rank for slot in slots))]
+    ticks = [(time, str(time)) for time in range(0, span + 1, step)]
+    return Drawing(title, rows, bars, unit, ticks, legend, _STAGES if any(shades.values()) else "")
+
+
+class _Box(NamedTuple):
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    bar: Bar | None = None
 
 
 class _Text(NamedTuple):
@@ -236,85 +377,78 @@ _ROW, _LEFT, _TOP, _FONT = 24, 64, 32, 11
 _WIDEST, _MOST_TEXTS = 1600, 4000
 
 
-def _picture(slots: list[Slot], title: str) -> tuple[int, int, list[_Box], list[_Text]]:
-    """Return width and height in pixels, boxes in drawing order, and texts, for SVG and PNG alike.
-
-    Long tables use fewer pixels for a unit of time, and leave out numbers that do not fit.
-    """
-    places = _places(slots)
-    ranks = 1 + max(slot.rank for slot in slots)
-    span = max(slot.end for slot in slots)
-    unit = max(4, min(28, _WIDEST // span))
-    digits = len(str(max(slot.action.micro_batch for slot in slots)))
-    numbers = len(slots) <= _MOST_TEXTS and unit >= 7 * digits
-    boxes = [_Box(_LEFT, _TOP + _ROW * rank, unit * span, _ROW, IDLE) for rank in range(ranks)]
-    texts = [_Text(8, _TOP / 2, title, left=True)]
-    texts += [_Text(8, _TOP + _ROW * (rank + 0.5), f"rank {rank}", left=True) for rank in range(ranks)]
-    for slot in slots:
-        colour = _shade(slot.action.kind, places[slot.action.stage])
-        x, y, width = _LEFT + unit * slot.start, _TOP + _ROW * slot.rank, unit * (slot.end - slot.start)
-        boxes.append(_Box(x, y, width, _ROW, colour, slot))
-        if numbers:
-            texts.append(_Text(x + width / 2, y + _ROW / 2, str(slot.action.micro_batch)))
-    axis = _TOP + _ROW * ranks
-    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**9) if n * unit >= 40)
-    for time in range(0, span + 1, step):
-        boxes.append(_Box(_LEFT + unit * time, axis, 1, 5, INK))
-        texts.append(_Text(_LEFT + unit * time, axis + 13, str(time)))
+def _layout(given: Drawing) -> tuple[float, float, list[_Box], list[_Text]]:
+    """Return width and height in pixels, boxes in drawing order, and texts, for SVG and PNG alike."""
+    unit, axis = given.unit, _TOP + _ROW * len(given.rows)
+    left = max(_LEFT, 16 + 6 * max(map(len, given.rows)))
+    span = max(bar.end for bar in given.bars)
+    boxes, texts = [], [_Text(8, _TOP / 2, given.title, left=True)]
+    for number, name in enumerate(given.rows):
+        boxes.append(_Box(left, _TOP + _ROW * number, unit * span, _ROW, IDLE))
+        texts.append(_Text(8, _TOP + _ROW * (number + 0.5), name, left=True))
+    for bar in given.bars:
+        x, y, width = left + unit * bar.start, _TOP + _ROW * bar.row, unit * (bar.end - bar.start)
+        boxes.append(_Box(x, y, width, _ROW, bar.colour, bar))
+        if bar.label:
+            texts.append(_Text(x + width / 2, y + _ROW / 2, bar.label))
+    for time, text in given.ticks:
+        boxes.append(_Box(left + unit * time, axis, 1, 5, INK))
+        texts.append(_Text(left + unit * time, axis + 13, text))
     x, y = 8, axis + 28
-    for kind in KINDS:
-        shades = sorted({places[s.action.stage] % 3 for s in slots if s.action.kind == kind})
-        for place in shades:
-            boxes.append(_Box(x, y, 14, 14, _shade(kind, place)))
+    for colours, words in given.legend:
+        for colour in colours:
+            boxes.append(_Box(x, y, 14, 14, colour))
             x += 14
-        if shades:
-            texts.append(_Text(x + 6, y + 7, f"{kind} {KINDS[kind]}", left=True))
-            x += 20 + 7 * len(f"{kind} {KINDS[kind]}")
-    if any(places.values()):
-        texts.append(_Text(x, y + 7, _STAGES, left=True))
-        x += 7 * len(_STAGES)
-    return max(_LEFT + unit * span + 24, x + 8, 16 + 7 * len(title)), y + 24, boxes, texts
+        texts.append(_Text(x + 6, y + 7, words, left=True))
+        x += 20 + 7 * len(words)
+    if given.note:
+        texts.append(_Text(x, y + 7, given.note, left=True))
+        x += 7 * len(given.note)
+    return max(left + unit * span + 24, x + 8, 16 + 7 * len(given.title)), y + 24, boxes, texts
 
 
-def as_svg(slots: list[Slot], title: str) -> str:
-    """Return the timeline as an SVG picture, with each action's times as a tooltip."""
-    width, height, boxes, texts = _picture(slots, title)
+def as_svg(given: Drawing) -> str:
+    """Return a timeline as an SVG picture, with the words of each bar as a tooltip."""
+    width, height, boxes, texts = _layout(given)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        f' viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="{_FONT}">',
-        f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.10g}" height="{height}"'
+        f' viewBox="0 0 {width:.10g} {height}" font-family="sans-serif" font-size="{_FONT}">',
+        f'<rect width="{width:.10g}" height="{height}" fill="{PAPER}"/>',
     ]
     for box in boxes:
-        rect = f'<rect x="{box.x}" y="{box.y}" width="{box.width}" height="{box.height}"'
-        rect += f' fill="{box.colour}"'
-        if box.slot:
-            rank, action, start, end = box.slot.rank, box.slot.action, box.slot.start, box.slot.end
-            rect += f' stroke="{PAPER}" data-action="{action}" data-rank="{rank}"><title>{action}:'
-            rect += f" {KINDS[action.kind]}, stage {action.stage}, micro-batch {action.micro_batch},"
-            rect += f" rank {rank}, time {start} to {end}</title></rect>"
+        rect = f'<rect x="{_pixels(box.x)}" y="{box.y}" width="{_pixels(box.width)}"'
+        rect += f' height="{box.height}" fill="{box.colour}"'
+        if box.bar:
+            rect += (
+                f' stroke="{PAPER}"{box.bar.attributes}><title>{escape(box.bar.words)}</title></rect>'
+            )
         else:
             rect += "/>"
         lines.append(rect)
     for text in texts:
         anchor = "start" if text.left else "middle"
         lines.append(
-            f'<text x="{text.x:g}" y="{text.y:g}" fill="{INK}" text-anchor="{anchor}"'
+            f'<text x="{_pixels(text.x)}" y="{text.y:g}" fill="{INK}" text-anchor="{anchor}"'
             f' dominant-baseline="central">{escape(text.text)}</text>'
         )
     return "\n".join([*lines, "</svg>\n"])
 
 
-def write_png(slots: list[Slot], title: str, path: str) -> None:
+def _pixels(value: float) -> str:
+    return f"{round(value, 2):.10g}"
+
+
+def write_png(given: Drawing, path: str) -> None:
     """Write the picture of :func:`as_svg` as a PNG file."""
     from PIL import Image, ImageDraw, ImageFont  # only pictures need it
 
-    width, height, boxes, texts = _picture(slots, title)
-    image = Image.new("RGB", (width, height), PAPER)
+    width, height, boxes, texts = _layout(given)
+    image = Image.new("RGB", (int(width), int(height)), PAPER)
     draw = ImageDraw.Draw(image)
     font: Any = ImageFont.load_default(_FONT)
     for box in boxes:
         corners = (box.x, box.y, box.x + box.width - 1, box.y + box.height - 1)
-        draw.rectangle(corners, box.colour, PAPER if box.slot else None)
+        draw.rectangle(corners, box.colour, PAPER if box.bar else None)
     for text in texts:
         draw.text((text.x, text.y), text.text, INK, font, anchor="lm" if text.left else "mm")
     image.save(path)

@@ -1,4 +1,4 @@
-"""Clusters as data: what devices, nodes and links can do, read from ``clusters/NAME.toml``.
+"""Clusters as data: what devices, nodes and links can do, read from ``clusters/NAME.toml`` and written.
 
 Units are bytes, seconds and FLOP/s. A file states the source of each figure in a comment. Figures of
 one kind stand in one table: ``[device]`` and ``[device.peak]`` are the maker's, ``[efficiencies]`` says
@@ -6,16 +6,18 @@ which part of them programs reach, and ``[measured]`` is written by ``python -m 
 """
 
 import dataclasses
+import json
+import re
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from compose.errors import ConfigError, NonNegative, Positive, did_you_mean, toml_value, type_name
+from compose.errors import ConfigError, NonNegative, Positive, did_you_mean, docs, toml_value
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,9 +25,6 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 FOLDER = Path(__file__).parents[2] / "clusters"
-DTYPES = ("bfloat16", "float16", "float32", "float64", "float8")
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p")
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _SHOWN = 200  # characters of a value in a message
 
 # Figures beyond these are of no machine. With them all that is computed stays a finite number above 0.
@@ -43,6 +42,7 @@ Amount = Annotated[float, Field(ge=0), AfterValidator(_real)]
 Share = Annotated[float, Field(gt=0, le=1), AfterValidator(_real)]
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p"]
+DTYPES, KINDS = get_args(Dtype), get_args(Kind)
 Tile = Annotated[tuple[Positive, ...], Field(min_length=2, max_length=2)]
 Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2)]
 # Forward: 430, 517, 566, 590, 614 and 621 TFLOP/s at 512 to 16,384 tokens on an H100 (pytorch/benchmark
@@ -52,8 +52,12 @@ Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2)]
 GPU_ATTENTION_HALF = (107.0, 175.0)
 
 
+class _Table:
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
 @dataclass(frozen=True)
-class Link:
+class Link(_Table):
     """One level of the network, seen by one device."""
 
     bandwidth: Rate
@@ -72,7 +76,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Device:
+class Device(_Table):
     """One device, which belongs to one rank."""
 
     name: str
@@ -89,7 +93,7 @@ class Device:
     """Streaming multiprocessors of a GPU; 1 for a CPU."""
     tile: Tile
     """Rows and columns of the largest tile of a product that one unit computes."""
-    peak: Mapping[str, Rate]
+    peak: Mapping[Dtype, Rate]
     """FLOP/s by type, dense, at the maker's clock."""
     message_units: NonNegative = 0
     """Units that a message keeps while it runs, so that they do not compute."""
@@ -109,14 +113,14 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Efficiencies:
+class Efficiencies(_Table):
     """The parts of a device's figures that programs reach."""
 
     memory: Share
     """Part of the memory's bandwidth that elementwise kernels reach."""
     fill: Amount
     """Seconds of a tile of a product before its first and after its last multiplication."""
-    products: Mapping[str, Share]
+    products: Mapping[Dtype, Share]
     """Part of the peak that large products reach for hours, by type."""
     attention_forward: Share
     """Part of the peak that attention's forward reaches for long sequences and heads of 128."""
@@ -127,7 +131,7 @@ class Efficiencies:
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(_Table):
     """A measured product of matrices (batch, m, k) and (batch, k, n)."""
 
     dtype: Dtype
@@ -139,7 +143,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(_Table):
     """A measured attention."""
 
     dtype: Dtype
@@ -153,7 +157,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(_Table):
     """A measured elementwise kernel, by the bytes that it reads and writes."""
 
     bytes: Rate
@@ -161,7 +165,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Collective:
+class Collective(_Table):
     """A collective that was measured over message size, and the line fitted to it."""
 
     kind: Kind
@@ -182,7 +186,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(_Table):
     """The results of ``python -m compose measure``; files of published figures have none."""
 
     ranks: NonNegative = 0
@@ -196,7 +200,7 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that costs can be cached by it
-class Cluster:
+class Cluster(_Table):
     """Nodes of equal devices and the links between them."""
 
     name: str
@@ -224,22 +228,12 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """Read a cluster.
-
-    Args:
-        name_or_path: A name of ``clusters/NAME.toml``, or the path of a .toml file.
-
-    Returns:
-        The cluster.
-
-    Raises:
-        ConfigError: There is no such cluster, or its file has problems; one line for each.
-    """
-    file = Path(name_or_path)
+    """Return the cluster of ``clusters/NAME.toml`` or of a .toml file; or raise ConfigError."""
+    file, shown = Path(name_or_path), name_or_path
     if file.suffix != ".toml" and len(file.parts) <= 1:
         file = FOLDER / f"{name_or_path}.toml"
-        if name_or_path not in cluster_names():
-            known = cluster_names()
+        known = cluster_names()
+        if name_or_path not in known:
             begun = [name for name in known if name_or_path and name.startswith(name_or_path)]
             near = f"; did you mean {begun[0]}?" if begun else did_you_mean(name_or_path, known)
             raise ConfigError(
@@ -247,14 +241,8 @@ def load_cluster(name_or_path: str) -> Cluster:
                 " path of a .toml file)"
             )
         shown = f"clusters/{file.name}"
-    else:
-        shown = name_or_path
-    return read_cluster(_content(file, shown), file.stem, shown)
-
-
-def _content(file: Path, shown: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        content = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{shown}: no such file") from None
     except tomllib.TOMLDecodeError as error:
@@ -263,25 +251,27 @@ def _content(file: Path, shown: str) -> dict[str, Any]:
         raise ConfigError(f"{shown}: cannot read it: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{shown}: cannot read it: {error}") from None
+    return read_cluster(content, file.stem, shown)
 
 
 def read_cluster(content: Mapping[str, Any], name: str, shown: str) -> Cluster:
-    """Return the cluster that the tables of a file describe.
-
-    Raises:
-        ConfigError: Every problem found.
-    """
-    problems: list[str] = []
-    given = dict(content)
-    if "name" in given:
+    """Return the cluster that the tables of a file describe; or raise ConfigError."""
+    problems = []
+    if "name" in content:
         problems.append("name: unknown key; the name of a cluster is that of its file")
-        del given["name"]
-    found = _read(Cluster, given | {"name": name}, "", problems)
-    if not problems:
-        problems += _contradictions(found)
+    try:
+        # As JSON, in which pydantic takes arrays for tuples, and is strict.
+        text = json.dumps({**content, "name": name}, default=str)
+        cluster = TypeAdapter(Cluster).validate_json(text, strict=True)
+        problems += _contradictions(cluster)
+    except RecursionError:
+        raise ConfigError(f"{shown}: is nested too deeply") from None
+    except ValidationError as error:
+        missing_last = sorted(error.errors(), key=lambda each: each["type"] == "missing")
+        problems += [_problem(each["loc"], each) for each in missing_last]
     if problems:
         raise ConfigError(*(f"{shown}: {problem}" for problem in problems))
-    return found
+    return cluster
 
 
 def _contradictions(cluster: Cluster) -> list[str]:
@@ -303,80 +293,92 @@ def _contradictions(cluster: Cluster) -> list[str]:
     return problems
 
 
-def _read(kind: type, given: Mapping[str, Any], place: str, problems: list[str]) -> Any:
-    """Return ``given`` as the dataclass ``kind``; note each problem with the key's whole name."""
-    types = typing.get_type_hints(kind, include_extras=True)
-    fields = {each.name: each for each in dataclasses.fields(kind)}
-    before, values = len(problems), {}
-    for key, value in given.items():
-        if key not in fields:
-            near = did_you_mean(f"{place}{key}", [f"{place}{name}" for name in fields])
-            near = _elsewhere(key) or near
-            problems.append(f"{place}{key}: unknown key{near}")
-            continue
-        values[key] = _value(types[key], value, f"{place}{key}", problems)
-    for key, each in fields.items():
-        needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-        if needed and key not in given:
-            what = "table" if dataclasses.is_dataclass(types[key]) else "key"
-            problems.append(f"{place}{key}: missing {what}")
-    return kind(**values) if len(problems) == before else None
+# What a field of a table takes, by the type of pydantic's error.
+_WANTED = {
+    "bool_type": "bool",
+    "dataclass_type": "a table",
+    "dict_type": "a table of types",
+    "float_type": "float",
+    "int_from_float": "int",
+    "int_type": "int",
+    "mapping_type": "a table of types",
+    "string_type": "str",
+    "too_long": "two numbers",
+    "too_short": "two numbers",
+    "tuple_type": "a list",
+}
 
 
-def _elsewhere(key: str) -> str:
-    """Return a hint at the table that has ``key``, or an empty string."""
+def _problem(place: tuple[int | str, ...], error: Any) -> str:
+    """Return one of pydantic's errors as a line with the key's whole name."""
+    name = _name(place)
+    kind, value = error["type"], toml_value(error["input"])
+    got = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+    if kind == "unexpected_keyword_argument":
+        return f"{name}: unknown key{_nearest(place)}"
+    if kind == "missing":
+        is_table = dataclasses.is_dataclass(_types(place[:-1])[str(place[-1])])
+        return f"{name}: missing {'table' if is_table else 'key'}"
+    if kind == "json_invalid":
+        return "is nested too deeply"
+    if place[-1] == "[key]":
+        near = did_you_mean(str(place[-2]), DTYPES)
+        return f"{_name(place[:-1])}: unknown type{near} (known: {', '.join(DTYPES)})"
+    if kind == "literal_error":
+        choices = re.findall("'(.*?)'", error["ctx"]["expected"])
+        return f"{name}: expected {' | '.join(map(toml_value, choices))}, got {got}"
+    if kind in _WANTED:
+        tables = (
+            " of tables" if kind == "tuple_type" and place[0] == "measured" and len(place) == 2 else ""
+        )
+        return f"{name}: expected {_WANTED[kind]}{tables}, got {got}"
+    return f"{name}: {got} {error['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
+
+
+def _name(place: Sequence[int | str]) -> str:
+    """Return the name of a key, as ``measured.copies[0].bytes``."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return "".join(parts).removeprefix(".")
+
+
+def _types(place: Sequence[int | str]) -> dict[str, Any]:
+    """Return the types of the keys of the table at a place."""
+    kind: Any = Cluster
+    for part in place:
+        kind = get_args(kind)[0] if isinstance(part, int) else typing.get_type_hints(kind)[part]
+    return typing.get_type_hints(kind)
+
+
+def _nearest(place: tuple[int | str, ...]) -> str:
+    """Return a hint at the table that has an unknown key, or at a key of the same table."""
     tables = {"": Cluster, "device.": Device, "within.": Link, "efficiencies.": Efficiencies}
     for table, kind in tables.items():
-        if key in {each.name for each in dataclasses.fields(kind)}:
-            return f"; did you mean {table}{key}?"
-    return ""
+        if place[-1] in {each.name for each in dataclasses.fields(kind)}:
+            return f"; did you mean {table}{place[-1]}?"
+    return did_you_mean(_name(place), [_name((*place[:-1], key)) for key in _types(place[:-1])])
 
 
-def _value(kind: Any, value: Any, place: str, problems: list[str]) -> Any:
-    """Return ``value`` as a field of type ``kind``, or None with a problem noted."""
-    if dataclasses.is_dataclass(kind):
-        if isinstance(value, Mapping):
-            return _read(typing.cast(type, kind), value, f"{place}.", problems)
-        problems.append(f"{place}: expected a table, got {_shown(value)}")
-        return None
-    if get_origin(kind) is tuple and dataclasses.is_dataclass(get_args(kind)[0]):
-        if isinstance(value, list):
-            rows = enumerate(value)
-            return tuple(_value(get_args(kind)[0], row, f"{place}[{i}]", problems) for i, row in rows)
-        problems.append(f"{place}: expected a list of tables, got {_shown(value)}")
-        return None
-    if get_origin(kind) is typing.get_origin(Mapping[str, float]):
-        if not isinstance(value, Mapping):
-            problems.append(f"{place}: expected a table of types, got {_shown(value)}")
-            return None
-        return {
-            dtype: _value(get_args(kind)[1], rate, f"{place}.{dtype}", problems)
-            for dtype, rate in value.items()
-            if _known_dtype(dtype, place, problems)
-        }
-    try:
-        given = tuple(value) if isinstance(value, list) else value
-        return TypeAdapter(kind, config=_STRICT).validate_python(given)
-    except ValidationError as error:
-        detail = error.errors()[0]
-        if detail["type"].endswith(("_type", "literal_error")):
-            problems.append(f"{place}: expected {type_name(kind)}, got {_shown(value)}")
-        elif detail["type"] in ("too_short", "too_long"):
-            problems.append(f"{place}: expected two numbers, got {_shown(value)}")
+def as_toml(cluster: Cluster, notes: Sequence[str] = ()) -> str:
+    """Return a cluster as the text of a file that :func:`load_cluster` reads as the same values.
+
+    ``notes`` are lines for the head of the file. Each key has its description as a comment.
+    """
+    lines = [f"# {note}" for note in notes]
+    own = {key: value for key, value in vars(cluster).items() if key != "name"}
+    tables = {key: value for key, value in own.items() if dataclasses.is_dataclass(value)}
+    lines += ["", *_keys({k: v for k, v in own.items() if k not in tables}, docs(Cluster))]
+    for key, value in tables.items():
+        lines += ["", f"[{key}]", *_keys(vars(value), docs(type(value)))]
+    return "\n".join(lines) + "\n"
+
+
+def _keys(values: Mapping[str, Any], words: Mapping[str, str]) -> Iterator[str]:
+    for key, value in values.items():
+        if key in words:
+            yield f"# {words[key]}"
+        if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+            yield f"{key} = ["
+            yield from (f"  {toml_value(vars(row))}," for row in value)
+            yield "]"
         else:
-            reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
-            problems.append(f"{place}: {_shown(value)} {reason}")
-        return None
-
-
-def _known_dtype(dtype: str, place: str, problems: list[str]) -> bool:
-    if dtype in DTYPES:
-        return True
-    near = did_you_mean(dtype, DTYPES)
-    problems.append(f"{place}.{dtype}: unknown type{near} (known: {', '.join(DTYPES)})")
-    return False
-
-
-def _shown(value: Any) -> str:
-    text = toml_value(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            yield f"{key} = {toml_value(value)}"

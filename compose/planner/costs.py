@@ -68,18 +68,7 @@ def power_factor(cluster: Cluster) -> float:
 
 
 def sustained(cluster: Cluster, dtype: str) -> float:
-    """Return the FLOP/s that large products of a type reach for hours.
-
-    Args:
-        cluster: The cluster.
-        dtype: The type's name, such as "bfloat16".
-
-    Returns:
-        The rate of one device.
-
-    Raises:
-        ConfigError: The cluster states no rate for the type.
-    """
+    """Return the FLOP/s that large products of a type reach for hours."""
     return _peak(cluster, dtype) * cluster.efficiencies.products[dtype] * power_factor(cluster)
 
 
@@ -102,9 +91,6 @@ def product_seconds(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype:
     Background User's Guide: tile and wave quantization). A tile takes its multiplications, at a rate
     that is lower for small tiles, and a time to fill and to drain, which short k cannot hide. The best
     tile is taken. The memory's bandwidth is a lower bound (roofline: Williams et al. 2009).
-
-    Raises:
-        ConfigError: The cluster states no rate for the type.
     """
     if min(m, n, k, batch) < 1:
         return 0.0
@@ -161,20 +147,6 @@ def attention_seconds(
     head_dim backward for each exponential (Shah et al. 2024, arXiv:2407.08608, section 2.2), which is
     why narrow heads are slower. The efficiencies of the file hold for heads of 128. Short sequences do
     fewer FLOPs per byte and are slower, as published times show.
-
-    Args:
-        cluster: The cluster.
-        flops: FLOPs of its products, for the scores that the mask leaves.
-        bytes: Bytes that it reads and writes.
-        dtype: Type of queries, keys and values.
-        head_dim: Elements of a head.
-        backward: Whether it is the backward.
-
-    Returns:
-        Seconds on one device.
-
-    Raises:
-        ConfigError: The cluster states no rate for the type.
     """
     if flops <= 0:
         return 0.0
@@ -209,16 +181,7 @@ def _attention(
 
 
 def memory_seconds(cluster: Cluster, bytes_moved: float, kernels: int = 1) -> float:
-    """Return the seconds of kernels that do little but read and write.
-
-    Args:
-        cluster: The cluster.
-        bytes_moved: Bytes that all of them read and write.
-        kernels: Number of kernels, which have equal shares.
-
-    Returns:
-        Seconds on one device.
-    """
+    """Return the seconds of kernels that do little but read and write."""
     if kernels < 1:
         return 0.0
     device, copies = cluster.device, cluster.measured.copies

@@ -5,9 +5,9 @@ Pipeline ranks whose stages are equal have equal estimates, so one of them is re
 
 import signal
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
@@ -15,20 +15,94 @@ import torch
 
 from compose.config.job import Job
 from compose.pipeline.schedules import Action, build_table
+from compose.pipeline.timeline import Slot, simulate
 from compose.planner import costs
-from compose.planner.allocator import replay
 from compose.planner.cluster import Cluster
-from compose.planner.growth import RankCosts, renamed, with_all_layers
-from compose.planner.memory import STEP, categorize, peak, place_of, rank_memory
-from compose.planner.pipeline_time import Slot, simulate
-from compose.planner.recorder import Record
-from compose.planner.reduction import FEWEST, Runs, few_micro_batches, places, reduced, runs_of
-from compose.planner.seconds import Seconds, action_seconds, apart, seconds_of
-from compose.planner.trace import Played, Traced, trace
+from compose.planner.few_layers import (
+    FEWEST,
+    LayerRuns,
+    few_micro_batches,
+    linear,
+    places,
+    reduced,
+    runs_of,
+)
+from compose.planner.memory import (
+    STEP,
+    ActionMemory,
+    Key,
+    RankMemory,
+    categorize,
+    peak,
+    place_of,
+    rank_memory,
+    replay,
+)
+from compose.planner.record import Record
+from compose.planner.step_time import Seconds, action_seconds, apart, grown, seconds_of
+from compose.planner.trace import RankStep, Traced, trace
+
+
+@dataclass
+class RankCosts:
+    """The memory and the time of a pipeline rank, action by action."""
+
+    memory: RankMemory
+    overhead: float = 1.0
+    """Reserved over allocated bytes at the peaks of the record."""
+    seconds: dict[Key, Seconds] = field(default_factory=dict)
+
+
+def renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
+    """Return the costs of a rank with other numbers of its stages."""
+
+    def key(of: Key) -> Key:
+        return stage.get(of[0], of[0]), of[1], of[2]
+
+    memory = RankMemory(
+        rank.memory.start,
+        rank.memory.buffers,
+        {key(k): action for k, action in rank.memory.actions.items()},
+    )
+    seconds = {key(k): of_one for k, of_one in rank.seconds.items()}
+    return RankCosts(memory, rank.overhead, seconds)
+
+
+def with_all_layers(
+    base: RankCosts, runs: LayerRuns, longer: Sequence[tuple[int, RankCosts]]
+) -> RankCosts:
+    """Return the costs with all layers of all runs."""
+    stages = sorted({key[0] for key in base.seconds if key[0] >= 0})
+
+    def more(place: int, stage: int) -> float:
+        if stage >= 0:
+            return runs.more(stage, place)
+        # What belongs to no stage grows with all of the rank's. Each of them is one layer longer in the
+        # second record.
+        added = [runs.more(s, place) for s in stages]
+        return sum(added) / max(1, sum(n > 0 for n in added))
+
+    memory, old = RankMemory(buffers=Counter(base.memory.buffers)), base.memory
+    memory.start = _grow(old.start, [(more(p, -1), rank.memory.start) for p, rank in longer])
+    for key, action in old.actions.items():
+        steps = [(more(p, key[0]), rank.memory.actions[key]) for p, rank in longer]
+        larger = ActionMemory(_grow(action.delta, [(n, m.delta) for n, m in steps]))
+        for segment, above in action.peaks.items():
+            if all(segment in m.peaks for _, m in steps):
+                larger.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
+        memory.actions[key] = larger
+    seconds: dict[Key, Seconds] = {}
+    for key, one in base.seconds.items():
+        seconds[key] = grown(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
+    return RankCosts(memory, base.overhead, seconds)
+
+
+def _grow(base: Counter[str], steps: Sequence[tuple[float, Counter[str]]]) -> Counter[str]:
+    return Counter({key: round(value) for key, value in linear(base, steps).items()})
 
 
 @dataclass(frozen=True)
-class Otherwise:
+class OtherProgram:
     """The differences of another program, whose times are published, from the composition."""
 
     change: Callable[[Record, Job], None]
@@ -44,18 +118,18 @@ class Otherwise:
 
 
 @dataclass(frozen=True)
-class Task:
+class RecordTask:
     """One record to make: a rank, with some of the layers."""
 
     job: Job
     cluster: Cluster
     pp_rank: int
-    runs: Runs | None
-    kept: Runs | None
+    runs: LayerRuns | None
+    kept: LayerRuns | None
     """The layers to keep; None keeps all."""
     stream: Any = None
     """The shape and dtype of what stages send, as the first rank of the pipeline broadcast them."""
-    otherwise: "Otherwise | None" = None
+    other: OtherProgram | None = None
     """The differences of another program; None for the composition itself."""
 
 
@@ -104,22 +178,11 @@ def estimate(
     cluster: Cluster,
     workers: int = 2,
     stream: Any = None,
-    otherwise: Otherwise | None = None,
+    other: OtherProgram | None = None,
 ) -> Estimate:
-    """Return the memory and the time of a job's step on a cluster.
-
-    Args:
-        job: The checked job.
-        cluster: The cluster.
-        workers: How many processes make records side by side.
-        stream: What :func:`stream_of` returns; None finds it.
-        otherwise: What another program does otherwise.
-
-    Returns:
-        The estimate.
-    """
+    """Return the memory and the time of a job's step on a cluster."""
     rows = schedule_rows(job)
-    ranks = rank_costs(job, cluster, rows, workers, stream, otherwise)
+    ranks = rank_costs(job, cluster, rows, workers, stream, other)
     count = job.micro_batches
     peaks = []
     for costs_of, row in zip(ranks, rows, strict=True):
@@ -127,7 +190,7 @@ def estimate(
         peaks.append(RankPeak(size, round(size * costs_of.overhead), dict(shares)))
     of_stage = {a.stage: ranks[rank] for rank, row in enumerate(rows) for a in row}
 
-    exchange = otherwise.exchange if otherwise and job.degrees.pp > 1 else 0.0
+    exchange = other.exchange if other and job.degrees.pp > 1 else 0.0
 
     def seconds(action: Action) -> float:
         return _of(of_stage[action.stage], action, count)["all"] + exchange
@@ -135,7 +198,7 @@ def estimate(
     def parts(action: Action) -> tuple[float, float]:
         return apart(_of(of_stage[action.stage], action, count), action.kind)
 
-    slots = simulate(rows, seconds, _messages(job, cluster), parts, cluster.device.sharing)
+    slots = simulate(rows, seconds, _message(job, cluster), parts, cluster.device.sharing)
     return _summary(job, cluster, rows, ranks, peaks, slots)
 
 
@@ -143,10 +206,10 @@ def _of(rank: RankCosts, action: Action, count: int) -> Seconds:
     return seconds_of(rank.seconds, (action.stage, action.kind, place_of(action.micro_batch, count)))
 
 
-def _messages(job: Job, cluster: Cluster) -> Any:
-    """Return the time of a message between two ranks of the pipeline."""
+def _message(job: Job, cluster: Cluster) -> float:
+    """Return the seconds of a message between two ranks of the pipeline."""
     if job.degrees.pp == 1:
-        return lambda source, target: 0.0
+        return 0.0
     train, parallel = job.config.train, job.degrees
     tokens = train.micro_batch * train.seq_len / parallel.cp
     # With sequence parallel each rank of tp sends its part of the stream.
@@ -154,8 +217,7 @@ def _messages(job: Job, cluster: Cluster) -> Any:
     width = getattr(job.config.model.config, "dim", 0)
     size = tokens * width * getattr(torch, job.config.precision.param).itemsize
     stride = job.world_size // parallel.pp
-    took = costs.collective_seconds(cluster, "p2p", size, 2, stride)
-    return lambda source, target: took
+    return costs.collective_seconds(cluster, "p2p", size, 2, stride)
 
 
 def _summary(
@@ -205,21 +267,9 @@ def rank_costs(
     rows: Sequence[Sequence[Action]],
     workers: int = 2,
     stream: Any = None,
-    otherwise: Otherwise | None = None,
+    other: OtherProgram | None = None,
 ) -> list[RankCosts]:
-    """Return the costs of each pipeline rank.
-
-    Args:
-        job: The checked job.
-        cluster: The cluster.
-        rows: The actions of each rank.
-        workers: How many processes make records side by side.
-        stream: What :func:`stream_of` returns; None finds it.
-        otherwise: What another program does otherwise.
-
-    Returns:
-        The costs.
-    """
+    """Return the costs of each pipeline rank."""
     runs = runs_of(job)
     last = max(action.stage for row in rows for action in row)
     stages = [sorted({action.stage for action in row}) for row in rows]
@@ -233,9 +283,9 @@ def rank_costs(
     }
     plans = {rank: _kept(runs, stages[rank], len(alike[like])) for like, rank in chosen.items()}
     if stream is None and job.degrees.pp > 1:
-        stream = stream_of(job, cluster, otherwise)
+        stream = stream_of(job, cluster, other)
     tasks = [
-        Task(job, cluster, rank, runs, k, stream, otherwise) for rank in plans for k in plans[rank]
+        RecordTask(job, cluster, rank, runs, k, stream, other) for rank in plans for k in plans[rank]
     ]
     # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
     with get_context("fork").Pool(min(workers, len(tasks)), _begin, (), 1) as pool:
@@ -255,7 +305,7 @@ def rank_costs(
     return [found[rank] for rank in range(len(rows))]
 
 
-def _kind(runs: Runs | None, stages: Sequence[int], last: int) -> Any:
+def _kind(runs: LayerRuns | None, stages: Sequence[int], last: int) -> Any:
     """Return what ranks have in common of which one record serves all."""
     if runs is None:
         return tuple(stages)
@@ -266,14 +316,8 @@ def _kind(runs: Runs | None, stages: Sequence[int], last: int) -> Any:
     return follow, *((shape, s == 0, s == last) for shape, s in zip(shapes, stages, strict=True))
 
 
-def _kept(runs: Runs | None, stages: Sequence[int], ranks: int) -> list[Runs | None]:
-    """Return the layers of each record; all layers in one record, if that is less work.
-
-    Args:
-        runs: The runs of the job's stages.
-        stages: The stages of the recorded rank.
-        ranks: How many ranks the record is for; with other lengths they need the longer ones too.
-    """
+def _kept(runs: LayerRuns | None, stages: Sequence[int], ranks: int) -> list[LayerRuns | None]:
+    """Return the layers of each record; all layers in one record, if that is less work."""
     if runs is None or not runs.places():
         return [None]
     all_layers = sum(runs.layers()[s] for s in stages)
@@ -284,16 +328,16 @@ def _kept(runs: Runs | None, stages: Sequence[int], ranks: int) -> list[Runs | N
 
 
 def stream_of(
-    job: Job, cluster: Cluster, otherwise: Otherwise | None = None
+    job: Job, cluster: Cluster, other: OtherProgram | None = None
 ) -> tuple[torch.Size, torch.dtype]:
     """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch."""
     runs = runs_of(job)
-    task = Task(job, cluster, 0, runs, runs and runs.fewest(), otherwise=otherwise)
+    task = RecordTask(job, cluster, 0, runs, runs and runs.fewest(), other=other)
     with get_context("fork").Pool(1, _begin) as pool:
         return pool.apply(_stream, (task,))
 
 
-def _stream(task: Task) -> tuple[torch.Size, torch.dtype]:
+def _stream(task: RecordTask) -> tuple[torch.Size, torch.dtype]:
     return _record(task, only_stream=True).broadcast[0]
 
 
@@ -304,16 +348,16 @@ def _begin() -> None:
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
 
 
-def recorded(task: Task) -> RankCosts:
+def recorded(task: RecordTask) -> RankCosts:
     """Make a record, and return what it costs."""
     one, job = _record(task), task.job
-    if task.otherwise:
-        task.otherwise.change(one.record, job)
+    if task.other:
+        task.other.change(one.record, job)
     categorize(one.record, job.resolved.output)
     where = places(job, task.runs, task.kept) if task.runs and task.kept else {}
     count = len(few_micro_batches(job))
-    fused = task.otherwise.fused if task.otherwise else job.config.compile.mode != "off"
-    compiled = task.otherwise.compiled if task.otherwise else True
+    fused = task.other.fused if task.other else job.config.compile.mode != "off"
+    compiled = task.other.compiled if task.other else True
     seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused, compiled)
     grows = task.cluster.backend == "nccl"  # as parallel/processes.py sets the allocator
     peaks = replay(((place, change) for _, place, change in one.record.changes), grows)
@@ -321,21 +365,21 @@ def recorded(task: Task) -> RankCosts:
     return RankCosts(rank_memory(one.record, count, where), overhead, seconds)
 
 
-def _record(task: Task, only_stream: bool = False) -> Traced:
+def _record(task: RecordTask, only_stream: bool = False) -> Traced:
     job, kept = task.job, task.kept
     model, layers = None, ()
     if task.runs is not None and kept is not None:
         model = reduced(job, task.runs, kept)
         layers = kept.layers() if job.degrees.pp > 1 else ()
     return trace(
-        Played(
+        RankStep(
             job,
             task.pp_rank * job.world_size // job.degrees.pp,
             model,
             layers,
             0 if only_stream else len(few_micro_batches(job)),
             "cpu" if task.cluster.backend == "gloo" else "cuda",
-            task.otherwise.documents if task.otherwise else True,
+            task.other.documents if task.other else True,
             None if task.pp_rank == 0 else [task.stream],
         )
     )

@@ -4,14 +4,19 @@ Every change of PyTorch that this takes is in this file. The names are private i
 
 FSDP refuses parameters on meta, asks the device's module for streams and events, and makes its buffers
 on the device. AdamW refuses meta for its fused step. A process that waits for the objects of another
-rank would wait for ever. Here FSDP gets streams that only tell a listener what happens on them, all
+rank would wait for ever. Here FSDP gets streams that only tell the recorder what happens on them, all
 tensors are made on meta, and the objects that the first rank broadcast are handed in.
+
+Tensors on meta have no device, so the recorder keeps which of them stand for host memory. Those do not
+count as the device's. Copies to the device count. On a CPU there is but one memory. What a GPU's run
+has in host memory is not counted there either, as in benchmarks/allocations.py; but nothing is copied
+that is there already.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,14 +27,115 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from compose.memory import activation_offload
+from compose.memory.activation_offload import ActivationOffload
 from compose.ops import operators
-from compose.planner.host_memory import host_memory
+from compose.ops.tensors import local_tensor
+from compose.optim import offload
+from compose.optim.offload import MEANS, SLOTS, OffloadedAdamW
+from compose.optim.offload_files import UNIT
+from compose.planner.record import Recorder
+
+
+@contextmanager
+def _host_memory(recorder: Recorder, kernels: str) -> Iterator[None]:
+    """Let offload run in a fake world; activations are copied out and back each on their own stream."""
+    state_of, post_backward = OffloadedAdamW.state_of, FSDPParamGroup.post_backward
+    get_rng_state, streams = torch.get_rng_state, list[int]()
+
+    @contextmanager
+    def on_stream(number: int, *events: int) -> Iterator[None]:
+        """Be on a stream of copies, which waits for what was computed and for events."""
+        if not streams:
+            streams.extend(recorder.new_stream() for _ in range(2))
+        before, ready = recorder.stream, recorder.record()
+        recorder.stream = streams[number]
+        for event in (ready, *events):
+            recorder.wait(recorder.stream, event)
+        try:
+            yield
+        finally:
+            recorder.stream = before
+
+    def out_of(offload: ActivationOffload, tensor: Tensor) -> tuple[Tensor, Any]:
+        with _disable_current_modes():
+            copy = torch.empty_like(tensor)
+        recorder.to_host([copy])
+        if kernels != "cuda":
+            return copy, None
+        with on_stream(0):
+            stored = recorder.record()
+        offload.leaving[-1].append((tensor, stored))
+        return copy, stored
+
+    def back(offload: Any, host: Tensor, stored: Any, device: Any) -> tuple[Tensor, Any]:
+        if kernels != "cuda":
+            return host.clone(), None
+        with on_stream(1, stored):
+            return host.clone(), recorder.record()
+
+    def wait(offload: Any, tensor: Tensor, event: Any) -> None:
+        recorder.wait(recorder.stream, event)
+
+    def reduced(group: Any, *args: Any) -> None:
+        post_backward(group, *args)
+        if any(parameter.offload_to_cpu for parameter in group.fsdp_params):
+            gradients = (parameter.sharded_param.grad for parameter in group.fsdp_params)
+            recorder.to_host(g for g in gradients if g is not None)
+
+    def rng_state() -> Tensor:
+        state = get_rng_state()
+        recorder.made_outside(state)
+        return state
+
+    def state_on_meta(optimizer: OffloadedAdamW, parameter: Any) -> dict[str, Any]:
+        with torch.device("meta"):
+            return state_of(optimizer, parameter)
+
+    with ExitStack() as stack:
+        for owner, name, other in (
+            (FSDPParamGroup, "_validate_cpu_offload_params", _nothing),
+            (FSDPParamGroup, "post_backward", reduced),
+            (OffloadedAdamW, "state_of", state_on_meta),
+            (activation_offload, "_address", _address),
+            (ActivationOffload, "out_of", out_of),
+            (ActivationOffload, "back", back),
+            (ActivationOffload, "_wait", wait),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, other))
+        if kernels == "cpu":  # recomputation keeps the state of the CPU's random numbers
+            stack.enter_context(mock.patch.object(torch, "get_rng_state", rng_state))
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def slots(optimizer: torch.optim.Optimizer, kernels: str, nvme: bool) -> list[Tensor]:
+    """Return the memory through which an optimizer's offloaded state passes, on the device."""
+    parts = getattr(optimizer, "parts", [optimizer])
+    if not any(isinstance(part, OffloadedAdamW) for part in parts):
+        return []
+    size = offload.CHUNK
+    if kernels == "cpu":
+        if not nvme:
+            return []
+        size += UNIT  # to begin at the start of a page
+    return [torch.empty(size, device="meta") for _ in range(SLOTS * len(MEANS))]
+
+
+def _address(tensor: Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor(local).untyped_storage()._cdata
+
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _TRIES = "_propagate_tensor_meta_non_cached"
@@ -37,51 +143,10 @@ _GATHERS = ("unshard", "wait_for_unshard")
 _FILES = ("_fsdp_collectives", "_fsdp_init", "_fsdp_param_group", "_fsdp_state")
 
 
-class Listener(Protocol):
-    """A value that is told what happens on the streams of the device."""
-
-    stream: int
-    """The number of the current stream; 0 is the one that computes."""
-    within: str
-    """"gather" while FSDP gathers parameters, "reduce" while it reduces gradients, else empty."""
-
-    def new_stream(self) -> int:
-        """Return the number of a new stream."""
-        ...
-
-    def record(self) -> int:
-        """Return a number for all that the current stream was given so far."""
-        ...
-
-    def wait(self, stream: int, event: int) -> None:
-        """Note that what ``stream`` is given from now on waits for an event of :meth:`record`."""
-        ...
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has another size than before."""
-        ...
-
-    def backward(self) -> None:
-        """Note that a backward begins."""
-        ...
-
-    def to_host(self, tensors: Iterable[Tensor]) -> None:
-        """Note that tensors are in host memory from now on."""
-        ...
-
-    def on_host(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is in host memory."""
-        ...
-
-    def made_outside(self, tensor: Tensor) -> None:
-        """Note a tensor that no operator made."""
-        ...
-
-
 class _Streams:
     """A device's module, such as torch.cuda, as far as FSDP uses it."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         streams = self
 
         class Event:
@@ -91,7 +156,7 @@ class _Streams:
                 self.number: int | None = None
 
             def record(self, stream: Any = None) -> "Event":
-                self.number = listener.record()
+                self.number = recorder.record()
                 return self
 
             def wait(self, stream: Any = None) -> None:
@@ -107,7 +172,7 @@ class _Streams:
             """A stream; work of one stream runs in order."""
 
             def __init__(self, *args: Any, number: int | None = None, **kwargs: Any) -> None:
-                self.number = listener.new_stream() if number is None else number
+                self.number = recorder.new_stream() if number is None else number
                 # Since 2.15 FSDP records streams by these numbers.
                 self.stream_id, self.device_index, self.device_type = self.number, 0, 0
 
@@ -116,25 +181,25 @@ class _Streams:
 
             def wait_event(self, event: Event) -> None:
                 if event.number is not None:
-                    listener.wait(self.number, event.number)
+                    recorder.wait(self.number, event.number)
 
             def wait_stream(self, other: "Stream") -> None:
-                before, listener.stream = listener.stream, other.number
+                before, recorder.stream = recorder.stream, other.number
                 self.wait_event(Event().record())
-                listener.stream = before
+                recorder.stream = before
 
-        self.Event, self.Stream, self._listener = Event, Stream, listener
+        self.Event, self.Stream, self._recorder = Event, Stream, recorder
 
     def current_stream(self, device: Any = None) -> Any:
-        return self.Stream(number=self._listener.stream)
+        return self.Stream(number=self._recorder.stream)
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        before, self._listener.stream = self._listener.stream, stream.number
+        before, self._recorder.stream = self._recorder.stream, stream.number
         try:
             yield
         finally:
-            self._listener.stream = before
+            self._recorder.stream = before
 
     @staticmethod
     def current_device() -> int:
@@ -142,13 +207,10 @@ class _Streams:
 
 
 class OnMeta(TorchFunctionMode):
-    """A mode in which tensors are made on meta.
+    """A mode in which tensors are made on meta, in place of ``devices``.
 
-    Args:
-        devices: The types of device in whose place meta stands.
-        kernels: The device whose kernels of attention and norms are taken: on meta PyTorch would hold
-            all scores.
-        on_host: Tells whether a tensor stands for host memory; it is copied to a GPU.
+    The kernels of attention and norms are those of the device ``kernels``: on meta PyTorch would hold
+    all scores. ``on_host`` tells whether a tensor stands for host memory; it is copied to a GPU.
     """
 
     def __init__(
@@ -248,12 +310,12 @@ class _Sent:
     It keeps the tensor until then, as NCCL's and gloo's do.
     """
 
-    def __init__(self, listener: Listener, event: int, tensor: Tensor) -> None:
-        self.listener, self.event = listener, event
+    def __init__(self, recorder: Recorder, event: int, tensor: Tensor) -> None:
+        self.recorder, self.event = recorder, event
         self.tensor: Tensor | None = tensor
 
     def wait(self, timeout: Any = None) -> bool:
-        self.listener.wait(self.listener.stream, self.event)
+        self.recorder.wait(self.recorder.stream, self.event)
         self.tensor = None
         return True
 
@@ -261,35 +323,35 @@ class _Sent:
         return True
 
 
-def _batch(listener: Listener) -> Any:
+def _batch(recorder: Recorder) -> Any:
     """Return dist.batch_isend_irecv, on a stream of its own for each group as NCCL has it."""
     streams: dict[str, int] = {}
 
     def send(operations: Sequence[dist.P2POp], desc: str | None = None) -> list[Any]:
-        before, works = listener.stream, []
+        before, works = recorder.stream, []
         for each in operations:
             name = each.group.group_name if each.group else ""
             if name not in streams:
-                streams[name] = listener.new_stream()
-            ready = listener.record()
-            listener.stream = streams[name]
-            listener.wait(listener.stream, ready)
+                streams[name] = recorder.new_stream()
+            ready = recorder.record()
+            recorder.stream = streams[name]
+            recorder.wait(recorder.stream, ready)
             to = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
             each.op(each.tensor, group=each.group, tag=each.tag, **to)
-            works.append(_Sent(listener, listener.record(), each.tensor))
-            listener.stream = before
+            works.append(_Sent(recorder, recorder.record(), each.tensor))
+            recorder.stream = before
         return works
 
     return send
 
 
-def _marked(listener: Listener, mark: str, method: Any) -> Any:
+def _marked(recorder: Recorder, mark: str, method: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        before, listener.within = listener.within, mark
+        before, recorder.within = recorder.within, mark
         try:
             return method(*args, **kwargs)
         finally:
-            listener.within = before
+            recorder.within = before
 
     return call
 
@@ -305,27 +367,26 @@ def _unseen(method: Any) -> Any:
 
 
 @contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a default process group whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def fake_world(
     rank: int,
     world_size: int,
-    listener: Listener,
+    recorder: Recorder,
     kernels: str = "cuda",
     objects: list[Any] | None = None,
 ) -> Iterator[list[Any]]:
-    """Start a fake process group, in which a composition runs on meta tensors.
-
-    Args:
-        rank: The rank to play.
-        world_size: Number of ranks.
-        listener: It is told of streams and events.
-        kernels: The device whose attention kernel is taken, "cpu" or "cuda".
-        objects: What the first rank of a pipeline broadcast, in order; None on that rank itself.
-
-    Yields:
-        The objects that this rank has broadcast so far.
-    """
-    send = _batch(listener)
-    streams, sent, left = _Streams(listener), [], list(objects or ())
+    """Start a fake process group, in which a composition runs on meta tensors."""
+    send = _batch(recorder)
+    streams, sent, left = _Streams(recorder), [], list(objects or ())
 
     def broadcast(found: list[Any], *args: Any, **kwargs: Any) -> None:
         if objects is None:
@@ -337,27 +398,24 @@ def fake_world(
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         # The function mode is off while Tensor.backward runs.
-        with OnMeta(kernels=kernels, on_host=listener.on_host):
-            listener.backward()
+        with OnMeta(kernels=kernels, on_host=recorder.on_host):
+            recorder.backward()
             return engine(*args, **kwargs)
 
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         found = resize(storage, size)
-        listener.resized(storage)
+        recorder.resized(storage)
         return found
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        pass
 
     with ExitStack() as stack:
         for name in _FILES:
             file = importlib.import_module(f"{_FSDP}.{name}")
             stack.enter_context(mock.patch.object(file, "_get_device_handle", return_value=streams))
         for owner, name, other in (
-            (FSDPParamGroup, "_validate_no_meta_params", nothing),
-            (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", nothing),
+            (FSDPParamGroup, "_validate_no_meta_params", _nothing),
+            (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", _nothing),
             (torch.cuda, "get_device_capability", lambda *args: (9, 0)),  # it has products of 8 bits
             (torch.autograd, "_engine_run_backward", backward),
             (torch.accelerator, "current_stream", streams.current_stream),
@@ -367,16 +425,15 @@ def fake_world(
             (torch.UntypedStorage, "resize_", resized),
             (operators, "device_of", lambda tensor: kernels),
             *(
-                (FSDPParamGroup, name, _marked(listener, "gather", getattr(FSDPParamGroup, name)))
+                (FSDPParamGroup, name, _marked(recorder, "gather", getattr(FSDPParamGroup, name)))
                 for name in _GATHERS
             ),
-            (_fsdp_param_group, "foreach_reduce", _marked(listener, "reduce", foreach_reduce)),
+            (_fsdp_param_group, "foreach_reduce", _marked(recorder, "reduce", foreach_reduce)),
             (ShardingPropagator, _TRIES, _unseen(getattr(ShardingPropagator, _TRIES))),
         ):
             stack.enter_context(mock.patch.object(owner, name, other))
-        stack.enter_context(host_memory(listener, kernels))
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        stack.callback(dist.destroy_process_group)
+        stack.enter_context(_host_memory(recorder, kernels))
+        stack.enter_context(fake_group(rank, world_size))
         # What DTensor remembers of an operator holds a mesh, and this one's groups end here.
         stack.callback(_clear_sharding_prop_cache)
         yield sent

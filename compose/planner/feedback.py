@@ -87,19 +87,7 @@ class Row:
 
 
 def against(folder: Path, cluster: Cluster) -> list[Row]:
-    """Predict a run that was made, and compare.
-
-    Args:
-        folder: The run's folder.
-        cluster: The cluster on which it ran.
-
-    Returns:
-        The seconds of a step; and, if the run was profiled, the seconds of its parts and the bytes of
-        each category at the peak.
-
-    Raises:
-        ConfigError: The folder holds no run, or too few steps.
-    """
+    """Predict a run that was made, and compare."""
     config = load(str(folder / "config.toml"), alone=True)
     ranks = math.prod(getattr(config.parallel, axis) for axis in AXES)
     job, rate = rules.check(config, ranks), _rate(folder)

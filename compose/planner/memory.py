@@ -1,15 +1,17 @@
-"""The memory of a pipeline rank: what each action adds, and the peak over the schedule's own table.
+"""The memory of a pipeline rank: what actions add, the peak over a schedule, and the allocator.
 
 A record tells what one action allocates and frees. A schedule's table tells in which order a rank runs
 them, and how many are in flight. The peak follows from both.
 """
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from compose.pipeline.schedules import Action
-from compose.planner.recorder import FORWARD, OPTIMIZER, RECOMPUTED, Record, Segment
+from compose.planner.record import FORWARD, OPTIMIZER, RECOMPUTED, Record, Segment
 
 WEIGHTS, GRADIENTS, STATE, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 GATHERED, COMMUNICATION, TEMPORARIES, LOGITS = "gathered", "communication", "temporaries", "logits"
@@ -54,12 +56,7 @@ class RankMemory:
 
 
 def categorize(record: Record, output: str) -> None:
-    """Give every allocation of a record its category.
-
-    Args:
-        record: The record.
-        output: The module that makes the logits; empty if there is none.
-    """
+    """Give every allocation of a record its category."""
     segments = record.segments
     after: set[int] = set()
     logits = False
@@ -100,16 +97,7 @@ def _later(freed: Segment, made: Segment) -> bool:
 def rank_memory(
     record: Record, micro_batches: int, places: Mapping[str, Sequence[str]] | None = None
 ) -> RankMemory:
-    """Return the memory of the recorded rank, action by action.
-
-    Args:
-        record: The record, whose allocations have their categories.
-        micro_batches: How many micro-batches it ran.
-        places: The places of each layer, as ``reduction.places`` returns them.
-
-    Returns:
-        The memory.
-    """
+    """Return the memory of the recorded rank, action by action."""
     found = RankMemory()
     for segment in record.segments:
         if segment.action[1] != "setup":
@@ -182,15 +170,7 @@ def stand_ins(key: Key, known: Container[Key]) -> list[Key]:
 
 
 def segment_keys(record: Record, places: Mapping[str, Sequence[str]]) -> list[list[tuple[str, ...]]]:
-    """Return for each segment what it has in common with a segment of a record with more layers.
-
-    Args:
-        record: The record.
-        places: The places of each layer; other units are known by their name.
-
-    Returns:
-        The keys of each segment: its phase, a place of its unit, and its number within the unit.
-    """
+    """Return for each segment what it has in common with a segment of a record with more layers."""
     counts: Counter[tuple[object, ...]] = Counter()
     keys: list[list[tuple[str, ...]]] = []
     action, unit = None, ""
@@ -207,28 +187,14 @@ def segment_keys(record: Record, places: Mapping[str, Sequence[str]]) -> list[li
 
 
 def peak(rank: RankMemory, row: Sequence[Action], micro_batches: int) -> tuple[int, Mapping[str, int]]:
-    """Return the most bytes at a time over a step, and how categories shared them.
-
-    Args:
-        rank: The rank's memory.
-        row: The actions of the rank in order.
-        micro_batches: Micro-batches of a step.
-
-    Returns:
-        The bytes, and those of each category at that time.
-    """
+    """Return the most bytes at a time over a step, and how categories shared them."""
     return _most(moments(rank, row, micro_batches))
 
 
 def moments(
     rank: RankMemory, row: Sequence[Action], micro_batches: int
 ) -> Iterator[tuple[int, Bytes, Bytes]]:
-    """Yield the peaks of all segments of a step, in order.
-
-    Yields:
-        The bytes; those of each category before the action; and what the action adds to them. They
-            change when the next are asked for.
-    """
+    """Yield the peaks of all segments of a step, in order."""
     live = Counter(rank.start)
     for category, size in rank.buffers.items():
         live[category] += size * micro_batches
@@ -252,25 +218,172 @@ def _most(found: Iterable[tuple[int, Bytes, Bytes]]) -> tuple[int, Mapping[str, 
 
 
 def recorded_peak(record: Record) -> tuple[int, Mapping[str, int]]:
-    """Return the most bytes at a time of a record as it is, and how categories shared them.
-
-    Args:
-        record: The record, whose allocations have their categories.
-
-    Returns:
-        The bytes, and those of each category at that time.
-    """
+    """Return the most bytes at a time of a record as it is, and how categories shared them."""
     return _most(recorded_moments(record))
 
 
 def recorded_moments(record: Record) -> Iterator[tuple[int, Bytes, Bytes]]:
-    """Yield the bytes after each change of a record as it is, as :func:`moments` does.
-
-    Yields:
-        The bytes, those of each category, and an empty counter.
-    """
+    """Yield the bytes after each change of a record as it is, as :func:`moments` does."""
     live, size, none = Counter(), 0, Counter()
     for _, place, change in record.changes:
         size += change
         live[record.allocations[place].category] += change
         yield size, live, none
+
+
+BLOCK = 512
+"""Sizes are multiples of it."""
+SMALL = 2**20
+"""The largest size of the small pool, and the largest rest that is not split off in the large pool."""
+SMALL_SEGMENT = 2 * 2**20
+LARGE_SEGMENT = 20 * 2**20
+LARGE = 10 * 2**20
+"""The smallest size that has a segment of its own."""
+LARGE_STEP = 2 * 2**20
+
+# A free block is one number, its size above its address: numbers compare faster than tuples.
+_ADDRESS_BITS = 52
+_ADDRESS = (1 << _ADDRESS_BITS) - 1
+
+
+class Peaks(NamedTuple):
+    """The largest amounts of a replay, in bytes, as ``torch.cuda.memory_stats`` counts them."""
+
+    allocated: int
+    """Peak of the blocks in use: ``allocated_bytes.all.peak``."""
+    reserved: int
+    """Peak of what the device gave: ``reserved_bytes.all.peak``."""
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is not less than ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def segment_bytes(size: int) -> int:
+    """Return the bytes of a new segment for a request."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < LARGE else round_up(size, LARGE_STEP)
+
+
+class _Pool:
+    """The free blocks of one pool, and the bytes that it has from the device."""
+
+    def __init__(self, small: bool, expandable: bool) -> None:
+        self.reserved = 0
+        self._expandable = expandable
+        self._page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self._smallest_rest = BLOCK if small or expandable else SMALL + 1
+        self._end = 0  # The address after the last segment.
+        self._free: list[int] = []  # Sorted by size, then by address.
+        self._size_at: dict[int, int] = {}  # The size of each free block by its first address.
+        self._start_of: dict[int, int] = {}  # The first address of each by the one after its last.
+
+    def take(self, size: int) -> tuple[int, int]:
+        """Return address and size of a block for a request of ``size`` bytes, a multiple of 512."""
+        place = bisect_left(self._free, size << _ADDRESS_BITS)
+        if self._expandable and place < len(self._free) - 1 and self._ends_last(self._free[place]):
+            place += 1
+        if place < len(self._free):
+            key = self._free.pop(place)
+            address, found = key & _ADDRESS, key >> _ADDRESS_BITS
+            self._forget(address, found)
+        elif self._expandable:
+            address, found = self._grow(size)
+        else:
+            address, found = self._new_segment(size)
+        rest = found - size
+        if rest >= self._smallest_rest:
+            self._keep(address + size, rest)
+            return address, size
+        return address, found
+
+    def give(self, address: int, size: int) -> None:
+        """Take a block back, and join it with its free neighbours."""
+        before = self._start_of.get(address)
+        if before is not None:
+            self._drop(before, address - before)
+            size += address - before
+            address = before
+        after = self._size_at.get(address + size)
+        if after is not None:
+            self._drop(address + size, after)
+            size += after
+        self._keep(address, size)
+
+    def _ends_last(self, key: int) -> bool:
+        return (key & _ADDRESS) + (key >> _ADDRESS_BITS) == self._end
+
+    def _new_segment(self, size: int) -> tuple[int, int]:
+        found = segment_bytes(size)
+        # Between two segments there is a gap, for blocks of different segments never join.
+        address = self._end + BLOCK
+        self._end = address + found
+        self.reserved += found
+        return address, found
+
+    def _grow(self, size: int) -> tuple[int, int]:
+        """Map pages after the free block at the end, which is a part of the new block."""
+        address = self._start_of.get(self._end, self._end)
+        if address < self._end:
+            self._drop(address, self._end - address)
+        mapped = round_up(size - (self._end - address), self._page)
+        self._end += mapped
+        self.reserved += mapped
+        return address, self._end - address
+
+    def _keep(self, address: int, size: int) -> None:
+        insort(self._free, size << _ADDRESS_BITS | address)
+        self._size_at[address] = size
+        self._start_of[address + size] = address
+
+    def _drop(self, address: int, size: int) -> None:
+        self._free.pop(bisect_left(self._free, size << _ADDRESS_BITS | address))
+        self._forget(address, size)
+
+    def _forget(self, address: int, size: int) -> None:
+        del self._size_at[address], self._start_of[address + size]
+
+
+def replay(events: Iterable[tuple[int, int]], expandable: bool = False) -> Peaks:
+    """Replay a list of allocations on one stream, from an empty allocator on.
+
+    Args:
+        events: Pairs of a block's id and its bytes, in order: bytes > 0 allocates the block, bytes < 0
+            frees it. With 0 bytes nothing happens, for PyTorch asks for no memory then. An id can be
+            used again after its block is free.
+        expandable: With ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+
+    Returns:
+        The peaks in bytes.
+
+    Raises:
+        ValueError: An id is allocated that is in use, or freed that is not.
+    """
+    small, large = _Pool(True, expandable), _Pool(False, expandable)
+    used: dict[int, tuple[_Pool, int, int]] = {}
+    allocated = peak = 0
+    for name, amount in events:
+        if amount > 0:
+            if name in used:
+                raise ValueError(f"block {name} is allocated a second time")
+            size = round_up(amount, BLOCK)
+            pool = small if size <= SMALL else large
+            address, size = pool.take(size)
+            used[name] = (pool, address, size)
+            allocated += size
+            peak = max(peak, allocated)
+        elif amount < 0:
+            if name not in used:
+                raise ValueError(f"block {name} is freed, and is not in use")
+            pool, address, size = used.pop(name)
+            allocated -= size
+            pool.give(address, size)
+    # No segment goes back to the device, so that what is reserved at the end is the most.
+    return Peaks(peak, small.reserved + large.reserved)
+
+
+def reserved_peak(events: Iterable[tuple[int, int]], expandable: bool = False) -> int:
+    """Return the peak of the bytes that a process reserves; arguments are those of :func:`replay`."""
+    return replay(events, expandable).reserved

@@ -1,6 +1,27 @@
-"""What a rank does in a step, in order: operators, messages, waits of streams, and memory."""
+"""A record of what a rank does in a step: operators, messages, waits and memory, in the order of issue.
 
+PyTorch's own trackers count wrongly here: a fake process group has no work to wait for, and an operator
+of a DTensor is seen once as a whole and once in its parts. This one sees the parts only.
+"""
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from compose.ops.attention_layout import attention_pairs
+from compose.ops.operators import BODIES
+from compose.ops.tensors import local_tensor
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
 
@@ -105,3 +126,445 @@ class Record:
     allocations: list[Allocation] = field(default_factory=list)
     changes: list[tuple[int, int, int]] = field(default_factory=list)
     """Changes of memory in order: (segment, place in ``allocations``, bytes; below 0 if freed)."""
+
+
+class _Result(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ElementwiseResults:
+    """Runs operators, and remembers the results of elementwise ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Result] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator on meta."""
+        key = _key(func, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs)
+        if key in self._known:
+            shape, stride, dtype = self._known[key]
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        result = func(*args, **kwargs)
+        if type(result) is Tensor and result.device.type == "meta" and not result.storage_offset():
+            self._known[key] = _Result(result.shape, result.stride(), result.dtype)
+        return result
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what decides the result's shape; None for an operator whose result is not remembered."""
+    schema = func._schema
+    if torch.Tag.pointwise not in func.tags:
+        return None
+    if len(schema.returns) != 1 or schema.returns[0].alias_info is not None:
+        return None
+    found: list[Any] = [func, tuple(kwargs)]
+    for given in (*args, *kwargs.values()):
+        if not isinstance(given, Tensor):
+            found.append((type(given), given))
+        elif given.device.type == "meta":
+            found.append((given.shape, given.stride(), given.dtype))
+        else:
+            return None
+    try:
+        key = tuple(found)
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+# Elementwise operators of tensors whose types may differ.
+_MIXED = {
+    name + suffix
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "maximum",
+        "minimum",
+        "where",
+    )
+    for suffix in ("", "_")
+}
+
+
+def casts(
+    operator: str, given: Sequence[Tensor], changed: Sequence[Tensor], made: Sequence[Any]
+) -> int:
+    """Return the bytes of copies in a common type, which an elementwise kernel makes on a CPU.
+
+    Kernels of a GPU cast what they load and store.
+    """
+    if operator not in _MIXED or len({t.dtype for t in given}) < 2:
+        return 0
+    if not operator.endswith("_"):  # an out= is written and not read
+        given = [t for t in given if not any(t is c for c in changed)]
+    common = given[0].dtype
+    for place, one in enumerate(given[1:]):
+        common = (
+            torch.result_type(given[place], one)
+            if place == 0
+            else torch.promote_types(common, one.dtype)
+        )
+    size = common.itemsize
+    written = changed or [t for t in made if isinstance(t, Tensor)]
+    inputs = sum(size * t.numel() for t in given if t.ndim and t.dtype not in (common, torch.bool))
+    return inputs + sum(size * t.numel() for t in written[:1] if t.ndim and t.dtype != common)
+
+
+def chunk_copies(given: Sequence[Tensor], chunks: int, out: Tensor) -> int:
+    """Return the bytes of copies of FSDP's chunk_cat on a CPU: padded ones, and in one piece."""
+    size = 0
+    for each in given:
+        rows = each.shape[0]
+        if rows % chunks:
+            size += each.numel() // max(1, rows) * -(-rows // chunks) * chunks * each.element_size()
+    return size + (out.numel() * given[0].element_size() if given[0].dtype != out.dtype else 0)
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+# What a message is called, by the end of its operator's name.
+_MESSAGES = {
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "p2p",
+    "recv": "p2p",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator and every storage. It is the Listener of a fake world too."""
+
+    def __init__(self, kernels: str = "cuda") -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.record_of = Record([Segment((-1, "setup", 0), FORWARD, "")])
+        self.stream = 0
+        self.within = ""
+        self._streams = 0
+        self._held: dict[int, int] = {}
+        self._host: set[int] = set()
+        self._shapes = ElementwiseResults()
+
+    # The boundaries.
+
+    def begin(self, action: tuple[int, str, int] | None = None, unit: str | None = None) -> None:
+        """Begin a segment, if action, unit or phase are others than before."""
+        segments = self.record_of.segments
+        last = segments[-1]
+        now = Segment(action or last.action, self._phase(action or last.action), last.unit)
+        if unit is not None:
+            now = Segment(now.action, now.phase, unit)
+        if now != last:
+            segments.append(now)
+
+    def _phase(self, action: tuple[int, str, int]) -> str:
+        if action[1] == "step":
+            return OPTIMIZER
+        if torch._C._current_graph_task_id() == -1:
+            return FORWARD if action[1] in ("F", "setup") else BACKWARD
+        return RECOMPUTED if torch.is_grad_enabled() else BACKWARD
+
+    def backward(self) -> None:
+        """Begin the backward of the last forward, outside of a pipeline."""
+        if self.record_of.segments[-1].action[1] == "F":
+            stage, _, micro_batch = self.record_of.segments[-1].action
+            self.begin((stage, "B", micro_batch))
+
+    # The streams of the device.
+
+    def new_stream(self) -> int:
+        """Return the number of a new stream."""
+        self._streams += 1
+        return self._streams
+
+    def record(self) -> int:
+        """Return the number of an event of the current stream."""
+        number = len(self.record_of.events)
+        self.record_of.events[number] = len(self.record_of.work)
+        self.record_of.event_streams[number] = self.stream
+        return number
+
+    def wait(self, stream: int, event: int) -> None:
+        """Note that a stream waits for an event."""
+        if self.record_of.event_streams[event] != stream:
+            self.record_of.work.append(Wait(self._segment(), stream, event))
+
+    def _segment(self) -> int:
+        return len(self.record_of.segments) - 1
+
+    # Memory.
+
+    def note(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Give the storages of tensors a category, and count those that were not seen yet."""
+        for tensor in tensors:
+            place = self._hold(_local(tensor).untyped_storage())
+            if place is not None:
+                self.record_of.allocations[place].category = category
+
+    def to_host(self, tensors: Iterable[Tensor]) -> None:
+        """Note that tensors are in host memory from now on."""
+        for tensor in tensors:
+            storage = _local(tensor).untyped_storage()
+            self._free(storage._cdata)
+            self._host.add(storage._cdata)
+            weakref.finalize(storage, self._host.discard, storage._cdata)
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is in host memory."""
+        return bool(self._host) and _local(tensor).untyped_storage()._cdata in self._host
+
+    def made_outside(self, tensor: Tensor) -> None:
+        """Note a tensor that no operator made."""
+        self._hold(tensor.untyped_storage())
+
+    def _hold(self, storage: torch.UntypedStorage) -> int | None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._held:
+            if not size or key in self._host:
+                return None
+            self._held[key] = self._allocate(size)
+            weakref.finalize(storage, self._free, key)
+        return self._held[key]
+
+    def _allocate(self, size: int) -> int:
+        record = self.record_of
+        place, segment = len(record.allocations), self._segment()
+        record.allocations.append(Allocation(size, len(record.changes), segment, self.within))
+        record.changes.append((segment, place, size))
+        return place
+
+    def _free(self, key: int) -> None:
+        record, place = self.record_of, self._held.pop(key, None)
+        if place is not None:
+            allocation = record.allocations[place]
+            allocation.end, allocation.freed = len(record.changes), self._segment()
+            allocation.freed_within = self.within
+            record.changes.append((self._segment(), place, -allocation.bytes))
+
+    def _take(self, size: int) -> None:
+        """Note memory that an operator has taken and left."""
+        if size:
+            key = -1 - len(self.record_of.allocations)  # no address
+            self._held[key] = self._allocate(size)
+            self._free(key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size than before: FSDP frees and refills its buffers so."""
+        key, size = storage._cdata, storage.nbytes()
+        held = self._held.get(key)
+        if key in self._host:
+            return
+        if held is not None and self.record_of.allocations[held].bytes == size:
+            return
+        known = held is not None
+        self._free(key)
+        if size:
+            self._held[key] = self._allocate(size)
+            if not known:
+                weakref.finalize(storage, self._free, key)
+
+    # Operators.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and record it with the storages that it makes."""
+        if any(kind not in (Tensor, Parameter) for kind in types):
+            return NotImplemented  # a tensor of several, such as a DTensor: its parts come here again
+        kwargs = kwargs or {}
+        if func in BODIES:
+            with self:  # an operator of ours: what it does is recorded
+                return BODIES[func](*args, **kwargs)
+        self.begin()
+        result = self._shapes.run(func, args, kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        name = str(func.name()).partition("::")[0] + "." + func.overloadpacket.__name__
+        message = self._message(name, args, kwargs, given, made)
+        self.within = "message" if message and not self.within else self.within
+        before = len(self.record_of.allocations)
+        for tensor in made:
+            self._hold(tensor.untyped_storage())
+        self.within = "" if self.within == "message" else self.within
+        if self.kernels == "cpu":
+            self._take(casts(func.overloadpacket.__name__, given, _changed(func, args, kwargs), made))
+            if name == "fsdp.chunk_cat":
+                self._take(chunk_copies(args[0], args[2], kwargs["out"]))
+        new = len(self.record_of.allocations) > before
+        if message:
+            self.record_of.work.append(message)
+        elif name.partition(".")[0] not in ("c10d", "_c10d_functional", "profiler") and (
+            new or func._schema.is_mutable
+        ):
+            self.record_of.work.append(self._operator(func, name, args, kwargs, given, made, result))
+        return result
+
+    def _operator(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        given: list[Tensor],
+        made: list[Tensor],
+        result: Any,
+    ) -> Operator:
+        packet = func.overloadpacket
+        short = packet.__name__
+        flops, kind = 0.0, "memory"
+        first = made[0] if made else given[0]
+        shape = tuple(first.shape)
+        if "attention" in short:
+            kind, shape = "attention", tuple(given[0].shape)
+            causal, left = (
+                _argument(func, name, args, kwargs) for name in ("is_causal", "window_size_left")
+            )
+            flops = _attention_flops(given, short, bool(causal), -1 if left is None else left)
+        elif packet in flop_registry:
+            kind, flops = "product", float(flop_registry[packet](*args, **kwargs, out_val=result))
+            if short in _PRODUCTS:
+                # The scales of a product in 8 bits come after its factors.
+                shape = _product_shape(given[:2] if short == "_scaled_mm" else given, flops)
+        changed = _changed(func, args, kwargs)
+        written = [*made, *changed] if not changed or made[:1] != changed[:1] else changed
+        # A fill or a copy does not read what it writes over, and a new empty tensor is not written.
+        over = short in ("copy_", "zero_", "fill_", "_foreach_copy_", "split_with_sizes_copy")
+        read = [t for t in given if not (over and any(t is c for c in changed))]
+        if short.startswith(("empty", "new_empty")):
+            written = []
+        dtype = str((given or made)[0].dtype).removeprefix("torch.")
+        dtype = "float8" if dtype.startswith("float8") else dtype
+        size = sum(map(_bytes, read)) + sum(map(_bytes, written))
+        return Operator(
+            self._segment(),
+            self.stream,
+            name,
+            kind,
+            flops,
+            size,
+            dtype,
+            shape,
+            self._places(read),
+            self._places(written),
+        )
+
+    def _places(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+        held = (self._held.get(t.untyped_storage()._cdata) for t in tensors)
+        return tuple(place for place in held if place is not None)
+
+    def _message(
+        self, name: str, args: Any, kwargs: Mapping[str, Any], given: list[Tensor], made: list[Tensor]
+    ) -> Message | None:
+        space, _, short = name.partition(".")
+        if space not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            return None
+        plain = short.strip("_")
+        kind = next((kind for word, kind in _MESSAGES.items() if plain.startswith(word)), None)
+        if kind is None:
+            return None
+        group = _group(args, kwargs)
+        sizes = [_bytes(t) for t in given] + [_bytes(t) for t in made]
+        if kind == "p2p" or kind == "all_to_all":
+            size = max(sizes, default=0)
+        else:
+            size = max(max(sizes, default=0), _bytes_of_lists(args))
+        ranks = tuple(dist.get_process_group_ranks(group))
+        received = plain.startswith("recv")
+        return Message(self._segment(), self.stream, kind, group.group_name, ranks, size, received)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+
+
+def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes to, of those that it was given."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    return found
+
+
+def _argument(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument of an operator by its name; None if it was not given."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[i] if i < len(args) else kwargs.get(name)
+    return None
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; what expand repeats is there once."""
+    sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not n)
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _bytes_of_lists(args: Any) -> int:
+    """Return the bytes of the largest list of tensors, as all_gather and reduce_scatter may take."""
+    lists = [leaf for leaf in args if isinstance(leaf, (list, tuple))]
+    sizes = [sum(_bytes(t) for t in tree_leaves(x) if isinstance(t, Tensor)) for x in lists]
+    return max(sizes, default=0)
+
+
+def _attention_flops(given: Sequence[Tensor], name: str, causal: bool, left: int) -> float:
+    """Return the FLOPs of a kernel of attention for the pairs of tokens that attend.
+
+    Backward computes the scores again, and has four products besides (Dao 2023, arXiv:2307.08691).
+    Queries are (B, H, L, K), or (B, L, H, K) for the kernel that takes windows; ``left`` is its window.
+    """
+    backward = name.endswith("backward")
+    q, k, v = given[1:4] if backward else given[:3]
+    tokens = 1 if name.startswith("_flash_attention") else 2
+    length, keys = q.shape[tokens], k.shape[tokens]
+    pairs = attention_pairs(length, keys, causal, left + 1)
+    if not causal and left >= 0:
+        pairs /= 2  # of earlier keys, the first query sees all and the last one none
+    pairs *= q.shape[0] * q.shape[3 - tokens]
+    scores, values = 2.0 * pairs * q.shape[3], 2.0 * pairs * v.shape[3]
+    return 3 * scores + 2 * values if backward else scores + values
+
+
+def _product_shape(given: list[Tensor], flops: float) -> tuple[int, ...]:
+    """Return (batch, m, n, k) of a product, from its FLOPs and its factors."""
+    left, right = given[-2], given[-1]
+    if left.ndim == 1 or right.ndim == 1:
+        left, right = given[0], given[1]
+    batch = left.shape[0] if left.ndim == 3 else 1
+    m, k = left.shape[-2], left.shape[-1]
+    n = round(flops / (2 * batch * m * k)) if batch * m * k else 0
+    return batch, m, n, k
+
+
+def _group(args: Any, kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
+    # The group comes last; other words, such as "sum", may name no group.
+    for leaf in reversed((*args, *kwargs.values())):
+        if isinstance(leaf, str):
+            try:
+                return dist.distributed_c10d._resolve_process_group(leaf)  # type: ignore[arg-type]
+            except (ValueError, RuntimeError):
+                continue
+        if isinstance(leaf, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(leaf)
+            except (RuntimeError, TypeError):
+                continue
+        if isinstance(leaf, dist.ProcessGroup):
+            return leaf
+    raise ValueError("a message without a process group")

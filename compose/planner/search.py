@@ -1,9 +1,10 @@
 """The search: every candidate gets a quick estimate, and the best of them get a record."""
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compose.config import rules
@@ -12,10 +13,139 @@ from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.parallel.mesh import AXES, resolve_degrees
 from compose.pipeline.schedules import stages_per_rank
-from compose.planner.candidate import Candidate, Space, capacity, fits, order
-from compose.planner.estimate import estimate, stream_of
-from compose.planner.quick import Facts, facts_of, micro_batches, quick
-from compose.planner.turns import Turns
+from compose.planner.cluster import Cluster
+from compose.planner.estimate import Estimate, estimate, stream_of
+from compose.planner.quick_estimate import ModelShape, QuickEstimate, micro_batches, quick, shape_of
+
+
+@dataclass(frozen=True)
+class Space:
+    """The keys that the search may change, and its objective."""
+
+    config: Config
+    """The config of the file and the command line."""
+    cluster: Cluster
+    world_size: int
+    fixed: Collection[str] = ()
+    """Keys that stay as they are."""
+    objective: str = "time"
+    """"time", "memory" or "devices"."""
+    islands: int = 1
+    """Islands of the job; all else here is of one of them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One composition with its estimates."""
+
+    config: Config
+    keys: dict[str, Any]
+    """The keys that it sets."""
+    rough: QuickEstimate
+    found: Estimate | None = None
+    """The estimate from a record; None if none was made."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the allocator of the fullest rank has from the device."""
+        return max(p.reserved for p in self.found.peaks) if self.found else round(self.rough.memory)
+
+
+def capacity(cluster: Cluster) -> int:
+    """Return the bytes of a device that a process can allocate."""
+    return cluster.device.memory - cluster.device.context - cluster.nccl_bytes
+
+
+def order(
+    space: Space, candidate: Candidate, size_factor: float = 1.0, step_factor: float = 1.0
+) -> tuple[Any, ...]:
+    """Return what candidates are sorted by: those that fit come first."""
+    room, size = capacity(space.cluster), candidate.reserved * size_factor
+    step = candidate.found.step_seconds if candidate.found else candidate.rough.step
+    step *= step_factor
+    too_large = size > room
+    if too_large or space.objective == "memory":
+        return (too_large, size, step)
+    return (False, step, size)
+
+
+def fits(space: Space, candidate: Candidate) -> bool:
+    """Return whether the fullest rank of a candidate fits on a device."""
+    return candidate.reserved <= capacity(space.cluster)
+
+
+_ALIKE = 2  # candidates that are alike, of which each has its turn before others of their kind
+Kind = tuple[object, ...]
+
+
+class RecordQueue:
+    """The candidates that wait for a record.
+
+    A quick estimate can be wrong by a factor, which those of one kind have in common: a schedule that
+    holds more, a way to recompute. So each record corrects the estimates of all that are like it, and
+    the next candidate is the best by corrected figures.
+    """
+
+    def __init__(self, space: Space, every: Sequence[Candidate]) -> None:
+        self._space = space
+        self._left = list(every)
+        self._seen: dict[Kind, int] = {}
+
+    def next(self, found: Sequence[Candidate]) -> Candidate | None:
+        """Return the candidate whose turn it is."""
+        if not self._left:
+            return None
+        factors: dict[Kind, tuple[float, float]] = {}
+
+        def place(number: int) -> tuple[object, ...]:
+            candidate = self._left[number]
+            kind = _kind(candidate)
+            if kind not in factors:
+                factors[kind] = _factors(kind, found)
+            late = self._seen.get(_mesh(candidate), 0) >= _ALIKE
+            return (late, *order(self._space, candidate, *factors[kind]))
+
+        candidate = self._left.pop(min(range(len(self._left)), key=place))
+        mesh = _mesh(candidate)
+        self._seen[mesh] = self._seen.get(mesh, 0) + 1
+        return candidate
+
+
+def _mesh(candidate: Candidate) -> Kind:
+    parallel = candidate.config.parallel
+    return parallel.pp, parallel.cp, parallel.tp, parallel.ep, parallel.zero
+
+
+def _kind(candidate: Candidate) -> Kind:
+    """Return what quick estimates that err alike have in common."""
+    parallel, config = candidate.config.parallel, candidate.config
+    return (
+        parallel.pp_schedule if parallel.pp > 1 else "",
+        config.activation_checkpoint.mode,
+        parallel.zero,
+        parallel.offload,
+        config.train.micro_batch,
+        parallel.cp > 1,
+        parallel.tp > 1,
+        parallel.ep > 1,
+    )
+
+
+def _factors(kind: Kind, found: Sequence[Candidate]) -> tuple[float, float]:
+    """Return what the records nearest in kind have over their quick estimates: in bytes, in seconds."""
+    if not found:
+        return 1.0, 1.0
+
+    def equal(candidate: Candidate) -> int:
+        return sum(a == b for a, b in zip(kind, _kind(candidate), strict=True))
+
+    most = max(map(equal, found))
+    near = [candidate for candidate in found if equal(candidate) == most]
+    size = sum(math.log(c.reserved / c.rough.memory) for c in near) / len(near)
+    steps = [(c.found.step_seconds, c.rough.step) for c in near if c.found]
+    step = sum(math.log(one / other) for one, other in steps) / len(near)
+    return math.exp(size), math.exp(step)
+
 
 DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")
 # What is tried of each key that is free. The degrees come from the number of ranks.
@@ -33,21 +163,11 @@ _LEAST_TOKENS = 2048  # of a sequence on each rank of cp
 
 
 def candidates(
-    space: Space, facts: Facts, offload: bool = False, anyway: bool = False
+    space: Space, shape: ModelShape, offload: bool = False, anyway: bool = False
 ) -> Iterator[Candidate]:
-    """Yield the candidates whose quick estimate says that they may fit.
-
-    Args:
-        space: The space.
-        facts: The model's facts.
-        offload: Whether shards wait in host memory; this is slow, and tried if nothing else fits.
-        anyway: Whether to yield those that do not fit too.
-
-    Yields:
-        The candidates, in no particular order.
-    """
+    """Yield the candidates whose quick estimate says that they may fit."""
     room = capacity(space.cluster)
-    for keys in _keys(space, facts):
+    for keys in _keys(space, shape):
         if offload:
             if keys.get("parallel.zero", space.config.parallel.zero) != 3:
                 continue
@@ -55,18 +175,18 @@ def candidates(
         config = with_keys(space.config, keys)
         if not micro_batches(config):
             continue
-        if config.parallel.pp > 1 and not _pipelines(config, facts):
+        if config.parallel.pp > 1 and not _pipelines(config, shape):
             continue
-        rough = quick(facts, config, space.cluster)
+        rough = quick(shape, config, space.cluster)
         if anyway or rough.memory * _SURELY <= room:
             yield Candidate(config, keys, rough)
 
 
-def _pipelines(config: Config, facts: Facts) -> bool:
+def _pipelines(config: Config, shape: ModelShape) -> bool:
     """Return whether there are layers for all stages, and micro-batches for all ranks."""
     parallel = config.parallel
     stages = parallel.pp * stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages)
-    return stages - 2 <= facts.count and micro_batches(config) >= parallel.pp
+    return stages - 2 <= shape.count and micro_batches(config) >= parallel.pp
 
 
 def with_keys(config: Config, keys: dict[str, Any]) -> Config:
@@ -79,9 +199,9 @@ def with_keys(config: Config, keys: dict[str, Any]) -> Config:
     return replace(config, **changed)
 
 
-def _keys(space: Space, facts: Facts) -> Iterator[dict[str, Any]]:
+def _keys(space: Space, shape: ModelShape) -> Iterator[dict[str, Any]]:
     config, fixed = space.config, set(space.fixed)
-    for degrees in _meshes(space, facts):
+    for degrees in _meshes(space, shape):
         pp, data = degrees["parallel.pp"], degrees["parallel.dp_shard"] * degrees["parallel.cp"]
         data *= degrees["parallel.dp_replicate"]
         free = {
@@ -104,20 +224,20 @@ def _keys(space: Space, facts: Facts) -> Iterator[dict[str, Any]]:
             yield keys
 
 
-def _meshes(space: Space, facts: Facts) -> Iterator[dict[str, int]]:
+def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
     """Yield the degrees that may be legal: cheap rules first, since there are many meshes."""
     config, cluster, fixed = space.config, space.cluster, set(space.fixed)
-    routed = [experts for kind in facts.layers for experts, _, _ in kind.experts]
+    routed = [experts for kind in shape.layers for experts, _, _ in kind.experts]
     most = {
         "tp": _MOST_TP * cluster.node,
         "cp": max(1, config.train.seq_len // _LEAST_TOKENS),
-        "pp": facts.count + 2,
+        "pp": shape.count + 2,
         "dp_replicate": config.train.global_batch,
         "dp_shard": config.train.global_batch,
     }
 
     def allowed(axis: str) -> list[int]:
-        if axis in ("tp", "cp", "pp") and axis not in facts.axes:
+        if axis in ("tp", "cp", "pp") and axis not in shape.axes:
             return [1]
         own = getattr(config.parallel, axis)
         if f"parallel.{axis}" in fixed and own != -1:
@@ -153,23 +273,19 @@ def _meshes(space: Space, facts: Facts) -> Iterator[dict[str, int]]:
             }
 
 
-def facts_for(space: Space) -> Facts:
-    """Return the facts of the space's model."""
+def shape_for(space: Space) -> ModelShape:
+    """Return the shape of the space's model."""
     one = with_keys(space.config, dict.fromkeys(DEGREES, 1))
-    return facts_of(make_job(one, 1))
+    return shape_of(make_job(one, 1))
 
 
 def own(space: Space) -> Candidate:
-    """Return the candidate of the config's own mesh.
-
-    Raises:
-        ConfigError: It is not legal.
-    """
+    """Return the candidate of the config's own mesh."""
     degrees = resolve_degrees(space.config.parallel, space.world_size)
     config = replace(space.config, parallel=degrees)
     keys = {key: getattr(degrees, key.partition(".")[2]) for key in DEGREES}
     job = rules.check(config, space.world_size)
-    rough = quick(facts_for(space), job.config, space.cluster)
+    rough = quick(shape_for(space), job.config, space.cluster)
     return Candidate(job.config, keys, rough, estimate(job, space.cluster))
 
 
@@ -180,38 +296,23 @@ def search(
     progress: Callable[[str], None] = lambda text: None,
     workers: int = 2,
 ) -> list[Candidate]:
-    """Return the best candidates, the best first.
-
-    Args:
-        space: The space.
-        most: How many candidates get a record.
-        seconds: After this time no new record is begun.
-        progress: Called with a line of text.
-        workers: How many processes make records side by side.
-
-    Returns:
-        Candidates with an estimate, those that fit first. An interrupt (SIGINT) ends the search with
-        what there is.
-
-    Raises:
-        ConfigError: No candidate is legal.
-    """
-    began, facts = time.monotonic(), facts_for(space)
-    every = sorted(candidates(space, facts), key=lambda c: order(space, c))
+    """Return the best candidates, the best first."""
+    began, shape = time.monotonic(), shape_for(space)
+    every = sorted(candidates(space, shape), key=lambda c: order(space, c))
     if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
-        every = sorted([*candidates(space, facts, offload=True), *every], key=lambda c: order(space, c))
+        every = sorted([*candidates(space, shape, offload=True), *every], key=lambda c: order(space, c))
     if not every:  # the least short ones tell by how much
-        every = sorted(candidates(space, facts, anyway=True), key=lambda c: c.rough.memory)
+        every = sorted(candidates(space, shape, anyway=True), key=lambda c: c.rough.memory)
         most = min(most, _SHORT)
     for axis in ("tp", "cp", "pp"):
-        if axis not in facts.axes:
+        if axis not in shape.axes:
             progress(f"the plan of {space.config.model.name} cannot cut {axis}: it is left out")
     progress(f"{len(every)} candidates may fit; the best {most} are recorded")
     found: list[Candidate] = []
     refused: list[str] = []
     streams: dict[Any, Any] = {}
     try:
-        turns = Turns(space, every)
+        turns = RecordQueue(space, every)
         while candidate := turns.next(found):
             if len(found) >= most or (found and time.monotonic() - began > seconds):
                 break
@@ -250,21 +351,12 @@ def fewest(
 
     The search tries 1, 2, 4 ... devices, up to the space's ranks. A number is searched if a quick
     estimate says that it may do. The first number that does by its record is taken.
-
-    Args:
-        space: The space; its ranks are the most.
-        tokens: Tokens to train on.
-        days: Days in which they are to be seen.
-        progress: Called with a line of text.
-
-    Returns:
-        The space with that number of ranks, and its candidates. They are none if no number does.
     """
     needed, ranks = tokens / (days * 86400), 1
-    facts, train = facts_for(space), space.config.train
+    shape, train = shape_for(space), space.config.train
     while ranks <= space.world_size:
         here = replace(space, world_size=ranks, objective="time")
-        rough = [c for c in candidates(here, facts) if fits(here, c)]
+        rough = [c for c in candidates(here, shape) if fits(here, c)]
         best = min((c.rough.step for c in rough), default=float("inf"))
         if train.global_batch * train.seq_len / best >= needed / 2:
             found = [c for c in search(here, most=4, progress=progress) if fits(here, c)]

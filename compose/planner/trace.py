@@ -1,4 +1,4 @@
-"""Runs one optimizer step of a composition as one rank of a fake world, and records it."""
+"""Runs a step of a composition as one rank of a fake world: its record, and the bytes that it sends."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -18,17 +18,19 @@ from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.models import batch_on_meta
 from compose.data.task import task_of
+from compose.diloco.message import first_rank_messages
+from compose.diloco.options import Outer
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.optim.optimizers import make_state
 from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import init_mesh
 from compose.pipeline.schedules import Action, Table, build_table
-from compose.plan import Resolved
-from compose.planner.fake_world import OnMeta, fake_world
-from compose.planner.host_memory import slots
-from compose.planner.recorder import Record, Recorder
-from compose.planner.reduction import few_micro_batches
+from compose.plan import Resolved, resolve
+from compose.planner.cluster import Link
+from compose.planner.fake_world import OnMeta, fake_group, fake_world, slots
+from compose.planner.few_layers import few_micro_batches
+from compose.planner.record import Record, Recorder
 from compose.train.step import clip_grad_norm_, forward_backward, local_batch
 
 
@@ -42,13 +44,11 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Played:
-    """The rank that one process plays, and what it runs."""
+class RankStep:
+    """A step of one rank, to be traced."""
 
     job: Job
-    """The checked job."""
     rank: int = 0
-    """The rank of the job."""
     model: nn.Module | None = None
     """The model on meta, if it has fewer layers than the job's; it is changed."""
     pp_layers: tuple[int, ...] = ()
@@ -64,24 +64,20 @@ class Played:
     """What the first rank of the pipeline broadcast; None for that rank itself."""
 
 
-def trace(played: Played) -> Traced:
+def trace(step: RankStep) -> Traced:
     """Record one step: forward and backward of some micro-batches, clipping, and the optimizer."""
-    job, model, micro_batches = played.job, played.model, played.micro_batches
-    device_type = played.device_type
+    job, device_type = step.job, step.device_type
     recorder, config = Recorder(device_type), job.config
-    model = copy.deepcopy(job.model) if model is None else model
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to("meta"))
+    model = _buffers_on_meta(copy.deepcopy(job.model) if step.model is None else step.model)
     here = {name for name, _ in model.named_modules()}
     # A plan may name single layers, which are gone if layers were left out.
     resolved = job.resolved.without(n for n, _ in job.model.named_modules() if n not in here)
-    with fake_world(played.rank, job.world_size, recorder, device_type, played.objects) as sent:
+    with fake_world(step.rank, job.world_size, recorder, device_type, step.objects) as sent:
         mesh = init_mesh(job.degrees, device_type)
         # Operators are recorded one by one; the time model fuses them.
         options = replace(job.options, compile=replace(config.compile, mode="off"))
         if job.degrees.pp > 1:
-            layers = played.pp_layers or job.degrees.pp_layers
+            layers = step.pp_layers or job.degrees.pp_layers
             options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
         # A run counts the bytes of a budget on meta tensors too, where norms are taken apart.
         with OnMeta(["cuda"], kernels="cpu"):
@@ -99,30 +95,21 @@ def trace(played: Played) -> Traced:
         recorder.note(_state(optimizer), "optimizer")
         passed = slots(optimizer, device_type, config.optimizer.offload == "nvme")
         recorder.note(passed, "optimizer")
-        batch = step_batch(job, micro_batches, played.documents)
+        batch = step_batch(job, step.micro_batches, step.documents)
         recorder.note(batch.values(), "activations")
         _try_stream(composition, batch, config.train.micro_batch, device_type)
-        if not micro_batches:
+        if not step.micro_batches:
             return Traced(recorder.record_of, sent)
         if composition.compression:
-            # A first step has no remainders yet, and no bases of differences.
-            with _few(job, micro_batches), OnMeta(kernels=device_type):
-                size, loss = config.train.micro_batch, loss_function(config)
-                forward_backward(
-                    composition, batch, micro_batch=size, loss_function=loss, dropout=DropoutKey(0)
-                )
+            # A first step has no residuals yet, and no bases of differences.
+            with _few(job, step.micro_batches), OnMeta(kernels=device_type):
+                _forward_backward(composition, batch, job, DropoutKey(0))
                 optimizer.zero_grad()
             recorder.note(composition.compression.state().values(), "communication")
         marks = _marks(recorder, composition, resolved)
-        order = _few(job, micro_batches)
+        order = _few(job, step.micro_batches)
         with marks, order, OnMeta(kernels=device_type, on_host=recorder.on_host), recorder:
-            forward_backward(
-                composition,
-                batch,
-                micro_batch=config.train.micro_batch,
-                loss_function=loss_function(config),
-                dropout=DropoutKey(1),
-            )
+            _forward_backward(composition, batch, job, DropoutKey(1))
             recorder.begin((-1, "step", 0), "")
             recorder.note(_gradients(composition), "gradients")
             clip_grad_norm_(composition, config.train.max_norm)
@@ -130,6 +117,25 @@ def trace(played: Played) -> Traced:
             recorder.begin((-1, "step", 1), "")
             optimizer.zero_grad()
     return Traced(recorder.record_of, sent)
+
+
+def _buffers_on_meta(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to("meta"))
+    return model
+
+
+def _forward_backward(
+    composition: Composition, batch: Mapping[str, Tensor], job: Job, dropout: DropoutKey
+) -> None:
+    forward_backward(
+        composition,
+        batch,
+        micro_batch=job.config.train.micro_batch,
+        loss_function=loss_function(job.config),
+        dropout=dropout,
+    )
 
 
 def step_batch(job: Job, micro_batches: int, documents: bool = True) -> dict[str, Tensor]:
@@ -268,3 +274,80 @@ def _few(job: Job, micro_batches: int) -> Iterator[None]:
 
     with mock.patch.object(compose.pipeline.pipeline_parallel, "build_table", table):
         yield
+
+
+# Micro-batches that are run to count messages; of more, each sends what the last of these does.
+_MOST = 4
+
+
+def sent_bytes(job: Job, rank: int) -> dict[tuple[str, str], int]:
+    """Return the compressed bytes that ``rank`` sends in a step, as ``Traffic.take`` does.
+
+    It is not the first step, whose differences have no base yet.
+    """
+    count = job.micro_batches
+    if job.degrees.pp > 1 or count <= _MOST:
+        return _counted(job, rank, count)
+    less, most = (_counted(job, rank, number) for number in (_MOST - 1, _MOST))
+    return {key: size + (count - _MOST) * (size - less.get(key, 0)) for key, size in most.items()}
+
+
+def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], int]:
+    kernels = job.device_type
+    first = rank % (job.world_size // job.degrees.pp)
+    objects = None
+    if rank != first:
+        # The first rank of a pipeline tells the others what stages send.
+        objects = trace(RankStep(job, first, micro_batches=0, device_type=kernels)).broadcast
+    model = _buffers_on_meta(copy.deepcopy(job.model))
+    with fake_world(rank, job.world_size, Recorder(kernels), kernels, objects):
+        mesh = init_mesh(job.degrees, kernels)
+        with OnMeta(["cuda"], kernels="cpu"):
+            composition = apply(model, resolve(job.plan, model), mesh, job.options)
+            optimizer = build_optimizer(composition, job)
+        batch = step_batch(job, micro_batches)
+        assert composition.compression is not None
+        for _ in range(2):
+            composition.compression.begin_at(job.config.comm.start_step)
+            composition.compression.traffic.take()
+            with OnMeta(kernels=kernels):
+                _forward_backward(composition, batch, job, DropoutKey(0))
+            optimizer.zero_grad()
+        return composition.compression.traffic.take()
+
+
+def diloco_bytes(job: Job, outer: Outer) -> list[int]:
+    """Return what a rank of a DiLoCo worker sends to each other worker, for each fragment.
+
+    It is the rank that sends most, of the first ranks of stages.
+    """
+    shapes = {name: p.shape for name, p in job.model.named_parameters() if p.requires_grad}
+    ranks = []
+    for stage in range(job.degrees.pp):
+        with fake_group(stage * job.world_size // job.degrees.pp, job.world_size):
+            mesh, model = init_mesh(job.degrees), copy.deepcopy(job.model)
+            composition = apply(model, job.resolved, mesh, job.options)
+            ranks.append(first_rank_messages(outer, composition, shapes, job.resolved.checkpoint))
+    return max(ranks, key=sum)
+
+
+def diloco_lines(messages: list[int], workers: int, outer: Outer) -> list[str]:
+    """Return lines with the bytes of a round, and those that are sent at once."""
+    sent = [size * (workers - 1) for size in messages]
+    rows = ((f"in {outer.every} steps", sum(sent)), ("at once, at most", max(sent)))
+    return [
+        f"bytes that a rank sends to other islands ({outer.dtype}, fragments {len(sent)}):",
+        *(f"  {what:<20}{size:>18,}  {size / 2**30:9.3f} GiB" for what, size in rows),
+    ]
+
+
+def diloco_wait(
+    messages: list[int], workers: int, outer: Outer, link: Link, step_seconds: float
+) -> str:
+    """Return a line with the time that exchanges add to training; each rank has its own ``link``."""
+    takes = [size * (workers - 1) / link.usable + link.latency for size in messages]
+    waited = sum(max(0.0, seconds - outer.delay * step_seconds) for seconds in takes)
+    return (
+        f"  a round takes {sum(takes):.3g} s between nodes; training waits for {waited:.3g} s of it,"
+        f" {waited / (outer.every * step_seconds):.1%} of its steps (outer.delay {outer.delay})"
+    )

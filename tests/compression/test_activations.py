@@ -17,7 +17,7 @@ from compose.compression.row_codes import RowCode
 from compose.data.packing import random_batch
 from compose.parallel.mesh import batch_share
 from compose.parallel.stream_messages import send_stream
-from compose.planner.sent_bytes import sent_bytes
+from compose.planner.trace import sent_bytes
 from compose.proof.comparison import whole
 from compose.proof.report import Report
 from tests.compression.cases import EXPERTS, INT8, Keys, given

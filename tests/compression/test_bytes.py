@@ -7,7 +7,7 @@ import torch.distributed as dist
 from compose.build import build
 from compose.data.packing import random_batch
 from compose.parallel.mesh import batch_share
-from compose.planner.sent_bytes import sent_bytes
+from compose.planner.trace import sent_bytes
 from compose.train.step import forward_backward
 from tests.compression.cases import EXPERTS, Keys, comm, given
 from tests.support.helpers import make_job, tier

@@ -22,7 +22,7 @@ from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.parallel.local_parallel import _LocalRMSNorm
-from compose.planner.reduction import runs_of
+from compose.planner.few_layers import runs_of
 from compose.proof.report import Report
 from models.gemma3 import PRESETS, Config, Model
 from models.gemma3.hf import hf_config, hf_name

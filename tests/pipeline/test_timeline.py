@@ -15,6 +15,7 @@ from compose.pipeline.timeline import (
     as_svg,
     as_text,
     bubble_fraction,
+    drawing,
     peak_in_flight,
     report,
     simulate,
@@ -50,7 +51,8 @@ def test_simulation_by_hand() -> None:
     # rank 1  .    1F0  1I0  1F1  1I1  1W0  1W1
     table = parse("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1")
     slots = simulate(table)
-    assert [(str(s.action), s.rank, s.start, s.end) for s in slots] == [
+    by_rank = sorted(slots, key=lambda slot: (slot.rank, slot.start))
+    assert [(str(s.action), s.rank, s.start, s.end) for s in by_rank] == [
         ("0F0", 0, 0, 1),
         ("0F1", 0, 1, 2),
         ("0B0", 0, 3, 5),
@@ -219,7 +221,7 @@ def boxes(svg: str) -> dict[tuple[str, int], tuple[int, int, int, int, str]]:
 def test_svg_holds_the_slots(name: str, pp: int, micro_batches: int) -> None:
     table = build_table(name, pp, 0, micro_batches)
     slots = simulate(table)
-    svg = as_svg(slots, "a <title> & 'more'")
+    svg = as_svg(drawing(slots, "a <title> & 'more'"))
     found = boxes(svg)
     assert found.keys() == {(str(a), rank) for rank, row in enumerate(table) for a in row}
     left = min(x for x, *_ in found.values())
@@ -238,20 +240,20 @@ def test_svg_holds_the_slots(name: str, pp: int, micro_batches: int) -> None:
     assert texts[1 : pp + 1] == [f"rank {rank}" for rank in range(pp)]
     if len(slots) < 1000:  # else they would not fit
         numbers = texts[pp + 1 : pp + 1 + len(slots)]
-        assert numbers == [str(slot.action.micro_batch) for slot in slots]
+        assert numbers == [str(n) for _, (_, _, n) in sorted((s.rank, s.action) for s in slots)]
     assert max(x + width for x, _, width, _, _ in found.values()) <= int(root.attrib["width"]) <= 2000
 
 
 def test_stages_of_a_rank_differ_in_shade() -> None:
-    found = boxes(as_svg(simulate(build_table("Interleaved1F1B", 2, 3, 4)), "three"))
+    found = boxes(as_svg(drawing(simulate(build_table("Interleaved1F1B", 2, 3, 4)), "three")))
     assert {found[f"{stage}F0", 0][-1] for stage in (0, 2, 4)} == set(SHADES["F"])
 
 
 @pytest.mark.parametrize(("name", "pp", "micro_batches"), [*DRAWN, ("InterleavedZeroBubble", 8, 64)])
 def test_png_shows_the_slots(name: str, pp: int, micro_batches: int, tmp_path: Path) -> None:
     slots = simulate(build_table(name, pp, 0, micro_batches))
-    write_png(slots, name, str(tmp_path / "table.png"))
-    places = boxes(as_svg(slots, name))
+    write_png(drawing(slots, name), str(tmp_path / "table.png"))
+    places = boxes(as_svg(drawing(slots, name)))
     left = min(x for x, *_ in places.values())
     unit = min(width for _, _, width, _, _ in places.values())
     busy: dict[int, set[int]] = {slot.rank: set() for slot in slots}
@@ -262,17 +264,17 @@ def test_png_shows_the_slots(name: str, pp: int, micro_batches: int, tmp_path: P
         # Above the number, which stands in the middle.
         colour = pixels.getpixel((x + width // 2, y + 3))
         assert colour in [ImageColor.getrgb(shade) for shade in SHADES[slot.action.kind]], slot
-        busy[slot.rank] |= set(range(slot.start, slot.end))
+        busy[slot.rank] |= set(range(int(slot.start), int(slot.end)))
     idle_units = 0
     for rank, units in busy.items():
         y = next(places[key][1] for key in places if key[1] == rank)
-        for time in set(range(max(slot.end for slot in slots))) - units:
+        for time in set(range(int(max(slot.end for slot in slots)))) - units:
             assert pixels.getpixel((left + unit * time + unit // 2, y + 12)) == ImageColor.getrgb(IDLE)
             idle_units += 1
     assert idle_units == sum(row_idle(slots, rank) for rank in range(pp))
 
 
-def row_idle(slots: list[Slot], rank: int) -> int:
+def row_idle(slots: list[Slot], rank: int) -> float:
     return max(s.end for s in slots) - sum(s.end - s.start for s in slots if s.rank == rank)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compose.planner import allocator
-from compose.planner.allocator import Peaks, replay, reserved_peak
+from compose.planner import memory
+from compose.planner.memory import Peaks, replay, reserved_peak
 from tests.support.command_lines import launch
 
 KB, MB = 2**10, 2**20
@@ -271,13 +271,13 @@ def test_constants_are_pytorch_s() -> None:
     found = dict(re.findall(r"constexpr size_t (k\w+) = (\d+);", text))
     found.update(re.findall(r"(large_segment_size_)\{(\d+)\}", text))
     ours = {
-        "kMinBlockSize": allocator.BLOCK,
-        "kSmallSize": allocator.SMALL,
-        "kSmallBuffer": allocator.SMALL_SEGMENT,
-        "kMinLargeAlloc": allocator.LARGE,
-        "kRoundLarge": allocator.LARGE_STEP,
+        "kMinBlockSize": memory.BLOCK,
+        "kSmallSize": memory.SMALL,
+        "kSmallBuffer": memory.SMALL_SEGMENT,
+        "kMinLargeAlloc": memory.LARGE,
+        "kRoundLarge": memory.LARGE_STEP,
         "large_segment_size_" if "large_segment_size_" in found else "kLargeBuffer": (
-            allocator.LARGE_SEGMENT
+            memory.LARGE_SEGMENT
         ),
     }
     assert {name: int(found[name]) for name in ours} == ours

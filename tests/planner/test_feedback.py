@@ -9,9 +9,8 @@ import pytest
 
 from compose.config.toml import dump
 from compose.errors import ConfigError
-from compose.planner.cluster import Copy, Measured, Product, load_cluster
+from compose.planner.cluster import Copy, Measured, Product, as_toml, load_cluster
 from compose.planner.feedback import Row, against, corrected
-from compose.planner.writing import as_toml
 from tests.support.helpers import make_config
 
 STEP = b'{"step": 1, "tokens_per_second": 2048.5, "grad_norm": NaN}\n'

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compose.planner.cluster import KINDS, Cluster, Collective, cluster_names, load_cluster
+from compose.planner.cluster import KINDS, Cluster, Collective, as_toml, cluster_names, load_cluster
 from compose.planner.costs import attention_seconds, collective_seconds, memory_seconds, product_seconds
-from compose.planner.measure import Shape, _shapes, measure
-from compose.planner.messages import fit, kinds_of, link_of
-from compose.planner.writing import as_toml
+from compose.planner.measure import Shape, _shapes, fit, kinds_of, link_of, measure
 from tests.support.command_lines import answered, execute
 from tests.support.pool import Pool
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from compose.planner import amounts
+from compose.planner import charts
 from compose.planner.charts import CATEGORIES, Scale, kind_of, pareto_front, scale_for
-from compose.planner.html import page_of, write_html
-from compose.planner.page import DARK, LIGHT
+from compose.planner.page import DARK, LIGHT, page_of, write_html
 
 GIB = 2**30
 
@@ -359,15 +358,15 @@ def test_scales(seed: int) -> None:
 
 
 def test_amounts() -> None:
-    assert [amounts.seconds(value) for value in (0, 123.4, 1.5, 0.9999, 0.0123, 2e-6, None)] == [
+    assert [charts.seconds(value) for value in (0, 123.4, 1.5, 0.9999, 0.0123, 2e-6, None)] == [
         *["0 s", "123 s", "1.50 s", "1.00 s", "12.3 ms", "2.00 µs", "\u2013"]
     ]
-    assert [amounts.memory(value) for value in (0, 3 * 2**20, 71.25 * GIB, 1234567 * GIB)] == [
+    assert [charts.memory(value) for value in (0, 3 * 2**20, 71.25 * GIB, 1234567 * GIB)] == [
         *["0 GiB", "3.00 MiB", "71.2 GiB", "1,234,567 GiB"]
     ]
-    assert amounts.percent(0.4321) == "43.2%"
-    assert amounts.count(1234567.8) == "1,234,568"
-    assert amounts.number(float("nan")) is amounts.number(True) is amounts.number("3") is None
+    assert charts.percent(0.4321) == "43.2%"
+    assert charts.count(1234567.8) == "1,234,568"
+    assert charts.number(float("nan")) is charts.number(True) is charts.number("3") is None
 
 
 def contrast(one: str, two: str) -> float:

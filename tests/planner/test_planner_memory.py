@@ -16,7 +16,7 @@ from compose.config.job import Job
 from compose.pipeline.schedules import Action
 from compose.planner import estimate
 from compose.planner.cluster import load_cluster
-from compose.planner.cpu_kernels import casts
+from compose.planner.few_layers import LayerRuns, few_micro_batches
 from compose.planner.memory import (
     ActionMemory,
     Bytes,
@@ -26,8 +26,7 @@ from compose.planner.memory import (
     recorded_peak,
     stand_ins,
 )
-from compose.planner.record import Allocation, Record, Segment
-from compose.planner.reduction import Runs, few_micro_batches
+from compose.planner.record import Allocation, Record, Segment, casts
 from tests.support.helpers import ROOT, make_job, tier
 
 MOE = {
@@ -182,7 +181,7 @@ def test_garbage_of_an_earlier_profile_does_not_count(benchmark: ModuleType) -> 
     assert seen.peak() == kept.nbytes
 
 
-def _several(runs: Runs | None, stages: Any, ranks: int) -> list[Runs | None]:
+def _several(runs: LayerRuns | None, stages: Any, ranks: int) -> list[LayerRuns | None]:
     assert runs is not None
     return [runs.fewest(), *map(runs.longer, runs.places())]
 

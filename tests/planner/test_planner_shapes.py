@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.planner.shapes import Shapes
+from compose.planner.record import ElementwiseResults
 
 aten: Any = torch.ops.aten
 
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def test_as_computed() -> None:
-    shapes = Shapes()
+    shapes = ElementwiseResults()
     for turn in range(2):
         for name, (func, args) in CASES.items():
             found, right = shapes.run(func, args, {}), func(*args)
@@ -42,14 +42,14 @@ def test_as_computed() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_result_has_its_own_memory(name: str) -> None:
-    shapes, (func, args) = Shapes(), CASES[name]
+    shapes, (func, args) = ElementwiseResults(), CASES[name]
     one, two = shapes.run(func, args, {}), shapes.run(func, args, {})
     given = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
     assert len({*given, one.untyped_storage()._cdata, two.untyped_storage()._cdata}) >= 3
 
 
 def test_what_writes_or_is_a_view_is_run_each_time() -> None:
-    shapes, x = Shapes(), _meta(3, 4)
+    shapes, x = ElementwiseResults(), _meta(3, 4)
     for _ in range(2):
         assert shapes.run(aten.add_.Tensor, (x, 1.0), {}) is x
         view = shapes.run(aten.t.default, (x,), {})
@@ -59,7 +59,7 @@ def test_what_writes_or_is_a_view_is_run_each_time() -> None:
 
 
 def test_values_are_not_remembered() -> None:
-    shapes = Shapes()
+    shapes = ElementwiseResults()
     for value in (1.0, 2.0):
         found = shapes.run(aten.mul.Tensor, (torch.ones(2), value), {})
         assert found.tolist() == [value, value]

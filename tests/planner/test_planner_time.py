@@ -10,13 +10,13 @@ from compose.config.job import Job
 from compose.config.toml import load
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import Action, build_table
+from compose.pipeline.timeline import Slot, simulate
 from compose.planner import costs
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.memory import STEP
-from compose.planner.pipeline_time import Slot, simulate
-from compose.planner.recorder import Allocation, Message, Operator, Record, Segment, Wait
-from compose.planner.seconds import Seconds, action_seconds, axis_of, grown
-from compose.planner.trace import Played, trace
+from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
+from compose.planner.step_time import Seconds, action_seconds, axis_of, grown
+from compose.planner.trace import RankStep, trace
 from tests.support.helpers import ROOT
 
 NODE = range(8)
@@ -29,7 +29,7 @@ def slots_of(
     """The slots of a schedule whose forwards take 1 s and backwards 2 s on each rank."""
     rows = build_table(schedule, pp, per_rank, micro_batches)
     took = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD / 2, "W": BACKWARD / 2}
-    return simulate(rows, lambda action: took[action.kind] / per_rank, lambda source, target: message)
+    return simulate(rows, lambda action: took[action.kind] / per_rank, message)
 
 
 def length(slots: list[Slot]) -> float:
@@ -69,7 +69,7 @@ def test_weights_are_gathered_before_the_input_and_gradients_reduced_after_the_r
     """Each action takes 3 s, of which 1 s is apart; by hand, with two ranks and one micro-batch."""
     rows = build_table("1F1B", 2, 1, 1)
     parts = {"F": (1.0, 0.0), "B": (0.0, 1.0)}
-    slots = simulate(rows, lambda a: 3.0, lambda s, t: 0.0, lambda a: parts[a.kind])
+    slots = simulate(rows, lambda a: 3.0, 0.0, lambda a: parts[a.kind])
     starts = {(slot.rank, slot.action.kind): slot.start for slot in slots}
     assert starts == {(0, "F"): 0.0, (1, "F"): 2.0, (1, "B"): 5.0, (0, "B"): 7.0}
 
@@ -80,7 +80,7 @@ def test_ranks_on_one_processor_leave_no_bubble(schedule: str) -> None:
     per_rank = 1 if schedule in ("GPipe", "1F1B") else 2
     rows = build_table(schedule, 4, per_rank, 8)
     took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    slots = simulate(rows, lambda action: took[action.kind], lambda s, t: 0.0, sharing=4.0)
+    slots = simulate(rows, lambda action: took[action.kind], 0.0, sharing=4.0)
     whole = sum(took[action.kind] for row in rows for action in row)
     assert length(slots) == pytest.approx(whole / 4)
     assert sorted(slot.action for slot in slots) == sorted(action for row in rows for action in row)
@@ -89,7 +89,7 @@ def test_ranks_on_one_processor_leave_no_bubble(schedule: str) -> None:
 def test_two_ranks_for_each_processor_by_hand() -> None:
     """Four ranks, two processors, one micro-batch: one rank at a time works, twice as fast."""
     rows = build_table("1F1B", 4, 1, 1)
-    slots = simulate(rows, lambda action: 3.0, lambda s, t: 0.5, sharing=2.0)
+    slots = simulate(rows, lambda action: 3.0, 0.5, sharing=2.0)
     assert length(slots) == pytest.approx(8 * 1.5 + 6 * 0.5)
 
 
@@ -97,7 +97,7 @@ def test_few_ranks_for_their_processors_are_as_fast_as_alone() -> None:
     """At most all processors work, so that a rank is never faster than by ``sharing``."""
     rows, took = build_table("1F1B", 4, 1, 16), {"F": 1.0, "B": 2.0}
     lengths = [
-        length(simulate(rows, lambda a: took[a.kind], lambda s, t: 0.0, sharing=sharing))
+        length(simulate(rows, lambda a: took[a.kind], 0.0, sharing=sharing))
         for sharing in (1.0, 1.0 + 1e-9, 1.5, 4.0)
     ]
     assert lengths[1] == pytest.approx(lengths[0])
@@ -127,7 +127,7 @@ def test_a_rank_runs_one_action_at_a_time_and_after_its_input() -> None:
 def test_a_table_that_waits_for_itself_is_refused() -> None:
     rows = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     with pytest.raises(ValueError, match="waits for itself"):
-        simulate(rows, lambda action: 1.0, lambda source, target: 0.0)
+        simulate(rows, lambda action: 1.0, 0.0)
 
 
 # A record by hand: a gather on stream 1 while stream 0 computes, and then waits.
@@ -252,7 +252,7 @@ def job_of(ranks: int, **keys: object) -> Job:
 
 def recorded(job: Job) -> Record:
     """The record of one micro-batch."""
-    return trace(Played(job, micro_batches=1, documents=False)).record
+    return trace(RankStep(job, micro_batches=1, documents=False)).record
 
 
 @pytest.fixture(scope="module")

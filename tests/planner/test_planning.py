@@ -12,14 +12,24 @@ import pytest
 from compose.config.rules import check
 from compose.config.toml import given_keys, load
 from compose.parallel.mesh import Parallel, crosses_nodes
-from compose.planner.candidate import Candidate, Space, capacity
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak, estimate
-from compose.planner.explain import alternatives
 from compose.planner.feedback import against
-from compose.planner.quick import Quick, quick
-from compose.planner.search import DEGREES, TRIED, candidates, facts_for, fewest, search, with_keys
-from compose.planner.turns import Turns
+from compose.planner.quick_estimate import QuickEstimate, quick
+from compose.planner.report import alternatives
+from compose.planner.search import (
+    DEGREES,
+    TRIED,
+    Candidate,
+    RecordQueue,
+    Space,
+    candidates,
+    capacity,
+    fewest,
+    search,
+    shape_for,
+    with_keys,
+)
 from tests.support.command_lines import execute
 from tests.support.helpers import ROOT
 
@@ -38,7 +48,7 @@ def space(file: str, cluster: str, ranks: int, **keys: object) -> Space:
 
 def picks(where: Space, count: int = 1, offload: bool = False) -> list[Candidate]:
     """The candidates with the best quick estimates of those that fit by it."""
-    facts, room = facts_for(where), capacity(where.cluster)
+    facts, room = shape_for(where), capacity(where.cluster)
     found = [c for c in candidates(where, facts, offload) if c.rough.memory <= room]
     return sorted(found, key=lambda c: c.rough.step)[:count]
 
@@ -57,7 +67,7 @@ def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
 
     def made(schedule: str, tp: int, step: float, size: float) -> Candidate:
         keys = {"parallel.pp": 2, "parallel.tp": tp, "parallel.pp_schedule": schedule}
-        rough = Quick({"compute": step}, {"weights": size * 2**30})
+        rough = QuickEstimate({"compute": step}, {"weights": size * 2**30})
         return Candidate(with_keys(where.config, keys), keys, rough)
 
     def recorded(candidate: Candidate, size: float) -> Candidate:
@@ -67,7 +77,7 @@ def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
 
     every = [made("ZBVZeroBubble", tp, tp / 10, 40) for tp in (1, 2, 4)]
     every += [made("1F1B", tp, tp, 39) for tp in (1, 2, 4)]
-    turns, found, order = Turns(where, every), [], []
+    turns, found, order = RecordQueue(where, every), [], []
     while candidate := turns.next(found):
         parallel = candidate.config.parallel
         order.append((parallel.pp_schedule, parallel.tp))
@@ -118,7 +128,7 @@ def test_two_small_devices_take_offload_and_recomputation() -> None:
 
 def test_only_what_is_free_changes() -> None:
     where = space(TRAIN, "h100_sxm", 8, parallel__tp=2, parallel__zero=3, train__global_batch=64)
-    found = list(candidates(where, facts_for(where)))
+    found = list(candidates(where, shape_for(where)))
     assert {c.config.parallel.tp for c in found} == {2}
     assert {c.config.parallel.zero for c in found} == {3}
     assert len({c.config.parallel.dp_shard for c in found}) > 1
@@ -137,7 +147,7 @@ def test_quick_estimates_are_near_the_recorded_ones() -> None:
 
 def test_explanations_name_what_decides() -> None:
     where = space(TRAIN, "h100_sxm", 16, **LLAMA_8B)
-    facts = facts_for(where)
+    facts = shape_for(where)
     keys = {f"parallel.{axis}": 1 for axis in ("pp", "dp_replicate", "cp", "ep")}
     config = with_keys(where.config, {**keys, "parallel.dp_shard": 2, "parallel.tp": 8})
     lines = alternatives(where, Candidate(config, {}, quick(facts, config, where.cluster)))
@@ -302,7 +312,7 @@ def test_a_degree_that_leaves_the_node_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_axis_that_the_plan_cannot_cut_is_left_out() -> None:
     where = space(TRAIN, "h100_sxm", 8, train__global_batch=64)
-    facts = replace(facts_for(where), axes=frozenset({"cp", "pp"}))
+    facts = replace(shape_for(where), axes=frozenset({"cp", "pp"}))
     assert {c.config.parallel.tp for c in candidates(where, facts)} == {1}
     assert {c.config.parallel.pp for c in candidates(where, facts)} > {1}
 

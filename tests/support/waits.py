@@ -30,7 +30,7 @@ from compose.ops import cross_entropy, operators
 from compose.parallel.mesh import init_mesh
 from compose.planner import fake_world as worlds
 from compose.planner.fake_world import OnMeta, fake_world
-from compose.planner.recorder import Recorder
+from compose.planner.record import Recorder
 from compose.train import trainer as trainer_module
 from compose.train import validation
 from compose.train.trainer import Trainer
@@ -96,7 +96,7 @@ def _line() -> str:
     frame = sys._getframe(1)
     while frame:
         name = frame.f_code.co_filename
-        if name.startswith((f"{ROOT}/compose/", f"{ROOT}/models/")) and "/planning/" not in name:
+        if name.startswith((f"{ROOT}/compose/", f"{ROOT}/models/")) and "/planner/" not in name:
             text = linecache.getline(name, frame.f_lineno).strip()
             return f"{Path(name).relative_to(ROOT)}, {frame.f_code.co_name}: {text}"
         frame = frame.f_back  # type: ignore[assignment]
@@ -139,7 +139,7 @@ class _OnCuda(OnMeta):
 
 def _asked_by_us() -> bool:
     name = sys._getframe(2).f_code.co_filename
-    return name.startswith((f"{ROOT}/compose/", f"{ROOT}/models/")) and "/planning/" not in name
+    return name.startswith((f"{ROOT}/compose/", f"{ROOT}/models/")) and "/planner/" not in name
 
 
 class _Watch(Recorder):

@@ -23,19 +23,19 @@ FEWEST = 3
 
 
 @dataclass(frozen=True)
-class Runs:
+class LayerRuns:
     """The lengths of the runs of every stage."""
 
     lengths: tuple[tuple[int, ...], ...]
     """The length of each run, by stage."""
 
-    def fewest(self) -> "Runs":
+    def fewest(self) -> "LayerRuns":
         """Return the runs cut to FEWEST layers."""
-        return Runs(tuple(tuple(min(n, FEWEST) for n in stage) for stage in self.lengths))
+        return LayerRuns(tuple(tuple(min(n, FEWEST) for n in stage) for stage in self.lengths))
 
-    def longer(self, place: int) -> "Runs":
+    def longer(self, place: int) -> "LayerRuns":
         """Return the fewest layers, and one more in the run ``place`` of each stage that is longer."""
-        return Runs(
+        return LayerRuns(
             tuple(
                 tuple(min(n, FEWEST + (i == place)) for i, n in enumerate(stage))
                 for stage in self.lengths
@@ -56,7 +56,7 @@ class Runs:
         return tuple(map(sum, self.lengths))
 
 
-def runs_of(job: Job) -> Runs | None:
+def runs_of(job: Job) -> LayerRuns | None:
     """Return the runs of a job's stages; None if its layers are not known or may not be left out.
 
     Which layers are recomputed is chosen from the whole model, so it must be the same for all of them.
@@ -75,7 +75,7 @@ def runs_of(job: Job) -> Runs | None:
         within = kinds[start : start + count]
         found.append(tuple(len(list(run)) for _, run in groupby(within)))
         start += count
-    return Runs(tuple(found))
+    return LayerRuns(tuple(found))
 
 
 def few_micro_batches(job: Job) -> list[int]:
@@ -113,7 +113,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
     return modules, weights
 
 
-def reduced(job: Job, runs: Runs, kept: Runs) -> nn.Module:
+def reduced(job: Job, runs: LayerRuns, kept: LayerRuns) -> nn.Module:
     """Return a copy of the job's model on meta, with fewer layers."""
     pipeline: Pipeline | None = job.resolved.pipeline
     assert pipeline is not None
@@ -129,7 +129,7 @@ def reduced(job: Job, runs: Runs, kept: Runs) -> nn.Module:
     return model
 
 
-def places(job: Job, runs: Runs, kept: Runs) -> dict[str, list[str]]:
+def places(job: Job, runs: LayerRuns, kept: LayerRuns) -> dict[str, list[str]]:
     """Return the places of each layer of a reduced model, from the start and the end of its run.
 
     The two layers at each end of a run have a place; one may have two.
@@ -149,16 +149,7 @@ def places(job: Job, runs: Runs, kept: Runs) -> dict[str, list[str]]:
 def linear(
     base: Mapping[str, float], longer: Sequence[tuple[float, Mapping[str, float]]]
 ) -> dict[str, float]:
-    """Return the figures of the whole runs.
-
-    Args:
-        base: The figures with the fewest layers.
-        longer: For each run that is longer, how many layers it has beyond the fewest, and the figures
-            with one more.
-
-    Returns:
-        The figures.
-    """
+    """Return the figures of the whole runs."""
     found = dict(base)
     for more, figures in longer:
         for key in {*base, *figures}:

@@ -43,8 +43,8 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts of a model that a quick estimate takes."""
+class ModelShape:
+    """The shape of a model that a quick estimate takes."""
 
     layers: tuple[Layers, ...]
     ends: int
@@ -71,12 +71,8 @@ class Facts:
         return sum(x.count for x in self.layers)
 
 
-def facts_of(job: Job) -> Facts:
-    """Return what a quick estimate takes of a job's model.
-
-    Args:
-        job: The job; its degrees do not matter.
-    """
+def shape_of(job: Job) -> ModelShape:
+    """Return what a quick estimate takes of a job's model."""
     config, model = job.config.model.config, job.model
     inside = job.resolved.pipeline.layers if job.resolved.pipeline else ""
     routed = {id(p) for name, _ in job.resolved.expert for p in model.get_submodule(name).parameters()}
@@ -105,7 +101,7 @@ def facts_of(job: Job) -> Facts:
         "pp": job.resolved.pipeline,
         "ep": job.resolved.expert,
     }
-    return Facts(
+    return ModelShape(
         kinds,
         ends,
         shape[0],
@@ -119,7 +115,7 @@ def facts_of(job: Job) -> Facts:
 
 
 @dataclass(frozen=True)
-class Quick:
+class QuickEstimate:
     """A rough estimate."""
 
     seconds: Mapping[str, float]
@@ -138,9 +134,9 @@ class Quick:
         return sum(self.bytes.values())
 
 
-def quick(facts: Facts, config: Config, cluster: Cluster) -> Quick:
+def quick(shape: ModelShape, config: Config, cluster: Cluster) -> QuickEstimate:
     """Return the rough estimate of a config whose degrees are known."""
-    return Quick(_seconds(facts, config, cluster), _bytes(facts, config))
+    return QuickEstimate(_seconds(shape, config, cluster), _bytes(shape, config))
 
 
 def micro_batches(config: Config) -> int:
@@ -150,7 +146,7 @@ def micro_batches(config: Config) -> int:
     return 0 if rest else whole
 
 
-def _seconds(facts: Facts, config: Config, cluster: Cluster) -> dict[str, float]:
+def _seconds(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, float]:
     parallel, train = config.parallel, config.train
     pp, cp, tp, ep = parallel.pp, parallel.cp, parallel.tp, parallel.ep
     count, tokens = micro_batches(config), train.micro_batch * train.seq_len // cp
@@ -158,16 +154,16 @@ def _seconds(facts: Facts, config: Config, cluster: Cluster) -> dict[str, float]
     width = getattr(torch, dtype).itemsize
     again = _AGAIN.get(mode, 0.5)
     forward = sent_tp = sent_ep = 0.0
-    sequence = tokens * facts.width * width
-    for kind in facts.layers:
+    sequence = tokens * shape.width * width
+    for kind in shape.layers:
         one = sum(
             costs.product_seconds(cluster, tokens, -(-n // tp), k, 1, dtype) for n, k in kind.products
         )
-        rows = tokens * facts.top_k // tp
+        rows = tokens * shape.top_k // tp
         for experts, n, k in kind.experts:
             local = max(1, experts // ep)
             one += costs.product_seconds(cluster, max(1, rows // local), n, k, local, dtype)
-        flops = facts.attention / 3 * tokens / tp
+        flops = shape.attention / 3 * tokens / tp
         one += costs.attention_seconds(cluster, flops, 4 * sequence / tp, dtype, 128, False)
         moved = _STREAM * sequence / (tp if parallel.sequence else 1)
         moved += 3 * sum(n for n, _ in kind.products) * tokens * width / tp
@@ -177,36 +173,36 @@ def _seconds(facts: Facts, config: Config, cluster: Cluster) -> dict[str, float]
             each = costs.collective_seconds(cluster, "all_gather", sequence, tp, 1)
             sent_tp += kind.count * each * (8 + 4 * again)
         if kind.experts and ep > 1:
-            each = costs.collective_seconds(cluster, "all_to_all", rows * facts.width * width, ep, 1)
+            each = costs.collective_seconds(cluster, "all_to_all", rows * shape.width * width, ep, 1)
             sent_ep += kind.count * each * (4 + 2 * again)
     sent_cp = 0.0
     if cp > 1:
         passed = costs.collective_seconds(cluster, "p2p", sequence / tp, 2, tp) * (cp - 1)
         attended = costs.attention_seconds(
-            cluster, facts.attention / 3 * tokens / tp, 4 * sequence / tp, dtype, 128, False
+            cluster, shape.attention / 3 * tokens / tp, 4 * sequence / tp, dtype, 128, False
         )
-        sent_cp = facts.count * 3 * max(0.0, passed - attended)
+        sent_cp = shape.count * 3 * max(0.0, passed - attended)
     virtual = stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages) if pp > 1 else 1
-    head = 3 * costs.product_seconds(cluster, tokens, -(-facts.vocabulary // tp), facts.width, 1, dtype)
+    head = 3 * costs.product_seconds(cluster, tokens, -(-shape.vocabulary // tp), shape.width, 1, dtype)
     # The slowest rank: layers are whole, and the last stage has the output projection too.
-    layer = (3 + again) * forward / facts.count
-    slowest = -(-(facts.count + head / layer) // (pp * virtual)) * virtual if pp > 1 else facts.count
-    share = slowest / facts.count
+    layer = (3 + again) * forward / shape.count
+    slowest = -(-(shape.count + head / layer) // (pp * virtual)) * virtual if pp > 1 else shape.count
+    share = slowest / shape.count
     compute = slowest * layer + (head if pp == 1 else 0.0)
     stage = compute + (sent_tp + sent_ep + sent_cp) * share
     zero_bubble = parallel.pp_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     bubble = stage * (pp - 1) / virtual * (1 / 3 if zero_bubble else 1)
     if cluster.device.sharing > 1:  # ranks that wait leave their processors to the others
         bubble *= max(0.0, 1 - cluster.device.sharing / pp)
-    held = sum(_held(facts, config))
+    held = sum(_held(shape, config))
     return {
         "compute": compute * count,
         "tp": sent_tp * share * count,
         "ep": sent_ep * share * count,
         "cp": sent_cp * share * count,
         "bubble": bubble,
-        "dp": _data(facts, config, cluster, compute, count),
-        "optimizer": costs.memory_seconds(cluster, 28 * facts.trained * held / _state_ranks(config)),
+        "dp": _data(shape, config, cluster, compute, count),
+        "optimizer": costs.memory_seconds(cluster, 28 * shape.trained * held / _state_ranks(config)),
         **(_offload(config, cluster, held, count) if parallel.offload == "cpu" else {}),
     }
 
@@ -223,12 +219,12 @@ def _offload(config: Config, cluster: Cluster, held: float, count: int) -> dict[
     return {"offload": copied, "optimizer": 28 * own / _HOST_MEMORY}
 
 
-def _data(facts: Facts, config: Config, cluster: Cluster, compute: float, count: int) -> float:
+def _data(shape: ModelShape, config: Config, cluster: Cluster, compute: float, count: int) -> float:
     """Return the seconds that data parallel's messages do not hide behind ``compute``."""
     parallel = config.parallel
     width = getattr(torch, config.precision.param).itemsize
     wide = getattr(torch, config.precision.reduce).itemsize
-    dense, routed = _held(facts, config)
+    dense, routed = _held(shape, config)
     over, shared = parallel.dp_shard * parallel.cp, parallel.dp_shard * parallel.cp * parallel.tp
     gather = reduce = 0.0
     # Experts are sharded over the ranks that hold the same ones, which lie ep apart.
@@ -239,7 +235,7 @@ def _data(facts: Facts, config: Config, cluster: Cluster, compute: float, count:
         if ranks > 1 and held:
             gather += costs.collective_seconds(cluster, "all_gather", held * width, ranks, stride)
             reduce += costs.collective_seconds(
-                cluster, "reduce_scatter", facts.trained * held * wide, ranks, stride
+                cluster, "reduce_scatter", shape.trained * held * wide, ranks, stride
             )
     forward, backward = compute / 3, compute * 2 / 3
     if parallel.zero == 3:
@@ -255,12 +251,12 @@ def _data(facts: Facts, config: Config, cluster: Cluster, compute: float, count:
     return exposed
 
 
-def _held(facts: Facts, config: Config) -> tuple[float, float]:
+def _held(shape: ModelShape, config: Config) -> tuple[float, float]:
     """Return the parameters of the fullest stage on one rank without data parallel: dense, experts."""
     parallel = config.parallel
-    dense = sum(x.count * x.dense for x in facts.layers) / parallel.tp
-    routed = sum(x.count * x.routed for x in facts.layers) / parallel.ep
-    ends = facts.ends / parallel.tp / (2 if parallel.pp > 1 else 1)
+    dense = sum(x.count * x.dense for x in shape.layers) / parallel.tp
+    routed = sum(x.count * x.routed for x in shape.layers) / parallel.ep
+    ends = shape.ends / parallel.tp / (2 if parallel.pp > 1 else 1)
     return dense / parallel.pp + ends, routed / parallel.pp
 
 
@@ -268,25 +264,25 @@ def _state_ranks(config: Config) -> int:
     return config.parallel.dp_shard * config.parallel.cp if config.parallel.zero else 1
 
 
-def _bytes(facts: Facts, config: Config) -> dict[str, float]:
+def _bytes(shape: ModelShape, config: Config) -> dict[str, float]:
     parallel, train, precision = config.parallel, config.train, config.precision
-    held, ranks = sum(_held(facts, config)), _state_ranks(config)
+    held, ranks = sum(_held(shape, config)), _state_ranks(config)
     sizes = {name: getattr(torch, getattr(precision, name)).itemsize for name in ("param", "reduce")}
     master = getattr(torch, precision.master).itemsize
     state = getattr(torch, precision.optimizer_state).itemsize
-    layer = max(x.dense / parallel.tp + x.routed / parallel.ep for x in facts.layers)
-    whole = 2 * max(layer, facts.ends / 2 / parallel.tp)
+    layer = max(x.dense / parallel.tp + x.routed / parallel.ep for x in shape.layers)
+    whole = 2 * max(layer, shape.ends / 2 / parallel.tp)
     zero = parallel.zero
     grads = held * sizes["reduce"] if zero < 2 else 0.0
     tokens = train.micro_batch * train.seq_len / parallel.cp
     most = max(
-        sum(n for n, _ in x.products) + sum(n for _, n, _ in x.experts) * facts.top_k
-        for x in facts.layers
+        sum(n for n, _ in x.products) + sum(n for _, n, _ in x.experts) * shape.top_k
+        for x in shape.layers
     )
     share = parallel.tp if parallel.sequence else 1
     kept = _KEPT.get(config.activation_checkpoint.mode, 0.5)
     one = tokens * sizes["param"]
-    each = one * (facts.width / share + kept * (6 * facts.width / share + 1.7 * most / parallel.tp))
+    each = one * (shape.width / share + kept * (6 * shape.width / share + 1.7 * most / parallel.tp))
     count = micro_batches(config)
     flight = min(count, parallel.pp)
     buffers = 0.0
@@ -295,11 +291,11 @@ def _bytes(facts: Facts, config: Config) -> dict[str, float]:
         if stages > 1:
             flight = min(count, flight + (parallel.pp - 1) / 2)
         # PipelineStage has a buffer for what each micro-batch receives, forward and backward.
-        buffers = 2 * stages * count * one * facts.width / share
-    working = one * (8 * facts.width / share + 4 * most / parallel.tp)
+        buffers = 2 * stages * count * one * shape.width / share
+    working = one * (8 * shape.width / share + 4 * most / parallel.tp)
     shown = min(tokens, train.loss_chunk) if train.loss_chunk else tokens
-    logits = shown * facts.vocabulary / (parallel.tp if parallel.loss else 1) * 2 * sizes["param"]
-    part, frozen = facts.trained, sizes["param"]
+    logits = shown * shape.vocabulary / (parallel.tp if parallel.loss else 1) * 2 * sizes["param"]
+    part, frozen = shape.trained, sizes["param"]
     if parallel.offload == "cpu":
         master = state = frozen = 0
     return {
@@ -309,7 +305,7 @@ def _bytes(facts: Facts, config: Config) -> dict[str, float]:
         "gathered": whole * (sizes["param"] + sizes["reduce"])
         if zero == 3
         else held * sizes["param"] * (ranks > 1 or sizes["param"] < 4),
-        "activations": each * facts.count / parallel.pp * flight + working + buffers,
+        "activations": each * shape.count / parallel.pp * flight + working + buffers,
         # A layer's backward begins after the loss's own memory was freed.
         "logits": max(0.0, logits - working),
     }

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from compose.parallel.mesh import AXES, Parallel
 from compose.planner import costs
 from compose.planner.cluster import Cluster
+from compose.planner.few_layers import linear
 from compose.planner.memory import Key, action_key, stand_ins
-from compose.planner.recorder import BACKWARD, Message, Operator, Record, Wait
-from compose.planner.reduction import linear
+from compose.planner.record import BACKWARD, Message, Operator, Record, Wait
 
 Seconds = dict[str, float]
 """Seconds by what they are: "all" of the action, and of it "exposed AXIS" and each kind of operator."""
@@ -34,18 +34,6 @@ def action_seconds(
     """Return the time of each kind of action of a record.
 
     "host" is the time in which the device waits for the host.
-
-    Args:
-        record: The record.
-        cluster: The devices and links.
-        degrees: The degrees of the mesh.
-        micro_batches: How many micro-batches it ran.
-        fused: Whether torch.compile fuses operators that follow one another in a layer.
-        compiled: Whether the host issues such operators at once too. Kernels that are fused by hand
-            leave it more to do, about as much as without them.
-
-    Returns:
-        The seconds by action. Messages between stages are not in them.
     """
     # The first stage has no input whose gradient it could compute: its I does nothing.
     found: dict[Key, Seconds] = {
@@ -110,10 +98,6 @@ def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
     """Return the seconds of an action with more layers.
 
     What is exposed may shrink with a layer. It does not fall below 0.
-
-    Args:
-        base: The seconds with few layers.
-        longer: How many layers to add, and the seconds with one more.
     """
     found = {name: max(0.0, value) for name, value in linear(base, longer).items()}
     found["all"] = sum(v for name, v in found.items() if name != "all" and not name.startswith("sent "))
@@ -121,12 +105,7 @@ def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
 
 
 def apart(seconds: Seconds, kind: str) -> tuple[float, float]:
-    """Return the parts of an action that need no input yet, and that come after its result.
-
-    Args:
-        seconds: The seconds of the action.
-        kind: Its kind: F, B, I or W.
-    """
+    """Return the parts of an action that need no input yet, and that come after its result."""
     exposed = sum(v for name, v in seconds.items() if name.startswith("exposed dp_"))
     return (exposed, 0.0) if kind == "F" else (0.0, exposed)
 
