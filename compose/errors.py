@@ -1,12 +1,8 @@
-"""The error for all mistakes in a user's input, and hints at the nearest known word.
+"""The error for mistakes in a user's input, and what all readers of input share.
 
-The keys of another library's JSON file: each is read, or may have some values, or says nothing.
-
-Paths that a person gives, as a key of a file or as a word of a command line.
-
-Files in folders that anyone may have made: reads and writes stay inside the folder.
-
-The parts of a config's keys: their types, their descriptions, and their values as TOML.
+Hints at the nearest known word; keys of other libraries' JSON files; paths that a person gives; reads
+and writes that stay inside a folder which anyone may have made; and the parts of a config's keys: their
+types, descriptions and values as TOML.
 
 A table of train.toml is a frozen dataclass next to the code that uses it. ``train.py --help`` prints
 the text under each field. A field without text is no key.
@@ -32,7 +28,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, Field
 
@@ -83,16 +79,7 @@ def shortened(text: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Return ``; did you mean X?`` for the nearest known word, or an empty string.
-
-    Args:
-        word: The unknown word.
-        known: The known words.
-        likeness: How like the words must be, from 0 to 1.
-
-    Returns:
-        The hint.
-    """
+    """Return ``; did you mean X?`` for the nearest known word (likeness: 0 to 1), or ""."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -111,13 +98,9 @@ class KnownKeys:
         besides: str,
         cures: Mapping[str, str] | None = None,
     ) -> None:
-        """Make the list; names are separated by spaces.
+        """Take keys that are read, ``only`` with some values change nothing, or never change anything.
 
-        Args:
-            read: Keys that are read.
-            only: Keys that would change something, with the values that change nothing.
-            besides: Keys that change nothing here, whatever their value is.
-            cures: What to do about a key of ``only``, for its message.
+        Names are separated by spaces; ``cures`` has what to do about a key of ``only``.
         """
         self.read, self.besides = frozenset(read.split()), frozenset(besides.split())
         self.only = {key: values for names, values in only.items() for key in names.split()}
@@ -127,12 +110,6 @@ class KnownKeys:
         """Return a line for each key that may change something and is not supported here.
 
         A key that nobody knows is off if its value is empty.
-
-        Args:
-            values: The parsed file.
-
-        Returns:
-            The lines.
         """
         return [
             f"{key if key.isidentifier() else _shown(key)}: {_shown(value)} is not supported here"
@@ -156,10 +133,8 @@ _VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 def local_path(text: str) -> str:
     """Return ``text`` with a home folder in place of ``~``.
 
-    Variables are not expanded: they differ between nodes, and where one is unset the path is another.
-
-    Raises:
-        ValueError: It would become a folder of that very name, which nobody means.
+    Raises ValueError for what would become a folder of that very name. Variables are not expanded: they
+    differ between nodes, and where one is unset the path is another.
     """
     if _STORE.match(text):
         raise ValueError("is in a remote store, which cannot be used; give a folder of this machine")
@@ -187,13 +162,6 @@ def leads_out(path: Path, folder: Path) -> bool:
     """Return whether ``path`` is a link to a place outside of ``folder``.
 
     Hugging Face's cache counts as one folder: its snapshots are links to the blobs beside them.
-
-    Args:
-        path: A path in ``folder``.
-        folder: A folder that a person named.
-
-    Returns:
-        True for a link that leads out.
     """
     if not path.is_symlink():
         return False
@@ -206,19 +174,9 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 
 def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
-    """Open a regular file that is no link, as ``open`` does; text is UTF-8.
+    """Open a regular file as ``open`` does; text is UTF-8, and the caller closes it.
 
-    Args:
-        path: The file.
-        mode: As in ``open``.
-        buffering: As in ``open``.
-
-    Returns:
-        The open file, which the caller closes.
-
-    Raises:
-        OSError: The path is a symbolic link, which could lead anywhere, or no regular file. A pipe, for
-            example, could block forever.
+    Raises OSError for a symbolic link, which could lead anywhere, and for a pipe, which could block.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -238,21 +196,13 @@ def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
 
 
 def read_own(path: Path) -> bytes:
-    """Return the content of a regular file that is no link.
-
-    Raises:
-        OSError: As :func:`open_own`, or the file cannot be read.
-    """
+    """Return the content of a regular file that is no link."""
     with open_own(path) as file:
         return file.read()
 
 
 def state_of(path: Path) -> os.stat_result:
-    """Return the system's data about a regular file; links are followed.
-
-    Raises:
-        OSError: It is no regular file. A pipe, for example, could block forever.
-    """
+    """Return the system's data about a regular file; links are followed. A pipe is an OSError."""
     state = path.stat()
     if not stat.S_ISREG(state.st_mode):
         raise OSError(errno.EINVAL, "is no file", str(path))
@@ -260,11 +210,7 @@ def state_of(path: Path) -> os.stat_result:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a regular file; links are followed.
-
-    Raises:
-        OSError: It is no regular file, or cannot be read.
-    """
+    """Return the content of a regular file; links are followed."""
     state_of(path)
     return path.read_bytes()
 
@@ -273,13 +219,6 @@ def write_whole(path: Path, content: bytes | str) -> None:
     """Write a small file so that a reader finds the old file or the new one, never a part.
 
     A link at ``path`` is replaced, and not followed.
-
-    Args:
-        path: The file.
-        content: Its content; text is written as UTF-8.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     aside = path.with_name(f".{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
@@ -364,3 +303,35 @@ def toml_value(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 4096:  # Python refuses to write it in decimal
         return hex(value)
     return repr(value)
+
+
+class ReadWith:
+    """In the type of a key: it is read only where another key of its table has one of some values.
+
+    ``ReadWith("is read with top_k; set {}", dtype="top_k")``. No value stands for any but the default.
+    One of several keys is enough, and the first is the cure.
+    """
+
+    def __init__(self, otherwise: str, **keys: tuple[str, ...]) -> None:
+        self.otherwise, self.keys = otherwise, keys
+
+    def problem(self, name: str, table: Any) -> str:
+        """Return why a key of ``table`` is not read; "" if it is."""
+        for key, values in self.keys.items():
+            if getattr(table, key) in (values or {getattr(table, key)} - {getattr(type(table), key)}):
+                return ""
+        key, values = next(iter(self.keys.items()))
+        wanted = " = " + " or ".join(map(toml_value, values)) if values else ""
+        return self.otherwise.format(f"{name}.{key}{wanted}")
+
+
+def unread_keys(name: str, table: Any) -> list[str]:
+    """Return a line for each key of the table ``name`` that is set, and that nothing reads."""
+    types, lines = get_type_hints(type(table), include_extras=True), []
+    for each in dataclasses.fields(table):
+        value = getattr(table, each.name)
+        needs = [need for need in get_args(types[each.name]) if isinstance(need, ReadWith)]
+        problems = [problem for need in needs if (problem := need.problem(name, table))]
+        if value != each.default and problems:
+            lines.append(f"{name}.{each.name}: {toml_value(value)} {problems[0]}")
+    return lines

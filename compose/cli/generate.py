@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 import torch.distributed as dist
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +26,7 @@ from compose.config import rules
 from compose.config.job import Job
 from compose.config.models import max_seq_len
 from compose.config.tables import Checkpoint, Comm, Compile, Config, Parallel, without_add_ons
-from compose.config.toml import COMMAND_LINE, override
+from compose.config.toml import COMMAND_LINE, override, typed
 from compose.config.toml import load as load_toml
 from compose.data.ends import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, Tokenizer, open_tokenizer
@@ -128,12 +128,10 @@ def _sampling(flags: Mapping[str, str]) -> Sampling:
         flag = f"--{name.replace('_', '-')}"
         if flag not in flags:
             continue
-        checked = TypeAdapter(types[name], config=ConfigDict(allow_inf_nan=False))
         try:
-            given[name] = checked.validate_python(flags[flag])
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"].removeprefix("Input should be ").partition(", unable")[0]
-            problems.append(f"{COMMAND_LINE}: {flag}: {flags[flag]} should be {reason}")
+            given[name] = typed(types[name], flags[flag], text=True)
+        except ValueError as error:
+            problems.append(f"{COMMAND_LINE}: {flag}: {error}")
     if problems:
         raise ConfigError(*problems)
     return Sampling(**given)

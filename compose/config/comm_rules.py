@@ -2,13 +2,10 @@
 
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
 
-from compose.config.rule import Rule, Setup
-from compose.errors import ConfigError, toml_value
+from compose.config.rule import Rule, Setup, all_keys_read
+from compose.errors import ConfigError
 from compose.parallel.coded_units import check_near
-from compose.parallel.comm import Comm
 from compose.parallel.stream_messages import SendsActivations
-
-_READ_BY = {"rank": ("powersgd",), "density": ("top_k",), "near": ("bfloat16", "int8", "int4")}
 
 
 def _ranks(setup: Setup) -> tuple[int, int]:
@@ -78,25 +75,6 @@ def _near(setup: Setup) -> None:
     check_near(setup.options.comm.near, setup.degrees.zero, *_ranks(setup))
 
 
-def _read(setup: Setup) -> None:
-    comm, default = setup.options.comm, Comm()
-    problems = []
-    for key, kinds in _READ_BY.items():
-        value = getattr(comm, key)
-        others = key == "near" and comm.weights == "int4_diff"
-        if value != getattr(default, key) and comm.gradients not in kinds and not others:
-            problems.append(
-                f"comm.{key}: {toml_value(value)} is read with other messages; set comm.gradients ="
-                f" {' or '.join(toml_value(kind) for kind in kinds)}"
-            )
-    if comm.start_step and comm.gradients == "off":
-        problems.append(
-            f"comm.start_step: {comm.start_step} is for compressed gradients; set comm.gradients"
-        )
-    if problems:
-        raise ConfigError(*problems)
-
-
 def _kept(setup: Setup) -> None:
     if setup.options.comm.weights != "int4_diff":
         return
@@ -151,7 +129,7 @@ COMM: list[Rule[Setup]] = [
     Rule(
         "comm.rank goes with powersgd, density with top_k, near with what is sent in blocks",
         "other messages would not read it",
-        _read,
+        all_keys_read("comm", lambda setup: setup.options.comm),
     ),
     Rule(
         "comm.weights int4_diff goes without parallel.offload and zero3_reshard",

@@ -1,11 +1,241 @@
-"""All rules of a composition, and the check that ``compose.apply`` makes."""
+"""All rules of a composition, with those of a step, and the check that ``compose.apply`` makes.
+
+A step's rules say what it may keep, recompute, compile and move, and in which dtypes.
+"""
+
+import torch
 
 from compose.config.addons import brought
 from compose.config.comm_rules import COMM
 from compose.config.mesh_rules import MESH
-from compose.config.rule import Rule, Setup, problems_of
-from compose.config.step_rules import STEP
+from compose.config.rule import Rule, Setup, all_keys_read, problems_of
 from compose.errors import ConfigError
+from compose.memory.activation_checkpointing import operators
+from compose.memory.compilation import check_whole
+from compose.memory.float8 import EXCEPTED, select_layers
+from compose.ops.torch_versions import splits_functions
+from compose.parallel.data_parallel import check_offload
+from compose.pipeline.schedules import splits_backward
+
+
+def _offload_compiled(setup: Setup) -> None:
+    if setup.options.activation_checkpoint.offload and setup.options.compile.mode != "off":
+        raise ConfigError(
+            "activation_checkpoint.offload: true and a compiled layer, which keeps what it saves to"
+            ' itself, do not go together; use compile.mode = "off"'
+        )
+
+
+def _recompute_units(setup: Setup) -> None:
+    chosen = setup.options.activation_checkpoint
+    operators(chosen.keep)
+    units = len(setup.resolved.checkpoint)
+    if chosen.mode == "every_k" and chosen.every > units > 0:
+        raise ConfigError(
+            f"activation_checkpoint.every: {chosen.every} is more than the {units} units, so none would"
+            f" be recomputed; nearest: {units}"
+        )
+
+
+def _backward_in_two_parts(setup: Setup) -> bool:
+    """Return whether the schedule runs the backward of inputs and of weights separately."""
+    degrees = setup.degrees
+    if degrees.pp == 1:
+        return False
+    return splits_backward(
+        degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, setup.micro_batches
+    )
+
+
+def _recompute_split(setup: Setup) -> None:
+    degrees, mode = setup.degrees, setup.options.activation_checkpoint.mode
+    if mode in ("selective", "budget") and _backward_in_two_parts(setup):
+        raise ConfigError(
+            f'activation_checkpoint.mode: "{mode}" gives what it kept out once, and'
+            f" {degrees.pp_schedule} runs backward in two parts; use"
+            ' activation_checkpoint.mode = "full" or "every_k"'
+        )
+
+
+def _split(setup: Setup) -> None:
+    pipeline = setup.resolved.pipeline
+    if pipeline and not pipeline.two_parts and _backward_in_two_parts(setup):
+        raise ConfigError(
+            f"parallel.pp_schedule: {setup.degrees.pp_schedule} runs backward in two parts, which"
+            " PyTorch cannot do where a weight enters the stream at several places, as plan.pipeline"
+            ' says; use "Interleaved1F1B"'
+        )
+
+
+def _recompute_compiled(setup: Setup) -> None:
+    mode = setup.options.activation_checkpoint.mode
+    if setup.options.compile.mode == "off" or mode not in ("selective", "budget"):
+        return
+    if setup.resolved.expert:
+        raise ConfigError(
+            f'activation_checkpoint.mode: "{mode}" does not see into the parts of a layer that are'
+            " compiled alone, as with experts; use activation_checkpoint.mode ="
+            ' "full" or "every_k", or compile.mode = "off"'
+        )
+
+
+def _compiled_in_two_parts(setup: Setup) -> None:
+    mode = setup.options.compile.mode
+    if mode != "off" and _backward_in_two_parts(setup):
+        raise ConfigError(
+            f'compile.mode: "{mode}" makes graphs whose backward cannot run in two parts, as'
+            f' {setup.degrees.pp_schedule} does; use parallel.pp_schedule = "Interleaved1F1B", or'
+            ' compile.mode = "off"'
+        )
+
+
+def _compiled_whole(setup: Setup) -> None:
+    check_whole(setup.options.compile.mode, setup.degrees.tp)
+
+
+def _async_tp(setup: Setup) -> None:
+    chosen = setup.options.compile
+    if chosen.async_tp and (not setup.on_cuda or chosen.mode == "off" or setup.degrees.tp == 1):
+        lack = (
+            "CUDA" if not setup.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
+        )
+        raise ConfigError(f"compile.async_tp: true needs {lack}; use compile.async_tp = false")
+
+
+def _master(setup: Setup) -> None:
+    precision = setup.options.precision
+    if precision.master not in ("float32", precision.param):
+        raise ConfigError(
+            f"precision.master: {precision.master} keeps less than precision.param = {precision.param}"
+            f' uses; use precision.param = "{precision.master}"'
+        )
+
+
+def _float8(setup: Setup) -> None:
+    recipe = setup.options.precision.float8
+    if recipe == "off" or not setup.resolved.float8:
+        return
+    choice = select_layers(setup.model, setup.resolved, setup.degrees.tp, recipe, setup.device_type)
+    if not choice.converted:
+        reasons = list(choice.left.values())
+        shape = next((reason for reason in reasons if reason != EXCEPTED), "")
+        why = f"the first's part of {shape}" if shape else f"they are {EXCEPTED}"
+        raise ConfigError(
+            f"precision.float8: {recipe} would change none of {len(reasons)} linear layers: {why}; use"
+            ' precision.float8 = "off"'
+        )
+
+
+def _float8_offloaded(setup: Setup) -> None:
+    degrees, recipe = setup.degrees, setup.options.precision.float8
+    shared = degrees.dp_shard * degrees.cp > 1
+    if setup.on_cuda and recipe == "tensorwise" and degrees.offload == "cpu" and shared:
+        raise ConfigError(
+            'precision.float8: tensorwise with parallel.offload = "cpu" would find the scales of'
+            ' weights in host memory, where NCCL reaches none; use precision.float8 = "rowwise"'
+        )
+
+
+def _float8_split(setup: Setup) -> None:
+    recipe = setup.options.precision.float8
+    if recipe != "off" and not splits_functions() and _backward_in_two_parts(setup):
+        raise ConfigError(
+            f"precision.float8: {recipe} makes a layer one function of input and weight, whose backward"
+            f" torch {torch.__version__} cannot run in two parts, as {setup.degrees.pp_schedule} does;"
+            ' use torch 2.13, or parallel.pp_schedule = "Interleaved1F1B"'
+        )
+
+
+def _offload(setup: Setup) -> None:
+    check_offload(setup.model, setup.degrees.zero, setup.degrees.offload)
+
+
+STEP: list[Rule[Setup]] = [
+    Rule(
+        "activation_checkpoint.offload goes without torch.compile",
+        "hooks on saved tensors cannot be traced",
+        _offload_compiled,
+    ),
+    Rule(
+        "activation_checkpoint.every, keep and budget go with the mode of that name (keep: selective)",
+        "the other modes would not read it",
+        all_keys_read("activation_checkpoint", lambda setup: setup.options.activation_checkpoint),
+    ),
+    Rule(
+        "activation_checkpoint.keep names operators, and every is at most the plan's units",
+        "anything else would quietly keep or recompute nothing",
+        _recompute_units,
+    ),
+    Rule(
+        "with modes selective and budget, the schedule runs backward in one piece (not the zero-bubble"
+        " schedules and DualPipeV)",
+        "its second part would ask again for what was kept for the first",
+        _recompute_split,
+        upstream="torch/utils/checkpoint.py, _CachedTorchDispatchMode, which hands each kept result out"
+        " once",
+    ),
+    Rule(
+        "where the plan's pipeline says two_parts=False, the schedule runs backward in one piece (not"
+        " the zero-bubble schedules and DualPipeV)",
+        "the part of weights would run through what an earlier part has freed",
+        _split,
+        upstream="torch/distributed/pipelining/_backward.py, stage_backward_weight",
+    ),
+    Rule(
+        "with selective or budget and torch.compile, every layer is one graph: no experts",
+        "what a part compiled alone computes is not seen operator by operator",
+        _recompute_compiled,
+    ),
+    Rule(
+        'compile.mode "model" goes without tp',
+        "Dynamo cannot trace the hooks by which styles change tensors between modules; block compiles"
+        " what is between them",
+        _compiled_whole,
+        upstream="torch/_dynamo, of hooks that torch.distributed.tensor.distribute_module adds",
+    ),
+    Rule(
+        "with torch.compile, the schedule runs backward in one piece",
+        "a graph's backward overwrites what it reads, and gives wrong gradients where it may not",
+        _compiled_in_two_parts,
+        upstream="torch/_functorch/config.py, donated_buffer",
+    ),
+    Rule(
+        "compile.async_tp has CUDA, tp and torch.compile",
+        "Inductor splits products for tp's messages by symmetric memory",
+        _async_tp,
+        upstream="torch/distributed/_symmetric_memory, enable_symm_mem_for_group",
+    ),
+    Rule(
+        "precision.master is float32 or precision.param",
+        "what is kept in fewer bits than it is used in gains nothing from more",
+        _master,
+    ),
+    Rule(
+        "with precision.float8, torchao is installed, and some layer's sides on a tp rank are multiples"
+        " of 16 and large enough to gain",
+        "the kernels take rows of 16 bytes, and small products lose more by the scaling than they gain;"
+        " where float8 is emulated, small ones are taken too",
+        _float8,
+        upstream="aten/src/ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_cuda",
+    ),
+    Rule(
+        "on CUDA, precision.float8 tensorwise keeps sharded weights on the device",
+        "one collective finds the scales of all of them, and NCCL sends nothing from host memory",
+        _float8_offloaded,
+        upstream="torchao/float8/fsdp_utils.py, precompute_float8_dynamic_scale_for_fsdp",
+    ),
+    Rule(
+        "with precision.float8 and torch before 2.13, the schedule runs backward in one piece",
+        "a float8 layer is one function of its input and weight, which the split cannot enter",
+        _float8_split,
+        upstream="torch/distributed/pipelining/_backward.py, stage_backward_input",
+    ),
+    Rule(
+        "with parallel.offload, zero is 3, and every parameter has dims",
+        "other stages hold whole parameters on the device, and a parameter without dims has no shards",
+        _offload,
+    ),
+]
 
 COMPOSITION: list[Rule[Setup]] = [
     *(MESH + STEP + COMM),

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
 from compose.composition import Options
-from compose.errors import ConfigError
+from compose.errors import ConfigError, unread_keys
 from compose.parallel.mesh import Parallel
 from compose.plan import Resolved
 
@@ -57,15 +57,7 @@ class Rule(Generic[Asked]):
 
 
 def problems_of(rules: Sequence[Rule[Asked]], asked: Asked) -> list[str]:
-    """Check rules, and return all problems.
-
-    Args:
-        rules: The rules to check.
-        asked: The setup, or the run.
-
-    Returns:
-        One line for each problem, without repetition.
-    """
+    """Return one line for each problem of the setup, or the run, without repetition."""
     found: list[str] = []
     for rule in rules:
         try:
@@ -73,3 +65,13 @@ def problems_of(rules: Sequence[Rule[Asked]], asked: Asked) -> list[str]:
         except ConfigError as error:
             found += error.problems
     return list(dict.fromkeys(found))
+
+
+def all_keys_read(name: str, table_of: Callable[[Asked], Any]) -> Callable[[Asked], None]:
+    """Return the check that each key of the table ``name`` that is set is also read (``ReadWith``)."""
+
+    def check(asked: Asked) -> None:
+        if problems := unread_keys(name, table_of(asked)):
+            raise ConfigError(*problems)
+
+    return check

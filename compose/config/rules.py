@@ -1,8 +1,9 @@
 """The rules between keys: one table. Each rule has a condition, a reason and a cure.
 
 The checks run before any process group is started. ``compose.apply`` checks the rules of the
-composition again, for users who call it without a config. Nothing else refuses a composition.
-``python -m compose.config.rules_page`` prints ``docs/composition.md`` from this table.
+composition (composition_rules.py) again, for users who call it without a config. The rules here are
+those of a run: what its batch, data and optimizer need besides. ``python -m compose.config.rules``
+prints docs/composition.md from the whole table.
 """
 
 import itertools
@@ -15,41 +16,247 @@ from compose.config import rule as setup
 from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION
 from compose.config.job import Job, make_job
-from compose.config.models import find_model
+from compose.config.models import find_model, max_seq_len
 from compose.config.rule import Rule
-from compose.config.run_rules import RUN, check_adapters
 from compose.config.tables import Config
 from compose.errors import ConfigError
+from compose.memory.lora import is_adapter
+from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import AXES, resolve_degrees
-from compose.pipeline.schedules import placement
-from compose.pipeline.split import balanced
+from compose.parallel.tensor_parallel import sequence_ranks
+from compose.pipeline.schedules import build_table, placement
+from compose.pipeline.split import balanced, layer_names
+from compose.plan import inside
 
-__all__ = ["RULES", "Rule", "check", "meshes", "problems_of", "survey"]
+_TRIED = 1_000_000  # most sizes to try for a size that divides
 
-_OF_RUN: list[Rule[Job]] = RUN + [rule for _, rules in brought("run_rules") for rule in rules()]
-RULES: list[Rule[Any]] = [*COMPOSITION, *_OF_RUN]
+
+def _task(job: Job) -> None:
+    task = find_model(job.config.model.name).task
+    if task and (problems := task.check(job.config)):
+        raise ConfigError(*problems)
+
+
+def _global_batch(job: Job) -> None:
+    train, degrees = job.whole.train, job.whole.parallel
+    ranks = degrees.dp_replicate * degrees.dp_shard
+    unit = ranks * train.micro_batch
+    if train.global_batch % unit == 0:
+        return
+    nearest = max(1, round(train.global_batch / unit)) * unit
+    raise ConfigError(
+        f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
+        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}"
+        + _smaller_micro_batch(train.global_batch, ranks, train.micro_batch)
+    )
+
+
+def _smaller_micro_batch(global_batch: int, ranks: int, micro_batch: int) -> str:
+    if global_batch % ranks:
+        return ""
+    share = global_batch // ranks
+    most = min(micro_batch, share)
+    if most > _TRIED:
+        return ""
+    best = max(size for size in range(1, most + 1) if share % size == 0)
+    return f", or train.micro_batch = {best}"
+
+
+def _sequence(job: Job) -> None:
+    seq_len, tp = job.config.train.seq_len, job.degrees.tp
+    # With cp, a sequence is padded to a length that both degrees divide.
+    if seq_len % sequence_ranks(job.resolved.tensor, tp) == 0 or job.degrees.cp > 1:
+        return
+    nearest = max(1, round(seq_len / tp)) * tp
+    cure = "" if job.plan.expert else ", or parallel.sequence = false"
+    raise ConfigError(
+        f"train.seq_len: {seq_len} is not a multiple of parallel.tp {tp}, which"
+        f" {'a mixture of experts' if job.plan.expert else 'parallel.sequence'} needs;"
+        f" nearest: {nearest}{cure}"
+    )
+
+
+def _positions(job: Job) -> None:
+    seq_len, most = job.config.train.seq_len, max_seq_len(job.config.model.config)
+    if most is not None and seq_len > most:
+        raise ConfigError(
+            f"train.seq_len: {seq_len} is more than the {most} positions that the model has;"
+            f" nearest: {most}, or model.max_seq_len = {seq_len}"
+        )
+
+
+def _micro_batches(job: Job) -> None:
+    degrees, count = job.degrees, job.micro_batches
+    if degrees.pp == 1 or not count:
+        return
+    try:
+        build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
+    except ConfigError as error:
+        ranks = degrees.dp_replicate * degrees.dp_shard
+        unit = f" (train.global_batch is {ranks * job.config.train.micro_batch} times that)"
+        raise ConfigError(
+            *(f"{p}{unit if '; nearest: ' in p else ''}" for p in error.problems)
+        ) from None
+
+
+def _validation(job: Job) -> None:
+    every, path = job.config.train.validate_every, job.config.data.validation
+    if every and not path:
+        raise ConfigError(f"train.validate_every: {every} has nothing to measure; set data.validation")
+    if path and not every:
+        raise ConfigError(f"data.validation: {path} is never read; set train.validate_every too")
+
+
+def _optimizer(job: Job) -> None:
+    parameter_rules(job.model, job.plan, job.config.optimizer)
+
+
+def _output(job: Job) -> None:
+    if job.config.train.loss_chunk and not job.plan.output:
+        raise ConfigError(
+            f"train.loss_chunk: {job.config.train.loss_chunk} needs a projection whose output are the"
+            " logits, and the model's plan names none (plan.output); use train.loss_chunk = 0"
+        )
+
+
+def _optimizer_offload(job: Job) -> None:
+    options, precision = job.config.optimizer, job.config.precision
+    if options.offload == "none":
+        return
+    needs = {
+        "optimizer.name": (options.name, "adamw"),
+        "optimizer.implementation": (options.implementation, "fused"),
+        "precision.optimizer_state": (precision.optimizer_state, "float32"),
+        "precision.master": (precision.master, "float32"),
+    }
+    problems = [
+        f'{key}: {value} with optimizer.offload = "{options.offload}"; use "{needed}", or'
+        ' optimizer.offload = "none"'
+        for key, (value, needed) in needs.items()
+        if value != needed
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _muon_offload(job: Job) -> None:
+    if job.degrees.offload != "none" and job.config.optimizer.name != "adamw":
+        raise ConfigError(
+            f"optimizer.name: {job.config.optimizer.name} sends matrices from device to device, and"
+            f' parallel.offload = "cpu" has them in host memory; use "adamw", or parallel.offload ='
+            ' "none"'
+        )
+
+
+def check_adapters(job: Job) -> None:
+    """Raise ConfigError if a stage of the pipeline, whose layers are known, has no adapter."""
+    pipeline, layers = job.plan.pipeline, job.degrees.pp_layers
+    if not job.config.model.lora.rank or job.degrees.pp == 1 or pipeline is None or not layers:
+        return
+    names, start = layer_names(job.model, pipeline), 0
+    for stage, count in enumerate(layers):
+        mine = {f"{pipeline.layers}.{name}" for name in names[start : start + count]}
+        start += count
+        if not any(is_adapter(n) and inside(n, mine) for n, _ in job.model.named_parameters()):
+            held = f"layers {start - count} to {start - 1}" if count else "no layers"
+            raise ConfigError(
+                f"model.lora.targets: stage {stage} of the pipeline, with {held}, has no adapter and so"
+                " no gradient; name layers of every stage, or set parallel.pp_layers"
+            )
+
+
+def _frozen_routers(job: Job) -> None:
+    rate = getattr(job.config.model.config, "bias_rate", 0.0)
+    if job.config.model.lora.rank and rate:
+        raise ConfigError(
+            f"model.bias_rate: {rate:g} moves the biases of routers, and model.lora freezes all but"
+            " adapters; use model.bias_rate = 0.0"
+        )
+
+
+RUN: list[Rule[Job]] = [
+    Rule(
+        "the keys suit what the model learns",
+        "the task of the model's folder reads some keys otherwise, or not at all",
+        _task,
+    ),
+    Rule(
+        "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
+        "every rank runs the same number of equal micro-batches, since collectives must match",
+        _global_batch,
+    ),
+    Rule(
+        "with sequence, or with experts, and without cp, seq_len is a multiple of tp",
+        "a local tensor carries no global shape, so every rank must hold an equal part",
+        _sequence,
+    ),
+    Rule(
+        "seq_len is at most model.max_seq_len, if the model has this key",
+        "a table of positions has no row for a later token",
+        _positions,
+    ),
+    Rule(
+        "the schedule can run as many micro-batches as global_batch and micro_batch make",
+        "interleaved schedules go in rounds of equal length; DualPipeV fills every stage first",
+        _micro_batches,
+        upstream="torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,"
+        " ScheduleInterleavedZeroBubble and ScheduleDualPipeV, __init__",
+    ),
+    Rule(
+        "with train.loss_chunk, the plan names the output projection",
+        "a loss in chunks takes its place",
+        _output,
+    ),
+    Rule(
+        "data.validation and train.validate_every go together",
+        "one says on what the loss is measured, the other when",
+        _validation,
+    ),
+    Rule(
+        "the patterns of lr_scale, weight_decay_scale and muon_except name parameters; with muon,"
+        " layers hold matrices",
+        "a mistyped pattern would leave what it means as it is, and muon without matrices is AdamW",
+        _optimizer,
+    ),
+    Rule(
+        "with optimizer.offload, the optimizer is the fused AdamW, its state and the weights float32",
+        "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
+        " written",
+        _optimizer_offload,
+    ),
+    Rule(
+        "with model.lora, routers keep their biases",
+        "an export of adapters could not hold what else has changed",
+        _frozen_routers,
+    ),
+    Rule(
+        "with model.lora and pp, every stage has an adapter",
+        "a stage that trains nothing has no backward, for which the stages after it wait",
+        check_adapters,
+    ),
+    Rule(
+        "with parallel.offload, the optimizer is AdamW",
+        "Muon's messages are the device's",
+        _muon_offload,
+    ),
+    *(rule for _, rules in brought("run_rules") for rule in rules()),
+]
+
+RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 
 
 def problems_of(job: Job) -> list[str]:
     """Return all problems of a job, one line each."""
     return [
         *setup.problems_of(COMPOSITION, job.setup),
-        *setup.problems_of(_OF_RUN, job),
+        *setup.problems_of(RUN, job),
     ]
 
 
 def check(config: Config, world_size: int) -> Job:
-    """Work out the job of ``config``, and check it against the table.
+    """Return the job of a config on a number of ranks, with its degrees and its stages' layers.
 
-    Args:
-        config: The config. One degree may still be -1, and the layers of the stages may be unknown.
-        world_size: Number of ranks.
-
-    Returns:
-        The job; the degrees and layers in its config are known.
-
-    Raises:
-        ConfigError: The config is not legal, with all problems.
+    Raises ConfigError, with all problems, if it is not legal.
     """
     degrees = resolve_degrees(config.parallel, world_size)
     job = make_job(replace(config, parallel=degrees), world_size)
@@ -79,15 +286,7 @@ def meshes(world_size: int) -> Iterator[dict[str, int]]:
 
 
 def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], list[str]]]:
-    """Yield each mesh with its problems.
-
-    Args:
-        config: The config to check on each mesh.
-        world_size: Number of ranks.
-
-    Returns:
-        An iterator over (degrees by axis, lines of problems).
-    """
+    """Yield the degrees of each mesh of so many ranks, with the problems of ``config`` on it."""
     model = find_model(config.model.name).on_meta(config.model.config)
     for degrees in meshes(world_size):
         try:
@@ -97,3 +296,36 @@ def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], li
             yield degrees, error.problems
             continue
         yield degrees, problems_of(job)
+
+
+_HEAD = """\
+# What composes
+
+Any product of `dp_replicate`, `dp_shard`, `cp`, `tp` and `pp` composes, with any `ep` over it, every
+ZeRO stage, schedule and `cp_method`, tied and untied embeddings, and documents packed into a sequence,
+unless a rule below says no. The checks of a config read the same table, `compose/config/rules.py`.
+The tests prove that every mesh of 8 ranks is either refused by it or equal to one process.
+`python -m compose.config.rules` prints this page. Which meshes a config allows:
+
+```bash
+python -m compose legal train.toml --world-size 8
+```
+
+| what must hold | why | forced by |
+| --- | --- | --- |"""
+_TAIL = """
+Where the last column is empty, arithmetic asks for it. A refusal names the key, the reason and the
+nearest change that helps."""
+
+
+def markdown() -> str:
+    """Return the text of docs/composition.md."""
+    rows = [
+        f"| {rule.condition} | {rule.reason} | {rule.upstream and 'PyTorch: ' + rule.upstream} |"
+        for rule in RULES
+    ]
+    return "\n".join([_HEAD, *rows, _TAIL])
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -33,7 +33,6 @@ else:
 COMMAND_LINE = "command line"
 _MOST_FILES = 100  # in a chain of files that extend one another
 _SHOWN = 200  # characters of a value in a message
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class _Vanished(float):
@@ -59,14 +58,7 @@ class Keys:
     problems: list[str] = field(default_factory=list)
 
     def set(self, table: str, key: str, value: Any, origin: str) -> None:
-        """Set a raw value, or those of a table within the table.
-
-        Args:
-            table: The table.
-            key: The key in it.
-            value: The raw value.
-            origin: The file, or the command line.
-        """
+        """Set a raw value, or those of a table within the table."""
         inner = f"{table}.{key}"
         if inner in TABLES and isinstance(value, dict):
             for name, each in value.items():
@@ -76,31 +68,16 @@ class Keys:
         self.origins[table, key] = origin
 
     def problem(self, table: str, key: str, text: str) -> None:
-        """Note a problem with a key.
-
-        Args:
-            table: The table.
-            key: The key in it.
-            text: What is wrong.
-        """
+        """Note what is wrong with a key."""
         self.problems.append(f"{self.origins[table, key]}: {table}.{key}: {text}")
 
 
 def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = False) -> Config:
     """Read a file, apply overrides, and check each key by itself.
 
-    ``rules.check`` checks the rules between keys.
-
-    Args:
-        file: The TOML file.
-        overrides: Keys with the text of their values: (("train.steps", "20"), ...).
-        alone: The file comes from a folder that anyone may have made, so it may not name another file.
-
-    Returns:
-        The config.
-
-    Raises:
-        ConfigError: Every problem found.
+    Overrides are keys with the text of their values: ("train.steps", "20"). ``alone``: the file comes
+    from a folder that anyone may have made, so it may not name another file. Raises ConfigError with
+    every problem. ``rules.check`` checks the rules between keys.
     """
     keys = Keys()
     _read(file, keys, (), alone)
@@ -110,18 +87,7 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = Fal
 
 
 def given_keys(file: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
-    """Return the keys that a file, the files that it extends, or a command line sets.
-
-    Args:
-        file: The TOML file.
-        overrides: Keys of the command line with the text of their values.
-
-    Returns:
-        The file of each key "table.key", or COMMAND_LINE.
-
-    Raises:
-        ConfigError: A file cannot be read.
-    """
+    """Return the file that sets each key "table.key", or COMMAND_LINE."""
     keys = Keys()
     _read(file, keys, ())
     found = {f"{table}.{key}": origin for (table, key), origin in keys.origins.items()}
@@ -129,18 +95,7 @@ def given_keys(file: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str
 
 
 def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
-    """Return ``config`` with overrides applied, checked as in :func:`load`.
-
-    Args:
-        config: The config.
-        overrides: Keys with the text of their values.
-
-    Returns:
-        A new config.
-
-    Raises:
-        ConfigError: Every problem found.
-    """
+    """Return ``config`` with overrides applied, checked as in :func:`load`."""
     keys = Keys()
     for table, key, value in _values(config):
         keys.set(table, key, value, config.source)
@@ -233,17 +188,9 @@ def _parse_value(text: str) -> Any:
 
 
 def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
-    """Return a hint for an unknown key, or an empty string.
+    """Return a hint for an unknown key of a table with some known ones, or an empty string.
 
-    The hint is a table of that name, the same key of another table, or a similar key.
-
-    Args:
-        key: The unknown key.
-        table: The table in which it was given, if any.
-        known: The keys of that table.
-
-    Returns:
-        The hint.
+    It is a table of that name, the same key of another table, or a similar key.
     """
     key = key.lstrip("-")
     if key in TABLES:
@@ -275,22 +222,31 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
         if vanished:
             keys.problem(table, key, f"{vanished[0].text} is too near 0 for a float, which would be 0")
             continue
-        # A frozen dataclass has tuples for TOML's arrays.
-        given = tuple(value) if isinstance(value, list) else value
         try:
-            good[key] = TypeAdapter(types[attribute(key)], config=_STRICT).validate_python(given)
-        except ValidationError as error:
-            kind_name, got = type_name(types[attribute(key)]), toml_value(value)
-            got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
-            detail = error.errors()[0]
-            if detail["type"].endswith(("_type", "literal_error")):
-                keys.problem(table, key, f"expected {kind_name}, got {got}")
-            elif detail["type"] == "value_error":
-                keys.problem(table, key, f"{got} {detail['msg'].removeprefix('Value error, ')}")
-            else:
-                reason = detail["msg"].removeprefix("Input should be ")
-                keys.problem(table, key, f"{got} should be {reason}")
+            good[key] = typed(types[attribute(key)], value)
+        except ValueError as error:
+            keys.problem(table, key, str(error))
     return good
+
+
+def typed(kind: Any, value: Any, text: bool = False) -> Any:
+    """Return a value of a TOML file as a field of type ``kind``; with ``text`` it is a flag's.
+
+    Raises ValueError, which says what is wrong with the value.
+    """
+    # A frozen dataclass has tuples for TOML's arrays.
+    given = tuple(value) if isinstance(value, list) else value
+    settings = ConfigDict(strict=not text, allow_inf_nan=False)
+    try:
+        return TypeAdapter(kind, config=settings).validate_python(given)
+    except ValidationError as error:
+        detail = error.errors()[0]
+    shown = value if text else toml_value(value)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    if not text and detail["type"].endswith(("_type", "literal_error")):
+        raise ValueError(f"expected {type_name(kind)}, got {shown}")
+    reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    raise ValueError(f"{shown} {reason.partition(', unable')[0]}")
 
 
 def _vanishes(value: Any) -> TypeGuard[_Vanished]:

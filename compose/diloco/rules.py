@@ -1,12 +1,11 @@
 """Rules of islands: what [outer] needs of the mesh, the model and its own keys."""
 
-import dataclasses
 import math
 
 from compose.config.job import Job
-from compose.config.rule import Rule
-from compose.diloco.options import ROW, Outer
-from compose.errors import ConfigError, toml_value
+from compose.config.rule import Rule, all_keys_read
+from compose.diloco.options import ROW
+from compose.errors import ConfigError
 
 
 def _several(job: Job) -> None:
@@ -16,21 +15,6 @@ def _several(job: Job) -> None:
             f"outer.every: {every} is for islands, the ranks of parallel.dp_replicate, which is 1; use"
             " parallel.dp_replicate = 2 or more, or outer.every = 0"
         )
-
-
-def _read(job: Job) -> None:
-    outer = job.config.outer
-    problems = []
-    for field in dataclasses.fields(Outer):
-        value = getattr(outer, field.name)
-        if not outer.every and value != field.default:
-            problems.append(
-                f"outer.{field.name}: {toml_value(value)} is read with islands; set outer.every"
-            )
-    if outer.every and outer.dtype != "top_k" and outer.density != Outer.density:
-        problems.append(f'outer.density: {outer.density} is read with top_k; set outer.dtype = "top_k"')
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _fragments(job: Job) -> None:
@@ -72,7 +56,7 @@ ISLANDS: list[Rule[Job]] = [
     Rule(
         "the other keys of [outer] go with outer.every, and density with top_k",
         "a key that changes nothing would look like one that works",
-        _read,
+        all_keys_read("outer", lambda job: job.config.outer),
     ),
     Rule(
         "outer.every is a multiple of the fragments, and outer.delay is less than the steps between two"

@@ -14,7 +14,7 @@ Values are the same in each: what runs again runs the same kernels on the same i
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from compose.errors import ConfigError, Fraction, Positive, did_you_mean
+from compose.errors import ConfigError, Fraction, Positive, ReadWith, did_you_mean
 from compose.memory.activation_bytes import UnitCost, unit_costs
 from compose.ops.batch import Sample
 from compose.ops.torch_versions import bypass_saved_tensors_hooks
@@ -57,6 +57,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+_MODE = "is read in another mode; set {}"
+
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
@@ -65,12 +67,16 @@ class ActivationCheckpoint:
     mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
     """What backward computes again: full: all but each unit's input; every_k: the same of every k-th
     unit; selective: all but the input and what keep names; budget: what does not fit in it."""
-    every: Positive = 2
+    every: Annotated[Positive, ReadWith(_MODE, mode=("every_k",))] = 2
     """With every_k: k."""
-    keep: tuple[str, ...] = ("matmul", "attention", "messages")
+    keep: Annotated[tuple[str, ...], ReadWith(_MODE, mode=("selective",))] = (
+        "matmul",
+        "attention",
+        "messages",
+    )
     """With selective: the operators whose results are kept: matmul, attention, messages, or aten's by
     name."""
-    budget: Fraction = 0.5
+    budget: Annotated[Fraction, ReadWith(_MODE, mode=("budget",))] = 0.5
     """With budget: what may be kept as a fraction of what mode none keeps in the units."""
     offload: bool = False
     """Keep what units save for backward in host memory."""

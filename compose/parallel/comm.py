@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from compose.errors import NonNegative, Positive
+from compose.errors import NonNegative, Positive, ReadWith
 
 Density = Annotated[float, Field(gt=0, le=1)]
+_OTHERS = "is read with other messages; set {}"
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,21 @@ class Comm:
     """How tp sends activations and their gradients, and ep the rows of experts."""
     block: Positive = 256
     """Elements of int8, int4 and float8 that share a scale; a power of two."""
-    near: Positive = 1
+    near: Annotated[
+        Positive, ReadWith(_OTHERS, gradients=("bfloat16", "int8", "int4"), weights=("int4_diff",))
+    ] = 1
     """Neighbours with fast links among the ranks of data parallel: between them gradients are int8, and
     beyond them what is chosen."""
     error_feedback: bool = True
     """With int4, powersgd and top_k: add what was lost to what is sent next."""
-    rank: Positive = 4
+    rank: Annotated[Positive, ReadWith(_OTHERS, gradients=("powersgd",))] = 4
     """With powersgd: the rank of what is sent; transformers need 16 or more."""
-    density: Density = 0.01
+    density: Annotated[Density, ReadWith(_OTHERS, gradients=("top_k",))] = 0.01
     """With top_k: the part of the elements that is sent, the largest."""
-    start_step: NonNegative = 0
+    start_step: Annotated[
+        NonNegative, ReadWith("is for compressed gradients; set {}", gradients=())
+    ] = 0
     """Steps before gradients are compressed; until then they travel plain."""
-
     measure_every: NonNegative = 0
     """Steps between measurements of how alike sent and true gradients are, at the cost of sending them
     plain too; 0 is never."""

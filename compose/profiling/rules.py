@@ -1,9 +1,8 @@
 """Rules of the profiler: the steps and ranks must exist."""
 
 from compose.config.job import Job
-from compose.config.rule import Rule
-from compose.errors import ConfigError, toml_value
-from compose.profiling.options import Profile
+from compose.config.rule import Rule, all_keys_read
+from compose.errors import ConfigError
 
 
 def _steps(job: Job) -> None:
@@ -42,17 +41,6 @@ def _ranks(job: Job) -> None:
         )
 
 
-def _read(job: Job) -> None:
-    chosen, default = job.config.profile, Profile()
-    problems = [
-        f"profile.{key}: {toml_value(getattr(chosen, key))} is never read; set profile.steps too"
-        for key in ("ranks", "memory")
-        if getattr(chosen, key) != getattr(default, key) and not chosen.steps
-    ]
-    if problems:
-        raise ConfigError(*problems)
-
-
 PROFILE: list[Rule[Job]] = [
     Rule(
         "profile.steps is a first and a last step of this run, the last one not before the first",
@@ -63,6 +51,6 @@ PROFILE: list[Rule[Job]] = [
     Rule(
         "profile.ranks and profile.memory go with profile.steps",
         "without it nothing is profiled",
-        _read,
+        all_keys_read("profile", lambda job: job.config.profile),
     ),
 ]

@@ -7,7 +7,6 @@ import pytest
 
 from compose import ConfigError, Options, Parallel, Precision, apply
 from compose.config import rules
-from compose.config.rules_page import markdown
 from compose.config.tables import Config
 from compose.config.toml import load
 from compose.memory.activation_checkpointing import ActivationCheckpoint
@@ -88,7 +87,7 @@ def test_whole_product(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_page_is_the_table() -> None:
     page = (ROOT / "docs/composition.md").read_text()
-    assert page == markdown() + "\n", "python -m compose.config.rules_page > docs/composition.md"
+    assert page == rules.markdown() + "\n", "python -m compose.config.rules > docs/composition.md"
 
 
 def test_what_pytorch_forces_names_the_place() -> None:
