@@ -47,11 +47,8 @@ ADD_ONS = ("proof", "compression", "diloco", "profiling", "planner", "cli", "__m
 # Imports that lead from a room to an add-on, and are still to go.
 LEFT = {
     "apply compression",
-    "checkpoint diloco",
     "composition compression",
     "parallel compression",
-    "train diloco",
-    "train profiling",
 }
 MAX = {"folders": 15, "files at the top": 8, "modules": 255}
 # Rooms and files that say how a model is cut and computed: they know tables, and no run's config.

@@ -12,7 +12,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from compose.checkpoint import coded_messages, store
+from compose.checkpoint import rank_state, store
 from compose.checkpoint.changes import changes, islands_of
-from compose.checkpoint.coded_messages import Kept
-from compose.checkpoint.loading import cause_of, damage, load, load_outer, lora_fields, model_fields
+from compose.checkpoint.loading import cause_of, damage, load, load_beside, lora_fields, model_fields
 from compose.checkpoint.local_shards import LocalShard, ShardSavePlanner
-from compose.checkpoint.state import named_tensors, outer_parts, parts, staged
+from compose.checkpoint.state import HasState, named_tensors, parts, staged
 from compose.checkpoint.storage import PartsWriter, alone
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump
-from compose.diloco.loop import OuterLoop
 from compose.errors import ConfigError, write_whole
 from compose.memory.loss_scale import LossScale
-from compose.optim.offload import OffloadedAdamW
 from compose.parallel.islands import current, speaks
 from compose.parallel.processes import start_timeout
 
@@ -95,7 +92,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         folder: Path,
         data: Mapping[str, Any] | None = None,
-        outer: OuterLoop | None = None,
+        beside: Sequence[HasState] = (),
     ) -> None:
         """Prepare to save; a collective.
 
@@ -106,11 +103,12 @@ class Checkpointer:
             folder: ``run.dir``, the same on every rank.
             data: What decides which tokens a sample holds. It is saved, and compared when a run
                 resumes.
-            outer: The outer loop of islands, if any. Each island saves in a folder of its own.
+            beside: What is saved and loaded beside the model and its optimizer.
         """
         self.data = dict(data or {})
         self.config, self.composition, self.optimizer = config, composition, optimizer
-        self.root, self.outer = folder / "checkpoints", outer
+        self.root, self.beside = folder / "checkpoints", beside
+        self.label = rank_state.label_of(config, beside)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # Saving and resuming move the same bytes, so both have this limit all the time. A rank may
         # wait long for the slowest rank's disk, while no step waits for that.
@@ -123,9 +121,8 @@ class Checkpointer:
         self.unreported: SaveReport | None = None  # of a save for whose end the next one has waited
         self.failures = 0
         self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
-        self.in_files = isinstance(optimizer, OffloadedAdamW) and optimizer.folder is not None
-        if self.in_files:
-            optimizer.register_step_pre_hook(lambda *_: self._let_go())
+        self.reads_files = False  # the last save, of state that is in files
+        optimizer.register_step_pre_hook(lambda *_: self._let_go())
 
     def resume(self) -> Progress | None:
         """Load the newest whole checkpoint.
@@ -148,13 +145,13 @@ class Checkpointer:
             problems = self._damage(folder)
             if not problems:
                 known = load(folder, self.config, self.composition, self.group, self.optimizer)
-                if self.outer:
-                    load_outer(folder, self.outer, self.group)
+                filled = load_beside(folder, self.beside, self.group)
                 self._compare_data(folder, known.data.model_dump(exclude_unset=True))
                 progress = _progress(known)
                 self._say(f"{folder}: resumed after step {progress.step}")
-                kept = Kept(self.config, self.composition, self.outer)
-                lost = kept.restore(folder, self.group, progress.step)
+                lost = rank_state.load(
+                    folder, self.label, self.beside, self.group, filled, progress.step
+                )
                 if lost:
                     self._say(lost)
                 if self.rank == 0 and current().count > 1:
@@ -183,10 +180,11 @@ class Checkpointer:
         self.unreported = self.finished()
         state = self._state()
         # State in files would not fit into memory. It changes only in the optimizer's step.
-        files = {n: p for n, p in state.items() if self.in_files and n.startswith("optimizer.")}
+        files = {n: p for n, p in state.items() if p.local.untyped_storage().filename}
+        self.reads_files = bool(files)
         self.stage = staged({n: p for n, p in state.items() if n not in files}, self.stage)
         state = self.stage | files
-        kept = Kept(self.config, self.composition, self.outer).copied()
+        kept = rank_state.copied(self.beside)
         self.report = SaveReport(progress.step, stall=time.perf_counter() - begun)
         given = (state, kept, progress, begun)
         self.thread = threading.Thread(target=self._write, args=given, daemon=True)
@@ -202,9 +200,9 @@ class Checkpointer:
 
     def _let_go(self) -> None:
         """Wait, before the optimizer's step, until a save has read the optimizer's files."""
-        begun = time.perf_counter()
-        self.wait()
-        if self.thread and self.report:
+        if self.reads_files and self.thread and self.report:
+            begun = time.perf_counter()
+            self.wait()
             self.report.stall += time.perf_counter() - begun
 
     def finished(self) -> SaveReport | None:
@@ -267,14 +265,14 @@ class Checkpointer:
     def _damage(self, folder: Path) -> list[str]:
         """Return a line for each damage of a checkpoint, of any island's; the same on every rank."""
         found = damage(folder, self.group)
-        if self.outer and self.rank == 0:
+        if current().count > 1 and self.rank == 0:
             everyone = current().everyone("damage", json.dumps(found))
             found = [problem for one in everyone for problem in json.loads(one)]
-        return self._agreed(found) if self.outer else found
+        return self._agreed(found) if current().count > 1 else found
 
     def _state(self) -> dict[str, LocalShard]:
         state = parts(named_tensors(self.composition, self.optimizer))
-        return state | (outer_parts(self.outer) if self.outer else {})
+        return state | {name: part for other in self.beside for name, part in other.tensors().items()}
 
     def _write(
         self,
@@ -300,7 +298,7 @@ class Checkpointer:
                     process_group=self.group,
                     no_dist=self.ranks == 1,
                 )
-            files = writer.entries | coded_messages.write(target, self.rank, self.config, kept)
+            files = writer.entries | rank_state.write(target, self.rank, self.label, kept)
         except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
             problem = cause_of(error)
         everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(self.ranks)]
@@ -323,7 +321,7 @@ class Checkpointer:
         try:
             write_whole(target / store.STATE, json.dumps(self._described(progress), indent=1))
             write_whole(target / "config.toml", dump(self.config))
-            others = ("__", coded_messages.PREFIX)
+            others = ("__", rank_state.PREFIX)
             own = store.described(p for p in target.iterdir() if not p.name.startswith(others))
             everything = {name: entry for part in (own, *files) for name, entry in part.items()}
             store.publish(target, everything)

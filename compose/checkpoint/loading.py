@@ -1,7 +1,7 @@
 """Loads a checkpoint into a model, on any mesh."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from compose.checkpoint import store
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, mismatches
 from compose.checkpoint.lora_base import base_identity, shown
-from compose.checkpoint.state import named_tensors, outer_parts, parts, spread
+from compose.checkpoint.state import HasState, named_tensors, parts, spread
 from compose.checkpoint.storage import PartsReader
 from compose.composition import Composition
 from compose.config.models import training_fields
 from compose.config.tables import Config
-from compose.diloco.loop import OuterLoop
 from compose.errors import ConfigError, toml_value
 from compose.optim.optimizers import make_state
 
@@ -144,20 +143,17 @@ def lora_fields(config: Config) -> store.Adapters | None:
     return store.Adapters(lora.rank, lora.effective_alpha, list(lora.targets), base, where)
 
 
-def load_outer(folder: Path, outer: OuterLoop, group: dist.ProcessGroup) -> None:
-    """Fill the state of the outer loop; if the checkpoint has none, it begins with the weights.
+def load_beside(folder: Path, others: Sequence[HasState], group: dist.ProcessGroup) -> list[str]:
+    """Fill the tensors that others than the model have, and return the names of those that are there.
 
-    Raises:
-        ConfigError: The state cannot be read.
+    Raises ConfigError if they cannot be read.
     """
     reader = PartsReader(folder)
-    stored = reader.read_metadata()
-    state = {
-        name: part for name, part in outer_parts(outer).items() if name in stored.state_dict_metadata
-    }
-    outer.start()
+    stored = reader.read_metadata().state_dict_metadata
+    state = {n: part for other in others for n, part in other.tensors().items() if n in stored}
     if state:
         _read(folder, state, reader, group)
+    return list(state)
 
 
 def _read(

@@ -1,6 +1,7 @@
 """The state of a run between two steps, by names that do not depend on the mesh."""
 
 import weakref
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,8 +10,29 @@ from torch import Tensor, nn
 
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition import Composition, module_of
-from compose.diloco.loop import OuterLoop
 from compose.ops.tensors import local_tensor
+
+
+class HasState:
+    """What checkpoints save beside the model and its optimizer; here it is nothing."""
+
+    fingerprint: tuple[Any, ...] = ()
+    """What must be the same, beside the mesh and the messages, where :meth:`state` is to be of use."""
+
+    def tensors(self) -> dict[str, LocalShard]:
+        """Return this rank's parts of tensors that do not depend on the mesh, by name."""
+        return {}
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Return tensors of this rank alone by name; None if there never are any."""
+        return None
+
+    def load(self, state: dict[str, Tensor], read: Collection[str], step: int) -> None:
+        """Take out of ``state`` what is its own, all of it; there may be nothing.
+
+        ``read`` are the names of :meth:`tensors` that are filled now; ``step`` steps were taken. Raises
+        ConfigError for what :meth:`state` cannot have returned.
+        """
 
 
 def named_tensors(
@@ -85,14 +107,6 @@ def _host_memory(like: Tensor) -> Tensor:
         torch.cuda.check_error(cuda.cudaHostRegister(address, memory.nbytes, 0))
         weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
     return memory
-
-
-def outer_parts(outer: OuterLoop) -> dict[str, LocalShard]:
-    """Return this rank's part of the outer weights and their momentum, by name."""
-    return {
-        name: replace(local_shard_of(parameter), local=value)
-        for name, (parameter, value) in outer.tensors().items()
-    }
 
 
 @torch.no_grad()

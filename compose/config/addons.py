@@ -5,6 +5,7 @@ The package ``compose.<name>`` brings, each under one of these names of its ``__
     TABLES               its tables of train.toml, by name
     composition_rules()  rules of what ``compose.apply`` carries out
     run_rules()          rules of a run
+    hooks(trainer)       what it does around a run's steps (compose/train/hooks.py)
     islands(config)      how many parts of the job train alone
 """
 

@@ -17,3 +17,10 @@ def run_rules() -> list[Any]:
     from compose.diloco.rules import ISLANDS
 
     return ISLANDS
+
+
+def hooks(trainer: Any) -> list[Any]:
+    """Return the outer loop of a run with several workers."""
+    from compose.diloco.hook import DiLoCo
+
+    return [DiLoCo(trainer)] if trainer.job.islands > 1 else []

@@ -16,7 +16,7 @@ its island.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,10 +93,11 @@ class OuterLoop:
         self.code: Code = code_of(options, self.dtype)
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Let the outer weights be those of the model, which are the same on all islands."""
+    def start(self, filled: Collection[str] = ()) -> None:
+        """Let the outer weights that are not ``filled`` be the model's, the same on all islands."""
         for held in self.held:
-            self.weights[held.name].copy_(held.local)
+            if f"outer.{held.name}.weight" not in filled:
+                self.weights[held.name].copy_(held.local)
         self.started = True
 
     @torch.no_grad()

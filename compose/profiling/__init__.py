@@ -12,3 +12,10 @@ def run_rules() -> list[Any]:
     from compose.profiling.rules import PROFILE
 
     return PROFILE
+
+
+def hooks(trainer: Any) -> list[Any]:
+    """Return the profiler, if steps are to be profiled."""
+    from compose.profiling.profiler import Profiler
+
+    return [Profiler(trainer)] if trainer.config.profile.steps else []

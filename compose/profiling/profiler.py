@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import dump
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,67 +18,63 @@ from compose.errors import write_whole
 from compose.ops.tensors import local_tensor
 from compose.parallel.stragglers import report_phase
 from compose.profiling.memory import GRADIENTS, OPTIMIZER, OTHER, WEIGHTS, allocations, peak, snapshot
-from compose.profiling.options import Profile
 from compose.profiling.shares import time_shares
 from compose.profiling.text import as_text
 from compose.profiling.trace import NOTED, Trace, span, step_span
+from compose.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from compose.train.trainer import Trainer
 
 _GZIP = 5  # of 9; traces of large models are hundreds of megabytes, and other ranks wait for them
 _HISTORY = 1_000_000  # events of the CUDA allocator that are kept; each takes some kilobytes
 
 
-class Profiler:
-    """Profiles ``chosen.steps`` of a run on ``chosen.ranks``, into ``folder``/traces.
+class Profiler(Hook):
+    """Profiles the steps and ranks that [profile] chooses, into ``run.dir``/traces.
 
-    Every rank makes one and calls it alike. A run that begins within these steps profiles the rest of
-    them. A run that ends within them profiles those that it has taken.
-
-    Args:
-        chosen: The table [profile].
-        folder: The run's folder.
-        model: The model, or this rank's stages.
-        optimizer: Its optimizer.
-        device: This rank's device.
-        done: Steps taken before.
+    A run that begins within these steps profiles the rest of them. A run that ends within them profiles
+    those that it has taken.
     """
 
-    def __init__(
-        self,
-        chosen: Profile,
-        folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        done: int = 0,
-    ) -> None:
-        self.first, self.last = chosen.steps or (0, 0)
-        self.folder, self.done = folder / "traces", done
-        self.begun, rank = False, dist.get_rank()
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer, self.chosen = trainer, trainer.config.profile
+        self.first, self.last = self.chosen.steps
+        self.folder, self.done = trainer.folder / "traces", 0
+        self.begun, self.open = False, ExitStack()
         self.recording: Recording | None = None
+
+    def start(self, done: int) -> None:
+        """Make ready to record, if steps are left to profile on this rank."""
+        self.done, rank, trainer, chosen = done, dist.get_rank(), self.trainer, self.chosen
         if done < self.last and (not chosen.ranks or rank in chosen.ranks):
-            self.recording = Recording(model, optimizer, device, chosen.memory)
-        elif rank == 0 and 0 < self.last <= done:
+            model = trainer.composition.model
+            self.recording = Recording(model, trainer.optimizer, trainer.device, chosen.memory)
+        elif rank == 0 and self.last <= done:
             print(f"profile.steps: {list(chosen.steps)} are over: the run goes on after step {done}")
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Profile step ``number`` of the run, counted from 1, if it is one of the chosen steps."""
-        if not self.first <= number <= self.last:
-            if self.recording and number == self.first - 1:
+    def before_step(self, step: int) -> None:
+        """Begin to profile a step, if it is one of the chosen steps."""
+        if not self.first <= step <= self.last:
+            if self.recording and step == self.first - 1:
                 self.recording.prepare()
-            yield
             return
         if not self.begun:
-            self.begun, self.first = True, number
+            self.begun, self.first = True, step
             if self.recording:
                 self.recording.settle()
                 self.recording.start()
-        with step_span(number):
-            yield
-            if self.recording:
-                self.recording.settle()
-        self.done = number
-        if number == self.last:
+        self.open.enter_context(step_span(step))
+
+    def after_step(self, step: int) -> None:
+        """End the profile of a step, and write all after the last one."""
+        if not self.first <= step <= self.last:
+            return
+        if self.recording:
+            self.recording.settle()
+        self.open.close()
+        self.done = step
+        if step == self.last:
             self.finish()
 
     def finish(self) -> None:
@@ -109,8 +105,9 @@ class Profiler:
                 print(f"profile: {error}")
             print(as_text(summary, self.folder), flush=True)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Stop, and drop what was not written."""
+        self.open.close()
         if self.recording:
             self.recording.drop()
         self.begun = False

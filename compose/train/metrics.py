@@ -5,7 +5,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -100,18 +100,8 @@ class StepMetrics:
     """The loss on data.validation, if it was measured."""
     skipped: int = 0
     """Steps of this process that were not finite."""
-    routing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """What routers report, by router."""
-    checkpoint: Mapping[str, float] = field(default_factory=dict)
-    """What a save reports that has ended."""
-    recompiles: int | None = None
-    """The number of compiled graphs, with torch.compile."""
-    offload: Mapping[str, float] = field(default_factory=dict)
-    """What was moved off the device."""
-    comm: Mapping[str, float] = field(default_factory=dict)
-    """What coded messages have sent."""
-    outer: Mapping[str, float] = field(default_factory=dict)
-    """What exchanges of islands have sent and found."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What routers, saves and hooks report, by key."""
 
     def console(self, steps: int, seconds_left: float) -> str:
         """Return the step as a line for a person, with the time left.
@@ -125,7 +115,7 @@ class StepMetrics:
         """
         minutes, seconds = divmod(round(seconds_left), 60)
         mfu = "" if self.mfu is None else f"  mfu {self.mfu:.1%}"
-        loads = [report["load"] for report in self.routing.values() if "load" in report]
+        loads = [report["load"] for report in self.more.get("routing", {}).values() if "load" in report]
         validation = (
             "" if self.validation_loss is None else f"  validation_loss {self.validation_loss:.4f}"
         )
@@ -140,6 +130,9 @@ class StepMetrics:
 
 def _shown(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+_OPTIONAL = {"z_loss": None, "loss_scale": None, "epochs": {}, "validation_loss": None, "skipped": 0}
 
 
 class MetricsWriter:
@@ -182,34 +175,14 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one line and one event for each number; the line is on disk on return if possible."""
         values = asdict(metrics)
-        optional = (
-            "z_loss",
-            "loss_scale",
-            "epochs",
-            "validation_loss",
-            "routing",
-            "checkpoint",
-            "offload",
-            "comm",
-            "outer",
-            "recompiles",
-        )
-        for name in optional:
-            if values[name] is None or values[name] == {}:  # nothing to say
+        for name, nothing in _OPTIONAL.items():
+            if values[name] == nothing:
                 del values[name]
-        if not values["skipped"]:
-            del values["skipped"]
+        values |= {name: value for name, value in values.pop("more").items() if value != {}}
         self._append(json.dumps(values).encode() + b"\n")
         if self.events:
-            values |= {f"checkpoint/{k}": v for k, v in values.pop("checkpoint", {}).items()}
-            values |= {f"offload/{k}": v for k, v in values.pop("offload", {}).items()}
-            for table in ("comm", "outer"):
-                values |= {f"{table}/{k}": v for k, v in values.pop(table, {}).items()}
-            values |= {f"epochs/{k}": v for k, v in values.pop("epochs", {}).items()}
-            for router, report in values.pop("routing", {}).items():
-                values |= {f"{key}/{router}": value for key, value in report.items()}
             try:
-                for name, value in values.items():
+                for name, value in _scalars(values):
                     if name != "step" and value is not None:
                         self.events.add_scalar(name, value, metrics.step)
             except OSError as error:  # an error of TensorBoard's thread, which then writes no more
@@ -249,6 +222,17 @@ class MetricsWriter:
                 self.events.close()
             except OSError as error:
                 _say(f"TensorBoard's events cannot be written: {error.strerror}")
+
+
+def _scalars(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (name, value): "table/key" for a table, and "key/name" for a table of tables by name."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and table:
+            yield from ((f"{key}/{name}", number) for key, number in value.items())
+        elif isinstance(value, Mapping):
+            yield from _scalars(value, name)
+        else:
+            yield f"{table}/{name}" if table else name, value
 
 
 def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:

@@ -7,30 +7,25 @@ from datetime import timedelta
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.config.job import Job
 from compose.data.datasets import OpenData, described, open_data, training_batches
-from compose.diloco.loop import OuterLoop
-from compose.memory.compilation import GraphCount
 from compose.memory.loss_scale import first_scale
 from compose.ops.dropout import DropoutKey
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
-from compose.optim.offload import OffloadedAdamW
 from compose.parallel.islands import current
 from compose.parallel.mesh import batch_share
 from compose.parallel.output import CrossEntropy
 from compose.parallel.processes import TrainingError, set_timeout, start_timeout
 from compose.parallel.routing import routing_metrics
 from compose.parallel.stragglers import report_phase
-from compose.profiling.profiler import Profiler
-from compose.profiling.trace import span
 from compose.train.folder import RunFolder
-from compose.train.garbage import collected_between_steps
+from compose.train.hooks import Hook, hooks_of
 from compose.train.metrics import StepMetrics, device_peak, peak_memory
 from compose.train.reading import Reading, StepClock, read_step
-from compose.train.replica_check import replica_mismatches
 from compose.train.report import Report
 from compose.train.signals import LAUNCHER_DIED, Signals
 from compose.train.step import clip_grad_norm_, forward_backward, on_device
@@ -59,7 +54,7 @@ class Trainer:
         """
         # The whole job's: of samples and files. What the job itself holds is one island's.
         config, islands = job.whole, current()
-        self.config, self.mesh, self.device = config, mesh, device
+        self.job, self.config, self.mesh, self.device = job, config, mesh, device
         train, shape = config.train, config.model.config
         self.composition = parallelize(job, mesh, device)
         self.loss = loss_function(config)
@@ -76,19 +71,14 @@ class Trainer:
         self.held = RunFolder(config.run.dir, saves=config.checkpoint.interval > 0)
         self.folder = self.held.path
         self.optimizer = build_optimizer(self.composition, job, folder=self.folder)
-        self.outer: OuterLoop | None = None
-        if job.islands > 1:
-            layers = job.resolved.checkpoint
-            self.outer = OuterLoop(
-                config.outer, self.composition, layers, islands, start_timeout(config.comm)
-            )
+        self.hooks: list[Hook] = hooks_of(self)
         self.checkpointer = Checkpointer(
             config,
             self.composition,
             self.optimizer,
             self.folder,
             described(self.batches, config),
-            self.outer,
+            self.hooks,
         )
         frozen = bool(config.model.lora.rank)
         if frozen:  # a checkpoint holds the adapters alone
@@ -96,14 +86,11 @@ class Trainer:
         found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
         if found is None and not frozen:
             fill_weights(self.composition, job, device)
-        if self.outer and not self.outer.started:
-            self.outer.start()
         self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device)
         begun, scale = found or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
-        model, done = self.composition.model, self.progress.step
-        self.profiler = Profiler(config.profile, self.folder, model, self.optimizer, device, done)
-        self.graphs = GraphCount(config.compile.mode)
+        for hook in self.hooks:
+            hook.start(self.progress.step)
         self.report = Report(config, self.held, self.batches, self.progress)
         self.report.begin(job, self.composition, found)
 
@@ -113,41 +100,46 @@ class Trainer:
         Raises TrainingError if a loss or gradient is not finite, before it reaches the weights, or if
         saving fails too often; and KeyboardInterrupt after Ctrl-C.
         """
+        failed = True
         try:
-            with self.signals, collected_between_steps() as collect:
+            with self.signals:
                 set_timeout(start_timeout(self.config.comm), but=self.checkpointer.group)
-                first = self.progress.step + 1
-                while self.progress.step < self.last_step:
-                    with self.profiler.step(self.progress.step + 1):
-                        metrics = self.step()
-                    done = self.progress.step
-                    measured = self.validation.loss(self.composition, done)
-                    metrics = replace(metrics, validation_loss=measured)
-                    if done == first:
-                        limit = timedelta(seconds=self.config.comm.timeout)
-                        set_timeout(limit, but=self.checkpointer.group)
-                    self.report.write(metrics)
-                    code, failed = self.read.said
-                    asked = self.signals.asked(done, code)
-                    if asked:
-                        self._stop(asked)
-                        return
-                    self._save(done, bool(failed))
-                    collect(done)
-                if self.outer:
-                    self.outer.close()
+                stopped = self._train()
                 # A signal at the end of the run waits for the last save too.
                 self.checkpointer.wait()
                 self.checkpointer.finished()
+            failed = False
         except TrainingError:  # on every rank: the earlier save is whole, so it may be published
             self.checkpointer.wait()
             raise
         finally:
-            self.profiler.close()
-            if isinstance(self.optimizer, OffloadedAdamW):
-                self.optimizer.close()
+            for hook in self.hooks:
+                hook.close(failed)
             self.report.close()
             self.held.release()
+        if stopped:
+            raise stopped
+
+    def _train(self) -> BaseException | None:
+        """Take the steps that are left; return what to raise if a signal has stopped the run."""
+        comm, first = self.config.comm, self.progress.step + 1
+        while (number := self.progress.step + 1) <= self.last_step:
+            for hook in self.hooks:
+                hook.before_step(number)
+            metrics = self.step()
+            for hook in self.hooks:
+                hook.after_step(number)
+            measured = self.validation.loss(self.composition, number)
+            if number == first:
+                set_timeout(timedelta(seconds=comm.timeout), but=self.checkpointer.group)
+            self.report.write(replace(metrics, validation_loss=measured))
+            code, failed = self.read.said
+            if asked := self.signals.asked(number, code):
+                return self._stop(asked)
+            self._save(number, bool(failed))
+        for hook in self.hooks:
+            hook.finish()
+        return None
 
     def _save(self, done: int, failed: bool) -> None:
         """Save the checkpoint that is due after ``done`` steps, unless saves have ``failed``."""
@@ -160,12 +152,13 @@ class Trainer:
         if every and (done % every == 0 or done == self.last_step):
             self.checkpointer.save(self.progress)
 
-    def _stop(self, asked: signal.Signals) -> None:
-        """Save, and say how to resume; raise KeyboardInterrupt after Ctrl-C.
+    def _stop(self, asked: signal.Signals) -> BaseException | None:
+        """Save, and say how to resume; return KeyboardInterrupt after Ctrl-C.
 
-        Raise TrainingError if a torchrun has died, so that the others start their ranks again.
+        Return TrainingError if a torchrun has died, so that the others start their ranks again.
         """
-        self.profiler.finish()
+        for hook in self.hooks:
+            hook.finish()
         interrupted = asked == signal.SIGINT
         saved = ""
         if not interrupted or self.config.checkpoint.interval:
@@ -173,15 +166,12 @@ class Trainer:
             report = self.checkpointer.finished()
             if report and not report.problem:
                 saved = f"; saved: the same command with --run.dir={self.folder} goes on"
-        if self.outer:
-            self.outer.close()
         names = {signal.SIGINT: "Ctrl-C", LAUNCHER_DIED: "the death of a torchrun"}
         said = f"stopped by {names.get(asked, asked.name)} after step {self.progress.step}{saved}"
         if asked == LAUNCHER_DIED:
-            raise TrainingError(said)
+            return TrainingError(said)
         self.report.say(said)
-        if interrupted:
-            raise KeyboardInterrupt
+        return KeyboardInterrupt() if interrupted else None
 
     def step(self) -> StepMetrics:
         """Take the next optimizer step; except those of saving, metrics are equal on all ranks."""
@@ -190,7 +180,7 @@ class Trainer:
         step, train, islands = before.step, config.train, current()
         scale = before.scale.value if before.scale else 1.0
         report_phase(step + 1, "the data")
-        with span("data"):
+        with record_function("compose::data"):
             batch = on_device(self.batches.batch(before.samples), self.device)
         report_phase(step + 1, "forward and backward")
         loss = forward_backward(
@@ -201,7 +191,7 @@ class Trainer:
             loss_scale=scale,
             dropout=DropoutKey(step, train.seed, islands.index * train.global_batch // islands.count),
         )
-        with span("optimizer"):
+        with record_function("compose::optimizer"):
             norm = clip_grad_norm_(self.composition, train.max_norm, scale)
         if train.z_loss and isinstance(self.loss, CrossEntropy):
             z_loss = self.loss.mean_square(self.mesh)
@@ -210,19 +200,18 @@ class Trainer:
         rate = self.step_tokens / self.clock.read()
         # What else is read is there too: nothing is waited for.
         routing = routing_metrics(self.composition.model, self.mesh)
-        comm = coded.metrics() if (coded := self.composition.compression) else {}
         report_phase(step + 1, "the optimizer's part")
         finite = self._may_be_taken(step, read)
-        self._check_copies(step)
+        for hook in self.hooks:
+            hook.before_update(step + 1)
         lr = learning_rate(step, train.steps, config.optimizer)
         set_learning_rate(self.optimizer, lr)
-        with span("optimizer"):
+        with record_function("compose::optimizer"):
             if finite:
                 self.optimizer.step()
             self.optimizer.zero_grad()
-        if self.outer:
-            with span("outer"):
-                self.outer.after_step(step + 1, train.steps)
+        for hook in self.hooks:
+            hook.after_update(step + 1)
         self.progress = Progress(
             step + 1,
             before.samples + train.global_batch,
@@ -244,20 +233,14 @@ class Trainer:
             mfu=self.peak_rate and rate / self.peak_rate,
             memory=peak_memory(self.device),
             epochs=self.batches.epochs(self.progress.samples),
-            routing=routing,
-            checkpoint=saved.metrics() if saved else {},
-            recompiles=self.graphs.after_step(self.report.say),
-            offload=self._offloaded(),
-            comm=comm,
-            outer=self.outer.metrics() if self.outer else {},
+            more={
+                "routing": routing,
+                "checkpoint": saved.metrics() if saved else {},
+                **{name: value for hook in self.hooks for name, value in hook.metrics().items()},
+            },
         )
         self.clock.end()
         return metrics
-
-    def _offloaded(self) -> dict[str, float]:
-        """Return the bytes copied off the device and back in this step, and the seconds waited."""
-        optimizer = self.optimizer.metrics if isinstance(self.optimizer, OffloadedAdamW) else {}
-        return optimizer | (a.metrics() if (a := self.composition.activations) else {})
 
     def _may_be_taken(self, step: int, read: Reading) -> bool:
         """Tell whether the step can be taken; raise TrainingError if not, unless it may be skipped."""
@@ -279,17 +262,6 @@ class Trainer:
                 f" {step} (a lower optimizer.lr or a longer optimizer.warmup may help)"
             )
         return True
-
-    def _check_copies(self, step: int) -> None:
-        """Raise TrainingError if ranks' copies differ, every ``comm.check_every`` steps."""
-        every = self.config.comm.check_every
-        if every and (step + 1) % every == 0:
-            found = replica_mismatches(self.composition, self.optimizer)
-            if found:
-                raise TrainingError(
-                    f"step {step + 1}: {'; '.join(found)}: silent corruption; the last checkpoint is"
-                    " of before, and these machines want a test"
-                )
 
 
 def _finite(value: float | None) -> float | None:

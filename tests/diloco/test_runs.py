@@ -255,8 +255,8 @@ def _late(keys: Keys) -> tuple[list[float], dict[str, torch.Tensor]]:
         if current().index == 1 and trainer.progress.step == 1:
             time.sleep(4)
         metrics = step()
-        if metrics.outer["bytes"] or metrics.step % 2 == 0:
-            took_part.append(metrics.outer["islands"])
+        if metrics.more["outer"]["bytes"] or metrics.step % 2 == 0:
+            took_part.append(metrics.more["outer"]["islands"])
         return metrics
 
     with mock.patch.object(trainer, "step", stepped):

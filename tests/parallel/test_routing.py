@@ -67,7 +67,7 @@ def test_reports_are_written(tmp_path: Path) -> None:
 
     writer = MetricsWriter(tmp_path, tensorboard=True)
     routing = {"layers.1.moe.router": {"load": 1.25, "dropped": 3.0}}
-    step = replace(STEP, routing=routing)
+    step = replace(STEP, more={"routing": routing})
     writer.write(step)
     writer.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["routing"] == routing

@@ -88,12 +88,12 @@ def test_events_of_a_run_that_goes_on(tmp_path: Path) -> None:
     """Each number under its own name; steps that are run again take the place of those before."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    more = {"router": {"load": 2.0}}
+    more = {"routing": {"router": {"load": 2.0}}, "checkpoint": {"stall": 1.0}, "offload": {"a": 1.0}}
     for number, steps in enumerate((0, 1)):
         writer = MetricsWriter(tmp_path, tensorboard=True, steps=steps)
         for step in range(steps + 1, 4):
-            metrics = replace(STEP, step=step, lr=number + 0.5, routing=more, checkpoint={"stall": 1.0})
-            writer.write(replace(metrics, offload={"a": 1.0}, epochs={"b": 1.0}))
+            metrics = replace(STEP, step=step, lr=number + 0.5, more=more)
+            writer.write(replace(metrics, epochs={"b": 1.0}))
         writer.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     names = set(events.Tags()["scalars"])

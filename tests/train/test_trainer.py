@@ -234,7 +234,7 @@ def _compared(keys: dict[str, object]) -> tuple[list[tuple[int, bool]], str]:
         found.append((step.call_count, there and optimizer is trainer.optimizer))
         return ["rank 1 differs in norm.weight"] if len(found) == 2 else []
 
-    with steps as step, mock.patch.object(trainer_module, "replica_mismatches", fake):
+    with steps as step, mock.patch("compose.train.hooks.replica_mismatches", fake):
         try:
             trainer.run()
         except TrainingError as error:

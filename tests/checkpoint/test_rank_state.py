@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.checkpoint.coded_messages import Kept, write
+from compose.checkpoint import rank_state
+from compose.checkpoint.checkpointer import Checkpointer
+from compose.diloco.hook import DiLoCo
 from compose.errors import ConfigError
 from compose.train.trainer import Trainer
 from tests.diloco.cases import outer
@@ -24,9 +26,9 @@ DROPPED = (
 )
 
 
-def _faults(kept: Kept) -> list[tuple[State, str]]:
+def _faults(checkpointer: Checkpointer) -> list[tuple[State, str]]:
     """States of which one tensor is wrong, and the line for each."""
-    right = kept.copied()
+    right = rank_state.copied(checkpointer.beside)
     assert right
     found: list[tuple[State, str]] = [(right, "")]
     for name in (min(right), max(right)):
@@ -38,16 +40,22 @@ def _faults(kept: Kept) -> list[tuple[State, str]]:
         found.append((right | {f"{name}x": value.clone()}, f"{short}x {NONE}"))
     strange = "7.output.weight.shards.feedback"
     found.append((right | {strange: torch.zeros(1)}, f"{strange} {NONE}"))
+    loops = [hook.loop for hook in checkpointer.beside if isinstance(hook, DiLoCo)]
+    if not loops:
+        return [*found, ({**right, "outer.lost.0": torch.zeros(1)}, f"outer.lost.0 {NONE}")]
     for name in ("lost.x", "lost.00", "pending.0.3.7", "pending.0.9.0", "pending.9.3.0", "pending"):
         found.append((right | {f"outer.{name}": torch.zeros(1)}, f"{name} {NONE}"))
-    if kept.outer is None:
-        found[-6:] = [({**right, "outer.lost.0": torch.zeros(1)}, f"lost.0 {NONE}")]
-    else:  # an exchange of another fragment at the same time
-        other = "pending.1.3.0"
-        (size,), _ = kept.outer._forms(STEPS)[other]
-        wrong = torch.zeros(size, dtype=torch.uint8)
-        found.append((right | {f"outer.{other}": wrong}, f"{other} {NONE}"))
-    return found
+    other = "pending.1.3.0"  # an exchange of another fragment at the same time
+    (size,), _ = loops[0]._forms(STEPS)[other]
+    second = right | {f"outer.{other}": torch.zeros(size, dtype=torch.uint8)}
+    return [*found, (second, f"{other} {NONE}")]
+
+
+def _load(checkpointer: Checkpointer, folder: Path) -> str:
+    """What is said of the files of ranks in a folder."""
+    beside, group = checkpointer.beside, checkpointer.group
+    filled = [name for other in beside for name in other.tensors()]
+    return rank_state.load(folder, checkpointer.label, beside, group, filled, STEPS)
 
 
 def _differences(keys: Keys, folder: Path, islands: int = 1) -> list[tuple[str, str]]:
@@ -57,23 +65,22 @@ def _differences(keys: Keys, folder: Path, islands: int = 1) -> list[tuple[str, 
     for _ in range(STEPS):
         trainer.step()
     checkpointer = trainer.checkpointer
-    kept = Kept(checkpointer.config, trainer.composition, checkpointer.outer)
     name, own = f"comm-{dist.get_rank():05d}.safetensors", folder / checkpointer.root.parent.name
     found = []
-    faults = _faults(kept)
+    faults = _faults(checkpointer)
     for number, (state, expected) in enumerate(faults):
         there = own / str(number)
         there.mkdir(parents=True, exist_ok=True)
-        write(there, dist.get_rank(), kept.config, state)
+        rank_state.write(there, dist.get_rank(), checkpointer.label, state)
         try:
-            said = kept.restore(there, checkpointer.group, STEPS)
+            said = _load(checkpointer, there)
         except ConfigError as error:
             (said,) = error.problems
             said = said.removeprefix(f"{there / name}: ")
         found.append((said, expected))
     (own / "link").mkdir(exist_ok=True)
     (own / "link" / name).symlink_to(own / "0" / name)
-    found.append((kept.restore(own / "link", checkpointer.group, STEPS), f"{own / 'link'}: {DROPPED}"))
+    found.append((_load(checkpointer, own / "link"), f"{own / 'link'}: {DROPPED}"))
     assert len(found) > 10
     return [(said, expected) for said, expected in found if said != expected]
 
