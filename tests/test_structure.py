@@ -256,7 +256,7 @@ def test_every_option_is_a_field_of_the_config() -> None:
 OTHER_INPUT = {
     "the model": (
         "apply._check_types weights.materialize memory.activation_bytes.unit_costs"
-        " pipeline.shell.try_first_stage pipeline.shell._not_by_number pipeline.stage.plain_stream"
+        " pipeline.split.try_first_stage pipeline.split._not_by_number pipeline.stage.plain_stream"
         " pipeline.pipeline_parallel._try_stream"
     ),
     "the plan's styles": (

@@ -27,8 +27,7 @@ from compose.ops.batch import Sample
 from compose.parallel.data_parallel import finish_backward
 from compose.parallel.output import StepLoss
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
-from compose.pipeline.shell import try_first_stage
-from compose.pipeline.split import Stage, Tied, balanced, split
+from compose.pipeline.split import Stage, Tied, balanced, split, try_first_stage
 from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
 from compose.plan import Pipeline
 

@@ -28,6 +28,7 @@ IDLE = "#eeeeee"
 _STAGES = "a shade for each stage of a rank"
 PAPER = "#ffffff"
 INK = "#222222"
+XMLNS = ' xmlns="http://www.w3.org/2000/svg"'
 _ROUNDING = 1e-12  # of the clock, at which an action's work is done
 
 # For each schedule a formula, and its busy time in units of (p-1), as a multiple of v m.
@@ -331,7 +332,8 @@ def drawing(slots: Sequence[Slot], title: str) -> Drawing:
     digits = len(str(max(slot.action.micro_batch for slot in slots)))
     numbers = len(slots) <= _MOST_TEXTS and unit >= 7 * digits
     bars = []
-    for rank, action, start, end in sorted((s.rank, s.action, s.start, s.end) for s in slots):
+    for slot in sorted(slots, key=lambda slot: (slot.rank, slot.start)):
+        rank, action, start, end = slot.rank, slot.action, slot.start, slot.end
         words = f"{action}: {KINDS[action.kind]}, stage {action.stage}, micro-batch"
         words += f" {action.micro_batch}, rank {rank}, time {start} to {end}"
         bars.append(
@@ -411,7 +413,7 @@ def as_svg(given: Drawing) -> str:
     """Return a timeline as an SVG picture, with the words of each bar as a tooltip."""
     width, height, boxes, texts = _layout(given)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.10g}" height="{height}"'
+        f'<svg{XMLNS} width="{width:.10g}" height="{height}"'
         f' viewBox="0 0 {width:.10g} {height}" font-family="sans-serif" font-size="{_FONT}">',
         f'<rect width="{width:.10g}" height="{height}" fill="{PAPER}"/>',
     ]

@@ -13,6 +13,9 @@ from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from compose.pipeline.timeline import XMLNS, Bar, Drawing, as_svg
+from compose.planner.memory import CATEGORIES
+
 GIB = 2**30
 DASH = "\u2013"
 """Stands where there is no number."""
@@ -65,20 +68,11 @@ def count(value: Any) -> str:
     return DASH if found is None else f"{found:,.0f}"
 
 
-CATEGORIES = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "gathered",
-    "communication",
-    "temporaries",
-    "logits",
-)
-"""The categories of memory, in the order of their colours and in a bar."""
 HELD = "reserved, not in use"
-COLOURS = 8
-"""Colours in the style sheet: c0, c1 and so on; "other" is grey."""
+_WIDE = 1200  # pixels of a timeline that is not zoomed in
+COLOURS = ("#2a6fd0", "#d0551b", "#6a4fcf", "#0e8f6b", "#b07600", "#cf3b3a", "#c44a8a", "#4d7d1f")
+"""Colours on a light page; with text they have a contrast of 4.5 or more. "other" is grey."""
+OTHER = "#7d7c77"
 
 
 @dataclass(frozen=True)
@@ -137,18 +131,15 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def x_axis(scale: Scale, unit: str, title: str, fine: int = 0) -> str:
+def x_axis(scale: Scale, unit: str, title: str) -> str:
     """Return an axis under a chart, with ticks and a title."""
-    parts, usual = [], scale.ticks()
-    ticks: set[float] = set(usual)
-    if fine:
-        ticks.update(scale.ticks(fine))
-    for tick in sorted(ticks):
+    parts = []
+    for number, tick in enumerate(scale.ticks()):
         at = scale(tick)
         anchor = "start" if at < 4 else "end" if at > 96 else "middle"
-        kind = "fine" if tick not in usual else "odd" if usual.index(tick) % 2 else "even"
         parts.append(
-            f'<g class="{kind}"><line class="tick" x1="{place(at)}" x2="{place(at)}" y1="0" y2="5"/>'
+            f'<g class="{"odd" if number % 2 else "even"}">'
+            f'<line class="tick" x1="{place(at)}" x2="{place(at)}" y1="0" y2="5"/>'
             f'<text x="{place(at)}" y="18" text-anchor="{anchor}">{tick:,.9g}</text></g>'
         )
     name = f'<p class="axis">{escape(title)} ({escape(unit)})</p>'
@@ -207,35 +198,34 @@ def kind_of(name: str) -> str:
     return re.split(r"[\s:#(\[./\d]", name, maxsplit=1)[0] or "other"
 
 
-@dataclass
-class _Piece:
-    kind: str
-    name: str
-    start: float
-    end: float
-    many: int = 1
+def _merged(events: Iterable[Mapping[str, Any]], shortest: float) -> list[list[Any]]:
+    """Return [kind, words, start, end, count] of the pieces of a row, in order.
 
-
-def _merged(events: Iterable[Mapping[str, Any]], shortest: float) -> list[_Piece]:
-    """Return the pieces of a row. What is too short to be seen becomes one with its like before it."""
-    pieces: list[_Piece] = []
+    A piece that is too short to be seen becomes one with a piece of its kind just before it.
+    """
+    pieces: list[list[Any]] = []
     for event in sorted(events, key=lambda event: event["start"]):
-        piece = _Piece(kind_of(str(event["name"])), str(event["name"]), event["start"], event["end"])
-        last = pieces[-1] if pieces else None
-        if (
-            last is not None
-            and last.kind == piece.kind
-            and piece.start - last.end < shortest
-            and (piece.end - piece.start < shortest or last.end - last.start < shortest)
-        ):
-            last.end, last.many = max(last.end, piece.end), last.many + 1
+        name, start, end = str(event["name"]), event["start"], event["end"]
+        last = pieces[-1] if pieces else ["", "", -math.inf, -math.inf, 0]
+        short = min(end - start, last[3] - last[2]) < shortest
+        if last[0] == kind_of(name) and start - last[3] < shortest and short:
+            last[3], last[4] = max(last[3], end), last[4] + 1
+            last[1] = f"{last[4]} times {last[0]}"
         else:
-            pieces.append(piece)
+            pieces.append([kind_of(name), name, start, end, 1])
     return pieces
 
 
+def time_unit(longest: float) -> tuple[str, float]:
+    """Return the unit of a chart's times, and how many are in a second."""
+    return ("s", 1.0) if longest >= 1 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
+
+
 def timeline_chart(events: Sequence[Mapping[str, Any]]) -> str:
-    """Return the step as rows of streams, below each rank; or a sentence if there are no events."""
+    """Return the step with a row for each stream of each rank; or a sentence if there are no events.
+
+    Each event has rank, stream, name, start and end; times are in seconds.
+    """
     events = [
         event
         for event in events
@@ -243,47 +233,36 @@ def timeline_chart(events: Sequence[Mapping[str, Any]]) -> str:
     ]
     if not events:
         return "<p>The result has no timeline.</p>"
-    start = min(event["start"] for event in events)
-    end = max(event["end"] for event in events)
-    length = end - start or 1.0
-    unit, factor = ("s", 1.0) if length >= 1 else ("ms", 1e3) if length >= 1e-3 else ("µs", 1e6)
-    scale = Scale(0.0, length * factor)
+    begin, end = (side(event[key] for event in events) for side, key in ((min, "start"), (max, "end")))
+    length = end - begin or 1.0
+    unit, factor = time_unit(length)
     spent: dict[str, float] = defaultdict(float)
-    rows: dict[Any, dict[str, list[Mapping[str, Any]]]] = {}
+    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for event in events:
         spent[kind_of(str(event["name"]))] += event["end"] - event["start"]
-        rows.setdefault(event["rank"], {}).setdefault(str(event["stream"]), []).append(event)
+        rows.setdefault((str(event["rank"]), str(event["stream"])), []).append(event)
     kinds = sorted(spent, key=lambda kind: -spent[kind])
-    colour = {kind: f"c{i}" if i < COLOURS else "other" for i, kind in enumerate(kinds)}
-    labels, drawn, y = [], [], 0
-    for rank, streams in rows.items():
-        labels.append(f'<div class="rank">Rank {escape(str(rank))}</div>')
-        y += 20
-        for stream, found in streams.items():
-            labels.append(f'<div class="stream">{escape(stream)}</div>')
-            drawn.append(f'<rect class="lane" x="0" y="{y + 1}" width="100%" height="16"/>')
-            for piece in _merged(found, length / 8000):
-                first, last = (factor * (time - start) for time in (piece.start, piece.end))
-                said = f"{piece.many} times {piece.kind}" if piece.many > 1 else piece.name
-                when = f"{digits(first)} to {digits(last)} {unit}"
-                drawn.append(
-                    f'<rect class="{colour[piece.kind]}" x="{place(scale(first))}" y="{y + 1}"'
-                    f' width="{place(max(0.0, scale(last) - scale(first)))}" height="16">'
-                    f"<title>{escape(said)}: {seconds(piece.end - piece.start)}, {when}"
-                    f" (rank {escape(str(rank))}, {escape(stream)})</title></rect>"
-                )
-            y += 18
-    entries = [(colour[kind], kind) for kind in kinds[:COLOURS]]
-    entries += [("other", "other")] if len(kinds) > COLOURS else []
-    said = f"Timeline of {len(rows)} ranks over {seconds(length)}"
+    colour = defaultdict(lambda: OTHER, zip(kinds, COLOURS, strict=False))
+    bars = []
+    ranks = list(dict.fromkeys(rank for rank, _ in rows))
+    names = sorted(rows, key=lambda row: ranks.index(row[0]))
+    for row, (rank, stream) in enumerate(names):
+        for kind, words, *times, _ in _merged(rows[rank, stream], length / 8000):
+            first, last = (factor * (time - begin) for time in times)
+            words += f": {seconds(times[1] - times[0])}, {digits(first)} to {digits(last)} {unit}"
+            words += f" (rank {rank}, {stream})"
+            bars.append(Bar(row, first, last, colour[kind], "", words))
+    shown = [([colour[kind]], kind) for kind in kinds[: len(COLOURS)]]
+    shown += [([OTHER], "other")] if len(kinds) > len(COLOURS) else []
+    ticks = [(tick, f"{tick:,.9g}") for tick in Scale(0.0, length * factor).ticks(12)]
+    title = f"Time in the step ({unit})"
+    wide = _WIDE / (length * factor)
+    picture = Drawing(title, [f"rank {rank}, {s}" for rank, s in names], bars, wide, ticks, shown)
     return (
-        f"{legend(entries)}"
         '<p class="zoom" hidden><button type="button" data-zoom="0.5">Zoom out</button>'
         ' <button type="button" data-zoom="2">Zoom in</button></p>'
-        f'<div class="timeline"><div class="labels">{"".join(labels)}</div>'
-        '<div class="scroll" tabindex="0" role="region" aria-label="Timeline"><div class="wide">'
-        f'<svg width="100%" height="{y}" role="img" aria-label="{said}">{"".join(drawn)}</svg>'
-        f"{x_axis(scale, unit, 'Time in the step', fine=40)}</div></div></div>"
+        '<div class="scroll" tabindex="0" role="region" aria-label="Timeline">'
+        f"{as_svg(picture).replace(XMLNS, '')}</div>"
     )
 
 
@@ -313,8 +292,7 @@ def front_chart(dots: Sequence[Dot], capacity: float | None) -> str:
     """Return a chart of time and memory of all candidates, with the line of those that none beats."""
     if not dots:
         return "<p>No candidate has both a time and a memory.</p>"
-    longest = max(dot.seconds for dot in dots)
-    unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
+    unit, factor = time_unit(max(dot.seconds for dot in dots))
     points = [(dot.seconds * factor, dot.bytes / GIB) for dot in dots]
     x = scale_for([time for time, _ in points])
     y = scale_for([size for _, size in points] + ([capacity / GIB] if capacity else []))

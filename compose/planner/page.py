@@ -10,6 +10,8 @@ from typing import Any
 
 from compose.errors import write_whole
 from compose.planner.charts import (
+    COLOURS,
+    OTHER,
     TIMES,
     Dot,
     count,
@@ -30,15 +32,8 @@ LIGHT = {
     "line": "#d9d8d3",
     "lane": "#f1f0ec",
     "bad": "#b3261e",
-    "c0": "#2a6fd0",
-    "c1": "#d0551b",
-    "c2": "#6a4fcf",
-    "c3": "#0e8f6b",
-    "c4": "#b07600",
-    "c5": "#cf3b3a",
-    "c6": "#c44a8a",
-    "c7": "#4d7d1f",
-    "other": "#7d7c77",
+    **{f"c{i}": colour for i, colour in enumerate(COLOURS)},
+    "other": OTHER,
     "held": "#82817b",
 }
 """Colours on a light page. Text has a contrast of 4.5 or more, and what is drawn 3 or more."""
@@ -99,7 +94,6 @@ svg{display:block;overflow:visible}
 svg text{font-size:12px;fill:var(--quiet);font-variant-numeric:tabular-nums}
 .tick,.grid{stroke:var(--line)}
 .bars rect{stroke:var(--card)}
-.lane{fill:var(--lane)}
 .held{fill:var(--card);background:var(--card)}
 .bars .held,i.held{stroke:var(--held);stroke-dasharray:3 2;border:1px dashed var(--held)}
 line.capacity{stroke:var(--text);stroke-width:2;stroke-dasharray:5 3}
@@ -120,16 +114,9 @@ i.front{height:0;width:20px;border-top:2px solid var(--c0);border-radius:0;backg
 .row{display:grid;grid-template-columns:118px 1fr 132px;column-gap:12px;align-items:center}
 .row .name,.row .amount{font-size:13px;font-variant-numeric:tabular-nums;line-height:1.2}
 .amount .over{display:block}
-.timeline{display:grid;grid-template-columns:minmax(72px,auto) 1fr;column-gap:12px}
-.labels{font-size:12px;line-height:18px;max-width:180px}
-.labels div{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
-.rank{height:20px;padding-top:2px;font-weight:600}
-.stream{height:18px;color:var(--quiet)}
-.scroll{overflow-x:auto;min-width:0}
-.wide{min-width:100%}
-.wide .axis{position:sticky;left:0;width:max-content}
-.fine{display:none}
-.close .fine{display:inline}
+.scroll{overflow:auto;max-height:90vh}
+.scroll svg{width:100%;min-width:720px;height:auto}
+.scroll svg text{font-size:11px;fill:#222}
 .zoom{margin:0 0 8px}
 button{font:inherit;color:inherit}
 .zoom button{background:none;border:1px solid var(--line);border-radius:6px;padding:2px 10px;
@@ -160,8 +147,6 @@ tbody tr:hover{background:var(--lane)}
  .row .amount{text-align:right}
  .amount .over{display:inline;margin-left:6px}
  .odd text{display:none}
- .close .odd text{display:inline}
- .labels{max-width:96px}
  .scatter{grid-template-columns:44px 1fr}
  .scatter>svg:first-child{margin-left:-12px}
 }
@@ -187,13 +172,14 @@ for (const head of document.querySelectorAll("th button")) head.onclick = () => 
 let zoom = 1;
 for (const place of document.querySelectorAll(".zoom")) {
   place.hidden = false;
-  const scroll = place.parentElement.querySelector(".scroll"), wide = scroll.firstElementChild;
+  const scroll = place.parentElement.querySelector(".scroll"), picture = scroll.firstElementChild;
   for (const button of place.children) button.onclick = () => {
-    const middle = (scroll.scrollLeft + scroll.clientWidth / 2) / wide.clientWidth;
+    const before = picture.clientWidth;
     zoom = Math.min(64, Math.max(1, zoom * button.dataset.zoom));
-    wide.style.width = 100 * zoom + "%";
-    wide.classList.toggle("close", zoom >= 8);
-    scroll.scrollLeft = middle * wide.clientWidth - scroll.clientWidth / 2;
+    picture.style.width = 100 * zoom + "%";
+    const factor = picture.clientWidth / before;
+    scroll.scrollLeft = factor * (scroll.scrollLeft + scroll.clientWidth / 2) - scroll.clientWidth / 2;
+    scroll.scrollTop = factor * (scroll.scrollTop + scroll.clientHeight / 2) - scroll.clientHeight / 2;
   };
 }
 const tip = document.getElementById("tip");

@@ -240,7 +240,7 @@ def test_svg_holds_the_slots(name: str, pp: int, micro_batches: int) -> None:
     assert texts[1 : pp + 1] == [f"rank {rank}" for rank in range(pp)]
     if len(slots) < 1000:  # else they would not fit
         numbers = texts[pp + 1 : pp + 1 + len(slots)]
-        assert numbers == [str(n) for _, (_, _, n) in sorted((s.rank, s.action) for s in slots)]
+        assert numbers == [str(a.micro_batch) for row in table for a in row]
     assert max(x + width for x, _, width, _, _ in found.values()) <= int(root.attrib["width"]) <= 2000
 
 

@@ -308,9 +308,11 @@ def test_timeline_is_to_scale() -> None:
         {**event, "stream": "tp", "name": "all_reduce", "start": 2.0, "end": 3.0},
     ]
     page = page_of(result)
-    bars = [attrs for attrs in Reader(page).of("rect") if attrs.get("height") == "16"]
-    bars = [bar for bar in bars if bar["class"] != "lane"]
-    assert [numbers_in(bar, "x", "width") for bar in bars] == [[0, 25], [50, 50]]
+    bars = [attrs for attrs in Reader(page).of("rect") if attrs.get("stroke") == "#ffffff"]
+    left = numbers_in(bars[0], "x")[0]
+    places = [numbers_in(bar, "x", "width") for bar in bars]
+    assert places == [[left, 300], [left + 600, 600]]
+    assert len({bar["y"] for bar in bars}) == 2
     assert "forward 1: 500 ms, 0 to 0.50 s (rank 3, compute)" in page
 
 
