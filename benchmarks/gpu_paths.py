@@ -30,7 +30,7 @@ from benchmarks.gpu_kernels import Figures, Skipped
 from compose import Parallel, forward_backward, init_mesh
 from compose.build import fill_weights, loss_function, parallelize
 from compose.cli.command_line import Command, parse
-from compose.data.task import task_of
+from compose.data.datasets import task_of
 from compose.errors import ConfigError
 from compose.memory import activation_offload
 from compose.memory.compilation import Compile, graphs_compiled

@@ -36,7 +36,7 @@ from compose.config import rules
 from compose.config.job import Job
 from compose.config.tables import Config
 from compose.config.toml import load
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.memory.activation_bytes import unit_costs
 from compose.memory.activation_checkpointing import within
 from compose.ops.cross_entropy import AT_ONCE, MANY

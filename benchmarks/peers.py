@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peer_ring import RingCore
 from compose import Options, Parallel, apply, clip_grad_norm_, forward_backward, init_mesh, init_weights
 from compose.composition import Composition
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from models.llama import Config, Model, plan
 
 SHAPE = Config(vocab_size=2048, dim=384, n_layers=6, n_heads=6, n_kv_heads=6, hidden_dim=1024)

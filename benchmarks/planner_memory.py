@@ -54,7 +54,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
 from compose.build import build, build_optimizer, loss_function
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.memory.activation_offload import ActivationOffload
 from compose.ops.tensors import local_tensor
 from compose.optim import offload

@@ -33,7 +33,7 @@ from compose.build import build, build_optimizer, loss_function
 from compose.config import rules
 from compose.config.job import Job
 from compose.config.toml import load
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.estimate import estimate
 

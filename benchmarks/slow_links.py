@@ -36,7 +36,7 @@ from compose import (
 )
 from compose.compression.kernels import compile_kernels
 from compose.config.models import find_model
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.ops.torch_versions import ALL_GATHER, REDUCE_SCATTER
 
 KINDS: dict[str, Comm] = {

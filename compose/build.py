@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
 from compose.checkpoint.hf_folder import config_problems, load_hf, name_of
-from compose.checkpoint.peft_files import load_adapters
+from compose.checkpoint.peft import load_adapters
 from compose.composition import Composition, Options
 from compose.config.job import Job
 from compose.config.models import InitialisedModel
 from compose.config.tables import Config
-from compose.data.task import task_of
+from compose.data.datasets import task_of
 from compose.errors import ConfigError
 from compose.memory.lora import init_adapter, is_adapter
 from compose.ops.cross_entropy import LossFunction

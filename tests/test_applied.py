@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from compose.build import build
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.parallel.mesh import batch_share
 from compose.train.step import forward_backward
 from tests.support.helpers import make_job

@@ -205,7 +205,7 @@ def test_no_registry_on_a_model(pool: Pool) -> None:
 def _start(words: list[str]) -> Counter[str]:
     """How often a start builds the model, resolves the plan and opens a set of data."""
 
-    from compose.data import task
+    from compose.data import datasets as task
 
     counts: Counter[str] = Counter()
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Progress
@@ -28,16 +28,15 @@ from compose.checkpoint.hf_folder import (
     differences,
     fill_shard,
     find_hf,
+    kept_tokenizer,
     name_of,
     published,
     read_config,
 )
-from compose.checkpoint.hf_sources import kept_tokenizer
-from compose.checkpoint.hf_stored import together
+from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner, mismatches
-from compose.checkpoint.peft_adapters import Merged, adapted, table_of
-from compose.checkpoint.peft_files import peft_name, target_modules, write_adapters
+from compose.checkpoint.peft import Merged, adapted, peft_name, table_of, target_modules, write_adapters
 from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
 from compose.checkpoint.state import named_tensors
 from compose.checkpoint.storage import PartsReader, PartsWriter, alone
@@ -45,7 +44,7 @@ from compose.config.json_files import parse_json, read_json
 from compose.config.models import find_model, model_names
 from compose.config.tables import Config, Model
 from compose.config.toml import dump
-from compose.data.ends import generation_values
+from compose.data.generation_config import generation_values
 from compose.data.special_tokens import GENERATION, MODEL
 from compose.data.tokenizer import TOKENIZER, carry, keep
 from compose.errors import ConfigError, write_whole
@@ -92,8 +91,6 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         fill_shard(files, places[key], part)
         return part.local
 
-    _absent(target)
-    root = target / "checkpoints"
     state = {
         **dataclasses.asdict(Progress()),
         "model": {"name": name, **dataclasses.asdict(shape)},
@@ -102,12 +99,8 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "hugging_face": str(source.resolve()),
     }
-    try:
-        target.mkdir(parents=True)  # made only here, so a failure removes only our folder
-    except OSError as error:
-        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
-    try:
-        folder = store.begin(root, 0)
+    with _new_folder(target) as aside:
+        folder = store.begin(aside / "checkpoints", 0)
         writer = PartsWriter(folder)
         with alone():
             dcp.save(
@@ -119,16 +112,11 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         write_whole(folder / store.STATE, json.dumps(state, indent=1))
         write_whole(folder / "config.toml", dump(config))
         others = store.described(p for p in folder.iterdir() if p.name not in writer.entries)
-        written = store.publish(folder, others | writer.entries)
-        store.mark(target)
-        keep(source, target / TOKENIZER)
-    except BaseException as error:
-        shutil.rmtree(target, ignore_errors=True)
-        if not isinstance(error, (OSError, CheckpointException)):
-            raise
-        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
+        written = store.publish(folder, others | writer.entries).relative_to(aside)
+        store.mark(aside)
+        keep(source, aside / TOKENIZER)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return Converted(written, len(tensors), size, len(list(written.glob("*.safetensors"))))
+    return Converted(target / written, len(tensors), size, len(writer.entries))
 
 
 def export(
@@ -149,8 +137,8 @@ def export(
         values = find_hf(model.name).hf_config(model.config)
     except ValueError as error:
         raise ConfigError(f"{source}: model.{error}") from None
-    whole, reader, hf_name = _on_meta(model), _Reader(source), name_of(model.name, model.config)
-    groups = together(published(whole, hf_name))
+    whole, reader, hf_name = _on_meta(model), PartsReader(source), name_of(model.name, model.config)
+    groups = grouped(published(whole, hf_name))
 
     def read(name: str, like: Tensor) -> Tensor:
         return _read(reader, f"model.{name}", like)
@@ -181,10 +169,7 @@ def export(
     kept = kept_tokenizer(source)
     unknown = "" if original or (kept / MODEL).exists() else known.hugging_face or ""
     original = original or (kept if kept.is_dir() else None)
-    values |= {
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
+    values |= dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     if original and not original.is_dir():
         raise ConfigError(f"{original}: no such folder")
     there = read_config(original) if original and (original / MODEL).exists() else {}
@@ -206,12 +191,15 @@ def export(
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to write into, which becomes ``target`` if nothing fails."""
-    _absent(target)
+    if os.path.lexists(target):
+        raise ConfigError(f"{target}: exists already; choose another target")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # The name is new, so a failure removes nobody else's files.
         aside = Path(tempfile.mkdtemp(prefix=f".writing-{target.name}-", dir=target.parent))
-        aside.chmod(0o777 & ~_umask())
+        mask = os.umask(0o022)  # it can be read only by setting it
+        os.umask(mask)
+        aside.chmod(0o777 & ~mask)
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
     try:
@@ -230,7 +218,7 @@ def export_adapters(source: Path, target: Path, config: Config | None = None) ->
     if known.lora is None:
         raise ConfigError(f"{source}: holds the whole model, and no adapters")
     shape = config.model if config else _model_of(source, known)
-    model, reader, hf_name = _on_meta(shape), _Reader(source), name_of(shape.name, shape.config)
+    model, reader, hf_name = _on_meta(shape), PartsReader(source), name_of(shape.name, shape.config)
     parameters = adapted(model, known.lora)
     _check_held(source, reader, parameters)
     tensors = {
@@ -269,17 +257,6 @@ class _Streamed(ShardSavePlanner):
         return self.read(index.fqn)
 
 
-class _Reader(PartsReader):
-    """Reads the checkpoint's description once, instead of once for each tensor."""
-
-    known: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.known is None:
-            self.known = super().read_metadata(*args, **kwargs)
-        return self.known
-
-
 def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
     part = _whole(like, "cpu")
     with alone():
@@ -310,15 +287,3 @@ def _model_of(folder: Path, known: store.State) -> Model:
         return Model(name=name, config=parse_json(json.dumps(fields).encode(), kind))
     except ValueError as error:
         raise ConfigError(f"{there}: {error}") from None
-
-
-def _umask() -> int:
-    """Return the umask of the process, which can be read only by setting it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
-
-
-def _absent(target: Path) -> None:
-    if os.path.lexists(target):
-        raise ConfigError(f"{target}: exists already; choose another target")

@@ -16,13 +16,18 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from compose.checkpoint import store
 from compose.checkpoint.hf_stored import Named, Stored, stored
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
-from compose.checkpoint.safetensors_files import DTYPES, TensorFiles
+from compose.checkpoint.metadata import METADATA
+from compose.checkpoint.safetensors_files import DTYPES, INDEX, WHOLE, TensorEntry, TensorFiles
 from compose.composition import Composition, module_of
 from compose.config.job import Job
 from compose.config.json_files import read_json
-from compose.config.models import training_fields
+from compose.config.models import model_names, training_fields
+from compose.config.tables import Model
+from compose.config.toml import COMMAND_LINE
+from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out
 from compose.memory.lora import is_adapter
 from compose.ops.tensors import tied_names
@@ -82,8 +87,8 @@ def config_problems(folder: Path, name: str, config: Any) -> list[str]:
         return [f"{folder}/config.json: {error}"]
     except ConfigError as error:
         return error.problems
-    # Convert there and back, so that fields without use in such a model become equal.
-    there, here = (_there_and_back(hf, one) for one in (theirs, config))
+    # Convert forward and backward, so that fields without use in such a model become equal.
+    there, here = (_round_trip(hf, one) for one in (theirs, config))
     fields = [f.name for f in dataclasses.fields(config) if f.name not in training_fields(config)]
     other = [field for field in fields if getattr(there, field) != getattr(here, field)]
     # Show the given values if they differ; else the converted ones.
@@ -98,7 +103,7 @@ def config_problems(folder: Path, name: str, config: Any) -> list[str]:
     return []
 
 
-def _there_and_back(hf: HuggingFace, config: Any) -> Any:
+def _round_trip(hf: HuggingFace, config: Any) -> Any:
     with contextlib.suppress(ValueError):
         return hf.config_from_hf(hf.hf_config(config))
     return config
@@ -194,11 +199,11 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
     model = module_of(whole)
     expected: dict[str, tuple[int, ...]] = {}
     found: list[tuple[str, str]] = []
-    coded: set[str] = set()
+    quantized: set[str] = set()
     for _, place, tensor in published(whole, hf_name):
         code = place.code_in(files.entries)
         if code:
-            coded.update(code.names(place.name))
+            quantized.update(code.names(place.name))
             found += code.problems(place.name, tensor.shape, files.entries)
             continue
         names = [place.found(name, files.entries) for name in place.names(tensor.shape)]
@@ -207,18 +212,23 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         entry = files.entries.get(name)
         if entry is None:
             found.append((name, "is missing"))
-        elif entry.shape != shape:
-            found.append((name, f"is {entry.shape}, the model's is {shape}"))
-        elif entry.dtype not in DTYPES:
-            found.append((name, f"is {entry.dtype}, not one of {', '.join(DTYPES)}"))
+        elif flaw := misfit(entry, shape):
+            found.append((name, flaw))
     tied = {stored(hf_name(name)).name for names in tied_names(model) for name in names[1:]}
     prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
     prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
     for name in files.entries:
         besides = name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
-        if name not in expected and name not in coded and not besides:
+        if name not in expected and name not in quantized and not besides:
             found.append((name, "is not of this model"))
     return [f"{files.folder}: {line}" for line in collapsed(found)]
+
+
+def misfit(entry: TensorEntry, shape: Sequence[int]) -> str:
+    """Return why a tensor in the files cannot fill one of this shape; empty if it can."""
+    if entry.shape != tuple(shape):
+        return f"is {entry.shape}, the model's is {tuple(shape)}"
+    return "" if entry.dtype in DTYPES else f"is {entry.dtype}, not one of {', '.join(DTYPES)}"
 
 
 def collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
@@ -230,3 +240,71 @@ def collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
         f"{pattern} {words} ({len(names)} of them)" if len(names) > 1 else f"{names[0]} {words}"
         for (pattern, words), names in alike.items()
     ]
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether ``folder`` is one of our checkpoints; it may be damaged."""
+    return any((folder / name).exists() for name in (store.MANIFEST, METADATA))
+
+
+def kept_tokenizer(checkpoint: Path) -> Path:
+    """Return the folder in which the run of a checkpoint keeps its tokenizer."""
+    run = checkpoint.resolve().parent.parent  # a checkpoint is in checkpoints/
+    kept = run / TOKENIZER
+    if leads_out(kept, run):
+        raise ConfigError(f"{kept}: {LEADS_OUT}")
+    return kept
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Return whether ``folder`` holds a model as transformers saves it."""
+    weights = any((folder / name).exists() for name in (WHOLE, INDEX))
+    return weights and (folder / "config.json").exists()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return ``folder`` if it is a checkpoint, or else all checkpoints of the run in it, newest first.
+
+    The checkpoints may be damaged.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{COMMAND_LINE}: {folder}: no such folder")
+    if is_checkpoint(folder):
+        return [folder]
+    found, root = store.newest_first(folder / "checkpoints"), folder / "checkpoints"
+    outside = [path for path in (root, *found) if leads_out(path, folder)]
+    if outside:
+        raise ConfigError(*(f"{path}: {LEADS_OUT}" for path in outside))
+    if not found:
+        raise ConfigError(
+            f"{COMMAND_LINE}: {folder}: is neither a checkpoint ({store.MANIFEST}) nor Hugging Face's"
+            f" folder (config.json, and {WHOLE} or {INDEX})"
+        )
+    return found
+
+
+def model_in(folder: Path) -> Model:
+    """Return the model that config.json in ``folder`` describes."""
+    values, names = read_config(folder), model_names()
+    kind = values.get("model_type")
+    known = {name: _model_types(name) for name in names}
+    fitting = [name for name in names if kind in known[name]]
+    path = folder / "config.json"
+    if not fitting:
+        every = ", ".join(sorted({one for types in known.values() for one in types}))
+        raise ConfigError(f"{path}: model_type: {kind!r} is no model here (known: {every})")
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"{path}: model_type: {kind!r} is {' and '.join(fitting)} of models/; choose by --config"
+        )
+    try:
+        return Model(name=fitting[0], config=find_hf(fitting[0]).config_from_hf(values))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _model_types(name: str) -> Sequence[str]:
+    try:
+        return find_hf(name).MODEL_TYPES
+    except ConfigError:
+        return ()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from compose.checkpoint.safetensors_files import Entry
+from compose.checkpoint.safetensors_files import TensorEntry
 
 # The values of e2m1 by their bits: a sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -28,7 +28,7 @@ class Mxfp4:
         return [f"{name}_blocks", f"{name}_scales"]
 
     def problems(
-        self, name: str, shape: Sequence[int], entries: Mapping[str, Entry]
+        self, name: str, shape: Sequence[int], entries: Mapping[str, TensorEntry]
     ) -> list[tuple[str, str]]:
         """Return what is wrong with the stored tensors."""
         groups = (*shape[:-1], -(-shape[-1] // _BLOCK))

@@ -2,41 +2,16 @@
 
 Most tensors lie there as they are here. A stack may lie there slice by slice, several tensors may lie
 there as one, and a matrix may be transposed. Nothing is computed, so both ways are bitwise. Besides,
-files may hold a tensor in a code of fewer bits, which is read and not written.
+files may hold a tensor in fewer bits (hf_mxfp4.py), which is read and not written.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from compose.checkpoint.safetensors_files import Entry
-
-
-class Coded(Protocol):
-    """A code in which files may hold a tensor; compose/checkpoint/hf_mxfp4.py is one."""
-
-    def names(self, name: str) -> Sequence[str]:
-        """Return the names of the tensors that hold the one of ``name``."""
-        ...
-
-    def problems(
-        self, name: str, shape: Sequence[int], entries: Mapping[str, Entry]
-    ) -> list[tuple[str, str]]:
-        """Return what is wrong with them: their names, each with the words about it."""
-        ...
-
-    def fill(
-        self,
-        target: Tensor,
-        name: str,
-        region: Sequence[slice],
-        read: Callable[[str, Sequence[slice]], Tensor],
-    ) -> None:
-        """Fill a part of ours."""
-        ...
+from compose.checkpoint.hf_mxfp4 import Mxfp4
 
 
 @dataclass(frozen=True)
@@ -53,8 +28,8 @@ class Stored:
     """How many of our tensors make theirs; they have one shape."""
     base: str = ""
     """A prefix of the name. Files that the model without its head has written leave it out."""
-    code: Coded | None = None
-    """A code in which files may hold ours instead; if so, nothing else here applies but the name."""
+    code: Mxfp4 | None = None
+    """The format of few bits in which files may hold ours; then only the name applies besides."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.part < self.parts, "the part is one of the parts"
@@ -74,10 +49,10 @@ class Stored:
         whole = (own[0] * self.parts, *own[1:]) if self.parts > 1 else own
         return (*whole[:-2], whole[-1], whole[-2]) if self.transposed else whole
 
-    def code_in(self, files: Container[str]) -> Coded | None:
-        """Return the code, if ``files`` hold any of its tensors."""
-        code = self.code
-        return code if code and any(name in files for name in code.names(self.name)) else None
+    def code_in(self, files: Container[str]) -> Mxfp4 | None:
+        """Return the format of few bits, if ``files`` hold any of its tensors."""
+        names = self.code.names(self.name) if self.code else ()
+        return self.code if any(name in files for name in names) else None
 
     def found(self, name: str, files: Container[str]) -> str:
         """Return the name under which ``files`` hold a tensor, or its own name if they lack it."""
@@ -104,7 +79,7 @@ class Stored:
 
 
 def stored(found: str | Stored) -> Stored:
-    """Return what an ``hf_name`` returned as a Stored; a name alone is that of a tensor as ours is."""
+    """Return a place; a name alone is that of a tensor that lies there as it is here."""
     return Stored(found) if isinstance(found, str) else found
 
 
@@ -112,7 +87,7 @@ Named = tuple[str, Stored, Tensor]
 """Our name, the place in the files, and the tensor."""
 
 
-def together(tensors: Iterable[Named]) -> list[list[Named]]:
+def grouped(tensors: Iterable[Named]) -> list[list[Named]]:
     """Return our tensors in groups: each makes one tensor of theirs, or one stack."""
     groups: dict[str, list[Named]] = {}
     for one in tensors:

@@ -1,13 +1,10 @@
 """The description of a checkpoint, ``metadata.json``: its tensors, and their places in its files.
 
 torch.distributed.checkpoint (DCP) describes a checkpoint by a pickle, ``.metadata``. Whoever opens a
-pickle runs the code that its writer put there. Our description is JSON. The pickle of an older
-checkpoint is still read, but no class or function that it names is called: it yields plain values,
-which are checked as those of JSON are.
+pickle runs the code that its writer put there, so our description is JSON.
 """
 
 import json
-import pickle
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,28 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from compose.checkpoint.safetensors_files import NAMES
-from compose.config.json_files import Count, parse_json, read_json
-from compose.errors import ConfigError, open_own
+from compose.config.json_files import Count, read_json
+from compose.errors import ConfigError
 
 METADATA = "metadata.json"
-PICKLED = ".metadata"  # the description of older checkpoints
 SUFFIX = ".safetensors"
-_SHARD = re.compile(r"__\d+_\d+(\.safetensors|\.distcp)")
+_SHARD = re.compile(r"__\d+_\d+\.safetensors")
 _TYPES = {name: dtype for dtype, name in NAMES.items()}
-# The names of classes that DCP's own descriptions hold.
-_KNOWN = {
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "PosixPath",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-    "_StorageInfo",
-    "_get_layout",
-    "getattr",  # of an enum's class and a name: so Python 3.11.0 to 3.11.3 pickles a member
-}
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 
@@ -65,7 +47,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stored:
+class DescribedTensor:
     """A tensor of a checkpoint."""
 
     dtype: str
@@ -77,31 +59,44 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Described:
-    tensors: dict[str, Stored]
+    tensors: dict[str, DescribedTensor]
 
 
 def description(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> str:
     """Return the text of ``metadata.json`` for a checkpoint."""
-    return json.dumps({"tensors": _plain(metadata.state_dict_metadata, places)})
+    where = {(index.fqn, tuple(index.offset or ())): place for index, place in places.items()}
+    tensors: dict[str, Any] = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        chunks = []
+        for region in stored.chunks:
+            place = where[name, tuple(region.offsets)]
+            offsets, sizes = tuple(region.offsets), tuple(region.sizes)
+            chunks.append((place.relative_path, place.offset, place.length, offsets, sizes))
+        dtype = NAMES[stored.properties.dtype]
+        tensors[name] = {"dtype": dtype, "shape": tuple(stored.size), "chunks": chunks}
+    return json.dumps({"tensors": tensors})
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Return DCP's description of the checkpoint in ``folder``."""
     path = folder / METADATA
-    if path.exists() or not (folder / PICKLED).exists():
-        tensors = read_json(path, _Described, own=True).tensors
-    else:
-        path = folder / PICKLED
-        try:
-            tensors = _unpickled(path)
-        except Exception as error:  # any error: the file may come from anyone
-            words = str(error) or type(error).__name__
-            raise ConfigError(f"{path}: is no description of tensors: {words}") from None
+    tensors = read_json(path, _Described, own=True).tensors
     for name, stored in tensors.items():
         if wrong := _flaw(stored):
             raise ConfigError(f"{path}: tensors.{name if name.isprintable() else ascii(name)}: {wrong}")
     return Metadata(
-        {name: _for_dcp(stored) for name, stored in tensors.items()},
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=_TYPES[stored.dtype]),
+                torch.Size(stored.shape),
+                [
+                    ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                    for c in stored.chunks
+                ],
+            )
+            for name, stored in tensors.items()
+        },
         storage_data={
             MetadataIndex(name, chunk.offsets): _StorageInfo(chunk.file, chunk.begin, chunk.length)
             for name, stored in tensors.items()
@@ -118,33 +113,7 @@ def shards(metadata: Metadata) -> dict[str, int]:
     return found
 
 
-def _for_dcp(stored: Stored) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        TensorProperties(dtype=_TYPES[stored.dtype]),
-        torch.Size(stored.shape),
-        [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in stored.chunks],
-    )
-
-
-def _plain(tensors: Mapping[str, Any], places: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the description as JSON has it, from DCP's objects or those of :func:`_unpickled`."""
-    where = {(index.fqn, tuple(index.offset)): place for index, place in places.items()}
-    found: dict[str, Any] = {}
-    for name, stored in tensors.items():
-        chunks = []
-        for region in stored.chunks:
-            place = where[name, tuple(region.offsets)]
-            length, offsets, sizes = place.length, tuple(region.offsets), tuple(region.sizes)
-            chunks.append((place.relative_path, place.offset, length, offsets, sizes))
-        found[name] = {
-            "dtype": NAMES[stored.properties.dtype],
-            "shape": tuple(stored.size),
-            "chunks": tuple(chunks),
-        }
-    return found
-
-
-def _flaw(stored: Stored) -> str:
+def _flaw(stored: DescribedTensor) -> str:
     """Return why the regions of a tensor do not cover it exactly once; empty if they do."""
     if stored.dtype not in _TYPES:
         return f"dtype: {stored.dtype!r} is none of {', '.join(_TYPES)}"
@@ -155,7 +124,7 @@ def _flaw(stored: Stored) -> str:
             return f"a region of {len(offsets)} and {len(sizes)} dims, of {len(stored.shape)}"
         if any(o + n > whole for o, n, whole in zip(offsets, sizes, stored.shape, strict=True)):
             return f"a region of {list(sizes)} at {list(offsets)} is not in {list(stored.shape)}"
-        if file.endswith(SUFFIX) and length != prod(sizes) * _TYPES[stored.dtype].itemsize:
+        if length != prod(sizes) * _TYPES[stored.dtype].itemsize:
             return f"{length:,} bytes at {begin:,} of {file} are not {list(sizes)} of {stored.dtype}"
     missing = prod(stored.shape) - sum(prod(chunk.sizes) for chunk in stored.chunks)
     if missing or _overlap(stored.chunks, len(stored.shape)):
@@ -180,41 +149,3 @@ def _overlap(chunks: Sequence[Chunk], dims: int) -> bool:
             ):
                 return True
     return False
-
-
-class _Inert:
-    """Stands for an object of any class in a pickle: it holds the arguments and runs no code."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        # A tensor's properties are a tuple that begins with the dtype.
-        self.__dict__.update(state if isinstance(state, dict) else {"dtype": state[0]})
-
-
-class _Opened(pickle.Unpickler):
-    """Opens DCP's description without calling a class or function that it names.
-
-    Sizes become tuples, dtypes stay dtypes, and everything else becomes inert.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for the object ``module.name``."""
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if name not in _KNOWN:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return _Inert
-
-
-def _unpickled(path: Path) -> dict[str, Stored]:
-    """Return the tensors that an older checkpoint's pickle describes."""
-    with open_own(path) as file:
-        found = _Opened(file).load()
-    if any(getattr(place, "transform_descriptors", None) for place in found.storage_data.values()):
-        raise ValueError("its tensors are compressed")
-    tensors = _plain(found.state_dict_metadata, found.storage_data)
-    return parse_json(json.dumps({"tensors": tensors}).encode(), _Described).tensors

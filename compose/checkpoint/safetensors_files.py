@@ -33,7 +33,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file."""
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class TensorFiles:
     def __init__(self, folder: Path, only: str = "") -> None:
         """Read the headers of the files in ``folder``, or of the one file ``only``."""
         self.folder = folder
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         problems = []
         for path in [folder / only] if only else self._paths():
             if leads_out(path, folder):
@@ -68,7 +68,7 @@ class TensorFiles:
                 with safe_open(path, "pt") as file:
                     for name in file.keys():  # noqa: SIM118 (it has no iterator)
                         part = file.get_slice(name)
-                        entry = Entry(tuple(part.get_shape()), part.get_dtype(), path)
+                        entry = TensorEntry(tuple(part.get_shape()), part.get_dtype(), path)
                         if self.entries.setdefault(name, entry) is not entry:
                             other = self.entries[name].path.name
                             problems.append(f"{path}: holds {name}, which {other} holds too")

@@ -146,14 +146,14 @@ class _Summed:
 
 
 class PartsReader(FileSystemReader):
-    """Reads what ShardLoadPlanner plans.
+    """Reads what ShardLoadPlanner plans, from files of PartsWriter."""
 
-    The checkpoint is one of PartsWriter, or of DCP's own FileSystemWriter.
-    """
+    known: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the description of the checkpoint. DCP's own method would unpickle it."""
-        return read_metadata(Path(self.path))
+        """Return the description of the checkpoint, read once. DCP's own method would unpickle it."""
+        self.known = self.known or read_metadata(Path(self.path))
+        return self.known
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -164,8 +164,6 @@ class PartsReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Fill the planner's tensors, several at once."""
-        if any(not info.relative_path.endswith(SUFFIX) for info in self.storage_data.values()):
-            return super().read_data(plan, planner)
         with ThreadPoolExecutor(_READERS) as readers:
             for _ in readers.map(lambda item: self._read(item, planner), plan.items):
                 pass  # errors are raised here

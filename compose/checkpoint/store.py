@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from compose.checkpoint.metadata import METADATA, PICKLED, read_metadata, shards
+from compose.checkpoint.metadata import METADATA, read_metadata, shards
 from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, open_own, write_whole
 
@@ -33,7 +33,7 @@ _READERS = 4  # files read at once; reading and summing hold no lock of Python's
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A file in a manifest."""
 
     size: Count
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class _Manifest:
-    files: dict[str, Entry]
+    files: dict[str, FileEntry]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ModelFields(BaseModel):
 
 
 class DataFields(BaseModel):
-    """The fields that decide which tokens a sample holds. Older checkpoints have only some of them."""
+    """The fields that decide which tokens a sample holds; a checkpoint without a run has none."""
 
     model_config = ConfigDict(extra="allow")
     tokenizer: str | None = None
@@ -178,17 +178,8 @@ def mark(run: Path) -> None:
 
 
 def has_saved(run: Path) -> bool:
-    """Return whether the run of a folder has had a checkpoint.
-
-    This is known by the mark, or, for runs older than the marks, by the metrics.
-    """
-    if os.path.lexists(run / MARK):
-        return True
-    try:
-        with open_own(run / "metrics.jsonl") as file:
-            return any(b'"checkpoint": {' in line and b'"failed": 0.0' in line for line in file)
-    except OSError:
-        return False
+    """Return whether the run of a folder has had a checkpoint."""
+    return os.path.lexists(run / MARK)
 
 
 def newest_first(root: Path) -> list[Path]:
@@ -217,21 +208,19 @@ def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
         return [*filter(None, readers.map(lambda name: _problem(folder / name, files[name]), mine))]
 
 
-def _check_all_there(folder: Path, files: Mapping[str, Entry]) -> None:
+def _check_all_there(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Raise ConfigError if the manifest lacks a file that belongs to a checkpoint."""
-    described = METADATA if METADATA in files else PICKLED
-    missing = [name for name in (STATE, described) if name not in files]
+    missing = [name for name in (STATE, METADATA) if name not in files]
     if missing:
-        wanted = [METADATA if name == PICKLED else name for name in missing]
-        raise ConfigError(*(f"{name} is not in {MANIFEST}" for name in wanted))
+        raise ConfigError(*(f"{name} is not in {MANIFEST}" for name in missing))
     state = _readable(folder, STATE, lambda: read_state(folder))
     if step_of(folder) not in (-1, state.step):
         raise ConfigError(f"{STATE} is of step {state.step}, the folder of step {step_of(folder)}")
-    for name, size in shards(_readable(folder, described, lambda: read_metadata(folder))).items():
+    for name, size in shards(_readable(folder, METADATA, lambda: read_metadata(folder))).items():
         if name not in files:
             raise ConfigError(f"{name} is not in {MANIFEST}")
         if files[name].size < size:
-            raise ConfigError(f"{described} has {size:,} bytes in {name}, of {files[name].size:,}")
+            raise ConfigError(f"{METADATA} has {size:,} bytes in {name}, of {files[name].size:,}")
 
 
 def _readable(folder: Path, name: str, read: Callable[[], T]) -> T:
@@ -252,7 +241,7 @@ def _is_plain(name: str) -> bool:
     return name.isprintable() and name not in ("", ".", "..", MANIFEST) and "/" not in name
 
 
-def _problem(path: Path, entry: Entry) -> str:
+def _problem(path: Path, entry: FileEntry) -> str:
     try:
         size = path.lstat().st_size
         if size != entry.size and not path.is_symlink():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from compose.checkpoint.hf_folder import source_problems
-from compose.checkpoint.peft_files import adapter_problems
+from compose.checkpoint.peft import adapter_problems
 from compose.checkpoint.store import newest_first
 from compose.config import rules
 from compose.config.job import Job

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compose.checkpoint.hf_conversion import export, export_adapters, import_
-from compose.checkpoint.hf_sources import checkpoints, is_hugging_face, model_in
+from compose.checkpoint.hf_folder import checkpoints, is_hugging_face, model_in
 from compose.checkpoint.safetensors_files import DTYPES
 from compose.checkpoint.store import read_state
 from compose.cli.command_line import read_flags

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import fill_weights, parallelize
-from compose.checkpoint.hf_sources import checkpoints, is_hugging_face, kept_tokenizer, model_in
+from compose.checkpoint.hf_folder import checkpoints, is_hugging_face, kept_tokenizer, model_in
 from compose.checkpoint.loading import damage, load
 from compose.cli.cache import Wanted, next_logits, open_cache
 from compose.cli.command_line import device_problems, launched_ranks, read_words
@@ -28,7 +28,7 @@ from compose.config.models import max_seq_len
 from compose.config.tables import Checkpoint, Comm, Compile, Config, Parallel, without_add_ons
 from compose.config.toml import COMMAND_LINE, override, typed
 from compose.config.toml import load as load_toml
-from compose.data.ends import end_ids, repetition_penalty
+from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, Tokenizer, open_tokenizer
 from compose.errors import ConfigError, NonNegative, Positive
 from compose.parallel.mesh import init_mesh

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from compose.config.toml import COMMAND_LINE
+from compose.data.chat_messages import Chat, read_chat
+from compose.data.chat_replies import Replies
 from compose.data.documents import JSON_LINES
-from compose.data.messages import Chat, read_chat
-from compose.data.replies import Replies
 from compose.data.tokenizer import JsonTokenizer, Tokenizer
 from compose.errors import ConfigError
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from compose.checkpoint.hf_sources import checkpoints, is_hugging_face, model_in
+from compose.checkpoint.hf_folder import checkpoints, is_hugging_face, model_in
 from compose.cli.command_line import named_path, read_words
 from compose.cli.generate import generate as generate_text
 from compose.cli.generate import job_of, open_model

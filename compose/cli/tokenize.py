@@ -11,10 +11,10 @@ import numpy as np
 
 from compose.cli.command_line import read_flags
 from compose.config.toml import COMMAND_LINE
-from compose.data.replies import Replies
-from compose.data.token_set import as_table, open_token_set
+from compose.data.chat_replies import Replies
+from compose.data.token_files import as_table, open_token_set
+from compose.data.token_set_writing import Counts, describe_job, make_token_set
 from compose.data.tokenizer import open_tokenizer
-from compose.data.writing import Counts, describe_job, make_token_set
 from compose.errors import ConfigError, whole_number
 
 _FLAGS = {

@@ -20,7 +20,7 @@ from compose.plan import Plan
 if TYPE_CHECKING:
     from compose.composition import Composition
     from compose.config.tables import Config
-    from compose.data.sources import Samples
+    from compose.data.samples import Samples
     from compose.ops.cross_entropy import LossFunction
 
 
@@ -155,7 +155,7 @@ class ModelFolder:
     presets: Mapping[str, ModelConfig]
     plan: Callable[[Any, Parallel], Plan]
     task: Task | None = None
-    """What the model learns; None: the next token (``compose.data.task.LanguageModelling``)."""
+    """What the model learns; None: the next token (``compose.data.datasets.LanguageModelling``)."""
 
     def on_meta(self, config: Any) -> nn.Module:
         """Return the model of ``config`` on meta, without memory.

@@ -1,4 +1,4 @@
-"""Opens what ``[data]`` names, and checks it against the model."""
+"""The data of a run: its task, the sets that [data] names, and what is kept of them."""
 
 import json
 from collections.abc import Sequence
@@ -7,16 +7,54 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from compose.config.json_files import read_json
+from compose.config.models import Sampler, Task, find_model
 from compose.config.tables import Config
 from compose.data.batches import Batches
-from compose.data.ends import end_ids
-from compose.data.sources import Samples
+from compose.data.generation_config import end_ids
+from compose.data.samples import Samples, open_samples, random_batch
 from compose.data.special_tokens import CONFIG, GENERATION, MODEL
-from compose.data.task import task_of
 from compose.data.tokenizer import FILE, carried, carry, keep, open_tokenizer
 from compose.errors import ConfigError, write_whole
+from compose.ops.batch import count_targets
+from compose.parallel.output import CrossEntropy
+
+
+class LanguageModelling:
+    """To predict the next token; the task of a model whose folder names no other."""
+
+    sampler: Sampler | None = None
+
+    def check(self, config: Config) -> list[str]:
+        """Return nothing: the keys of train.toml are those of a language model."""
+        return []
+
+    def open(self, path: str, config: Config) -> Samples:
+        """Open tokens; see ``compose.config.models.Task.open``."""
+        seq_len = config.train.seq_len
+        found = open_samples(path, config.data, seq_len, config.model.config.vocab_size)
+        # Most often the first sample has a target.
+        if not any(count_targets(found.read(i)["targets"]) for i in range(len(found))):
+            raise ConfigError(
+                f"{path} has nothing to learn: no token of its {len(found)} samples of train.seq_len"
+                f" {seq_len} is a target"
+            )
+        return found
+
+    def random_batch(self, config: Config, samples: int, seed: int) -> dict[str, Tensor]:
+        """Return random documents; see ``compose.data.samples.random_batch``."""
+        return random_batch(samples, config.train.seq_len, config.model.config.vocab_size, seed)
+
+    def loss(self, config: Config) -> CrossEntropy:
+        """Return the cross-entropy that ``train.loss_chunk`` and ``train.z_loss`` ask for."""
+        return CrossEntropy(config.train.loss_chunk, config.train.z_loss)
+
+
+def task_of(config: Config) -> Task:
+    """Return what the model of ``config`` learns."""
+    return find_model(config.model.name).task or LanguageModelling()
 
 
 class OpenData(NamedTuple):
@@ -64,7 +102,7 @@ def open_data(config: Config) -> OpenData:
 def _training_sets(config: Config) -> tuple[list[Samples], list[Fraction] | None]:
     data = config.data
     paths = (data.path,) if isinstance(data.path, str) else data.path
-    problems = [f"data.path: {path} stands there twice" for path in set(paths) if paths.count(path) > 1]
+    problems = [f"data.path: {path} is named twice" for path in set(paths) if paths.count(path) > 1]
     if not paths:
         problems.append("data.path: names nothing")
     if data.weights and len(data.weights) != len(paths):
@@ -74,7 +112,7 @@ def _training_sets(config: Config) -> tuple[list[Samples], list[Fraction] | None
     sets = []
     for path in paths:
         try:
-            sets.append(_open(path, config))
+            sets.append(task_of(config).open(path, config))
         except ConfigError as error:
             problems += [f"data.path: {problem}" for problem in error.problems]
     if problems:
@@ -87,13 +125,9 @@ def _validation_set(config: Config) -> Samples | None:
     if not config.data.validation:
         return None
     try:
-        return _open(config.data.validation, config)
+        return task_of(config).open(config.data.validation, config)
     except ConfigError as error:
         raise ConfigError(*(f"data.validation: {problem}" for problem in error.problems)) from None
-
-
-def _open(path: str, config: Config) -> Samples:
-    return task_of(config).open(path, config)
 
 
 def _shown(sha256: str) -> str:
@@ -130,26 +164,6 @@ def described(batches: Batches, config: Config) -> dict[str, Any]:
         "seq_len": config.train.seq_len,
         "seed": config.train.seed,
     }
-
-
-def old_sets(batches: Batches) -> list[str]:
-    """Return a line for each token set that lacks what its tokenizer adds to a text.
-
-    Earlier versions added nothing.
-    """
-    lines = []
-    for each in (one.token_set for one in batches.sets):
-        if each and each.kind == "text" and each.added is None and (each.path / FILE).exists():
-            tokenizer = open_tokenizer(each.path)
-            before, after = tokenizer.around
-            if before or after[:1] not in ([], [each.end]):
-                lines.append(
-                    f"{each.path}: was made by an earlier version, without"
-                    f" {tokenizer.decode([*before, *after])}, which its tokenizer adds to a text;"
-                    " `python -m compose tokenize` adds it now, and so does `generate`, but with"
-                    " --no-special-tokens"
-                )
-    return lines
 
 
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:

@@ -21,7 +21,7 @@ _KINDS = {dict: "an object", list: "a list", bool: "true or false", int: "a numb
 
 
 @dataclass(frozen=True)
-class Unit:
+class FilePart:
     """The lines that begin at the bytes ``start`` to ``stop`` of a file."""
 
     name: str
@@ -62,7 +62,7 @@ def stop_at(error: BadLine) -> None:
     raise error
 
 
-def json_texts(unit: Unit, field: str, bad: Callable[[BadLine], None] = stop_at) -> Iterator[str]:
+def json_texts(unit: FilePart, field: str, bad: Callable[[BadLine], None] = stop_at) -> Iterator[str]:
     """Yield the text of each row of JSON lines."""
     for place, row in json_rows(unit, bad):
         text = row.get(field)
@@ -77,7 +77,7 @@ def json_texts(unit: Unit, field: str, bad: Callable[[BadLine], None] = stop_at)
 
 
 def json_rows(
-    unit: Unit, bad: Callable[[BadLine], None] = stop_at
+    unit: FilePart, bad: Callable[[BadLine], None] = stop_at
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (place, row) of each row of JSON lines; ``bad`` raises the others, or leaves them out."""
     for place, line in _lines(unit):
@@ -90,7 +90,7 @@ def json_rows(
             yield place, row
 
 
-def _row(unit: Unit, place: int, content: bytes) -> dict[str, Any] | None:
+def _row(unit: FilePart, place: int, content: bytes) -> dict[str, Any] | None:
     """Return the row on a line of JSON lines, or None if the line is blank. Raises BadLine."""
     try:
         line = content.decode("utf-8")
@@ -113,7 +113,7 @@ def _row(unit: Unit, place: int, content: bytes) -> dict[str, Any] | None:
     return row
 
 
-def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
+def _lines(unit: FilePart) -> Iterator[tuple[int, bytes]]:
     """Yield (place, content) of the lines that begin in the unit."""
     with _opened(unit) as file:
         if unit.start:
@@ -125,7 +125,7 @@ def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
             yield place, line if place else line.removeprefix(BOM_UTF8)
 
 
-def _opened(unit: Unit) -> IO[bytes]:
+def _opened(unit: FilePart) -> IO[bytes]:
     try:
         return open(unit.path, "rb")
     except OSError as error:
@@ -133,7 +133,7 @@ def _opened(unit: Unit) -> IO[bytes]:
 
 
 @dataclass(frozen=True)
-class Block:
+class TextBlock:
     """A part of a text, from ``start`` to ``stop``, with the text around it."""
 
     text: str
@@ -141,7 +141,7 @@ class Block:
     stop: int
 
 
-def text_blocks(unit: Unit) -> Iterator[Block]:
+def text_blocks(unit: FilePart) -> Iterator[TextBlock]:
     """Yield the parts of a text file that belong to a unit. Raises BadLine.
 
     A tokenizer may treat the start and the end of what it is given in a special way. So a part comes
@@ -161,7 +161,7 @@ def text_blocks(unit: Unit) -> Iterator[Block]:
             except UnicodeDecodeError as error:
                 words = f"is not UTF-8: {error.reason}"
                 raise BadLine(unit.path, place + error.start, words) from None
-            yield Block(left + text + right, len(left), len(left) + len(text))
+            yield TextBlock(left + text + right, len(left), len(left) + len(text))
             place = stop
 
 
@@ -189,7 +189,9 @@ def _seam(file: IO[bytes], place: int, size: int) -> int:
     return size
 
 
-def parquet_texts(unit: Unit, field: str, bad: Callable[[BadLine], None] = stop_at) -> Iterator[str]:
+def parquet_texts(
+    unit: FilePart, field: str, bad: Callable[[BadLine], None] = stop_at
+) -> Iterator[str]:
     """Yield the text of each row of a Parquet file."""
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]

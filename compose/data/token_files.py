@@ -1,19 +1,138 @@
-"""Token files: one row of integers in a .bin file, or in a .npy file of numpy."""
+"""Tokens in files: rows of ids, token files, and the folders that ``python -m compose tokenize`` makes.
 
-from collections.abc import Callable
+    manifest.json        what is in the folder; written last, so a folder that has it is whole
+    tokens-00000.bin     ids, little-endian; the shards, one after another, are a single row
+    ends-00000.bin       index: for each document of the shard the place after its last token, int64
+    trained-00000.bin    only for chats: a byte for each token, 1 where it is learnt
+    tokenizer.json ...   the tokenizer, and the files that belong to it
+
+A document of text ends with the tokenizer's end token, and may span shards. A document of chats has no
+end token, and lies in one shard.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field
 
-from compose.data.rows import Stored
-from compose.errors import ConfigError, state_of
+from compose.config.json_files import Count, read_json
+from compose.data.tokenizer import carried
+from compose.errors import LEADS_OUT, ConfigError, leads_out, state_of
+
+_BLOCK = 1 << 22  # elements in memory at once while a row is checked
+_WHOLE = 1 << 26  # a digest reads every element of files up to this count
+_SPREAD = 1024  # blocks that a digest reads of a longer row
+_SPREAD_BLOCK = 1 << 13  # elements in each of these blocks
+
+
+class ArrayFile:
+    """A one-dimensional array in a file; ``stored[start:stop]`` reads a part of it.
+
+    The file is not mapped. If another process cut a mapped file short, a read beyond the new end would
+    kill this process (SIGBUS). The file is not kept open either: a token set may have more files than a
+    process may open. A read raises ConfigError if the file no longer has the wanted elements.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> None:
+        """Remember where the array lies; nothing is read."""
+        self.path, self.dtype, self.count, self.offset = path.absolute(), dtype, count, offset
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self.count)
+        found = np.empty(max(0, stop - start), self.dtype)
+        if not len(found):
+            return found
+        room = found.view(np.uint8).data
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.offset + start * self.dtype.itemsize)
+                while room:
+                    size = file.readinto(room)
+                    if not size:
+                        wanted = self.offset + self.count * self.dtype.itemsize
+                        raise ConfigError(
+                            f"{self.path}: was cut short since it was opened: has"
+                            f" {self.path.stat().st_size:,} bytes of {wanted:,}"
+                        )
+                    room = room[size:]
+        except OSError as error:
+            raise ConfigError(f"{self.path}: can no longer be read: {error.strerror}") from None
+        return found
+
+
+class TokenRow:
+    """One-dimensional arrays, read as if they were joined."""
+
+    def __init__(self, parts: Sequence[np.ndarray | ArrayFile]) -> None:
+        self.parts = list(parts)
+        self.starts = np.cumsum([0, *(len(part) for part in parts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the elements from ``start`` to ``stop``, int64; fewer if the row ends."""
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        pieces = []
+        while start < stop and first < len(self.parts):
+            begin = int(self.starts[first])
+            piece = self.parts[first][start - begin : stop - begin]
+            pieces.append(piece.astype(np.int64))
+            start += len(piece)
+            first += 1
+        return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+
+    def blocks(self, count: int) -> Iterator[np.ndarray]:
+        """Yield the first ``count`` elements in blocks, in the dtype in which they are stored."""
+        for part in self.parts:
+            stop = min(count, len(part))
+            for start in range(0, stop, _BLOCK):
+                yield part[start : min(start + _BLOCK, stop)]
+            count -= stop
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash that tells one row from another: of the length and of the elements.
+
+        For a long row in files, only blocks are read, spread evenly from first to last.
+        """
+        found = hashlib.sha256(str(len(self)).encode())
+        if len(self) <= _WHOLE or all(isinstance(part, np.ndarray) for part in self.parts):
+            blocks = self.blocks(len(self))
+        else:
+            last = max(0, len(self) - _SPREAD_BLOCK)
+            starts = (last * i // (_SPREAD - 1) for i in range(_SPREAD))
+            blocks = (self.read(start, start + _SPREAD_BLOCK) for start in starts)
+        for block in blocks:
+            found.update(block.astype("<u4").tobytes())
+        return found.hexdigest()[:16]
+
+
+def check_ids(tokens: np.ndarray, name: str, vocab_size: int) -> None:
+    """Raise ConfigError if an id in ``tokens`` is outside the vocabulary."""
+    if not len(tokens):
+        return
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ConfigError(
+            f"{name} holds token id {low if low < 0 else high}; model.vocab_size {vocab_size} allows 0"
+            f" to {vocab_size - 1}"
+        )
+
 
 # The codes of types in an .idx file (megatron/core/datasets/indexed_dataset.py, DType).
 _MAGIC, _TYPES = b"MMIDIDX\x00\x00", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def open_bin(path: Path, name: str, dtype: str) -> Stored:
+def open_bin(path: Path, name: str, dtype: str) -> ArrayFile:
     """Open a file that holds integers and nothing else.
 
     If the index of Megatron lies beside it, as NAME.idx, this says the type.
@@ -29,10 +148,10 @@ def open_bin(path: Path, name: str, dtype: str) -> Stored:
     kind, size = np.dtype(dtype), state_of(path).st_size
     if not size or size % kind.itemsize:
         raise ConfigError(f"cannot read {name}: {size:,} bytes are no row of {dtype} ({said})")
-    return Stored(path, kind, size // kind.itemsize)
+    return ArrayFile(path, kind, size // kind.itemsize)
 
 
-def open_npy(path: Path, name: str) -> Stored:
+def open_npy(path: Path, name: str) -> ArrayFile:
     """Open the array of a .npy file.
 
     Its format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html.
@@ -61,4 +180,140 @@ def open_npy(path: Path, name: str) -> Stored:
         raise ConfigError(
             f"cannot read {name}: it has {size:,} bytes, which are not {count} of {dtype}"
         )
-    return Stored(path, dtype, count, offset)
+    return ArrayFile(path, dtype, count, offset)
+
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class _Format(BaseModel):
+    format: int
+
+
+class _Tokenizer(BaseModel):
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    vocab_size: Annotated[int, Field(ge=1, le=1 << 32)]
+    end: Annotated[int, Field(ge=-1, lt=1 << 32)]
+
+
+class _Shard(BaseModel):
+    name: Annotated[str, Field(pattern="^[0-9]{1,20}$")]
+    tokens: Count
+    documents: Count
+
+
+class _Manifest(BaseModel):
+    """The used part of a manifest.
+
+    The dtypes are listed: numpy's dtype "O" would follow pointers.
+    """
+
+    kind: Literal["text", "chat"]
+    dtype: Literal["<u2", "<u4"]
+    tokenizer: _Tokenizer
+    shards: list[_Shard]
+    added: bool | None
+    rows: Count
+    replies: Count = 0
+    learnt: Count = 0
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """A token set, opened."""
+
+    path: Path
+    kind: Literal["text", "chat"]
+    """The kind of documents that it was made from."""
+    sha256: str
+    """SHA-256 of the tokenizer's file."""
+    vocab_size: int
+    """Size of the tokenizer's vocabulary."""
+    end: int
+    """The id that ends a document, -1 if there is none."""
+    tokens: TokenRow
+    ends: np.ndarray
+    """The index over the whole row: for each document the place after its last token, int64."""
+    trained: TokenRow | None
+    """For chats: 1 for each token that is learnt, else 0. None for text."""
+    rows: int
+    """Rows that it was made from."""
+    replies: int
+    """For chats: the replies to learn."""
+    learnt: int
+    """For chats: the tokens to learn."""
+
+
+def open_token_set(folder: Path) -> TokenSet:
+    """Open the token set in ``folder``."""
+    path = folder / MANIFEST
+    if leads_out(path, folder):
+        raise ConfigError(f"{path}: {LEADS_OUT}")
+    version = read_json(path, _Format).format
+    if version != FORMAT:
+        raise ConfigError(f"{path}: is of format {version}, this reads {FORMAT}")
+    manifest = read_json(path, _Manifest)
+    tokenizer, chat = manifest.tokenizer, manifest.kind == "chat"
+    if tokenizer.end >= tokenizer.vocab_size or (tokenizer.end < 0 and not chat):
+        raise ConfigError(f"{path}: tokenizer.end: {tokenizer.end} is no id of its vocabulary")
+    problems: list[str] = []
+
+    def files(name: str, dtype: str, what: Literal["tokens", "documents"]) -> list[ArrayFile]:
+        found = []
+        for shard in manifest.shards:
+            file = folder / f"{name}-{shard.name}.bin"
+            found.append(ArrayFile(file, np.dtype(dtype), getattr(shard, what)))
+            problems.extend(_file_problems(file, folder, len(found[-1]) * found[-1].dtype.itemsize))
+        return found
+
+    tokens = files("tokens", manifest.dtype, "tokens")
+    ends = files("ends", "<i8", "documents")
+    trained = files("trained", "u1", "tokens") if chat else []
+    if problems:
+        raise ConfigError(*problems)
+    carried(folder)  # a run copies these files
+    return TokenSet(
+        folder,
+        manifest.kind,
+        tokenizer.sha256,
+        tokenizer.vocab_size,
+        tokenizer.end,
+        TokenRow(tokens),
+        _joined_ends(folder, manifest.shards, ends),
+        TokenRow(trained) if chat else None,
+        manifest.rows,
+        manifest.replies,
+        manifest.learnt,
+    )
+
+
+def _file_problems(path: Path, folder: Path, wanted: int) -> list[str]:
+    """Return what is wrong with a file of a token set that should have ``wanted`` bytes."""
+    if not path.exists():
+        return [f"{path}: is missing"]
+    if leads_out(path, folder):
+        return [f"{path}: {LEADS_OUT}"]
+    if not path.is_file():
+        return [f"{path}: is no file"]
+    size = path.stat().st_size
+    return [f"{path}: has {size:,} bytes, not the {wanted:,} of {MANIFEST}"] if size != wanted else []
+
+
+def _joined_ends(folder: Path, shards: Sequence[_Shard], files: Sequence[ArrayFile]) -> np.ndarray:
+    """Return the index of the whole row. Raises ConfigError for ends out of order or of a shard."""
+    found, start = [np.zeros(0, np.int64)], 0
+    for shard, file in zip(shards, files, strict=True):
+        ends, size = file[:].astype(np.int64), shard.tokens
+        if len(ends) and (ends[0] < 0 or ends[-1] > size or (ends[1:] < ends[:-1]).any()):
+            path = folder / file.path.name
+            raise ConfigError(f"{path}: is no index of the {size:,} tokens of its shard")
+        found.append(ends + start)
+        start += size
+    return np.concatenate(found)
+
+
+def as_table(rows: Iterable[tuple[str, int | None, str]]) -> str:
+    """Return a line for each (name, number, remark); those without a number are left out."""
+    lines = [f"  {name:<14}{n:>14,}  {remark}".rstrip() for name, n, remark in rows if n is not None]
+    return "\n".join(lines)

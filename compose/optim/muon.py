@@ -45,7 +45,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MatrixLayout:
     """Where the parts of a stack of matrices (E, R, C) are, by rank of the group."""
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Layout:
 
 def layout_of(
     parameter: Tensor, group: dist.ProcessGroup | None, mesh: DeviceMesh | None = None
-) -> Layout:
+) -> MatrixLayout:
     """Return the layout of a parameter.
 
     Without ``mesh`` each rank handles a plain tensor alone. With it, a parameter that lies on some of
@@ -90,7 +90,7 @@ def layout_of(
         over = mesh
     elif own is None:
         me = dist.get_rank(group) if group else 0
-        return Layout(shape, {me: stack + local_region(parameter)}, {me: 0})
+        return MatrixLayout(shape, {me: stack + local_region(parameter)}, {me: 0})
     else:
         over, names = own, tuple(map(str, range(own.ndim)))
     ranks = dist.get_process_group_ranks(group) if group else []
@@ -110,10 +110,10 @@ def layout_of(
         regions[number] = stack + local_region(parameter, [at[name] for name in names])
         copies.append(tuple(at[name] for name in axes if name not in cut))
     numbers = {copy: number for number, copy in enumerate(sorted(set(copies)))}
-    return Layout(shape, regions, {number: numbers[copy] for number, copy in enumerate(copies)})
+    return MatrixLayout(shape, regions, {number: numbers[copy] for number, copy in enumerate(copies)})
 
 
-def assigned(layouts: Mapping[int, Layout]) -> list[list[Slab]]:
+def assigned(layouts: Mapping[int, MatrixLayout]) -> list[list[Slab]]:
     """Return rounds of slabs, at most one per rank in a round; the same on every rank of the group.
 
     Costly matrices are dealt out first. Each goes to the rank that has least to do so far, among those
@@ -257,8 +257,8 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"{name} is no matrix or stack of matrices: {tuple(parameter.shape)}")
         self.device = self.matrices[0][1].device
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
-        self.layouts: list[Layout] = []
-        known: dict[Any, Layout] = {}  # many layers have the same layout
+        self.layouts: list[MatrixLayout] = []
+        known: dict[Any, MatrixLayout] = {}  # many layers have the same layout
         for _, parameter, _ in self.matrices:
             key = _placed(parameter)
             if key not in known:

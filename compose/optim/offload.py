@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclass
-class Slot:
+class PieceMemory:
     """Memory for the means of one piece."""
 
     host: list[Tensor]
@@ -99,7 +99,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._remove: Callable[[], object] = lambda: None
         self.moved = Moved()
         self.files: dict[nn.Parameter, list[TensorFile]] = {}
-        self.slots: list[Slot] = []
+        self.slots: list[PieceMemory] = []
         self.device = self.param_groups[0]["params"][0].device
         # Copies into the GPU and out of it have a stream each.
         self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self._on_gpu else []
@@ -193,17 +193,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.files[parameter] = files
         return state
 
-    def _slot(self) -> Slot:
+    def _slot(self) -> PieceMemory:
         host = [page_aligned(CHUNK, pinned=self._on_gpu) for _ in MEANS] if self.folder else []
         like = self.param_groups[0]["params"][0]
         there = [torch.empty(CHUNK, dtype=like.dtype, device=self.device) for _ in MEANS]
-        return Slot(host, there if self._on_gpu else [])
+        return PieceMemory(host, there if self._on_gpu else [])
 
     def _means(self, piece: Piece) -> list[Tensor]:
         return [piece.of(self.state[piece.parameter][key]) for key in MEANS]
 
     @torch.no_grad()
-    def _load(self, piece: Piece, slot: Slot, free: Future[None] | None) -> list[Tensor]:
+    def _load(self, piece: Piece, slot: PieceMemory, free: Future[None] | None) -> list[Tensor]:
         """Return the means of ``piece`` on the device; runs in a thread."""
         if free:
             free.result()
@@ -220,7 +220,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return there
 
     @torch.no_grad()
-    def _store(self, piece: Piece, slot: Slot) -> None:
+    def _store(self, piece: Piece, slot: PieceMemory) -> None:
         """Copy the means of ``piece`` back to where they are kept; runs in a thread."""
         host = piece.of_memory(slot.host) if slot.host else self._means(piece)
         if slot.there:

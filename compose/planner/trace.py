@@ -17,7 +17,7 @@ from compose.build import build_optimizer, loss_function
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.models import batch_on_meta
-from compose.data.task import task_of
+from compose.data.datasets import task_of
 from compose.diloco.message import first_rank_messages
 from compose.diloco.options import Outer
 from compose.ops.dropout import DropoutKey

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.composition import Composition
 from compose.config.job import Job
-from compose.data.task import task_of
+from compose.data.datasets import task_of
 from compose.memory.float8 import select_layers
 from compose.memory.lora import Lora
 from compose.memory.loss_scale import first_scale

@@ -8,8 +8,8 @@ from compose.config.job import Job
 from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.data.batches import Batches
-from compose.data.chats import Conversations
-from compose.data.datasets import keep_tokenizer, old_sets
+from compose.data.datasets import keep_tokenizer
+from compose.data.samples import Conversations
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import ConfigError, write_whole
 from compose.optim.lr_schedule import short_of_warmup
@@ -29,7 +29,6 @@ class Report:
             ConfigError: A file cannot be written.
         """
         self.config, self.folder, train = config, held.path, config.train
-        self.notes = old_sets(batches) if dist.get_rank() == 0 else []
         self.last_step = min(train.stop_after or train.steps, train.steps)
         self.sets = batches.sets
         self.writer: MetricsWriter | None = None
@@ -67,8 +66,6 @@ class Report:
             self.say(f"{job.islands} islands of {job.world_size} ranks, which train alone")
         if composition.float8.recipe != "off":
             self.say(str(composition.float8))
-        for note in self.notes:
-            self.say(note)
         if short := short_of_warmup(train.steps, self.config.optimizer):
             self.say(short)
         slow = self.config.precision.param == "float32" and self.config.compile.mode == "off"

@@ -6,7 +6,7 @@ from compose.build import loss_function
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.data.batches import in_order
-from compose.data.sources import Samples
+from compose.data.samples import Samples
 from compose.parallel.mesh import batch_share
 from compose.parallel.stragglers import report_phase
 from compose.train.evaluate import evaluate

@@ -10,8 +10,8 @@ from torch import Generator, Tensor
 
 from compose.config.models import Sampler
 from compose.config.tables import Config, Data
-from compose.data.sources import Samples
-from compose.data.token_set import TokenSet
+from compose.data.samples import Samples
+from compose.data.token_files import TokenSet
 from compose.errors import ConfigError
 from compose.ops.batch import ignored
 from compose.ops.cross_entropy import LossFunction, at_least_float32
@@ -120,7 +120,7 @@ class NoisyImages:
         return len(self.images)
 
     def read(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
-        """Return one sample; see ``compose.data.sources.Samples.read``."""
+        """Return one sample; see ``compose.data.samples.Samples.read``."""
         image, label = self.images.read(index)
         generator = named_generator(self.seed, f"noise {epoch} {index}")
         return noisy(image, label, self.model, generator)

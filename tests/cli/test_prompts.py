@@ -10,7 +10,13 @@ from transformers import AutoTokenizer, GenerationConfig, RepetitionPenaltyLogit
 
 from compose.cli.generate import penalized
 from compose.cli.prompts import encode_prompts, given_prompts
-from compose.data.ends import KEYS, end_ids, generation_values, repetition_penalty, turn_ends
+from compose.data.generation_config import (
+    KEYS,
+    end_ids,
+    generation_values,
+    repetition_penalty,
+    turn_ends,
+)
 from compose.data.tokenizer import Bytes, open_tokenizer
 from compose.errors import ConfigError
 from tests.support.tokenizer_kinds import KINDS, save_kind

@@ -14,7 +14,7 @@ from compose.compression import kernels
 from compose.compression.activations import Activations
 from compose.compression.exchange import Traffic
 from compose.compression.row_codes import RowCode
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.parallel.mesh import batch_share
 from compose.parallel.stream_messages import send_stream
 from compose.planner.trace import sent_bytes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from compose import ConfigError, forward_backward
 from compose.build import build
 from compose.config.job import Job
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.mesh import batch_share
 from compose.proof.comparison import whole

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from compose.config.tables import Data
 from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
-from compose.data.sources import open_samples
+from compose.data.samples import open_samples
 from compose.data.special_tokens import KEYS, MAP_KEYS
 from compose.data.tokenizer import JsonTokenizer, carry, keep, open_tokenizer
 from compose.errors import ConfigError

@@ -16,7 +16,7 @@ import models.llama
 import models.qwen3
 from compose import ActivationCheckpoint, ConfigError, forward_backward
 from compose.build import build
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.memory.activation_bytes import UnitCost, unit_costs
 from compose.memory.activation_checkpointing import (
     apply_activation_checkpointing,

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from compose import ConfigError, forward_backward
 from compose.build import fill_weights, parallelize
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.memory.compilation import Compile, GraphCount, compiled_parts, graphs_compiled
 from compose.parallel.mesh import batch_share
 from compose.proof.one_process import EXACT, precision_of

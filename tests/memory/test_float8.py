@@ -21,7 +21,7 @@ from compose import ConfigError, Options, Parallel, Plan, Precision, apply, forw
 from compose.build import build
 from compose.config.job import Job
 from compose.config.models import find_model
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.memory.float8 import EXCEPTED, Choice, apply_float8, float8_styles, select_layers
 from compose.ops.torch_versions import splits_functions
 from compose.plan import resolve

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from models.deepseek_v3 import PRESETS, Config, Model
 from models.deepseek_v3.hf import hf_name
 from models.deepseek_v3.model import Attention

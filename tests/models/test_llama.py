@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from models.layers.attention import AttentionCore, Documents
 from models.layers.rope import inverse_frequencies
 from models.llama import PRESETS, Config, Model

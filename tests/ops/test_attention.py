@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from benchmarks.context import peak_of
 from compose import AttentionOptions, ConfigError, Documents, attention, forward_backward
 from compose.build import fill_weights, parallelize
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.ops import attention_kernels, gpu_attention, operators
 from compose.ops.attention import attention_forward, tensors_of
 from compose.proof.plain_attention import PlainAttention

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compose import ConfigError, Parallel, Plan, apply, forward_backward
 from compose.build import build, loss_function
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.ops import cross_entropy as passes
 from compose.ops import operators
 from compose.ops.batch import IGNORE

@@ -2,7 +2,6 @@
 
 import math
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose.config.tables import Parallel
 from compose.ops.tensors import local_shard
-from compose.optim import adamw
 from compose.optim.adamw import AdamW
-from compose.optim.offload import MEANS
-from compose.optim.rounding import local, random_bits
+from compose.optim.rounding import local
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.tensor_parallel import apply_tensor_parallel
 from tests.support.pool import Pool, make_mesh
@@ -96,37 +93,6 @@ def test_the_two_means_are_rounded_independently() -> None:
         assert abs(float(each.mean())) < 5 * 0.41 / 300
     # Of independent ones the correlation is a 300th, give or take; of the same bits it is a half.
     assert abs(float((one * two).mean() / (one.square().mean() * two.square().mean()).sqrt())) < 5 / 300
-
-
-def test_no_bits_are_drawn_twice() -> None:
-    """Of each step, and of weight and state, there are others, or what is lost once is lost again."""
-    drawn: list[str] = []
-
-    def spy(seed: int, purpose: str, *rest: Any) -> torch.Tensor:
-        drawn.append(purpose)
-        return random_bits(seed, purpose, *rest)
-
-    weight, optimizer = _adamw(torch.ones(3, 3), state_dtype=torch.bfloat16)
-    with mock.patch.object(adamw, "random_bits", spy):
-        for _ in range(3):
-            weight.grad = torch.ones(3, 3)
-            optimizer.step()
-    assert len(drawn) == len(set(drawn)) == 6
-
-
-def test_bits_are_those_of_the_seed_and_the_name() -> None:
-    def after(seed: int, name: str = "w") -> torch.Tensor:
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.ones(50, 50, dtype=torch.bfloat16))
-        optimizer = AdamW([{"params": [(name, weight)]}], state_dtype=torch.bfloat16, seed=seed)
-        weight.grad = torch.randn(50, 50).bfloat16()
-        optimizer.step()
-        return torch.stack([weight.detach(), *(optimizer.state[weight][key] for key in MEANS)])
-
-    first = after(0)
-    assert torch.equal(after(0), first)
-    for other in (after(1), after(0, "v")):
-        assert all(not torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 class Two(nn.Module):

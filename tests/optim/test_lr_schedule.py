@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compose.config.tables import Optimizer
-from compose.optim.lr_schedule import learning_rate, set_learning_rate, short_of_warmup
+from compose.optim.lr_schedule import SCHEDULES, learning_rate, set_learning_rate, short_of_warmup
 
 
 def rates(steps: int, **keys: object) -> list[float]:
@@ -63,3 +63,11 @@ def test_every_group_has_its_share() -> None:
     optimizer = torch.optim.SGD(groups, lr=1.0)
     set_learning_rate(optimizer, 0.6)
     assert [group["lr"] for group in optimizer.param_groups] == [0.6, 0.3]
+
+
+def test_a_schedule_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halves(step: int, steps: int, options: Optimizer) -> float:
+        return float(step < steps / 2)
+
+    monkeypatch.setitem(SCHEDULES, "halves", halves)
+    assert rates(20, schedule="halves")[4:] == [2.0] * 6 + [0.5] * 11

@@ -1,6 +1,8 @@
 """Muon: orthogonal steps, the same ones however a matrix is cut."""
 
 import copy
+import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +19,19 @@ from compose.composition import Composition
 from compose.config.tables import Optimizer as Options
 from compose.config.tables import Parallel, Precision
 from compose.optim import adamw, muon
-from compose.optim.muon import Layout, Messages, Muon, layout_of, orthogonalized
+from compose.optim.muon import (
+    MatrixLayout,
+    Messages,
+    Muon,
+    Slab,
+    assigned,
+    flops,
+    in_flight,
+    layout_of,
+    orthogonalized,
+)
 from compose.optim.optimizers import ParameterRule
-from compose.optim.rounding import random_bits, within
+from compose.optim.rounding import lengths, random_bits, size, within
 from compose.parallel.expert_parallel import expert_mesh
 from compose.proof.optimizers import Reference
 from tests.support.experts import QWEN
@@ -85,40 +97,10 @@ def test_the_reference_is_the_same_without_its_tricks() -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-6)
 
 
-def test_bits_are_those_of_the_seed() -> None:
-    def after(seed: int) -> Tensor:
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.ones(20, 30, dtype=torch.bfloat16))
-        optimizer = Muon([("w", weight)], state_dtype=torch.bfloat16, seed=seed)
-        for _ in range(2):
-            weight.grad = torch.randn(20, 30).bfloat16()
-            optimizer.step()
-        return torch.stack([weight.detach(), optimizer.state[weight]["momentum_buffer"]])
-
-    assert torch.equal(after(3), after(3))
-    assert all(not torch.equal(a, b) for a, b in zip(after(3), after(4), strict=True))
-
-
 def test_on_a_gpu_matrices_are_in_bfloat16() -> None:
     """Which is meta here, where no unit is slow at it either."""
     for device, kind in (("cpu", torch.float32), ("meta", torch.bfloat16)):
         assert Muon([("w", nn.Parameter(torch.empty(2, 3, device=device)))]).dtype == kind
-
-
-def test_no_bits_are_drawn_twice() -> None:
-    drawn: list[str] = []
-
-    def spy(seed: int, purpose: str, *rest: Any) -> Tensor:
-        drawn.append(purpose)
-        return random_bits(seed, purpose, *rest)
-
-    weight = nn.Parameter(torch.ones(3, 3))
-    optimizer = Muon([("w", weight)], state_dtype=torch.bfloat16)
-    with mock.patch.object(muon, "random_bits", spy):
-        for _ in range(3):
-            weight.grad = torch.ones(3, 3)
-            optimizer.step()
-    assert len(drawn) == len(set(drawn)) == 6
 
 
 def test_what_is_no_matrix_is_refused() -> None:
@@ -147,7 +129,7 @@ def test_other_ranks_and_partial_sums_are_refused(pool: Pool) -> None:
     assert pool.run(_refusals, 4)[0] == ["a parameter is", "a parameter is still to be summed"]
 
 
-def _alike(dims: tuple[int, int]) -> list[Any]:
+def _cut_and_whole(dims: tuple[int, int]) -> list[Any]:
     """Steps with matrices cut over a mesh, some of them in fewer parts than there are ranks."""
     mesh = make_mesh(Parallel(dp_replicate=2, dp_shard=dims[0], tp=dims[1]))
     mesh = mesh["dp_replicate", "dp_shard", "tp"]
@@ -177,7 +159,7 @@ def _alike(dims: tuple[int, int]) -> list[Any]:
 
 @pytest.mark.slow
 def test_cut_in_any_way(pool: Pool) -> None:
-    found = pool.run(_alike, 8, (2, 2))
+    found = pool.run(_cut_and_whole, 8, (2, 2))
     for errors, full, owners in found:
         assert max(errors.values()) < 2e-6, errors
         assert all(torch.equal(full[name], found[0][1][name]) for name in full)
@@ -207,7 +189,7 @@ def test_elements_sent(pool: Pool) -> None:
     assert pool.run(_sent, 4) == [2400 * (1 - 1 / 2) / 4 + 2400 * (2 - 1 / 2) / 4] * 4
 
 
-def _layout_of_experts() -> Layout:
+def _layout_of_experts() -> MatrixLayout:
     mesh = make_mesh(Parallel(dp_replicate=4))
     experts = expert_mesh(mesh, 2)["expert_shard", "ep"]
     placed = [Replicate(), Shard(0)]
@@ -220,6 +202,100 @@ def test_copies_of_experts(pool: Pool) -> None:
     for layout in pool.run(_layout_of_experts, 4):
         assert [layout.regions[rank][0] for rank in range(4)] == [slice(0, 3), slice(3, 6)] * 2
         assert layout.replica == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def layout(
+    shape: tuple[int, ...], shards: int, replicas: int = 1, dim: int = 1, ep: int = 1
+) -> MatrixLayout:
+    """Ranks in the order (replica, shard, ep); ``dim`` is cut after experts are."""
+    regions, replica = {}, {}
+    for rank in range(replicas * shards * ep):
+        copy, rest = divmod(rank, shards * ep)
+        shard, owner = divmod(rest, ep)
+        region = [range(n) for n in shape]
+        for axis, count, place in ((0, ep, owner), (dim, shards, shard)):
+            each = -(-len(region[axis]) // count)
+            region[axis] = region[axis][place * each : (place + 1) * each]
+        regions[rank] = tuple(slice(held.start, held.stop) for held in region)
+        replica[rank] = copy
+    return MatrixLayout(shape, regions, replica)
+
+
+def loads(rounds: list[list[Slab]], layouts: dict[int, MatrixLayout]) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for slab in (slab for some in rounds for slab in some):
+        rows, columns = layouts[slab.parameter].shape[1:]
+        found[slab.owner] += int(lengths(slab.region)[0] * flops(rows, columns))
+    return found
+
+
+SHARES: dict[str, tuple[int, dict[int, MatrixLayout]]] = {
+    # number of ranks that hold a part; 7 x 32 matrices as of a 32-layer model
+    "a model over 8": (
+        8,
+        {
+            7 * layer + i: layout((1, *shape), 8)
+            for layer in range(32)
+            for i, shape in enumerate([(64, 64)] * 2 + [(16, 64)] * 2 + [(96, 64)] * 2 + [(64, 96)])
+        },
+    ),
+    "replicas share": (8, {i: layout((1, 30, 20), 2, replicas=4, dim=2) for i in range(16)}),
+    "more shards than rows": (3, {i: layout((1, 3, 20), 8) for i in range(6)}),
+    "experts": (8, {i: layout((12, 10, 6), 2, replicas=2, ep=2) for i in range(3)}),
+    "uneven experts": (3, {0: layout((5, 4, 4), 4, dim=0)}),
+    # Which costs as much as the eight before it.
+    "a large one last": (2, {i: layout((1, *((16, 16) if i == 8 else (8, 8))), 2) for i in range(9)}),
+    "nothing": (0, {0: layout((0, 4, 4), 2, dim=0)}),
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_each_matrix_once_and_evenly(case: str) -> None:
+    holders, layouts = SHARES[case]
+    rounds = assigned(layouts)
+    for slabs in rounds:
+        assert len({slab.owner for slab in slabs}) == len(slabs)
+        for slab in slabs:
+            held = layouts[slab.parameter]
+            assert held.part(slab.owner, slab.region)
+            assert lengths(slab.region)[1:] == list(held.shape[1:])
+            copy = [
+                region
+                for rank, region in held.parts(slab.region)
+                if held.replica[rank] == held.replica[slab.owner]
+            ]
+            assert sum(map(size, copy)) == size(slab.region), "one copy of it, and no more, is gathered"
+            assert slab.elements == max(map(size, copy))
+    times = Counter(
+        (slab.parameter, expert)
+        for slabs in rounds
+        for slab in slabs
+        for expert in range(slab.region[0].start, slab.region[0].stop)
+    )
+    assert times == Counter((i, e) for i, one in layouts.items() for e in range(one.shape[0]))
+    found = loads(rounds, layouts)
+    assert len(found) == holders
+    if holders:
+        assert max(found.values()) <= 1.25 * sum(found.values()) / holders or case == "uneven experts"
+
+
+def test_memory_of_shares_is_bounded() -> None:
+    whole = layout((64, 10, 6), 1)
+    with mock.patch.object(muon, "SLAB", 300):
+        slabs = [slab for some in assigned({0: whole}) for slab in some]
+    assert len(slabs) == 13
+    assert {size(slab.region) for slab in slabs} == {240, 300}
+    with mock.patch.object(muon, "IN_FLIGHT", 600):
+        assert [len(group) for group in in_flight(slabs)] == [2] * 6 + [1]
+    with mock.patch.object(muon, "IN_FLIGHT", 1):
+        assert [len(group) for group in in_flight(slabs)] == [1] * 13
+
+
+def test_flops() -> None:
+    """Of the larger Gram matrix it would be more; counted by hand for a 2 x 3 matrix."""
+    by_hand = 5 * (2 * 2 * 2 * 3 + 2 * 2 * 2 * 2 + 2 * 2 * 2 * 3)
+    assert flops(2, 3) == flops(3, 2) == by_hand
+    assert math.isclose(flops(4096, 4096) / 4096**2, 30 * 4096)
 
 
 MUON: dict[str, object] = {"optimizer__name": "muon", "train__global_batch": 8}
@@ -311,10 +387,10 @@ def nothing_is_gathered() -> Iterator[None]:
 def each_shard_is_a_matrix() -> Iterator[None]:
     """Every rank orthogonalizes what it holds."""
 
-    def fake(parameter: Any, group: dist.ProcessGroup, mesh: Any) -> Layout:
+    def fake(parameter: Any, group: dist.ProcessGroup, mesh: Any) -> MatrixLayout:
         shape = (1, *parameter.to_local().shape)
         me = dist.get_rank(group)
-        return Layout(shape, {me: tuple(slice(0, n) for n in shape)}, {me: 0})
+        return MatrixLayout(shape, {me: tuple(slice(0, n) for n in shape)}, {me: 0})
 
     with mock.patch.object(muon, "layout_of", fake):
         yield

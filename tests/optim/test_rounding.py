@@ -1,15 +1,17 @@
 """Stochastic rounding: right on average, and a function of an element's place."""
 
 import math
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from compose.optim import rounding
+from compose.optim import adamw, muon, rounding
 from compose.optim.rounding import chunks, lengths, random_bits, store, within
 
 SHAPE = (7, 30, 50)
@@ -107,3 +109,37 @@ def test_compiled_for_any_shape_bitwise() -> None:
             found.append((target, drawn))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (3, {})
+
+
+OPTIMIZERS = {
+    "adamw": (adamw, adamw.AdamW, ("exp_avg", "exp_avg_sq")),
+    "muon": (muon, muon.Muon, ("momentum_buffer",)),
+}
+
+
+@pytest.mark.parametrize(("module", "kind", "state"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizers_bits(module: ModuleType, kind: Any, state: tuple[str, ...]) -> None:
+    """Those of the seed and the name; others in each step, and for weight and state, or what is lost
+    once is lost again."""
+
+    def after(seed: int, name: str = "w") -> Tensor:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.ones(50, 40, dtype=torch.bfloat16))
+        optimizer = kind([(name, weight)], state_dtype=torch.bfloat16, seed=seed)
+        for _ in range(2):
+            weight.grad = torch.randn(50, 40).bfloat16()
+            optimizer.step()
+        return torch.stack([weight.detach(), *(optimizer.state[weight][key] for key in state)])
+
+    purposes: list[str] = []
+
+    def spy(seed: int, purpose: str, *rest: Any) -> Tensor:
+        purposes.append(purpose)
+        return random_bits(seed, purpose, *rest)
+
+    with mock.patch.object(module, "random_bits", spy):
+        first = after(0)
+    assert len(purposes) == len(set(purposes)) == 4
+    assert torch.equal(after(0), first)
+    for other in (after(1), after(0, "v")):
+        assert all(not torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compose import forward_backward
 from compose.build import fill_weights, parallelize
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.memory.compilation import Compile
 from compose.ops.torch_versions import async_tp_groups, enable_async_tp
 from compose.parallel.mesh import init_mesh

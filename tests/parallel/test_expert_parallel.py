@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compose import Options, Parallel, Plan, forward_backward, init_mesh, verify
 from compose.build import build
 from compose.config.rules import meshes
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.errors import ConfigError
 from compose.parallel.expert_parallel import ExpertParallel, _transposed, expert_mesh
 from models.layers.moe import Experts

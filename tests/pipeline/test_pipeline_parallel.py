@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.errors import ConfigError
 from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import cross_entropy

@@ -29,7 +29,7 @@ from compose import (
     verify,
 )
 from compose.__main__ import main
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.errors import ConfigError
 from compose.parallel.expert_parallel import ExpertParallel
 from compose.proof.comparison import Comparison

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from compose import Plan, Trial, verify
 from compose.config.tables import Parallel
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.proof import one_process
 from compose.proof.report import Report, Row, unused
 from models.llama import Config as LlamaConfig

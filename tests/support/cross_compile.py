@@ -38,7 +38,7 @@ from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
 from compose import forward_backward, init_mesh
 from compose.build import fill_weights, loss_function, parallelize
-from compose.data.task import task_of
+from compose.data.datasets import task_of
 from compose.memory.compilation import Compile
 from compose.ops.cross_entropy import fused_gradient, fused_sums
 from tests.support.helpers import make_job

@@ -15,6 +15,15 @@ TOKENS = np.arange(40, dtype=np.uint16)
 ENDS = [np.array([9, 20]), np.array([5, 20])]
 
 
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "2 + 2? <|im_end|> "},
+    {"role": "assistant", "content": "<think>count</think>4"},
+    {"role": "user", "content": "naïve ½?"},
+    {"role": "assistant", "content": "yes  "},
+]
+
+
 def token_set(folder: Path, kind: str = "text", **changes: Any) -> Path:
     """A token set of two shards. changes: of its manifest; ``shards__0__name="x"`` reaches inside."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,6 +39,8 @@ def token_set(folder: Path, kind: str = "text", **changes: Any) -> Path:
         "tokens": 40,
         "documents": 4,
         "sources": [],
+        "added": True,
+        "rows": 4,
         "shards": [{"name": f"0000{n}", "tokens": 20, "documents": 2} for n in range(2)],
     }
     for place, value in changes.items():

@@ -58,7 +58,7 @@ def own_loop(words: list[str]) -> None:
     from compose.build import build
     from compose.config import rules
     from compose.config.toml import load
-    from compose.data.packing import random_batch
+    from compose.data.samples import random_batch
 
     dist.init_process_group("gloo")
     keys = [tuple(word.removeprefix("--").split("=", 1)) for word in words]

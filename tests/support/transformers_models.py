@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compose.checkpoint.hf_folder import HfName
-from compose.checkpoint.hf_stored import Named, stored, together
+from compose.checkpoint.hf_stored import Named, grouped, stored
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, mixtral, qwen3
 from models.layers.attention import Documents
 
@@ -181,7 +181,7 @@ def published(tensors: dict[str, Tensor], hf_name: HfName) -> dict[str, Tensor]:
 def as_files(tensors: Iterable[Named]) -> dict[str, Tensor]:
     """Our tensors as those of Hugging Face's files, by name."""
     files: dict[str, Tensor] = {}
-    for group in together(tensors):
+    for group in grouped(tensors):
         place, values = group[0][1], [tensor.detach() for _, _, tensor in group]
         names = place.names(values[0].shape)
         files |= {name: one.contiguous() for name, one in zip(names, place.theirs(values), strict=True)}

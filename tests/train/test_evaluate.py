@@ -18,7 +18,7 @@ from compose.config.job import Job
 from compose.config.tables import Config
 from compose.data.batches import stacked
 from compose.data.datasets import open_data
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.errors import ConfigError
 from compose.ops.batch import IGNORE
 from compose.ops.cross_entropy import cross_entropy

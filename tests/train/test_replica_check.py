@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from compose import Composition, Parallel
 from compose.build import build, build_optimizer
 from compose.checkpoint import store
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.parallel.mesh import batch_share
 from compose.train import replica_check
 from compose.train.replica_check import checksum, replica_mismatches

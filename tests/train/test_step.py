@@ -25,7 +25,7 @@ from compose import (
     evaluate,
     forward_backward,
 )
-from compose.data.packing import random_batch
+from compose.data.samples import random_batch
 from compose.ops.batch import IGNORE, count_targets
 from compose.train.step import samples_at_once
 from models.llama import Config as ShapeOfLlama

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from compose.__main__ import main
 from compose.config.tables import Data
-from compose.data.sources import open_samples
-from compose.data.token_set import open_token_set
+from compose.data.samples import open_samples
+from compose.data.token_files import open_token_set
 from tests.support.command_lines import execute
 from tests.support.data_made import chats
 from tests.support.tokenizers_made import save_tokenizer

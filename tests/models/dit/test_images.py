@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from compose.config.tables import Config
-from compose.data.datasets import open_data, training_batches
-from compose.data.task import task_of
+from compose.data.datasets import open_data, task_of, training_batches
 from compose.errors import ConfigError
 from models.dit.flow import squared_error
 from models.dit.images import Images, from_patches, to_patches

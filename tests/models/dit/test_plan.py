@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from compose.build import build
 from compose.config.models import batch_on_meta
 from compose.config.rules import meshes
-from compose.data.task import task_of
+from compose.data.datasets import task_of
 from compose.errors import ConfigError
 from compose.train.step import forward_backward
 from models.dit import PRESETS, Config, Model

@@ -206,7 +206,7 @@ FAULTS: dict[str, list[Row]] = {
             "running means stay float32",
             KEPT,
             "compose.optim.optimizers:_adamw",
-            "getattr(torch, precision.optimizer_state)",
+            "settings.state_dtype",
             "torch.float32",
             "rounding",
             "all updates",

@@ -16,13 +16,12 @@ from transformers import AutoTokenizer
 from compose.__main__ import main
 from compose.config.tables import Config, Data
 from compose.data import documents as documents_module
-from compose.data import writing
-from compose.data.batches import Batches
-from compose.data.datasets import old_sets, open_data
-from compose.data.sources import open_samples
-from compose.data.token_set import MANIFEST, open_token_set
+from compose.data import token_set_writing as writing
+from compose.data.datasets import open_data
+from compose.data.samples import open_samples
+from compose.data.token_files import MANIFEST, open_token_set
+from compose.data.token_set_writing import Counts, describe_job, make_shard, make_token_set, units_of
 from compose.data.tokenizer import open_tokenizer
-from compose.data.writing import Counts, describe_job, make_shard, make_token_set, units_of
 from compose.errors import LEADS_OUT, ConfigError
 from compose.ops.batch import IGNORE
 from tests.support.data_made import sets_of
@@ -398,7 +397,7 @@ def test_documents_are_what_transformers_makes_of_them(
         expected = reference(each, split_special_tokens=True)["input_ids"]
         assert ids == expected + ([] if expected[-1:] == [tokenizer.end] else [tokenizer.end])
     assert len(units_of(job)) > 6
-    assert made.added is True
+    assert json.loads((out / MANIFEST).read_text())["added"] is True
 
 
 def test_a_flag_turns_added_tokens_off(tmp_path: Path) -> None:
@@ -416,26 +415,3 @@ def test_a_flag_turns_added_tokens_off(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "command line: --no-special-tokens: is for text; a chat has the tokens that its template writes"
     )
-
-
-@pytest.mark.parametrize(("kind", "adds"), [("llama3", "<|begin_of_text|>"), ("qwen", "")])
-def test_old_sets_say_how_they_were_made(tmp_path: Path, kind: str, adds: str) -> None:
-    """A set whose manifest says nothing of added tokens has none."""
-    folder, out = save_kind(tmp_path / "t", kind), tmp_path / "out"
-    file = json_lines(tmp_path / "a.jsonl", ["some words", "and more of them"])
-    words = ["tokenize", "--tokenizer", str(folder), "--workers=1", str(file), "--out", str(out)]
-    assert main([*words, "--no-special-tokens"]) == 0
-
-    def notes() -> list[str]:
-        return old_sets(Batches([open_samples(str(out), Data(), 4, 500)], global_batch=1, seed=0))
-
-    assert notes() == []
-    manifest = json.loads((out / MANIFEST).read_text())
-    del manifest["added"]
-    (out / MANIFEST).write_text(json.dumps(manifest))
-    line = (
-        f"{out}: was made by an earlier version, without {adds}, which its tokenizer adds to a text;"
-        " `python -m compose tokenize` adds it now, and so does `generate`, but with"
-        " --no-special-tokens"
-    )
-    assert notes() == [line] * bool(adds)

@@ -1,6 +1,8 @@
-"""State made without a step is what a step makes."""
+"""Each optimizer of the table: its options, its state without a step, and its checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -8,20 +10,31 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compose.build import build, build_optimizer
+from compose.ops.tensors import local_tensor
 from compose.optim.adamw import AdamW
 from compose.optim.muon import Muon
-from compose.optim.optimizers import CombinedOptimizer, make_state
-from tests.support.helpers import make_job
+from compose.optim.optimizers import (
+    OPTIMIZERS,
+    CombinedOptimizer,
+    Named,
+    OptimizerEntry,
+    Rules,
+    Settings,
+    grouped,
+    make_state,
+)
+from tests.support.checkpoints import MESHES, SAVING, refusal, train_on
+from tests.support.helpers import Keys, make_job
 from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for, lines
 
-Keys = dict[str, object]
 MESH: Keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "model__n_layers": 3}
 HALF: Keys = {
     "precision__param": "bfloat16",
     "precision__master": "bfloat16",
     "precision__optimizer_state": "bfloat16",
 }
-OPTIMIZERS: dict[str, Keys] = {
+KINDS: dict[str, Keys] = {
     "fused": {"optimizer__implementation": "fused"},
     "foreach": {"optimizer__implementation": "foreach"},
     "for-loop": {"optimizer__implementation": "for-loop"},
@@ -64,9 +77,9 @@ def _state(keys: Keys, folder: Path, stepped: bool) -> dict[str, tuple[object, .
     }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_as_by_a_step(pool: Pool, tmp_path: Path, name: str) -> None:
-    keys = OPTIMIZERS[name]
+    keys = KINDS[name]
     assert pool.run(_state, 4, keys, tmp_path / "made", False) == pool.run(
         _state, 4, keys, tmp_path / "stepped", True
     )
@@ -105,7 +118,7 @@ def _options(keys: Keys) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("name", ["fused", "bfloat16", "muon", "offload to memory"])
 def test_options_are_the_configs(pool: Pool, name: str) -> None:
-    keys = OPTIMIZERS[name] | {"model__n_layers": 1, "optimizer__beta1": 0.7, "optimizer__beta2": 0.8}
+    keys = KINDS[name] | {"model__n_layers": 1, "optimizer__beta1": 0.7, "optimizer__beta2": 0.8}
     keys |= {"optimizer__eps": 0.01, "optimizer__momentum": 0.6, "optimizer__lr": 0.25}
     keys |= {"optimizer__lr_scale": '["output=0.5"]', "optimizer__weight_decay": 0.5}
     groups = pool.run(_options, 1, keys)[0]
@@ -117,3 +130,76 @@ def test_options_are_the_configs(pool: Pool, name: str) -> None:
             assert group["momentum"] == 0.6
         else:
             assert (group["betas"], group["eps"]) == ((0.7, 0.8), 0.01)
+
+
+def _sgd(named: Named, rules: Rules, settings: Settings) -> torch.optim.SGD:
+    return torch.optim.SGD(grouped(named, rules, by_mesh=True), lr=settings.options.lr)
+
+
+def _step_of_sgd() -> list[bool]:
+    job = make_job(2, parallel__dp_shard=2)
+    options = replace(job.config.optimizer, name="sgd", lr=0.5, weight_decay=0.0)
+    job = replace(job, config=replace(job.config, optimizer=options))
+    with mock.patch.dict(OPTIMIZERS, {"sgd": OptimizerEntry(_sgd, ())}):
+        composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+        optimizer = build_optimizer(composition, job)
+    named = dict(composition.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    taken = {name: local_tensor(before[name]) - local_tensor(p.detach()) for name, p in named.items()}
+    return [torch.allclose(step, torch.tensor(0.5)) for step in taken.values()]
+
+
+def test_an_optimizer_from_outside(pool: Pool) -> None:
+    assert all(all(found) and found for found in pool.run(_step_of_sgd, 2))
+
+
+@pytest.mark.slow
+def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
+    """With weights and state that are rounded at random."""
+    keys = HALF | {"optimizer__name": "muon"}
+    expected = train_on(pool, tmp_path / "whole", keys, MESH, 4)
+    train_on(pool, tmp_path / "parts", keys, MESH, 2)
+    found = train_on(pool, tmp_path / "parts", keys, MESH, 4)
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    kinds = {key.rpartition(".")[2] for key in found if key.startswith("optimizer.")}
+    assert kinds == {"step", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+
+
+def test_goes_on_in_fewer_bits(pool: Pool, tmp_path: Path) -> None:
+    """What was float32 is rounded once, when it is read."""
+    train_on(pool, tmp_path, {}, MESHES["one"], 2)
+    keys: Keys = {"precision__optimizer_state": "bfloat16", "optimizer__implementation": "foreach"}
+    found = train_on(pool, tmp_path, keys, MESHES["data"], 4)
+    kinds = {value.dtype for key, value in found.items() if key.endswith("exp_avg")}
+    assert kinds == {torch.bfloat16}
+    assert {float(value) for key, value in found.items() if key.endswith(".step")} == {4.0}
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
+    train_on(pool, tmp_path, {}, MESHES["one"], 2)
+    keys = keys_for(tmp_path, **SAVING, optimizer__name="muon")
+    (refused,) = pool.run(refusal, 1, keys)[0]
+    assert refused == (
+        f"{tmp_path}/checkpoints/step-00000002: has no"
+        " optimizer.layers.0.attention.wq.weight.momentum_buffer and 13 more; go on with the"
+        " optimizer.name that it was made with"
+    )
+
+
+@pytest.mark.slow
+def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
+    keys: Keys = {"optimizer__name": "muon", "model__n_layers": 3}
+    keys = HALF | {"optimizer__name": "muon"}
+    expected = train_on(pool, tmp_path / "whole", keys, MESHES["one"], 4)
+    train_on(pool, tmp_path / "parts", keys, MESHES["v-schedule"], 2)
+    found = train_on(pool, tmp_path / "parts", keys, MESHES["one"], 4)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
+    for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "parts"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)

@@ -15,7 +15,7 @@ from torch import Tensor
 from compose.__main__ import main
 from compose.build import fill_weights
 from compose.checkpoint.hf_folder import name_of
-from compose.checkpoint.peft_files import (
+from compose.checkpoint.peft import (
     CONFIG,
     KEYS,
     adapter_problems,

@@ -1,25 +1,40 @@
-"""Adapters in peft's format: adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters in the format of peft: adapter_config.json and adapter_model.safetensors.
 
 peft (https://github.com/huggingface/peft) names an adapter by its layer's name in Hugging Face's model.
+An export may also merge a checkpoint's adapters into the weights that they were trained with.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compose.checkpoint.hf_folder import HfName, collapsed, fill_shard, name_of, published
+from compose.checkpoint import store
+from compose.checkpoint.hf_folder import (
+    HfName,
+    collapsed,
+    differences,
+    fill_shard,
+    misfit,
+    name_of,
+    published,
+)
 from compose.checkpoint.hf_stored import stored
-from compose.checkpoint.local_shards import local_shard_of
-from compose.checkpoint.safetensors_files import DTYPES, TensorFiles
+from compose.checkpoint.local_shards import LocalShard, local_shard_of
+from compose.checkpoint.lora_base import base_identity, shown
+from compose.checkpoint.safetensors_files import TensorFiles
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.json_files import read_json
+from compose.config.models import InitialisedModel
 from compose.errors import LEADS_OUT, ConfigError, KnownKeys, leads_out
-from compose.memory.lora import Lora, is_adapter
+from compose.memory.lora import Lora, adapt, is_adapter
+from compose.plan import Plan
+from compose.weights import init_weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -121,10 +136,8 @@ def peft_problems(folder: Path, lora: Lora, model: nn.Module, hf_name: HfName) -
         entry = files.entries.get(name)
         if entry is None:
             found.append((name, "is missing, and model.lora.targets names its layer"))
-        elif entry.shape != tuple(tensor.shape):
-            found.append((name, f"is {entry.shape}, the model's is {tuple(tensor.shape)}"))
-        elif entry.dtype not in DTYPES:
-            found.append((name, f"is {entry.dtype}, not one of {', '.join(DTYPES)}"))
+        elif flaw := misfit(entry, tensor.shape):
+            found.append((name, flaw))
     for name in files.entries:
         if name not in expected:
             found.append((name, "is of no layer that model.lora.targets names"))
@@ -157,3 +170,59 @@ def load_adapters(
     files = TensorFiles(folder, WEIGHTS)
     for name, parameter in named_adapters(whole, hf_name):
         fill_shard(files, stored(name), local_shard_of(parameter))
+
+
+Read = Callable[[str, Tensor], Tensor]
+"""Reads a tensor of a checkpoint by its name in the model, in the shape of another."""
+
+
+def table_of(known: store.Adapters) -> Lora:
+    """Return the table [model.lora] of a checkpoint."""
+    return Lora(rank=known.rank, alpha=known.alpha, targets=tuple(known.targets))
+
+
+def adapted(model: nn.Module, known: store.Adapters) -> dict[str, Tensor]:
+    """Give a model on meta the adapters of a checkpoint; return their parameters by name."""
+    adapt(model, Plan(), table_of(known))
+    return {name: p for name, p in model.named_parameters() if is_adapter(name)}
+
+
+class Merged:
+    """The weights of a model with its adapters merged in, W + alpha / rank * B A, one at a time."""
+
+    def __init__(
+        self, folder: Path, known: store.State, model: nn.Module, hf_name: HfName, read: Read
+    ) -> None:
+        """Find the frozen weights."""
+        assert known.lora is not None
+        self.lora, self.read, self.hf_name = known.lora, read, hf_name
+        base = known.lora.load_hf
+        self.files = TensorFiles(Path(base)) if base else None
+        if self.files and (problems := differences(self.files, model, hf_name)):
+            raise ConfigError(*problems)
+        if base_identity(base, known.seed) != known.lora.base:
+            raise ConfigError(
+                f"{folder}: holds adapters of other weights than {shown(base, known.seed)} now has"
+            )
+        self.drawn: Mapping[str, Tensor] = {} if base else _drawn(model, known.seed)
+        self.adapters = adapted(model, known.lora)
+
+    def weight(self, name: str, like: Tensor) -> Tensor:
+        """Return a whole tensor, float32 on the CPU."""
+        if self.files:
+            part = torch.empty(like.shape, dtype=torch.float32)
+            origin = torch.Size([0] * like.ndim)
+            fill_shard(self.files, stored(self.hf_name(name)), LocalShard(like.shape, origin, part))
+        else:
+            part = self.drawn[name].clone()
+        a, b = (f"{name.removesuffix('.weight')}.lora.{leaf}" for leaf in "AB")
+        if a in self.adapters:
+            added = self.read(b, self.adapters[b]) @ self.read(a, self.adapters[a])
+            part += self.lora.alpha / self.lora.rank * added
+        return part
+
+
+def _drawn(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    whole = model.to_empty(device="cpu")
+    init_weights(whole, cast(InitialisedModel, model).init_parameter, seed, torch.device("cpu"))
+    return {name: p.detach().clone() for name, p in whole.named_parameters()}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from compose.config.tables import Data
-from compose.data.chats import Conversations
-from compose.data.sources import Samples, open_samples
-from compose.data.token_set import open_token_set
+from compose.data import token_files
+from compose.data.samples import Conversations, Samples, open_samples
+from compose.data.token_files import ArrayFile, TokenRow, open_token_set
 from compose.errors import ConfigError
 from tests.support.data_made import TOKENS, token_set
 
@@ -48,6 +48,8 @@ def test_what_is_right_is_read(tmp_path: Path) -> None:
         ("tokenizer__vocab_size", None, "tokenizer.vocab_size: is missing"),
         ("tokenizer__end", -2, "tokenizer.end: -2 should be greater than or equal to -1"),
         ("tokenizer__end", 50, "tokenizer.end: 50 is no id of its vocabulary"),
+        ("added", None, "added: is missing"),
+        ("rows", None, "rows: is missing"),
         ("shards", {}, "shards: expected a list, got an object"),
         ("shards__1", 3, "shards[1]: expected an object, got 3"),
         ("shards__0__tokens", -20, "shards[0].tokens: -20 should be greater than or equal to 0"),
@@ -195,3 +197,33 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path, kind: str) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match=r"can no longer be read: No such file or directory"):
         samples.read(len(read) - 1)
+
+
+def test_of_a_long_file_a_digest_is_of_blocks_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, count = np.zeros(300_000, np.uint16), 300_000
+
+    def digest(tokens: np.ndarray) -> str:
+        tokens.tofile(tmp_path / "a.bin")
+        return TokenRow([ArrayFile(tmp_path / "a.bin", tokens.dtype, count)]).digest
+
+    whole = digest(tokens)
+    assert whole == TokenRow([tokens]).digest
+    monkeypatch.setattr(token_files, "_WHOLE", count - 1)
+    monkeypatch.setattr(token_files, "_SPREAD", 8)
+    part = digest(tokens)
+    assert part != whole
+    for place in (0, count - 1, 130_000):
+        changed = tokens.copy()
+        changed[place] = 1
+        assert digest(changed) != part
+
+
+def test_rows_in_parts_are_read_as_one() -> None:
+    parts = [np.arange(3), np.zeros(0, int), np.arange(3, 4), np.arange(4, 11)]
+    joined = TokenRow(parts)
+    assert len(joined) == 11
+    for start in range(11):
+        for stop in range(start, 12):
+            assert joined.read(start, stop).tolist() == list(range(start, min(stop, 11)))

@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from compose.config.json_files import Count, read_json
+from compose.data.chat_messages import read_chat
+from compose.data.chat_replies import Replies, encode
 from compose.data.documents import (
     JSON_LINES,
     PACKED,
     BadLine,
-    Unit,
+    FilePart,
     describe_bad_line,
     json_rows,
     json_texts,
@@ -32,9 +34,7 @@ from compose.data.documents import (
     stop_at,
     text_blocks,
 )
-from compose.data.messages import read_chat
-from compose.data.replies import Replies, encode
-from compose.data.token_set import FORMAT, MANIFEST
+from compose.data.token_files import FORMAT, MANIFEST
 from compose.data.tokenizer import JsonTokenizer, carry
 from compose.errors import LEADS_OUT, ConfigError, leads_out, state_of, write_whole
 
@@ -44,7 +44,7 @@ _REASONS = 5  # bad rows that are shown
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """The input and the options of one token set."""
 
     tokenizer: str
@@ -89,7 +89,7 @@ def describe_job(
     end: int,
     files: Iterable[Path],
     unit: int = UNIT,
-) -> Job:
+) -> TokenizeJob:
     """Return the job of tokenizing ``files``; bad rows end it."""
     problems, found = [], []
     for path in files:
@@ -107,47 +107,48 @@ def describe_job(
             problems.append(f"{path}: cannot be read: {error.strerror}")
             continue
         found.append((str(path.resolve()), state.st_size, state.st_mtime_ns))
-    problems += [f"{name}: stands there twice" for name in {f[0] for f in found if found.count(f) > 1}]
+    problems += [f"{name}: is named twice" for name in {f[0] for f in found if found.count(f) > 1}]
     if problems:
         raise ConfigError(*problems)
     added = None if kind == "chat" else True
-    return Job(str(tokenizer.path), tokenizer.sha256, kind, field, end, unit, tuple(found), added)
+    return TokenizeJob(
+        str(tokenizer.path), tokenizer.sha256, kind, field, end, unit, tuple(found), added
+    )
 
 
-def units_of(job: Job) -> list[Unit]:
+def units_of(job: TokenizeJob) -> list[FilePart]:
     """Return the units of a job, in the order of their shards."""
-    found: list[Unit] = []
+    found: list[FilePart] = []
     for path, size, _ in job.files:
         whole = path.endswith(".parquet")
         for start in range(0, size, size if whole else job.unit):
             stop = size if whole else min(start + job.unit, size)
-            found.append(Unit(f"{len(found):05}", path, start, stop, size))
+            found.append(FilePart(f"{len(found):05}", path, start, stop, size))
     return found
 
 
 def make_token_set(
-    job: Job, target: Path, workers: int, progress: Callable[[int, Counts], None]
+    job: TokenizeJob, target: Path, workers: int, progress: Callable[[int, Counts], None]
 ) -> Counts:
     """Do what is left of ``job`` in a folder."""
     _claim(job, target)
     units, total, done = units_of(job), Counts(), 0
     shards: dict[str, Counts] = {}
-    waiting = []
-    for unit in units:
-        counts = _shard_there(job, target, unit)
-        if counts is None:
-            waiting.append(unit)
-            continue
+
+    def finished(unit: FilePart, counts: Counts) -> None:
+        nonlocal done
         shards[unit.name] = counts
         done += unit.stop - unit.start
         _add(total, counts)
         progress(done, total)
+
+    for unit in units:
+        if counts := _shard_there(job, target, unit):
+            finished(unit, counts)
+    waiting = [unit for unit in units if unit.name not in shards]
     try:
         for unit, counts in _work(job, target, waiting, min(workers, len(waiting))):
-            shards[unit.name] = counts
-            done += unit.stop - unit.start
-            _add(total, counts)
-            progress(done, total)
+            finished(unit, counts)
         _publish(job, target, [(unit.name, shards[unit.name]) for unit in units], total)
     except BadLine as error:
         raise ConfigError(describe_bad_line(error)) from None
@@ -160,7 +161,9 @@ def make_token_set(
     return total
 
 
-def _work(job: Job, target: Path, units: Sequence[Unit], workers: int) -> Iterator[tuple[Unit, Counts]]:
+def _work(
+    job: TokenizeJob, target: Path, units: Sequence[FilePart], workers: int
+) -> Iterator[tuple[FilePart, Counts]]:
     """Yield each unit and its counts when its shard is finished."""
     if workers < 2:
         for unit in units:
@@ -183,7 +186,7 @@ def _add(total: Counts, more: Counts) -> None:
     total.notes = dict(Counter(total.notes) + Counter(more.notes))
 
 
-def _claim(job: Job, target: Path) -> None:
+def _claim(job: TokenizeJob, target: Path) -> None:
     """Make ``target`` the folder of ``job``. Raises ConfigError if it is another job's."""
     there = target / JOB
     try:
@@ -191,7 +194,7 @@ def _claim(job: Job, target: Path) -> None:
             if leads_out(there, target):
                 raise ConfigError(f"{there}: {LEADS_OUT}")
             # The tokenizer may have moved: its hash is enough.
-            if replace(read_json(there, Job), tokenizer="") != replace(job, tokenizer=""):
+            if replace(read_json(there, TokenizeJob), tokenizer="") != replace(job, tokenizer=""):
                 raise ConfigError(
                     f"{target}: holds another job (files, tokenizer or options differ); choose another"
                     " --out, or delete it"
@@ -209,7 +212,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(value, indent=1).encode())
 
 
-def _shard_there(job: Job, target: Path, unit: Unit) -> Counts | None:
+def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> Counts | None:
     """Return the counts of a finished shard, else None. The counts are written last."""
     path = target / f".{unit.name}.json"
     try:
@@ -227,7 +230,7 @@ def _shard_there(job: Job, target: Path, unit: Unit) -> Counts | None:
     return counts
 
 
-def _publish(job: Job, target: Path, shards: list[tuple[str, Counts]], total: Counts) -> None:
+def _publish(job: TokenizeJob, target: Path, shards: list[tuple[str, Counts]], total: Counts) -> None:
     tokenizer = _tokenizer(job)
     carry(tokenizer.path.parent, target, tokenizer.path)
     manifest = {
@@ -256,14 +259,14 @@ def _dtype(tokenizer: JsonTokenizer) -> str:
 
 
 @cache
-def _tokenizer(job: Job) -> JsonTokenizer:
+def _tokenizer(job: TokenizeJob) -> JsonTokenizer:
     found = JsonTokenizer(Path(job.tokenizer))
     if found.sha256 != job.sha256:
         raise ConfigError(f"{job.tokenizer}: has changed since this was started")
     return found
 
 
-def make_shard(job: Job, target: Path, unit: Unit) -> Counts:
+def make_shard(job: TokenizeJob, target: Path, unit: FilePart) -> Counts:
     """Write the shard of one unit, whole or not at all."""
     tokenizer = _tokenizer(job)
     counts, chat = Counts(), job.kind == "chat"
@@ -299,7 +302,7 @@ Piece = tuple[list[int], list[bool], bool]
 """Ids, which of them are learnt, and whether a document ends here."""
 
 
-def _bad(job: Job, counts: Counts) -> Callable[[BadLine], None]:
+def _bad(job: TokenizeJob, counts: Counts) -> Callable[[BadLine], None]:
     """Return what is done with a bad row."""
 
     def left_out(error: BadLine) -> None:
@@ -310,7 +313,9 @@ def _bad(job: Job, counts: Counts) -> Callable[[BadLine], None]:
     return left_out if job.skip_bad else stop_at
 
 
-def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> Iterator[Piece]:
+def _texts(
+    job: TokenizeJob, unit: FilePart, tokenizer: JsonTokenizer, counts: Counts
+) -> Iterator[Piece]:
     path, bad = Path(unit.path), _bad(job, counts)
     before, after = tokenizer.around if job.added else ([], [])
     ending = [] if after[-1:] == [job.end] else [job.end]
@@ -335,7 +340,9 @@ def _texts(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> It
             yield [*tokenizer.encode(text, added=bool(job.added)), *ending], [], True
 
 
-def _chats(job: Job, unit: Unit, tokenizer: JsonTokenizer, counts: Counts) -> Iterator[Piece]:
+def _chats(
+    job: TokenizeJob, unit: FilePart, tokenizer: JsonTokenizer, counts: Counts
+) -> Iterator[Piece]:
     replies, bad = Replies(tokenizer, job.end), _bad(job, counts)
     for place, row in json_rows(unit, bad):
         try:

@@ -6,8 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compose.data.chat_messages import (
+    PROBE,
+    Chat,
+    Message,
+    calls_of,
+    count_faults,
+    forms,
+    probed,
+    text_of,
+)
 from compose.data.chat_template import ChatTemplate
-from compose.data.messages import PROBE, Chat, Message, calls_of, count_faults, forms, probed, text_of
 from compose.data.special_tokens import model_ends
 from compose.data.tokenizer import JsonTokenizer
 

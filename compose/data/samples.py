@@ -1,0 +1,367 @@
+"""Everything that ``data.path`` can name, each as a set of samples of ``train.seq_len`` tokens.
+
+    text, the standard library      bytes, documents ended by 256        windows of one long row
+    a .bin or .npy token file       ids, documents ended by a separator  windows of one long row
+    a folder of `compose tokenize`  of text: windows; of chats: whole conversations, packed
+
+A set numbers the samples of an epoch. The module batches.py decides in which order they are visited.
+"""
+
+import bisect
+import functools
+import glob
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compose.config.tables import Data
+from compose.data.documents import JSON_LINES, PACKED
+from compose.data.token_files import (
+    MANIFEST,
+    ArrayFile,
+    TokenRow,
+    TokenSet,
+    as_table,
+    check_ids,
+    open_bin,
+    open_npy,
+    open_token_set,
+)
+from compose.data.tokenizer import SEPARATOR
+from compose.errors import ConfigError
+from compose.ops.batch import IGNORE
+
+
+def pack(windows: Tensor, separator: int) -> dict[str, Tensor]:
+    """Return the inputs of a model, each int64 (B, L), from windows of tokens, int64 (B, L + 1)."""
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    ends = tokens == separator
+    document_ids = ends.cumsum(1) - ends.long()
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    starts = torch.where(ends, places + 1, 0).roll(1, 1)
+    starts[:, 0] = 0
+    return {
+        "tokens": tokens.contiguous(),
+        "targets": targets.masked_fill(ends, IGNORE),
+        "positions": places - starts.cummax(1).values,
+        "document_ids": document_ids,
+    }
+
+
+def random_batch(samples: int, seq_len: int, vocab_size: int, seed: int) -> dict[str, Tensor]:
+    """Return a batch that makes a proof hard, with random tokens and documents of random lengths.
+
+    The share of ignored targets grows from row to row, up to half.
+
+    Every second row has documents with a mean of 8 tokens, so that many documents begin near any place.
+    The other rows (the first row is one of them) have such documents only at the two ends. Between the
+    ends lies one document from near the first token to near the last one. So with any cut of the
+    sequence each part attends to each part before it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (samples, seq_len + 1)
+    # The last token of the vocabulary ends a document, and is used only for that.
+    windows = torch.randint(max(1, vocab_size - 1), shape, generator=generator)
+    ends = torch.rand(shape, generator=generator) < 1 / 8
+    edge = max(1, seq_len // 64)
+    ends[::2, edge:-edge] = False
+    ends[::2, edge - 1] = True
+    batch = pack(windows.masked_fill(ends, vocab_size - 1), separator=vocab_size - 1)
+    ignored = torch.linspace(0, 0.5, samples)[:, None]
+    drop = torch.rand(batch["targets"].shape, generator=generator) < ignored
+    return {**batch, "targets": batch["targets"].masked_fill(drop, IGNORE)}
+
+
+class Conversations:
+    """The samples of a token set of chats.
+
+    In a conversation of n tokens, the first n - 1 are inputs of the model. At most ``seq_len`` inputs
+    are kept, and a longer conversation is cut. A cut conversation with nothing left to learn is
+    dropped. Each sample holds as many conversations as fit.
+    """
+
+    def __init__(self, name: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> None:
+        """Choose and pack the conversations."""
+        assert token_set.trained is not None
+        self.name, self.seq_len, self.vocab_size = name, seq_len, vocab_size
+        self.token_set: TokenSet | None = token_set
+        self.tokenizer: str | None = token_set.sha256
+        self.tokens, self.trained = token_set.tokens, token_set.trained
+        self.starts = np.concatenate([[0], token_set.ends[:-1]]).astype(np.int64)
+        lengths = np.minimum(token_set.ends - self.starts - 1, seq_len)
+        self.cut = np.flatnonzero(token_set.ends - self.starts - 1 > seq_len)
+        for number in self.cut.tolist():
+            if not self._learnt(number, seq_len).any():
+                lengths[number] = 0
+        self.lengths = lengths
+        self.bins = pack_into_bins(lengths, seq_len)
+        if not self.bins:
+            raise ConfigError(
+                f"{name} has no conversation with something to learn within train.seq_len {seq_len}"
+            )
+
+    @property
+    def content(self) -> str:
+        """A digest of the tokens and of the marks of what is learnt."""
+        return f"{self.tokens.digest}/{self.trained.digest}"
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def table(self) -> str:
+        """Return what a run learns of the set in an epoch, as a table."""
+        assert self.token_set is not None
+        whole, used = self.token_set, int(self.lengths.sum())
+        lost, learnt = 0, whole.learnt
+        for number in self.cut.tolist():
+            size, kept = int(whole.ends[number] - self.starts[number]) - 1, int(self.lengths[number])
+            lost += size - kept
+            learnt -= int(self._learnt(number, size)[kept:].sum())
+        return as_table(
+            [
+                ("rows", whole.rows, ""),
+                ("replies", whole.replies, ""),
+                ("conversations", len(whole.ends), ""),
+                ("cut", len(self.cut), f"at train.seq_len {self.seq_len:,}: {lost:,} tokens are lost"),
+                ("left out", int((self.lengths == 0).sum()), "of these: nothing to learn remains"),
+                ("tokens learnt", learnt, f"in an epoch, of {used:,}"),
+                (
+                    "samples",
+                    len(self.bins),
+                    f"{100 * used / (len(self.bins) * self.seq_len):.1f} % full",
+                ),
+            ]
+        )
+
+    def _learnt(self, number: int, length: int) -> np.ndarray:
+        start = int(self.starts[number])
+        return self.trained.read(start + 1, start + 1 + length) > 0
+
+    def read(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
+        """Return one sample, as ``Samples.read``; unused places form a document at position -1."""
+        length = self.seq_len
+        tokens, targets = np.zeros(length, np.int64), np.full(length, IGNORE, np.int64)
+        positions, documents = np.full(length, -1, np.int64), np.zeros(length, np.int64)
+        at = 0
+        for document, number in enumerate(self.bins[index]):
+            size, start = int(self.lengths[number]), int(self.starts[number])
+            here = slice(at, at + size)
+            ids = self.tokens.read(start, start + size + 1)
+            check_ids(ids, self.name, self.vocab_size)
+            tokens[here] = ids[:-1]
+            targets[here] = np.where(self._learnt(number, size), ids[1:], IGNORE)
+            positions[here] = np.arange(size)
+            documents[here] = document
+            at += size
+        documents[at:] = len(self.bins[index])
+        found = {
+            "tokens": tokens,
+            "targets": targets,
+            "positions": positions,
+            "document_ids": documents,
+        }
+        return {name: torch.from_numpy(value) for name, value in found.items()}
+
+
+def pack_into_bins(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
+    """Put items into bins of one size, and use few bins.
+
+    The method is best fit, longest first (Johnson 1974, doi:10.1137/0203025). It needs at most 11/9 of
+    the fewest bins, plus one.
+    """
+    bins: list[list[int]] = []
+    open_bins: dict[int, list[int]] = {}  # the open bins, by the space left in them
+    spaces: list[int] = []  # the keys of open_bins, ascending
+    lengths = np.asarray(lengths)
+    for item in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[item])
+        if length == 0:
+            break
+        place = bisect.bisect_left(spaces, length)
+        if place == len(spaces):
+            space, chosen = size, len(bins)
+            bins.append([])
+        else:
+            space = spaces[place]
+            chosen = open_bins[space].pop()
+            if not open_bins[space]:
+                del open_bins[space]
+                spaces.pop(place)
+        bins[chosen].append(int(item))
+        left = space - length
+        if left:
+            if left not in open_bins:
+                bisect.insort(spaces, left)
+            open_bins.setdefault(left, []).append(chosen)
+    return sorted(sorted(each) for each in bins)
+
+
+_CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checked when they are read
+
+
+class Samples(Protocol):
+    """A numbered set of samples, each of the same length.
+
+    ``open_samples`` opens those of language models; ``Task.open`` may open others.
+    """
+
+    name: str
+    """The name that the user gave."""
+    token_set: TokenSet | None
+    """The token set of the samples, if they come from one."""
+    tokenizer: str | None
+    """SHA-256 of the tokenizer's file; empty for bytes, None if the tokenizer is unknown."""
+
+    @property
+    def content(self) -> str:
+        """A digest that tells these tokens from other tokens."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of samples in an epoch, at least 1."""
+        ...
+
+    def read(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
+        """Return one sample: tensors by name, ``targets`` and the inputs of the model.
+
+        Those of a language model are int64 (L,): ``tokens``, ``targets`` (IGNORE where nothing is
+        learnt), ``positions`` (from 0 in each document; -1 outside of every document) and
+        ``document_ids``.
+        """
+        ...
+
+
+class Windows:
+    """Samples cut from one long row of tokens.
+
+    Sample i has the tokens i L to (i + 1) L of the row. Its targets are the same tokens, one place
+    later.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        row: TokenRow,
+        separator: int,
+        seq_len: int,
+        vocab_size: int,
+        tokenizer: str | None = None,
+        token_set: TokenSet | None = None,
+    ) -> None:
+        """Check the row, and prepare to read it."""
+        self.name, self.row, self.separator = name, row, separator
+        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self.tokenizer, self.token_set = tokenizer, token_set
+        if len(row) < seq_len + 1:
+            raise ConfigError(
+                f"{name} has {len(row)} tokens; one sample needs train.seq_len + 1 = {seq_len + 1}"
+            )
+        for block in row.blocks(_CHECKED) if token_set is None else ():  # a set's tokenizer is known
+            check_ids(block, name, vocab_size)
+
+    @property
+    def content(self) -> str:
+        """The digest of the row."""
+        return self.row.digest
+
+    def __len__(self) -> int:
+        return (len(self.row) - 1) // self.seq_len
+
+    def read(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
+        """Return one sample, as ``Samples.read``."""
+        window = self.row.read(index * self.seq_len, (index + 1) * self.seq_len + 1)
+        check_ids(window, self.name, self.vocab_size)
+        batch = pack(torch.from_numpy(window)[None], self.separator)
+        return {name: value[0] for name, value in batch.items()}
+
+
+def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Samples:
+    """Open the samples at ``path``."""
+    if path == "stdlib":
+        return Windows(path, _stdlib(), SEPARATOR, seq_len, vocab_size, "")
+    if os.path.isdir(path):
+        if not (Path(path) / MANIFEST).exists():
+            raise ConfigError(f"{path} {_what_it_is(Path(path), path)}")
+        return _of_token_set(path, open_token_set(Path(path)), seq_len, vocab_size)
+    found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    paths = sorted(each for each in map(Path, found) if each.is_file())
+    if not paths:
+        raise ConfigError(f"no file at {path}")
+    openers: dict[str, Callable[[Path], ArrayFile]] = {
+        ".bin": lambda file: open_bin(file, path, data.token_dtype),
+        ".npy": lambda file: open_npy(file, path),
+    }
+    token_files = [each for each in paths if each.suffix in openers]
+    if token_files and len(paths) > 1:
+        raise ConfigError(
+            f"{path} names {len(paths)} files, {token_files[0].name} among them;"
+            " a token file stands alone"
+        )
+    _refuse_what_is_no_text(path, paths)
+    try:
+        if not token_files:
+            return Windows(path, _bytes_of(paths), SEPARATOR, seq_len, vocab_size, "")
+        tokens = openers[paths[0].suffix](paths[0])
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if data.separator >= vocab_size:
+        raise ConfigError(
+            f"data.separator {data.separator} is outside the vocabulary; model.vocab_size {vocab_size}"
+            f" allows 0 to {vocab_size - 1}"
+        )
+    return Windows(path, TokenRow([tokens]), data.separator, seq_len, vocab_size)
+
+
+def _refuse_what_is_no_text(name: str, paths: Sequence[Path]) -> None:
+    """Raise ConfigError for files of documents; among other text a JSON file is text too."""
+    packed = [each.name for each in paths if each.suffix in PACKED]
+    if packed:
+        raise ConfigError(f"{name}: {packed[0]} is compressed; unpack it first")
+    tables = [each for each in paths if each.suffix == ".parquet"]
+    if tables or all(each.suffix in JSON_LINES for each in paths):
+        raise ConfigError(
+            f"{name}: {(tables or paths)[0].name} would be read as bytes, not as the documents in it;"
+            " make a folder of tokens first: python -m compose tokenize --tokenizer tokenizer.json"
+            f" --out DIR {name}"
+        )
+
+
+def _what_it_is(folder: Path, path: str) -> str:
+    if any(folder.glob("tokens-*.bin")) or (folder / ".job.json").exists():
+        return "is not whole yet; run the same `python -m compose tokenize` again to finish it"
+    return f"is a folder without {MANIFEST}; name its files, as {path}/*, or tokenize them first"
+
+
+def _of_token_set(path: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> Samples:
+    if token_set.vocab_size > vocab_size:
+        raise ConfigError(
+            f"{path} has ids up to {token_set.vocab_size - 1}; set model.vocab_size to at least"
+            f" {token_set.vocab_size} (it is {vocab_size})"
+        )
+    if token_set.kind == "chat":
+        return Conversations(path, token_set, seq_len, vocab_size)
+    row, end, tokenizer = token_set.tokens, token_set.end, token_set.sha256
+    return Windows(path, row, end, seq_len, vocab_size, tokenizer, token_set)
+
+
+@functools.cache
+def _stdlib() -> TokenRow:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = (
+        path
+        for path in root.rglob("*.py")
+        if not {"site-packages", "dist-packages", "test", "tests"} & set(path.parts)
+    )
+    return _bytes_of(sorted(files, key=lambda path: path.relative_to(root).parts))
+
+
+def _bytes_of(paths: Iterable[Path]) -> TokenRow:
+    end = np.array([SEPARATOR], dtype=np.uint16)
+    parts = [part for path in paths for part in (np.frombuffer(path.read_bytes(), dtype=np.uint8), end)]
+    return TokenRow([np.concatenate([*parts, end[:0]]).astype(np.uint16)])

@@ -1,0 +1,82 @@
+"""The data of a run are checked together, and told from others."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from compose.checkpoint.checkpointer import Checkpointer
+from compose.config.tables import Train
+from compose.data.datasets import described, open_data, training_batches
+from compose.errors import ConfigError
+from tests.support.data_made import sets_of
+
+
+def test_a_file_of_other_tokens_is_told_from_the_one_before(tmp_path: Path) -> None:
+    """Of the same length; on a resume, the run says so."""
+    tokens = np.arange(100, dtype=np.uint16)
+    kinds: dict[str, Callable[[Path], object]] = {
+        "a.txt": lambda path: path.write_bytes(bytes(tokens.tolist())),
+        "a.bin": tokens.tofile,
+        "a.npy": lambda path: np.save(path, tokens),
+    }
+    for name, write in kinds.items():
+        tokens[60] = 60
+        config = sets_of(path=str(tmp_path / name))
+        seen = []
+        for value in (60, 61, 60):
+            tokens[60] = value
+            write(tmp_path / name)
+            seen.append(described(training_batches(config, open_data(config)), config))
+        assert seen[0] == seen[2]
+        assert {key for key in seen[0] if seen[0][key] != seen[1][key]} == {"content"}
+        words: list[str] = []
+        here = cast(Checkpointer, SimpleNamespace(data=seen[1], _say=words.append))
+        Checkpointer._compare_data(here, Path("step"), seen[0])
+        assert words == [
+            f"step: the data are not what they were (content {seen[0]['content']}, now"
+            f" {seen[1]['content']}); samples are counted on"
+        ]
+
+
+def test_a_set_without_a_target_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    tokens = np.full(40, 7, np.uint16)
+    tokens.tofile(path)
+    keys: dict[str, Any] = {"path": str(path), "separator": 7}
+    message = f"{path} has nothing to learn: no token of its 9 samples of train.seq_len 4 is a target"
+    for key in ("path", "validation"):
+        config = sets_of(**{"path": "stdlib", "separator": 7} | {key: str(path)})
+        config = replace(config, train=Train(seq_len=4, validate_every=1))
+        with pytest.raises(ConfigError) as caught:
+            open_data(config)
+        assert caught.value.problems == [f"data.{key}: {message}"]
+    tokens[20] = 8  # one sample of nine has something to learn
+    tokens.tofile(path)
+    assert open_data(replace(sets_of(**keys), train=Train(seq_len=4))).sets
+
+
+def test_bad_mixtures(tmp_path: Path) -> None:
+    def problems(**keys: Any) -> list[str]:
+        try:
+            open_data(sets_of(**keys))
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    (tmp_path / "a.txt").write_text("some text")
+    a = str(tmp_path / "a.txt")
+    assert problems(path=(a, "stdlib"), weights=(1.0, 2.0)) == []
+    assert problems(path=(a, a)) == [f"data.path: {a} is named twice"]
+    assert problems(path=()) == ["data.path: names nothing"]
+    assert problems(path=(a,), weights=(1.0, 2.0)) == [
+        "data.weights: has 2 numbers for the 1 of data.path"
+    ]
+    assert problems(path=(a, "no1"), validation="no2") == [
+        "data.path: no file at no1",
+        "data.validation: no file at no2",
+    ]
