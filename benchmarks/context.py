@@ -35,8 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from compose import AttentionOptions, attention
 from compose.ops.attention import Merged, Sums, parts_of
 from compose.ops.attention_layout import task_of
-from compose.parallel.context_parallel import ContextParallel, Method
-from compose.parallel.sequence import chunk_starts
+from compose.parallel.context_parallel import ContextParallel, Method, chunk_starts
 from models.layers.attention import AttentionCore
 
 METHODS: list[Method] = ["ring", "allgather", "ulysses"]

@@ -22,13 +22,12 @@ from compose.memory.compilation import apply_compile
 from compose.memory.float8 import Choice, apply_float8, float8_styles, select_layers
 from compose.ops.dropout import Masks, dropouts
 from compose.parallel.coded_units import levels_of
-from compose.parallel.context_parallel import ContextParallel
+from compose.parallel.context_parallel import Balance, ContextParallel
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
+from compose.parallel.hpz import HpzGather, hpz_groups
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.output import Output
-from compose.parallel.secondary_shards import SecondaryGather, secondary_groups
-from compose.parallel.sequence import Balance
 from compose.parallel.stream_messages import with_codes
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
 from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
@@ -122,8 +121,8 @@ def apply(
     traced = ep == 1 and compile.mode == "model"
     experts = [] if traced else [name for name, _ in resolved.expert]
     apply_compile(model, modules, resolved.compile, experts, compile, mesh["tp"])
-    near = secondary_groups(mesh, parallel.zero3_reshard, zero, over)
-    gathers: list[SecondaryGather] = []
+    near = hpz_groups(mesh, parallel.zero3_reshard, zero, over)
+    gathers: list[HpzGather] = []
     levels = levels_of(mesh, comm.near, zero) if comm.compresses else None
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:

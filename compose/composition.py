@@ -5,6 +5,7 @@ The result of ``compose.apply``: the cut model, and what was done to it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,10 +19,11 @@ from compose.memory.precision import Precision
 from compose.ops.batch import Sample
 from compose.ops.dropout import Masks
 from compose.parallel.comm import Comm
+from compose.parallel.context_parallel import Balance
+from compose.parallel.expert_parallel import RoutingMetrics
+from compose.parallel.hpz import HpzGather
 from compose.parallel.mesh import Parallel
 from compose.parallel.output import Output
-from compose.parallel.secondary_shards import SecondaryGather
-from compose.parallel.sequence import Balance
 from compose.pipeline.pipeline_parallel import PipelineRunner
 
 
@@ -78,12 +80,17 @@ class Composition:
     """The object that moves saved activations to host memory, if any."""
     float8: Choice = NOTHING
     """The layers that compute in float8."""
-    gathers: Sequence[SecondaryGather] = ()
+    gathers: Sequence[HpzGather] = ()
     """Gathers of units whose shards neighbours keep for a step."""
     compression: Compression | None = None
     """The messages that are sent in fewer bytes, if any are."""
     dropout: Masks | None = None
     """The masks of dropout, if the model has any."""
+
+    @cached_property
+    def routing(self) -> RoutingMetrics:
+        """What the model's routers report of a step."""
+        return RoutingMetrics(self.model, self.mesh)
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -29,8 +29,8 @@ from compose.composition import Composition
 from compose.config.toml import COMMAND_LINE
 from compose.errors import ConfigError
 from compose.ops.attention import AttentionOptions, attention
+from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import axis_size
-from compose.parallel.routing import routers
 from compose.train.evaluate import forward
 
 Wanted = Literal["auto", "on", "off"]

@@ -23,8 +23,8 @@ from compose.ops.tensors import local_tensor
 from compose.optim.lr_schedule import short_of_warmup
 from compose.optim.optimizers import OPTIMIZERS
 from compose.optim.parameter_rules import parameter_rules
+from compose.parallel.hpz import hpz_experts
 from compose.parallel.mesh import AXES, init_mesh
-from compose.parallel.secondary_shards import secondary_experts
 from compose.planner.fake_world import fake_group
 from compose.planner.trace import diloco_bytes, diloco_lines, sent_bytes
 
@@ -223,7 +223,7 @@ def _gathered(stage: list[Placed], config: Config) -> int:
         return sum(p.whole_bytes for p in stage) if any(p.placements for p in stage) else 0
     if parallel.zero3_reshard in (0, parallel.dp_shard * parallel.cp):
         return 0
-    experts = secondary_experts(parallel.zero3_reshard, parallel.tp, parallel.ep)
+    experts = hpz_experts(parallel.zero3_reshard, parallel.tp, parallel.ep)
     found = 0
     for p in stage:
         near = experts if {"ep", "expert_shard"} & p.placements.keys() else parallel.zero3_reshard

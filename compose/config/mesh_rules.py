@@ -7,8 +7,8 @@ from compose.errors import ConfigError
 from compose.ops.dropout import dropouts
 from compose.parallel.context_parallel import check_ulysses
 from compose.parallel.expert_parallel import check_expert_ranks, check_experts
+from compose.parallel.hpz import check_hpz
 from compose.parallel.mesh import resolve_degrees
-from compose.parallel.secondary_shards import check_secondary
 from compose.parallel.tensor_parallel import check_columns, check_heads
 from compose.pipeline.schedules import placement, stages_per_rank
 from compose.pipeline.split import check_layers, check_stages, layer_names
@@ -96,7 +96,7 @@ def _ulysses(setup: Setup) -> None:
 
 def _zero3_reshard(setup: Setup) -> None:
     degrees = setup.degrees
-    check_secondary(degrees.zero3_reshard, degrees.zero, degrees.dp_shard * degrees.cp)
+    check_hpz(degrees.zero3_reshard, degrees.zero, degrees.dp_shard * degrees.cp)
 
 
 def _schedule(setup: Setup) -> None:

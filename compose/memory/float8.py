@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError
-from compose.parallel.adapter_parallel import Adapter, AdapterParallel
 from compose.parallel.local_parallel import by_dtensors
+from compose.parallel.lora_parallel import Adapter, AdapterParallel
 from compose.plan import Resolved, inside
 
 Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from compose.errors import ConfigError, LocalPath, NonNegative
-from compose.parallel.adapter_parallel import Adapter, AdapterParallel
+from compose.parallel.lora_parallel import Adapter, AdapterParallel
 from compose.parallel.tensor_parallel import HeadParallel
 from compose.plan import Plan, inside, matching
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from compose.errors import ConfigError
 from compose.optim.optimizers import OPTIMIZERS, Optimizer, ParameterRule
-from compose.parallel.routing import routers
+from compose.parallel.expert_parallel import routers
 from compose.plan import Plan, inside, matching
 
 

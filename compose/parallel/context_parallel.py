@@ -18,7 +18,7 @@ The ring is one operator (compose/parallel/ring_attention.py). The other two are
 torch.distributed around ``compose.attention``, which a compiler traces. So a layer is one graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol, cast
@@ -39,12 +39,15 @@ from compose.ops.attention import (
     sink_gradient,
     tensors_of,
 )
-from compose.ops.batch import Documents
+from compose.ops.batch import Documents, ignore_all
 from compose.ops.tensors import arrived
 from compose.ops.torch_versions import functional_all_gather, functional_reduce_scatter
 from compose.parallel.ring_attention import ring_attention_forward
-from compose.parallel.sequence import Balance, chunk_starts, chunks_of
 
+Balance = Literal["headtail", "none"]
+"""How the sequence is dealt to ranks. Causal attention costs more for later queries. headtail levels
+the cost: it cuts the sequence in 2 cp chunks and gives rank r the r-th chunk from the front and the
+r-th from the back. none gives each rank one piece."""
 Method = Literal["ring", "allgather", "ulysses"]
 
 
@@ -59,7 +62,7 @@ class ContextParallel(ParallelStyle):
     """A style for a module ``core(q, k, v, documents=None, sinks=None)`` that computes attention.
 
     It replaces the module's own forward. q is (B, L, H, K), k is (B, L, G, K) and v (B, L, G, V): this
-    rank's part, as ``compose.parallel.sequence.shard_sequence`` cuts it. ``documents`` are those of the
+    rank's part, as ``shard_sequence`` cuts it. ``documents`` are those of the
     whole sequences (compose.Documents), or None if each row is one. An object with ``ids`` (B, L) of
     this rank's part serves too; then the others' are gathered. ``sinks`` are those of the H heads. The
     forward returns (B, L, H, V). If the module has ``options`` (compose.AttentionOptions), they count;
@@ -190,8 +193,9 @@ def _attend(
     if exchange.method == "ulysses":
         return _ulysses(exchange, (q, k, v), found, sinks, rest)
     if exchange.method == "ring":
-        where = exchange.group, exchange.balance
-        return ring_attention_forward(q, k, v, *found, sinks, *where, *rest)[0]
+        cp, balance = exchange.cp, exchange.balance
+        starts = [start for rank in range(cp) for start in chunk_starts(rank, cp, balance, length)]
+        return ring_attention_forward(q, k, v, *found, sinks, exchange.group, starts, *rest)[0]
     return cast(Tensor, _AllGather.apply(q, k, v, *found, sinks, exchange, rest))
 
 
@@ -287,3 +291,61 @@ class _Swap(torch.autograd.Function):
         exchange: Exchange = ctx.exchange
         x = grads[0]
         return exchange.to_sequence(x) if ctx.heads else exchange.to_heads(x), None, None
+
+
+def chunks_of(rank: int, cp: int, balance: Balance) -> list[int]:
+    """Return the chunks of the sequence that a rank holds, in order."""
+    return [rank, 2 * cp - 1 - rank] if balance == "headtail" else [rank]
+
+
+def chunk_count(cp: int, balance: Balance) -> int:
+    """Return how many chunks the sequence is cut into."""
+    return 2 * cp if balance == "headtail" else cp
+
+
+def chunk_starts(rank: int, cp: int, balance: Balance, length: int) -> tuple[int, ...]:
+    """Return the first tokens of a rank's chunks."""
+    chunks = chunks_of(rank, cp, balance)
+    return tuple(chunk * (length // len(chunks)) for chunk in chunks)
+
+
+def pad_sequence(batch: Mapping[str, Tensor], unit: int) -> dict[str, Tensor]:
+    """Pad every sequence of a batch at the end, where no causal attention sees it.
+
+    Nothing is learnt from the targets of padding. ``document_ids`` are padded with a document of its
+    own, and ``positions`` with -1. A tensor (B,) is of whole samples, and stays as it is.
+    """
+    result = {}
+    for name, value in batch.items():
+        missing = -value.shape[1] % unit if value.ndim > 1 else 0
+        if missing:
+            filler = value[:, -1:].expand(-1, missing, *value.shape[2:]).clone()
+            if name == "targets":
+                ignore_all(filler)
+            elif name == "document_ids":
+                filler += 1
+            elif name == "positions":
+                filler.fill_(-1)
+            value = torch.cat([value, filler], 1)
+        result[name] = value
+    return result
+
+
+def shard_sequence(
+    batch: Mapping[str, Tensor], mesh: DeviceMesh, balance: Balance, multiple: int = 1
+) -> dict[str, Tensor]:
+    """Cut this rank's part of the sequence out of every tensor of a batch.
+
+    A length that cannot be cut evenly is padded, as :func:`pad_sequence` does it.
+    """
+    cp, rank = mesh.size(), mesh.get_local_rank()
+    count = chunk_count(cp, balance)
+    # Every rank holds equally many chunks, so this makes its part divisible too.
+    result = {}
+    for name, value in pad_sequence(batch, count * multiple).items():
+        if value.ndim == 1:
+            result[name] = value
+            continue
+        pieces = value.chunk(count, 1)
+        result[name] = torch.cat([pieces[i] for i in chunks_of(rank, cp, balance)], 1)
+    return result

@@ -42,8 +42,8 @@ from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import finish_fsdp_backward
 from compose.parallel.coded_units import CodedUnits
 from compose.parallel.gradient_sum import gradient_sum_of, sum_gradients
+from compose.parallel.hpz import HpzGather, HpzGroups
 from compose.parallel.mesh import BATCH_AXES, axis_size
-from compose.parallel.secondary_shards import SecondaryGather, SecondaryGroups
 
 _UNITS: WeakKeyDictionary[nn.Module, Units] = WeakKeyDictionary()
 
@@ -69,7 +69,7 @@ class Sharding:
     """Units whose gather begins before the unit ahead of them runs, in forward and in backward. With 0
     FSDP decides: it prefetches the next unit in backward. Where experts have a mesh, 0 is 1.
     """
-    near: SecondaryGroups | None = None
+    near: HpzGroups | None = None
     """Neighbours that gather a unit again in stage 3, after a step's first gather."""
     expert_mesh: DeviceMesh | None = None
     """The mesh over which experts are sharded, from ``expert_mesh`` in expert_parallel.py."""
@@ -101,7 +101,7 @@ def apply_data_parallel(
     how: Sharding,
     experts: Sequence[str] = (),
     is_last_stage: bool = True,
-) -> list[SecondaryGather]:
+) -> list[HpzGather]:
     """Apply ``fully_shard`` to each unit, then to the model, over the data axes of ``mesh``.
 
     If that would shard and cast nothing, only let gradients be summed.
@@ -148,11 +148,11 @@ def apply_data_parallel(
         more |= {"mp_policy": policy, "offload_policy": where, "ignored_params": scalars}
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **more)  # type: ignore[arg-type]
 
-    gathers: list[SecondaryGather] = []
+    gathers: list[HpzGather] = []
 
-    def gather_secondary(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def gather_by_hpz(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         if group is not None and isinstance(module, FSDPModule):
-            gathers.append(SecondaryGather(group, coded and coded.gathers.get(module)))
+            gathers.append(HpzGather(group, coded and coded.gathers.get(module)))
             module.set_custom_all_gather(cast(Any, gathers[-1]))
 
     expert_mesh = how.expert_mesh
@@ -168,7 +168,7 @@ def apply_data_parallel(
             shard(module, free, over, shard_placement_fn=lambda p: Shard(even(local_tensor(p).shape)))
             if coded:
                 coded.attach(module, expert_mesh["expert_shard"], expert_copies, even)
-            gather_secondary(module, near and near.experts)
+            gather_by_hpz(module, near and near.experts)
 
     for i, unit in enumerate(units):
         modules = [model.get_submodule(name) for name in unit]
@@ -178,7 +178,7 @@ def apply_data_parallel(
         if coded:
             coded.attach(modules[0], shards, copies)
         if not keep:
-            gather_secondary(modules[0], near and near.shards)
+            gather_by_hpz(modules[0], near and near.shards)
     shard(model, False)
     if coded:
         coded.attach(model, shards, copies)

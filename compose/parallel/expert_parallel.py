@@ -7,15 +7,20 @@ the same experts each keep a shard of them (``apply_data_parallel``).
 In each layer and direction a rank sends its rows twice: to the experts, and back. For T tokens these
 are 2 T k D elements forward and as many backward. Where the load is even, (ep - 1) / ep of them go to
 other ranks.
+
+Routing does not depend on the mesh: routers count on each rank, and act on the whole batch's counts. A
+router is any module whose class has ``finish_step`` and the other attributes of :class:`Router`.
+models/layers/router.py has one.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,8 +31,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from compose.compression.activations import Place
 from compose.errors import ConfigError
 from compose.ops.operators import operator
-from compose.parallel.mesh import axis_size
+from compose.parallel.mesh import axis_size, sum_over
 from compose.parallel.stream_messages import SendsActivations
+
+# The axes over which tokens differ.
+_TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+_Reported = dict[str, list[str]]  # the names of what a rank's routers report, by router
 
 
 class Experts(Protocol):
@@ -255,3 +264,108 @@ def _gather_sequence(
     everyone = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(everyone, tensor, group=group)
     return torch.cat(everyone, 1)
+
+
+class Router(Protocol):
+    """A router, as the rest of the toolkit uses it.
+
+    Its forward returns a named tuple. The fields are ``experts`` (B, L, k), their ``weights`` (B, L,
+    k), the ``margin`` (B, L) of the choice, and ``kept`` (B, L, k): the rows that are not dropped.
+    ``kept`` is None if no row is dropped. A router without a capacity may leave out ``kept`` and
+    ``keep``.
+    """
+
+    tokens_per_step: int | None
+    """Tokens of the whole batch, by which it divides its auxiliary losses; set before forward."""
+    loss_scale: float
+    """The factor of its auxiliary losses' gradients; set before forward."""
+    tally: Tensor
+    """What it counted in backward since the last ``finish_step``; 1-D, float64."""
+    last: Mapping[str, Tensor]
+    """What it reports of the last step: scalars by name."""
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts (B, L, k) by scores (B, L, E), and return them with their margin (B, L).
+
+        The margin is how far the last chosen expert is ahead of the next one, as a share of its score.
+        """
+        ...
+
+    def keep(self, chosen: Tensor, scores: Tensor, everyone: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which rows are kept (B, L, k), where experts have a capacity, and their margins.
+
+        ``chosen`` and ``scores`` are (B, L, k), and ``everyone`` the experts chosen in the whole
+        sequences, (B, S, k). A margin is how far a kept row is ahead of the first dropped one, or a
+        dropped row behind the last kept one, as a share of its score.
+        """
+        ...
+
+    def finish_step(self, tally: Tensor) -> None:
+        """Act on the tally of the whole batch, set ``tally`` to zero, and fill ``last``."""
+        ...
+
+
+def routers(model: nn.Module) -> dict[str, Router]:
+    """Return the routers of ``model`` by name; in a pipeline those of this rank's stages."""
+    # The class is asked: a module takes long to find that it lacks an attribute, and this runs in
+    # each step.
+    found = {name: m for name, m in model.named_modules() if hasattr(type(m), "finish_step")}
+    return cast(dict[str, Router], found)
+
+
+def begin_step(model: nn.Module, tokens: int, loss_scale: float) -> None:
+    """Tell every router how many tokens the whole batch has, and how its losses are scaled."""
+    for router in routers(model).values():
+        router.tokens_per_step, router.loss_scale = tokens, loss_scale
+
+
+def finish_step(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum what routers counted over all ranks, in one message, and let the routers act on the sums."""
+    found = list(routers(model).values())
+    if not found:
+        return
+    sizes = [len(router.tally) for router in found]
+    tallies = sum_over(torch.cat([router.tally for router in found]), mesh, _TOKEN_AXES)
+    for router, tally in zip(found, tallies.split(sizes), strict=True):
+        router.finish_step(tally)
+
+
+class RoutingMetrics:
+    """What every router of the whole model reports of a step."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self.model, self.mesh = model, mesh
+        self.stages: list[_Reported] = []  # of each rank of pp, once they have asked each other
+
+    def __call__(self) -> dict[str, dict[str, float]]:
+        """Return it by name of the router; a collective.
+
+        In a pipeline the first call comes after a step: from then on the names are known.
+
+        The router of models/layers/router.py reports load (of the busiest expert, over the mean),
+        dropped (rows), balance_loss and z_loss (means over tokens), and bias_change.
+        """
+        last = {name: router.last for name, router in routers(self.model).items()}
+        values = [value.double() for report in last.values() for value in report.values()]
+        # One copy for all: the host waits for the device once.
+        numbers = torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+        reported = {name: list(report) for name, report in last.items()}
+        if axis_size(self.mesh, "pp") == 1:
+            return _named(reported, numbers.tolist())
+        group = self.mesh.get_group("pp")
+        if not self.stages:  # objects take several messages, and on a GPU each of them is waited for
+            self.stages = [{} for _ in range(group.size())]
+            dist.all_gather_object(self.stages, reported, group=group)
+        longest = max(sum(map(len, each.values())) for each in self.stages)
+        if not longest:
+            return {}
+        padded = F.pad(numbers.to(self.mesh.device_type), (0, longest - len(numbers)))
+        everyone = [torch.empty_like(padded) for _ in self.stages]
+        dist.all_gather(everyone, padded, group=group)
+        found = zip(self.stages, torch.stack(everyone).tolist(), strict=True)
+        return {name: report for each, row in found for name, report in _named(each, row).items()}
+
+
+def _named(reported: _Reported, numbers: list[float]) -> dict[str, dict[str, float]]:
+    left = iter(numbers)
+    return {name: {key: next(left) for key in keys} for name, keys in reported.items()}

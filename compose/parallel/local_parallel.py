@@ -40,12 +40,20 @@ from torch.distributed.tensor.parallel import (
 
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
-from compose.parallel.adapter_parallel import AdapterParallel
+from compose.parallel.lora_parallel import AdapterParallel
 from compose.parallel.stream_messages import SendsActivations, send_stream
 from compose.parallel.tensor_parallel import HeadParallel
 
 
-class LocalInput(SendsActivations, PrepareModuleInput):
+class PlainActivations:
+    """A style of this file: its module takes and returns plain tensors."""
+
+    def _by_dtensors(self) -> ParallelStyle:
+        """Return PyTorch's style that does the same; this style if its output is plain in any case."""
+        return cast(ParallelStyle, self)
+
+
+class LocalInput(PlainActivations, SendsActivations, PrepareModuleInput):
     """A style that gathers a module's first input, for the LocalColwise and LocalHeads inside it.
 
     ``stream`` is the layout of that input (B, L, D): Shard(1) or Replicate(). The module gets the whole
@@ -77,14 +85,13 @@ class LocalInput(SendsActivations, PrepareModuleInput):
             module.register_forward_pre_hook(sent, with_kwargs=True)
         return module
 
-    def by_dtensors(self) -> ParallelStyle:
-        """Return PyTorch's style that does the same."""
+    def _by_dtensors(self) -> ParallelStyle:
         return PrepareModuleInput(
             input_layouts=self.input_layouts, desired_input_layouts=self.desired_input_layouts
         )
 
 
-class LocalColwise(ColwiseParallel):
+class LocalColwise(PlainActivations, ColwiseParallel):
     """A style for an nn.Linear (D, N) inside a LocalInput: each rank has a part of the N outputs.
 
     ``even`` says whether the axis' size divides N; PyTorch's style has to know it.
@@ -98,12 +105,11 @@ class LocalColwise(ColwiseParallel):
         _become(module, (nn.Linear,), _ColumnLinear, self)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
-    def by_dtensors(self) -> ParallelStyle:
-        """Return PyTorch's style that does the same."""
+    def _by_dtensors(self) -> ParallelStyle:
         return ColwiseParallel(output_layouts=Shard(2), use_local_output=self.use_local_output)
 
 
-class LocalRowwise(SendsActivations, RowwiseParallel):
+class LocalRowwise(PlainActivations, SendsActivations, RowwiseParallel):
     """A style for an nn.Linear (N, D): each rank has a part of the N inputs.
 
     ``stream`` is the layout of the output (B, L, D): Shard(1) or Replicate(). A bias (D,) is whole on
@@ -127,17 +133,16 @@ class LocalRowwise(SendsActivations, RowwiseParallel):
         def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             output = output if send is None else send(output)
             bias = cast(Tensor | None, module.bias)
-            return output if bias is None else output + _whole(bias, summed=sharded)
+            return output if bias is None else output + _local(bias, Partial() if sharded else None)
 
         module.register_forward_hook(sent)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
-    def by_dtensors(self) -> ParallelStyle:
-        """Return PyTorch's style that does the same."""
+    def _by_dtensors(self) -> ParallelStyle:
         return RowwiseParallel(output_layouts=self.stream)
 
 
-class LocalHeads(HeadParallel):
+class LocalHeads(PlainActivations, HeadParallel):
     """HeadParallel inside a LocalInput.
 
     Where ranks share a head, each rank has its own head's part of two gradients: the weight's and the
@@ -156,12 +161,11 @@ class LocalHeads(HeadParallel):
         module.n_heads, module.head = self.n_heads, device_mesh.get_local_rank() * self.n_heads // size
         return distribute_module(module, device_mesh, self._replicate)
 
-    def by_dtensors(self) -> ParallelStyle:
-        """Return HeadParallel itself."""
+    def _by_dtensors(self) -> ParallelStyle:
         return HeadParallel(self.n_heads)
 
 
-class LocalNorm(SequenceParallel):
+class LocalNorm(PlainActivations, SequenceParallel):
     """A style for an nn.RMSNorm or nn.LayerNorm that is whole on every rank and takes local tensors.
 
     The local tensors are a part of the tokens or heads, so the gradients of weight and bias are summed
@@ -176,12 +180,8 @@ class LocalNorm(SequenceParallel):
         _become(module, (nn.RMSNorm, RMSNorm, nn.LayerNorm), kind, self)
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
-    def by_dtensors(self) -> ParallelStyle:
-        """Return this style: PyTorch's own styles too hand on plain activations."""
-        return self
 
-
-class LocalPositions(SequenceParallel):
+class LocalPositions(PlainActivations, SequenceParallel):
     """A style for a table of positions, an nn.Embedding (P, D), before a stream of layout Shard(1).
 
     The table is whole on every rank. Its input (B, L) is too, and each rank looks up its own part of
@@ -198,12 +198,8 @@ class LocalPositions(SequenceParallel):
         module.ranks, module.rank = device_mesh.size(), device_mesh.get_local_rank()
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
-    def by_dtensors(self) -> ParallelStyle:
-        """Return this style: its output is a plain part of the stream in any case."""
-        return self
 
-
-class LocalLinear(SequenceParallel):
+class LocalLinear(PlainActivations, SequenceParallel):
     """A style for an nn.Linear that is whole on every rank and takes a part of the tokens.
 
     The gradients of its weight and bias are summed over the axis. A linear layer of another class has
@@ -220,12 +216,8 @@ class LocalLinear(SequenceParallel):
             _become(module, (nn.Linear,), _TokenLinear, self)
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
-    def by_dtensors(self) -> ParallelStyle:
-        """Return this style: PyTorch's own styles too hand on plain activations."""
-        return self
 
-
-class LocalVector(ParallelStyle):
+class LocalVector(PlainActivations, ParallelStyle):
     """A style for a module that returns its only parameter (N,): each rank gets its part of the N."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -243,22 +235,6 @@ class LocalVector(ParallelStyle):
     def __repr__(self) -> str:
         return "LocalVector()"
 
-    def by_dtensors(self) -> ParallelStyle:
-        """Return this style: its module has no input, and its output is local anyway."""
-        return self
-
-
-LOCAL = (
-    LocalInput,
-    LocalColwise,
-    LocalRowwise,
-    LocalHeads,
-    LocalLinear,
-    LocalNorm,
-    LocalPositions,
-    LocalVector,
-)
-
 
 def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list[str]:
     """Return one line for each module whose input's gradient would be summed twice, or never."""
@@ -268,7 +244,7 @@ def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list
     for name, module in model.named_modules():
         style, around = placed.get(name), any(name.startswith(f"{outer}.") for outer in inputs)
         has_weights = any(True for _ in module.parameters(recurse=False))
-        if around and has_weights and not isinstance(style, (*LOCAL, AdapterParallel)):
+        if around and has_weights and not isinstance(style, (PlainActivations, AdapterParallel)):
             problems.append(
                 f"plan.tensor: {name} is in a module with LocalInput, and has no style of"
                 " compose.parallel.local_parallel; give it one, or that module PrepareModuleInput"
@@ -284,7 +260,7 @@ def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list
 
 def by_dtensors(styles: Iterable[tuple[str, ParallelStyle]]) -> list[tuple[str, ParallelStyle]]:
     """Return ``styles`` with PyTorch's styles in place of those of this file."""
-    return [(name, s.by_dtensors() if isinstance(s, LOCAL) else s) for name, s in styles]
+    return [(name, s._by_dtensors() if isinstance(s, PlainActivations) else s) for name, s in styles]
 
 
 class _ColumnLinear(nn.Linear):
@@ -312,8 +288,8 @@ class _TokenLinear(nn.Linear):
     product = staticmethod(F.linear)
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else _whole(self.bias, summed=True)
-        return self.product(input, _whole(self.weight, summed=True), bias)
+        bias = None if self.bias is None else _local(self.bias, Partial())
+        return self.product(input, _local(self.weight, Partial()), bias)
 
 
 class _LocalRMSNorm(RMSNorm):
@@ -324,8 +300,8 @@ class _LocalRMSNorm(RMSNorm):
 
 class _LocalLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        weight = None if self.weight is None else _whole(self.weight, summed=True)
-        bias = None if self.bias is None else _whole(self.bias, summed=True)
+        weight = None if self.weight is None else _local(self.weight, Partial())
+        bias = None if self.bias is None else _local(self.bias, Partial())
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -336,12 +312,7 @@ class _LocalPositions(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         length = input.shape[1] // self.ranks
         mine = input.narrow(1, self.rank * length, length)
-        return F.embedding(mine, _whole(self.weight, summed=True))
-
-
-def _whole(parameter: Tensor, summed: bool) -> Tensor:
-    """Return a parameter that is whole on every rank; ``summed``: each has a part of its gradient."""
-    return _local(parameter, Partial() if summed else None)
+        return F.embedding(mine, _local(self.weight, Partial()))
 
 
 def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:

@@ -10,7 +10,6 @@ queries reach from the ranks that hold them, and sends the gradients straight ba
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -22,7 +21,6 @@ from torch.utils.flop_counter import register_flop_formula
 from compose.ops.attention import Merged, Sums, finish, parts_of, sink_gradient
 from compose.ops.attention_layout import AttentionTask, pairs_of, task_of
 from compose.ops.operators import operator
-from compose.parallel.sequence import Balance, chunk_starts
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,8 @@ class Ring:
 
     group: dist.ProcessGroup
     """The ranks."""
-    balance: Balance
-    """How chunks are dealt to ranks."""
+    starts: list[tuple[int, ...]]
+    """The first tokens of each rank's chunks."""
     length: int
     """Tokens of a row that a rank holds."""
 
@@ -45,11 +43,6 @@ class Ring:
     def rank(self) -> int:
         """This rank."""
         return self.group.rank()
-
-    @cached_property
-    def starts(self) -> list[tuple[int, ...]]:
-        """The first tokens of each rank's chunks."""
-        return [chunk_starts(rank, self.cp, self.balance, self.length) for rank in range(self.cp)]
 
     @property
     def size(self) -> int:
@@ -153,9 +146,11 @@ def _arrivals(ring: Ring, near: _Near | None, kv: Tensor) -> Iterator[_Arrival]:
     return near.arrivals(kv) if near else _round(ring, kv)
 
 
-def _ring(q: Tensor, group_name: str, balance: str, window: int) -> tuple[Ring, _Near | None]:
+def _ring(q: Tensor, group_name: str, starts: Sequence[int], window: int) -> tuple[Ring, _Near | None]:
     group = cast(dist.ProcessGroup, _resolve_process_group(cast(Any, group_name)))
-    ring = Ring(group, cast(Balance, balance), q.shape[1])
+    each = len(starts) // group.size()
+    chunks = [tuple(starts[i : i + each]) for i in range(0, len(starts), each)]
+    ring = Ring(group, chunks, q.shape[1])
     return ring, _Near(ring, window) if 0 < window < ring.length * ring.cp else None
 
 
@@ -181,7 +176,7 @@ def ring_attention_forward(
     extents: Tensor | None,
     sinks: Tensor | None,
     group_name: str,
-    balance: str,
+    starts: Sequence[int],
     causal: bool,
     window: int,
     scale: float,
@@ -189,10 +184,11 @@ def ring_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output (B, L, H, V) and log-sum-exp (B, L, H) of this rank's queries over all keys.
 
-    Queries, keys and values are those of this rank's chunks; the rest is as for
+    Queries, keys and values are those of this rank's chunks. ``starts`` are the first tokens
+    of the chunks of all ranks, in order. The rest is as for
     :func:`compose.ops.attention.attention_forward`.
     """
-    ring, near = _ring(q, group_name, balance, window)
+    ring, near = _ring(q, group_name, starts, window)
     task = _task(ring, (bounds, extents), (causal, window, scale, softcap))
     out, lse = _output(task, ring, near, (q, k, v))
     return finish(out, lse, sinks, q.dtype)
@@ -232,7 +228,7 @@ def ring_attention_backward(
     bounds: Tensor | None,
     extents: Tensor | None,
     group_name: str,
-    balance: str,
+    starts: Sequence[int],
     causal: bool,
     window: int,
     scale: float,
@@ -242,7 +238,7 @@ def ring_attention_backward(
 
     The gradients of a rank's keys travel with the keys. One more hop brings them home.
     """
-    ring, near = _ring(q, group_name, balance, window)
+    ring, near = _ring(q, group_name, starts, window)
     task = _task(ring, (bounds, extents), (causal, window, scale, softcap))
     return _gradients(task, ring, near, (grad, q, k, v, out, lse))
 
@@ -311,8 +307,8 @@ ring_attention_forward.register_autograd(_backward, setup_context=_save)
 
 
 def _pairs(q: Any, k: Any, others: Sequence[Any]) -> float:
-    group_name, balance, causal, window = others[:4]
-    ring, _ = _ring(torch.empty(q, device="meta"), group_name, balance, window)
+    group_name, starts, causal, window = others[:4]
+    ring, _ = _ring(torch.empty(q, device="meta"), group_name, starts, window)
     whole = (k[0], k[1] * ring.cp, *k[2:])
     return pairs_of(q, whole, ring.starts[ring.rank], causal, window)
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.ops.tensors import local_tensor, tie, tied_names
-from compose.parallel.adapter_parallel import without_adapter
+from compose.parallel.lora_parallel import without_adapter
 
 
 class Replicated(ParallelStyle):
@@ -270,14 +270,3 @@ def _replicated_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: D
     if first.placements != (Replicate(),):
         first = first.redistribute(placements=[Replicate()])
     return first, *inputs[1:]
-
-
-__all__ = [
-    "HeadParallel",
-    "Replicated",
-    "SharedByHeads",
-    "apply_tensor_parallel",
-    "check_columns",
-    "check_heads",
-    "sequence_ranks",
-]

@@ -19,7 +19,7 @@ from compose.memory.precision import Precision
 from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import LossFunction
 from compose.ops.dropout import DropoutKey, Masks, dropouts
-from compose.parallel.routing import routers
+from compose.parallel.expert_parallel import routers
 from compose.proof.examine import in_float64
 from compose.proof.optimizers import Named
 from compose.proof.plain_attention import PlainAttention
@@ -104,8 +104,8 @@ class OneProcess:
     """Optimizer steps of the whole model on the global batch, without any of compose's techniques.
 
     It is plain PyTorch, with three exceptions. ``compose.apply_float8`` makes the float8 layers
-    (torchao's, in the reduced run alone). Routers are told what compose/parallel/routing.py tells them.
-    Where a routing is a tie, it follows the composition.
+    (torchao's, in the reduced run alone). Routers are told what
+    compose/parallel/expert_parallel.py tells them. Where a routing is a tie, the composition's counts.
 
     ``micro_batch`` is the number of samples of one forward; None is all. ``tie`` is the margin of a
     routing up to which its choice is as good as random. ``widens``: what float64 it computes with needs

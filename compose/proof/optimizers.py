@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compose.memory.precision import Precision
 from compose.optim.optimizers import Optimizer, ParameterRule
 from compose.optim.rounding import random_bits, store
-from compose.parallel.routing import routers
+from compose.parallel.expert_parallel import routers
 from compose.plan import Plan
 
 Named = Iterable[tuple[str, nn.Parameter]]

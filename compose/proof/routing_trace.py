@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose.composition import Composition
+from compose.parallel.context_parallel import shard_sequence
+from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import axis_size, batch_share
-from compose.parallel.routing import routers
-from compose.parallel.sequence import shard_sequence
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_shard, local_tensor
 from compose.optim.adamw import AdamW
+from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import axis_size, batch_share
-from compose.parallel.routing import routers
 from compose.plan import Plan, resolve
 from compose.proof.comparison import (
     Comparison,

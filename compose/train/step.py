@@ -17,12 +17,12 @@ from compose.ops.batch import Documents, count_targets, targets_of
 from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
+from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
 from compose.parallel.data_parallel import prepare_micro_batch
+from compose.parallel.expert_parallel import begin_step, finish_step
+from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
 from compose.parallel.output import StepLoss, step_loss
-from compose.parallel.routing import begin_step, finish_step
-from compose.parallel.secondary_shards import secondary_shards
-from compose.parallel.sequence import chunk_count, chunk_starts, pad_sequence, shard_sequence
 
 
 def forward_backward(
@@ -38,7 +38,7 @@ def forward_backward(
 
     The loss is divided by the number of targets in the *global* batch. So the result does not depend on
     how samples, or masked targets, are dealt to ranks and micro-batches. Routers
-    (compose/parallel/routing.py) act on the counts of the whole batch.
+    (compose/parallel/expert_parallel.py) act on the counts of the whole batch.
 
     Args:
         composition: What ``compose.apply`` returned.
@@ -68,7 +68,7 @@ def forward_backward(
     batch = _with_masks(composition, local_batch(composition, batch), dropout)
     # loss_parallel only changes what cross-entropy does with DTensors.
     losses = step_loss(loss_function, count / loss_scale, composition.output)
-    scales, near = shared_scales(model, composition.float8), secondary_shards(composition.gathers)
+    scales, near = shared_scales(model, composition.float8), hpz_shards(composition.gathers)
     coded = composition.compression
     sent = coded.optimizer_step(loss_scale) if coded else nullcontext()
     with scales, loss_parallel(), near, sent, losses as loss:

@@ -20,7 +20,6 @@ from compose.parallel.islands import current
 from compose.parallel.mesh import batch_share
 from compose.parallel.output import CrossEntropy
 from compose.parallel.processes import TrainingError, set_timeout, start_timeout
-from compose.parallel.routing import routing_metrics
 from compose.parallel.stragglers import report_phase
 from compose.train.folder import RunFolder
 from compose.train.hooks import Hook, hooks_of
@@ -199,7 +198,7 @@ class Trainer:
         self.read = read = read_step(loss, norm, z_loss, said)
         rate = self.step_tokens / self.clock.read()
         # What else is read is there too: nothing is waited for.
-        routing = routing_metrics(self.composition.model, self.mesh)
+        routing = self.composition.routing()
         report_phase(step + 1, "the optimizer's part")
         finite = self._may_be_taken(step, read)
         for hook in self.hooks:

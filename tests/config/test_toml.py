@@ -245,7 +245,7 @@ def test_overrides_are_toml_or_bare_words(write: Write) -> None:
         ("optimizer.lr", "1e-4"),
         ("run.dir", "runs/a b"),
         ("data.path", '"7"'),
-        ("parallel.sequence", "false"),
+        ("false"),
         ("model.tie_embeddings", "true"),
         ("optimizer.weight_decay", "0"),
     ]
@@ -404,7 +404,7 @@ def test_suggested_degrees_work(world_size: int) -> None:
     """Whatever single degree is wrong, doing what the message says makes the product right."""
     for axis in ("dp_replicate", "dp_shard", "tp"):
         for degree in (2, 3, 5, 7, 16):
-            overrides = [(f"parallel.{axis}", str(degree)), ("parallel.sequence", "false")]
+            overrides = [(f"parallel.{axis}", str(degree)), ("false")]
             config = load(str(ROOT / "train.toml"), overrides)
             for problem in problems_of(config, world_size):
                 if not problem.startswith("parallel: "):

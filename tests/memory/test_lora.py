@@ -16,7 +16,7 @@ from compose.checkpoint.state import named_tensors
 from compose.config.rules import meshes
 from compose.errors import ConfigError
 from compose.optim.optimizers import make_state
-from compose.parallel import adapter_parallel
+from compose.parallel import lora_parallel
 from compose.proof.report import Report
 from tests.support.checkpoints import refusal, shards, train_on
 from tests.support.experts import AXES, DEEPSEEK, MIXTRAL, QWEN, keys_of
@@ -317,12 +317,12 @@ def _prove_broken(keys: Keys, fault: str) -> Report:
     def unscaled(self: Any, x: Tensor) -> Tensor:
         return forward(self, x) / self.scale
 
-    places, forward = adapter_parallel._PLACES, adapter_parallel._CutAdapter.forward
+    places, forward = lora_parallel._PLACES, lora_parallel._CutAdapter.forward
     wrong: dict[str, Any] = {
         "A not summed": mock.patch.dict(places, rows=(places["rows"][0], False, *places["rows"][2:])),
         "B not summed": mock.patch.dict(places, columns=(*places["columns"][:3], False)),
-        "added on every rank": mock.patch.object(adapter_parallel._CutAdapter, "forward", adds_all),
-        "no scale": mock.patch.object(adapter_parallel._CutAdapter, "forward", unscaled),
+        "added on every rank": mock.patch.object(lora_parallel._CutAdapter, "forward", adds_all),
+        "no scale": mock.patch.object(lora_parallel._CutAdapter, "forward", unscaled),
     }
     with wrong[fault]:
         return prove_case(keys)

@@ -21,8 +21,15 @@ from compose.ops.attention_kernels import band
 from compose.ops.attention_layout import Block, Pieces, blocks, task_of
 from compose.ops.batch import IGNORE
 from compose.parallel import ring_attention
-from compose.parallel.context_parallel import ContextParallel, Method, check_ulysses
-from compose.parallel.sequence import Balance, chunk_count, chunks_of, shard_sequence
+from compose.parallel.context_parallel import (
+    Balance,
+    ContextParallel,
+    Method,
+    check_ulysses,
+    chunk_count,
+    chunks_of,
+    shard_sequence,
+)
 from models.layers.attention import AttentionCore
 from tests.support.plain import plain
 from tests.support.pool import Pool
@@ -280,7 +287,7 @@ def test_a_ring_sums_the_gradient_of_queries_in_float32() -> None:
     q, grad = torch.randn(2, 1, length, 2, 8).bfloat16()
     everyone = torch.cat([keys, values], -1).chunk(cp, 1)
     group = SimpleNamespace(size=lambda: cp, rank=lambda: cp - 1)
-    ring = ring_attention.Ring(group, "none", length)  # type: ignore[arg-type]
+    ring = ring_attention.Ring(group, [(i * length,) for i in range(cp)], length)  # type: ignore[arg-type]
     task = task_of((None, None), (ring.starts[-1], (0,)), (True, 0, 8**-0.5, 0.0))
 
     def arrive(*args: Any) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:

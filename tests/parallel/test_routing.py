@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compose import Parallel
-from compose.parallel.routing import routing_metrics
+from compose.parallel.expert_parallel import RoutingMetrics
 from compose.proof import routing_trace
 from compose.train.metrics import MetricsWriter
 from models.layers.router import MoEConfig, Router
@@ -96,12 +96,12 @@ def _reported() -> int:
     routers = {name: Router(6, config) for name in ("a", "b")}
     model = nn.ModuleDict(routers)
     mesh = make_mesh(Parallel(dp_shard=1))
-    assert routing_metrics(model, mesh) == {"a": {}, "b": {}}, "before the first step"
+    assert RoutingMetrics(model, mesh)() == {"a": {}, "b": {}}, "before the first step"
     for name, router in routers.items():
         router(torch.randn(2, 3, 6)).weights.sum().backward()
         router.finish_step(router.tally + len(name) * torch.arange(7))
     with _Reads() as reads:
-        found = routing_metrics(model, mesh)
+        found = RoutingMetrics(model, mesh)()
     expected = {
         name: {key: float(value) for key, value in router.last.items()}
         for name, router in routers.items()
@@ -121,13 +121,13 @@ def _of_stages(names: list[list[str]]) -> tuple[list[dict[str, dict[str, float]]
     config = MoEConfig(n_experts=4, top_k=2, bias_rate=0.1)
     routers = {name: Router(6, config) for name in own}
     model = nn.ModuleDict(routers)
-    found = []
+    found, metrics = [], RoutingMetrics(model, mesh)
     gather = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
     with gather as objects:
         for step in range(2):
             for name, router in routers.items():
                 router.finish_step(router.tally + (len(name) + step) * torch.arange(7))
-            found.append(routing_metrics(model, mesh))
+            found.append(metrics())
             assert all(found[-1][n][key] == float(x) for n in own for key, x in routers[n].last.items())
     return found, objects.call_count
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compose import Comm, Composition, Options, Parallel, Plan, apply, forward_backward
 from compose.errors import ConfigError
 from compose.ops.torch_versions import ALL_GATHER
-from compose.parallel.secondary_shards import check_secondary, secondary_experts
+from compose.parallel.hpz import check_hpz, hpz_experts
 from tests.support.command_lines import answered
 from tests.support.helpers import agreed, prove_case, tier
 from tests.support.pool import Pool, make_mesh
@@ -200,7 +200,7 @@ def test_prefetch_begins_gathers_earlier(pool: Pool) -> None:
 
 
 def test_experts_of_the_same_span() -> None:
-    assert [secondary_experts(8, tp, ep) for tp, ep in ((1, 1), (2, 4), (1, 8), (1, 16), (3, 16))] == [
+    assert [hpz_experts(8, tp, ep) for tp, ep in ((1, 1), (2, 4), (1, 8), (1, 16), (3, 16))] == [
         8, 4, 1, 0, 0,
     ]  # fmt: skip
 
@@ -223,7 +223,7 @@ def test_experts_of_the_same_span() -> None:
 )
 def test_what_cannot_be(near: int, zero: int, ranks: int, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_secondary(near, zero, ranks)
+        check_hpz(near, zero, ranks)
     assert refused.value.problems == [f"parallel.zero3_reshard: {problem}"]
 
 

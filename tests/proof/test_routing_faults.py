@@ -19,8 +19,7 @@ import compose.proof.prove
 import compose.train.step
 from compose import Composition, Options, Parallel, Plan, Trial, apply
 from compose.build import parallelize
-from compose.parallel.expert_parallel import ExpertParallel
-from compose.parallel.routing import begin_step, finish_step, routers
+from compose.parallel.expert_parallel import ExpertParallel, begin_step, finish_step, routers
 from compose.proof.one_process import Arithmetic
 from compose.proof.report import Report
 from compose.proof.verify import Run, Sides, compare

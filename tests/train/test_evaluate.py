@@ -22,9 +22,9 @@ from compose.data.samples import random_batch
 from compose.errors import ConfigError
 from compose.ops.batch import IGNORE
 from compose.ops.cross_entropy import cross_entropy
+from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import batch_share
 from compose.parallel.output import CrossEntropy
-from compose.parallel.routing import routers
 from compose.pipeline.schedules import SCHEDULES, Action, forwards, needs, placement
 from compose.pipeline.timeline import simulate
 from compose.train.evaluate import evaluate

@@ -15,7 +15,7 @@ ALLOWED = {
     "compose/parallel/expert_parallel.py, _listed": "no wait: they are in host memory by now",
     "models/layers/moe.py, _has_kernel": "no wait: on meta the grouped product runs, as on a GPU",
     "compose/train/reading.py, read_step": "loss and norm, before the weights change",
-    "compose/parallel/routing.py, routing_metrics": "what routers and stages report, right after it",
+    "compose/parallel/expert_parallel.py, __call__": "what routers and stages report, right after it",
 }
 MODELS: dict[str, Keys] = {
     "llama": {"train__loss_chunk": 24, "train__z_loss": 0.1},

@@ -34,7 +34,7 @@ ROWS = [
     Row(
         "a patch is lost at each border of cp",
         CP | {"model__image_size": 8, "train__seq_len": 16},
-        "compose.parallel.sequence:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "pieces = value.chunk(count, 1)",
         "pieces = [piece[:, :-1] for piece in value.chunk(count, 1)]",
         "gradient",
@@ -52,7 +52,7 @@ ROWS = [
     Row(
         "a sample's time is cut with its patches",
         CP | {"model__image_size": 8, "train__seq_len": 16},
-        "compose.parallel.sequence:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "result[name] = value\n",
         "result[name] = value.roll(rank)\n",
         "gradient",

@@ -6,7 +6,7 @@ CONTEXT = [
     Row(
         "padding is trained on",
         CP | {"train__seq_len": 30},
-        "compose.parallel.sequence:pad_sequence",
+        "compose.parallel.context_parallel:pad_sequence",
         "ignore_all(filler)",
         "filler.fill_(0)",
         "loss",
@@ -15,7 +15,7 @@ CONTEXT = [
     Row(
         "targets are in another order than tokens",
         CP,
-        "compose.parallel.sequence:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "chunks_of(rank, cp, balance)]",
         "chunks_of(rank, cp, balance)[:: -1 if name == 'targets' else 1]]",
         "loss",
@@ -24,7 +24,7 @@ CONTEXT = [
     Row(
         "a rank's tokens go with another's targets",
         CP | {"parallel__cp_balance": "none"},
-        "compose.parallel.sequence:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "chunks_of(rank, cp, balance)]",
         "chunks_of((rank + (name == 'targets')) % cp, cp, balance)]",
         "loss",

@@ -127,7 +127,7 @@ DATA = [
     Row(
         "a later gather takes another's part",
         {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, "train__global_batch": 8},
-        "compose.parallel.secondary_shards:SecondaryGather.__call__",
+        "compose.parallel.hpz:HpzGather.__call__",
         "[self.near.rank()]",
         "[0]",
         "gradient",
@@ -137,7 +137,7 @@ DATA = [
     Row(
         "a step's weights are kept for the next",
         {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, "train__global_batch": 8},
-        "compose.parallel.secondary_shards:secondary_shards",
+        "compose.parallel.hpz:hpz_shards",
         "gather.keeping, gather.kept = False, None",
         "gather.keeping = False",
         "loss",

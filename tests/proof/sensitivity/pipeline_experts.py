@@ -160,7 +160,7 @@ EXPERTS = [
     Row(
         "routers count padding",
         QWEN | FEW | {"parallel__cp": 2, "train__seq_len": 13},
-        "compose.parallel.sequence:pad_sequence",
+        "compose.parallel.context_parallel:pad_sequence",
         "filler.fill_(-1)",
         "filler.fill_(0)",
         "buffer after",
@@ -169,7 +169,7 @@ EXPERTS = [
     Row(
         "routers act on one tp rank's counts",
         BIASED | {"parallel__tp": 2},
-        "compose.parallel.routing:finish_step",
+        "compose.parallel.expert_parallel:finish_step",
         "mesh, _TOKEN_AXES)",
         "mesh, _TOKEN_AXES[:3])",
         "buffer after",
@@ -178,7 +178,7 @@ EXPERTS = [
     Row(
         "a router's bias moves twice",
         BIASED | {"parallel__dp_shard": 2},
-        "compose.parallel.routing:finish_step",
+        "compose.parallel.expert_parallel:finish_step",
         "router.finish_step(tally)",
         "router.finish_step(tally); router.finish_step(tally)",
         "buffer after",

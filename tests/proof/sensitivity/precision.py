@@ -31,7 +31,7 @@ LOGIC = [
     Row(
         "an auxiliary loss doubled",
         ROUTED,
-        "compose.parallel.routing:begin_step",
+        "compose.parallel.expert_parallel:begin_step",
         "= tokens, loss_scale",
         "= tokens // 2, loss_scale",
         "gradient",
@@ -67,7 +67,7 @@ LOGIC = [
     Row(
         "positions off by one on a rank",
         CP,
-        "compose.parallel.sequence:shard_sequence",
+        "compose.parallel.context_parallel:shard_sequence",
         "pieces = value.chunk(count, 1)",
         "value = value + rank * (name == 'positions'); pieces = value.chunk(count, 1)",
         "gradient",
@@ -147,7 +147,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "an auxiliary loss is not scaled",
             ROUTED | REDUCED["float16"],
-            "compose.parallel.routing:begin_step",
+            "compose.parallel.expert_parallel:begin_step",
             "= tokens, loss_scale",
             "= tokens, 1.0",
             "float64 gradient",

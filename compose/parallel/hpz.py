@@ -1,6 +1,6 @@
-"""Secondary shards: zero-3 parameters that near ranks keep after the first gather of a step.
+"""hpZ: zero-3 parameters that neighbours keep between them after the first gather of a step.
 
-This is ZeRO++'s hierarchical partition (hpZ; Wang et al. 2023, arXiv:2306.10209, section 3.2). A unit's
+This is ZeRO++'s hierarchical partition (Wang et al. 2023, arXiv:2306.10209, section 3.2). A unit's
 first gather of a step runs over all n ranks that share its parameters. Each rank then keeps one of N
 parts of the result, so that N neighbours hold the unit between them. Every later gather of the step (in
 backward, and in later micro-batches) runs over those N. The kept part costs 1/N of the unit, in the
@@ -25,10 +25,10 @@ from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.mesh import axis_size
 
 
-class SecondaryGather(OwnMemory):
+class HpzGather(OwnMemory):
     """The all-gather of one unit, for ``FSDPModule.set_custom_all_gather``; ``near`` is the group of N.
 
-    Outside of :func:`secondary_shards` it does what FSDP's own does.
+    Outside of :func:`hpz_shards` it does what FSDP's own does.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SecondaryGather(OwnMemory):
 
 
 @contextmanager
-def secondary_shards(gathers: Sequence[SecondaryGather]) -> Iterator[None]:
+def hpz_shards(gathers: Sequence[HpzGather]) -> Iterator[None]:
     """Let ``gathers`` keep their parts inside this context; weights must not change there."""
     for gather in gathers:
         gather.keeping = True
@@ -74,7 +74,7 @@ def secondary_shards(gathers: Sequence[SecondaryGather]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class SecondaryGroups:
+class HpzGroups:
     """This rank's groups of neighbours."""
 
     shards: dist.ProcessGroup
@@ -85,9 +85,9 @@ class SecondaryGroups:
     """Whether this group would be one rank, so that gathered experts are never freed."""
 
 
-def secondary_groups(
+def hpz_groups(
     mesh: DeviceMesh, near: int, zero: int, expert_mesh: DeviceMesh | None = None
-) -> SecondaryGroups | None:
+) -> HpzGroups | None:
     """Return the groups of ``near`` neighbours along dp_shard x cp.
 
     Experts are shared by other ranks, those of ``expert_mesh``. Their neighbours are the ranks in the
@@ -95,23 +95,23 @@ def secondary_groups(
     gathered from all. The call creates process groups, so every rank makes it.
     """
     ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
-    check_secondary(near, zero, ranks)
+    check_hpz(near, zero, ranks)
     if near in (0, ranks):
         return None
-    shards = _secondary_group(mesh.mesh.flatten(2, 3), near)
+    shards = _hpz_group(mesh.mesh.flatten(2, 3), near)
     if expert_mesh is None:
-        return SecondaryGroups(shards)
-    few = secondary_experts(near, axis_size(mesh, "tp"), axis_size(expert_mesh, "ep"))
-    experts = _secondary_group(expert_mesh.mesh, few) if few > 1 else None
-    return SecondaryGroups(shards, experts, experts_stay=few == 1)
+        return HpzGroups(shards)
+    few = hpz_experts(near, axis_size(mesh, "tp"), axis_size(expert_mesh, "ep"))
+    experts = _hpz_group(expert_mesh.mesh, few) if few > 1 else None
+    return HpzGroups(shards, experts, experts_stay=few == 1)
 
 
-def secondary_experts(near: int, tp: int, ep: int) -> int:
+def hpz_experts(near: int, tp: int, ep: int) -> int:
     """Return how many of ``near`` x ``tp`` neighbours share an expert; 0 if the numbers differ."""
     return near * tp // ep if near * tp % ep == 0 else 0
 
 
-def _secondary_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
+def _hpz_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
     """Return this rank's group of ``near`` neighbours along dim 2 of ``ranks``.
 
     The dims of ``ranks`` are pp, replicas, shards and the rest.
@@ -122,7 +122,7 @@ def _secondary_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
     return group
 
 
-def check_secondary(near: int, zero: int, ranks: int) -> None:
+def check_hpz(near: int, zero: int, ranks: int) -> None:
     """Raise ConfigError unless parameters can be resharded to ``near`` ranks."""
     if near == 0:
         return

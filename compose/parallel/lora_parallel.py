@@ -1,4 +1,4 @@
-"""Adapters of low rank (Hu et al. 2021, arXiv:2106.09685) of linear layers, and their cut over tp.
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) of linear layers, and their cut over tp.
 
 The adapter of a layer W (N, D) adds ``scale * B A x`` to its output, with A (r, D) and B (N, r). It is
 cut as its layer is. Then it needs no message of its own:
@@ -119,6 +119,3 @@ def _local(parameter: Tensor, partial: bool) -> Tensor:
     """Return this rank's part; ``partial``: this rank finds a part of its gradient."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local(grad_placements=[Partial()] if partial else None)
-
-
-__all__ = ["Adapter", "AdapterParallel", "Cut", "without_adapter"]
