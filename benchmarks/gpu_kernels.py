@@ -21,7 +21,7 @@ from compose.ops.attention import AttentionOptions, attention_forward, tensors_o
 from compose.ops.batch import Documents
 from compose.ops.cross_entropy import cross_entropy
 from compose.ops.layers import rms_norm
-from compose.proof.plain_attention import PlainAttention
+from compose.proof.one_process import PlainAttention
 from models.layers.moe import grouped_mm
 
 Figures = dict[str, Any]

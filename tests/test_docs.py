@@ -113,3 +113,21 @@ def test_readme_commands_are_the_ones_that_ci_runs() -> None:
     assert len(commands) == 2
     in_ci = (ROOT / ".ci" / "run").read_text().replace(" -q", "")
     assert commands[1] in in_ci
+
+
+def test_page_shows_the_real_difference() -> None:
+    """docs/new-architecture.md: what its diffs take from llama and add for qwen3 stands there so."""
+    page = (ROOT / "docs" / "new-architecture.md").read_text()
+    shown = re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
+    lines = [line for block in shown for line in block.splitlines() if line.strip()]
+    assert any(line[0] == "-" for line in lines)
+    assert any(line[0] == "+" for line in lines)
+    files = {
+        name: "\n".join(path.read_text() for path in sorted((ROOT / "models" / name).glob("*.py")))
+        for name in ("llama", "qwen3")
+    }
+    for line in lines:
+        sides = {"-": ["llama"], "+": ["qwen3"], " ": ["llama", "qwen3"]}[line[0]]
+        for side in sides:
+            found = [other.strip() for other in files[side].splitlines()]
+            assert line[1:].strip() in found, f"{side} has no line {line[1:].strip()!r}"

@@ -264,7 +264,7 @@ def compare_coded(
             limit = allowed(expected[name], parameter.numel())
             what = f"lost of remainders{messages.label}"
             comparison.value(what, name, strayed[name] / size, max(limit / size, CODES))
-    return shared(received)
+    return shared(received, comparison.device)
 
 
 def _norms(own: Mapping[str, float], times: int = 1) -> dict[str, float]:

@@ -3,8 +3,8 @@
 import math
 import statistics
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,21 @@ from compose.proof.routing_trace import Difference
 _NOT_HELD = -1.0  # the error of a tensor of which this rank has no part
 
 
+@dataclass
+class _Compared:
+    """One comparison on this rank."""
+
+    row: Row
+    """Its error and rank are not filled in, and its tolerance is what is allowed at least."""
+    error: float
+    own: float = 0.0
+    """One process's own error, relative."""
+    scale: float = 0.0
+    """The size of an element, a root mean square; 0 if one process has no such value."""
+    cancels: float = 1.0
+    """By how much the parts of a sum are larger than the sum: they are what is rounded."""
+
+
 class Comparison:
     """Compares what each rank has with what rank 0 expects.
 
@@ -39,18 +54,11 @@ class Comparison:
         self, device: torch.device, tolerance: Tolerance, prefix: str = "", loose: State = ""
     ) -> None:
         self.device, self.tolerance, self.prefix, self.loose = device, tolerance, prefix, loose
-        self.compared: list[Row] = []
-        self.errors: list[float] = []
-        self.own: list[float] = []  # one process's error of each row, relative
-        # The size of an element of each row, a root mean square; 0 if one process has no such value.
-        self.scales: list[float] = []
-        # By how much the parts of each row's sum are larger than the sum: they are what is rounded.
-        self.cancels: list[float] = []
+        self.compared: list[_Compared] = []
         self.sums: dict[str, list[int]] = {}  # checksums of this rank's copies, by name
         # The distance of gradients from float64: this rank's, and one process's.
         self.from_exact: list[float] = []
         self.own_from_exact: list[float] = []
-        self.gradients_size = 0.0
         self.unused: list[str] = []  # keys of the config that took no part, the same on every rank
         self.notes: list[str] = []  # what the report says after its rows, the same on every rank
 
@@ -63,31 +71,11 @@ class Comparison:
         expected: Expected | None,
         tolerance: float,
     ) -> None:
-        """Compare one tensor of the composition with one process's; a collective.
+        """Compare the whole tensors that this rank holds with one process's; a collective.
 
-        The error is ||value - expected|| / ||expected||, in Frobenius norms.
-
-        Args:
-            quantity: What it is, as "gradient".
-            name: The name of the parameter or buffer, or the step.
-            values: The whole tensors that this rank holds; there may be none.
-            shape: The shape of the whole tensor.
-            expected: What one process found; only rank 0's counts.
-            tolerance: The allowed error. Unless it is 0, it grows with one process's own error
-                (``Tolerance.allowed``).
+        The error is ||value - expected|| / ||expected||, in Frobenius norms. Only rank 0's ``expected``
+        counts. Unless ``tolerance`` is 0, it grows with one process's own error.
         """
-        self._tensor(quantity, name, values, shape, expected, tolerance, source=0)
-
-    def _tensor(
-        self,
-        quantity: str,
-        name: str,
-        values: Sequence[Tensor],
-        shape: torch.Size,
-        expected: Expected | None,
-        tolerance: float,
-        source: int,
-    ) -> None:
         right = torch.zeros(shape, dtype=torch.float64, device=self.device)
         state: State = ""
         if expected is not None:
@@ -95,42 +83,30 @@ class Comparison:
             state = expected.state
         rounding = torch.tensor(expected.rounding if expected else 0.0, dtype=torch.float64)
         rounding = rounding.to(self.device)
-        dist.broadcast(right, src=source)
-        dist.broadcast(rounding, src=source)
+        dist.broadcast(right, src=0)
+        dist.broadcast(rounding, src=0)
         root = max(shape.numel(), 1) ** 0.5
         size = float(right.norm()) or float(rounding)
         if not size:  # all zeros: the error is an element's, a root mean square
             size, tolerance = root, 0.0
-        errors = [_relative(value.double(), right, size) for value in values]
-        self.compared.append(Row(self.prefix + quantity, name, 0.0, tolerance, 0, state))
-        self.own.append(float(rounding) / size if size else 0.0)
-        self.scales.append(size / root)
-        self.cancels.append(max(1.0, expected.parts / size) if expected else 1.0)
-        self.errors.append(max(map(or_infinite, errors), default=_NOT_HELD))
+        errors = [or_infinite(float((value.double() - right).norm()) / size) for value in values]
+        self.compared.append(
+            _Compared(
+                Row(self.prefix + quantity, name, 0.0, tolerance, 0, state),
+                max(errors, default=_NOT_HELD),
+                own=float(rounding) / size,
+                scale=size / root,
+                cancels=max(1.0, expected.parts / size) if expected else 1.0,
+            )
+        )
 
     def value(self, quantity: str, name: str, error: float | None, tolerance: float) -> None:
-        """Note an error that this rank has found itself; no collective.
-
-        Args:
-            quantity: What it is.
-            name: The name of the parameter.
-            error: The error; None if this rank does not hold it.
-            tolerance: The allowed error, the same on every rank.
-        """
-        self.compared.append(Row(self.prefix + quantity, name, 0.0, tolerance, 0))
-        self.own.append(0.0)
-        self.scales.append(0.0)
-        self.cancels.append(1.0)
-        self.errors.append(_NOT_HELD if error is None else error)
+        """Note an error that this rank has found itself, None if it holds no such value."""
+        row = Row(self.prefix + quantity, name, 0.0, tolerance, 0)
+        self.compared.append(_Compared(row, _NOT_HELD if error is None else error))
 
     def rounding(self, values: Sequence[Tensor], shape: torch.Size, expected: Expected | None) -> None:
-        """Note how far a gradient is from float64, for :meth:`same_rounding`; a collective.
-
-        Args:
-            values: The whole gradients that this rank holds; there may be none.
-            shape: The shape of the whole gradient.
-            expected: What one process found; only rank 0's counts.
-        """
+        """Note how far a gradient is from float64, for :meth:`same_rounding`; a collective."""
         exact = torch.zeros(shape, dtype=torch.float64, device=self.device)
         if expected is not None and expected.exact is not None:
             exact.copy_(expected.exact)
@@ -148,37 +124,20 @@ class Comparison:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         found, own = float(worst.norm()), math.hypot(*self.own_from_exact)
         ratio = max(found / own, own / found) if found and own else float(found != own) * math.inf
-        self.compared.append(Row(self.prefix + "rounding", "all gradients", 0.0, SAME_ROUNDING, 0))
-        self.own.append(0.0)
-        self.scales.append(0.0)
-        self.cancels.append(1.0)
-        self.errors.append(ratio if dist.get_rank() == 0 else _NOT_HELD)
+        first = dist.get_rank() == 0
+        self.value("rounding", "all gradients", ratio if first else None, SAME_ROUNDING)
 
     def same_everywhere(self, name: str, values: Sequence[Tensor]) -> None:
-        """Note a parameter's checksums, to check that ranks hold the same bits of it; no collective.
-
-        Args:
-            name: The parameter's name.
-            values: The whole parameters that this rank holds; there may be none.
-        """
+        """Note a parameter's checksums, to check that ranks hold the same bits of it; no collective."""
         flat = [v.cpu().contiguous().flatten().view(torch.uint8) for v in values]
         self.sums[name] = [zlib.crc32(each.numpy().tobytes()) for each in flat]
 
-    def copies(self, name: str, values: Sequence[Tensor], shape: torch.Size) -> None:
-        """Check that all ranks' copies of a tied parameter have the same bits; a collective.
+    def copies(self, name: str, values: Sequence[Tensor]) -> None:
+        """Check that all ranks' copies of a tied parameter have the same bits; a collective."""
+        first = shared({name: values[0]} if values else {}, self.device)[name]
+        self.tensor("tied copies", name, values, first.shape, Expected(first), 0.0)
 
-        Args:
-            name: The parameter's name.
-            values: The whole copies that this rank holds; there may be none.
-            shape: The shape of the whole parameter.
-        """
-        holds: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(holds, bool(values))
-        source = holds.index(True)
-        expected = Expected(values[0]) if dist.get_rank() == source else None
-        self._tensor("tied copies", name, values, shape, expected, 0.0, source)
-
-    def _copies(self) -> list[Row]:
+    def _checksums(self) -> list[Row]:
         """Compare all ranks' checksums: the error is 0 where they are the same, else infinite."""
         everyone: list[dict[str, list[int]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, self.sums)
@@ -195,54 +154,38 @@ class Comparison:
 
         A median is taken because the gradients of a few parameters may be only rounding.
         """
-        pairs = zip(rows, self.own, strict=False)
+        pairs = [(row, each.own) for row, each in zip(rows, self.compared, strict=False)]
         errors = [row.error / own for row, own in pairs if row.quantity.endswith("update") and own]
         middle = statistics.median(errors) if errors else 0.0
         return Row(f"{self.prefix}rounding", "all updates", middle, self.tolerance.same_bits, 0)
 
-    def _means(self) -> dict[str, float]:
-        """Return one process's error by quantity: its root mean square over values that are not 0."""
-        found: dict[str, list[float]] = {}
-        for row, own in zip(self.compared, self.own, strict=True):
-            found.setdefault(row.quantity, []).append(0.0 if row.state else own)
-        return {name: math.hypot(*own) / len(own) ** 0.5 for name, own in found.items()}
-
-    def _elements_errors(self) -> dict[str, float]:
-        """Return one process's error of an element by quantity, over values that are not 0."""
-        found: dict[str, list[float]] = {}
-        for row, own, scale in zip(self.compared, self.own, self.scales, strict=True):
-            if not row.state:
-                found.setdefault(row.quantity, []).append(own * scale)
-        return {name: math.hypot(*own) / len(own) ** 0.5 for name, own in found.items()}
-
     def report(self, routing: Sequence[Difference], tie: float) -> Report:
         """Gather the errors of all ranks, and return the report; a collective.
 
-        Args:
-            routing: The differences of each router and step; only rank 0's count.
-            tie: The margin up to which a choice of a router is as good as random.
-
-        Returns:
-            The report, the same on every rank.
+        ``routing`` are the differences of each router and step, where only rank 0's count, and ``tie``
+        is the margin up to which a choice of a router is as good as random.
         """
         everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, self.errors)
-        rows, means, elements = [], self._means(), self._elements_errors()
-        numbers = zip(self.own, self.scales, self.cancels, strict=True)
-        each = zip(self.compared, numbers, zip(*everyone, strict=True), strict=True)
-        for row, (own, scale, cancels), errors in each:
+        dist.all_gather_object(everyone, [each.error for each in self.compared])
+        # One process's error by quantity, relative and of an element.
+        means = _mean_squares((c.row.quantity, 0.0 if c.row.state else c.own) for c in self.compared)
+        of_elements = _mean_squares(
+            (c.row.quantity, c.own * c.scale) for c in self.compared if not c.row.state
+        )
+        rows = []
+        for each, errors in zip(self.compared, zip(*everyone, strict=True), strict=True):
+            row, state = each.row, each.row.state
             rank = max(range(len(errors)), key=errors.__getitem__)
-            lost = errors[rank] == _NOT_HELD
-            error = math.inf if lost else errors[rank]
-            allowed = self.tolerance.allowed(row.tolerance, own, means[row.quantity] * cancels)
-            state = row.state
-            if not state and scale and row.tolerance and allowed > LOOSE:
+            error = math.inf if errors[rank] == _NOT_HELD else errors[rank]
+            mean = means[row.quantity] * each.cancels
+            allowed = self.tolerance.allowed(row.tolerance, each.own, mean)
+            if not state and each.scale and row.tolerance and allowed > LOOSE:
                 state = self.loose
-            if state == "zero" and scale:
+            if state == "zero" and each.scale:
                 # Terms cancel here, and their rounding is left. It depends on the kernels, and one
                 # process's may be very small by chance, or none. So the rounding of other values is
                 # allowed.
-                allowed = max(allowed, elements.get(row.quantity, 0.0) / scale)
+                allowed = max(allowed, of_elements.get(row.quantity, 0.0) / each.scale)
             rows.append(replace(row, error=error, rank=rank, tolerance=allowed, state=state))
         rows += [
             Row(f"{self.prefix}{d.kind}", f"{d.router}, step {d.step}", d.margin, tie, 0)
@@ -250,15 +193,19 @@ class Comparison:
         ]
         if self.tolerance.same_bits:
             rows.append(self._same_bits(rows))
-        rows += [*self._copies(), *map(unused, self.unused)]
+        rows += [*self._checksums(), *map(unused, self.unused)]
         notes = [f"{d}{': a tie' if d.margin <= tie else ''}" for d in routing if d.tokens]
-        shared = [rows, notes + self.notes]
-        dist.broadcast_object_list(shared, src=0)
-        return Report(shared[0], tuple(shared[1]))
+        of_first_rank = [rows, notes + self.notes]
+        dist.broadcast_object_list(of_first_rank, src=0)
+        return Report(of_first_rank[0], tuple(of_first_rank[1]))
 
 
-def _relative(value: Tensor, expected: Tensor, size: float) -> float:
-    return float((value - expected).norm()) / size
+def _mean_squares(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the root mean square of the numbers of each name."""
+    found: dict[str, list[float]] = {}
+    for name, number in pairs:
+        found.setdefault(name, []).append(number)
+    return {name: math.hypot(*numbers) / len(numbers) ** 0.5 for name, numbers in found.items()}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -290,7 +237,7 @@ def buffers_of(model: nn.Module, composed: nn.Module) -> Iterator[tuple[str, tor
         yield name, buffer.shape, [here[name]] if name in here else []
 
 
-def shared(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def shared(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return the tensors of all ranks by name, each from the first rank that has it; a collective."""
     everyone: list[dict[str, tuple[torch.Size, torch.dtype]]] = [
         {} for _ in range(dist.get_world_size())
@@ -300,7 +247,6 @@ def shared(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, rank in sorted(sources.items()):
         shape, dtype = everyone[rank][name]
-        device = next(iter(held.values())).device if held else torch.device("cpu")
         own = rank == dist.get_rank()
         found[name] = held[name].contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(found[name], src=rank)

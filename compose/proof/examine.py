@@ -5,72 +5,64 @@ float32 into float64: a buffer in a product, a loss with a tensor of weights, a 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from compose.errors import ConfigError
+from compose.ops.cross_entropy import LossFunction
+from compose.proof.one_process import EXACT, Arithmetic, OneProcess, Widened
+from compose.proof.optimizers import Named
 
 
-class Widened(TorchFunctionMode):
-    """Within this mode float32 that meets float64 becomes float64, and casts to float32 do nothing.
-
-    With ``widens`` false it only notes in ``narrowed`` which functions round float64 to fewer bits.
-    """
-
-    def __init__(self, widens: bool = True) -> None:
-        super().__init__()
-        self.widens = widens
-        self.narrowed: list[str] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run a function on float64 where any of its arguments is float64."""
-        named = dict(kwargs or {})
-        given = [x for x in tree_flatten((args, named))[0] if isinstance(x, Tensor)]
-        if not any(x.dtype == torch.float64 for x in given):
-            return func(*args, **named)
-        if self.widens:
-            name = getattr(func, "__name__", "")
-            if func is torch.Tensor.float:
-                func = torch.Tensor.double
-            if not (name.endswith("_") and not name.endswith("__")):  # those work in place
-                args, named = tree_map(_widened, (tuple(args), named))
-        result = func(*args, **named)
-        if any(x.requires_grad and x.dtype == torch.float64 for x in given):
-            self.narrowed += [
-                resolve_name(func) or str(func)
-                for x in tree_flatten(result)[0]
-                if isinstance(x, Tensor) and x.requires_grad and x.dtype.itemsize < 8
-            ]
-        return result
+def _check_sum(loss_function: LossFunction, output: object, targets: Tensor) -> None:
+    """Raise ConfigError if the loss is a mean: only a sum doubles when all targets come twice."""
+    if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != len(targets):
+        return
+    with torch.no_grad():
+        once = float(loss_function(output, targets))
+        twice = float(loss_function(torch.cat([output, output]), torch.cat([targets, targets])))
+    if abs(twice - 2 * once) > 1e-2 * abs(once):
+        ratio = twice / once if once else float("inf")
+        raise ConfigError(
+            f"loss_function: all targets twice give {ratio:.3g} times the loss, not 2: it has to return"
+            ' the sum over targets, not their mean; with PyTorch\'s losses, reduction="sum"'
+        )
 
 
-def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype == torch.float32:
-        return value.double()
-    return torch.float64 if value is torch.float32 else value
+def examine(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    loss_function: LossFunction,
+    micro_batch: int | None,
+) -> tuple[bool, str]:
+    """Check that a model and a loss can be compared, and return whether they run in float64."""
+
+    def run(kind: Arithmetic) -> tuple[OneProcess, Mapping[str, Tensor]]:
+        one = OneProcess(
+            model, kind, loss_function, _none, max_norm=0.0, micro_batch=1, loss_scale=1.0, tie=0.0
+        )
+        return one, one.begin(batch)
+
+    one, given = run(Arithmetic())
+    inputs = {name: value[:micro_batch] for name, value in given.items() if name != "targets"}
+    check_repeats(one.model, lambda: one.forward(inputs))
+    with torch.no_grad():
+        _check_sum(loss_function, one.forward(inputs), batch["targets"][:micro_batch])
+    exact, given = run(EXACT)
+    sample = {name: value[:1] for name, value in given.items()}
+    count = torch.ones((), device=batch["targets"].device)
+    return float64_problem(lambda: exact.accumulate(sample, count))
 
 
-def in_float64(widens: bool) -> AbstractContextManager[Any]:
-    """Return the context in which a model computes in float64."""
-    return Widened() if widens else nullcontext()
+def _none(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 
 
 def float64_problem(train: Callable[[], object]) -> tuple[bool, str]:
-    """Return whether a model needs ``Widened`` for float64, and why it cannot run in float64 at all.
-
-    Args:
-        train: Runs forward and backward on one process, in float64.
-
-    Returns:
-        The answer, and the reason; an empty one if it can.
-    """
+    """Return whether a model needs ``Widened`` for float64, and why it cannot run in float64 at all."""
     reason = ""
     for widens in (False, True):
         mode = Widened(widens)
@@ -87,11 +79,7 @@ def float64_problem(train: Callable[[], object]) -> tuple[bool, str]:
 
 
 def check_repeats(model: nn.Module, forward: Callable[[], Any]) -> None:
-    """Check that a model gives the same bits twice, and does not depend on how a batch is cut.
-
-    Raises:
-        ConfigError: A module draws random numbers, or keeps statistics of the batch.
-    """
+    """Check that a model gives the same bits twice, and does not depend on how a batch is cut."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise ConfigError(

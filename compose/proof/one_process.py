@@ -7,12 +7,15 @@ be from one process.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_flatten, tree_map
 
 from compose.memory.float8 import NOTHING, Choice, Recipe, apply_float8
 from compose.memory.precision import Precision
@@ -20,9 +23,7 @@ from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import LossFunction
 from compose.ops.dropout import DropoutKey, Masks, dropouts
 from compose.parallel.expert_parallel import routers
-from compose.proof.examine import in_float64
 from compose.proof.optimizers import Named
-from compose.proof.plain_attention import PlainAttention
 from compose.proof.routing_trace import Choices, follow
 
 
@@ -91,8 +92,8 @@ OptimizerOf = Callable[[Arithmetic, Named], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Coded:
-    """What a composition with coded messages received and sent in a step, whole, by name."""
+class FromComposition:
+    """What one process takes from a composition that rounds, as whole tensors by name."""
 
     received: Mapping[str, Tensor]
     """Weights that forward and backward use."""
@@ -109,7 +110,7 @@ class OneProcess:
 
     ``micro_batch`` is the number of samples of one forward; None is all. ``tie`` is the margin of a
     routing up to which its choice is as good as random. ``widens``: what float64 it computes with needs
-    ``examine.Widened``.
+    ``Widened``.
     """
 
     def __init__(
@@ -157,23 +158,17 @@ class OneProcess:
         self,
         batch: Mapping[str, Tensor],
         found: Mapping[str, Sequence[Choices]],
-        coded: "Coded | None" = None,
+        given: FromComposition | None = None,
     ) -> None:
-        """Take one optimizer step; note loss, norm and gradients.
-
-        Args:
-            batch: The global batch.
-            found: What the composition's routers chose, by router; a routing that is a tie follows it.
-            coded: What the composition received and sent, if its messages are coded.
-        """
-        self.received = coded.received if coded else {}
+        """Take one optimizer step; note loss, norm and gradients."""
+        self.received = given.received if given else {}
         self.parts = {}
         targets = batch["targets"]
         count = count_targets(targets).clamp(min=1)
         batch = self.begin(batch)
         ids = _ids(targets)
         calls = ids.split(self.micro_batch or len(ids))
-        with follow(self.model, found, calls, self.tie) as self.choices, in_float64(self.widens):
+        with follow(self.model, found, calls, self.tie) as self.choices, self._float64():
             self.losses.append(self.accumulate(batch, count))
         for router in routers(self.model).values():
             router.finish_step(router.tally)
@@ -181,13 +176,16 @@ class OneProcess:
         for gradient in found_gradients.values():
             gradient /= self.loss_scale
         self.gradients = {name: gradient.clone() for name, gradient in found_gradients.items()}
-        for name, gradient in coded.gradients.items() if coded else ():
+        for name, gradient in given.gradients.items() if given else ():
             if name in found_gradients:  # frozen weights have none
                 found_gradients[name].copy_(gradient)
         limit = self.max_norm if self.max_norm > 0 else float("inf")
         self.norms.append(nn.utils.clip_grad_norm_(list(self.parameters.values()), limit))
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def _float64(self) -> AbstractContextManager[Any]:
+        return Widened() if self.widens else nullcontext()
 
     def _part(self, name: str, found: Tensor) -> Tensor:
         """Note a micro-batch's gradient; return it as a rank has it, which rounds before it sums."""
@@ -230,7 +228,7 @@ class OneProcess:
         targets = batch["targets"]
         ids = _ids(targets)
         size = self.micro_batch or len(ids)
-        with follow(self.model, {}, ids.split(size), 0.0) as choices, in_float64(self.widens):
+        with follow(self.model, {}, ids.split(size), 0.0) as choices, self._float64():
             for start in range(0, len(ids), size):
                 self.forward({n: v[start : start + size] for n, v in inputs.items()})
         return choices
@@ -259,3 +257,112 @@ def _ids(targets: Tensor) -> Tensor:
     """Return numbers of the batch's tokens, row by row."""
     shape = targets.shape[:2]
     return torch.arange(shape.numel()).view(shape)
+
+
+class Widened(TorchFunctionMode):
+    """Within this mode float32 that meets float64 becomes float64, and casts to float32 do nothing.
+
+    With ``widens`` false it only notes in ``narrowed`` which functions round float64 to fewer bits.
+    """
+
+    def __init__(self, widens: bool = True) -> None:
+        super().__init__()
+        self.widens = widens
+        self.narrowed: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function on float64 where any of its arguments is float64."""
+        named = dict(kwargs or {})
+        given = [x for x in tree_flatten((args, named))[0] if isinstance(x, Tensor)]
+        if not any(x.dtype == torch.float64 for x in given):
+            return func(*args, **named)
+        if self.widens:
+            name = getattr(func, "__name__", "")
+            if func is torch.Tensor.float:
+                func = torch.Tensor.double
+            if not (name.endswith("_") and not name.endswith("__")):  # those work in place
+                args, named = tree_map(_widened, (tuple(args), named))
+        result = func(*args, **named)
+        if any(x.requires_grad and x.dtype == torch.float64 for x in given):
+            self.narrowed += [
+                resolve_name(func) or str(func)
+                for x in tree_flatten(result)[0]
+                if isinstance(x, Tensor) and x.requires_grad and x.dtype.itemsize < 8
+            ]
+        return result
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype == torch.float32:
+        return value.double()
+    return torch.float64 if value is torch.float32 else value
+
+
+class PlainAttention(TorchFunctionMode):
+    """Within this mode the operator of compose.attention computes all scores at once, in plain PyTorch.
+
+    The operator that models call finds documents and windows by its own rules, and so does context
+    parallel. A fault of those rules would be the same in both runs of a proof, and would not be seen.
+    So the one process uses a mask (L, L).
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function, or plain attention in its place."""
+        if func is torch.ops.compose.attention_forward.default:
+            return plain_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    extents: Tensor | None,
+    sinks: Tensor | None,
+    *others: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute what the operator computes, for whole sequences.
+
+    q is (B, L, H, K), k (B, S, G, K) and v (B, S, G, V); bounds, the first places of documents, is
+    (B S + 1,), and sinks (H,). Returns the output (B, L, H, V) and the log-sum-exp (B, L, H).
+    """
+    _, _, causal, window, scale, softcap = others
+    shared = q.shape[2] // k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    seen = _seen(q, k, bounds, causal, window)
+    heads = [
+        q.transpose(1, 2),
+        *(x.transpose(1, 2).repeat_interleave(shared, 1) for x in (k, v)),
+    ]
+    scores = heads[0].to(wide) @ heads[1].to(wide).mT * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores)[:, None, None].expand(len(q), -1, q.shape[1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]].to(q.dtype)
+    return (weights @ heads[2]).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
+
+
+def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, causal: bool, window: int) -> Tensor:
+    """Return whether a query sees a key, (B or 1, 1, L, S)."""
+    rows, length, keys = len(q), q.shape[1], k.shape[1]
+    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(keys, device=q.device)
+    seen = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window:
+        seen = seen & (distance < window)
+    if bounds is None:
+        return seen[None, None]
+    places = torch.arange(rows * keys, device=q.device, dtype=bounds.dtype)
+    ids = torch.searchsorted(bounds, places, right=True).view(rows, keys)
+    return (seen & (ids[:, :, None] == ids[:, None, :]))[:, None]

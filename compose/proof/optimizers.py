@@ -1,7 +1,7 @@
 """One process's optimizers: each formula and each rule is written out again, for whole tensors.
 
 The proof compares a composition with these. So they share nothing with compose/optim but the random
-bits of stochastic rounding: a fault in a shared rule would be the same on both sides.
+bits of stochastic rounding: a fault in a shared rule would be the same on both setup.
 """
 
 import math
@@ -90,18 +90,7 @@ def _last_scale(lines: Sequence[str], names: Sequence[str], otherwise: float) ->
 
 
 class Reference(torch.optim.Optimizer):
-    """AdamW and Muon as their papers define them, one parameter after another.
-
-    Args:
-        named: Whole parameters by name: float32, or float64 if ``precision`` rounds nothing. If it
-            keeps weights or state in bfloat16, they are rounded to it by the same random bits, and stay
-            float32.
-        rules: The rule of each parameter.
-        options: The table [optimizer].
-        precision: The table [precision].
-        seed: Chooses the random bits.
-        rates: The learning rate of each step; empty: ``options.lr``.
-    """
+    """AdamW and Muon as their papers define them, one parameter after another."""
 
     def __init__(
         self,

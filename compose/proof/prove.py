@@ -22,7 +22,7 @@ from compose.proof.observers import parts_of_add_ons
 from compose.proof.one_process import EXACT, Arithmetic, arithmetic_of, precision_of
 from compose.proof.optimizers import Named, Reference, is_named, stated_rate, stated_rules
 from compose.proof.report import Report, Row
-from compose.proof.verify import Sides, Trial, prove_both
+from compose.proof.verify import Setup, Trial, prove_both
 
 STEPS = 2
 # AdamW divides by a gradient's own size plus eps. With 1e-8 an element whose gradient is only rounding
@@ -39,20 +39,6 @@ def prove(
     """Compare a job on ``mesh`` with one process over some steps on random documents.
 
     The composition is made from meta, as training makes it. So initial weights are compared too.
-
-    Args:
-        job: A job for the ranks of ``mesh``.
-        mesh: The mesh of ``compose.init_mesh``.
-        device: This rank's device.
-        steps: Optimizer steps; None: two, and what add-ons need more. The second shows what the first
-            left behind, such as optimizer state.
-        logic: Whether the float64 proof of the logic comes before that of the job's own types.
-
-    Returns:
-        What was compared, and the verdict; the same on every rank.
-
-    Raises:
-        ConfigError: The job cannot run.
     """
     if steps is None:
         steps = STEPS + sum(more(job.config) for more in parts_of_add_ons("extra_steps"))
@@ -97,7 +83,7 @@ def prove(
     def begin_step(step: int, optimizer: torch.optim.Optimizer) -> None:
         set_learning_rate(optimizer, learning_rate(proved[step], train.steps, config.optimizer))
 
-    sides = Sides(
+    setup = Setup(
         compose,
         optimizer,
         reference_optimizer,
@@ -112,7 +98,7 @@ def prove(
         begin_step=begin_step,
     )
     trial = Trial(train.micro_batch, loss_function(config), max_norm=CLIP * train.max_norm)
-    report = prove_both(whole, batches, arithmetic_of(config.precision), sides, trial, logic)
+    report = prove_both(whole, batches, arithmetic_of(config.precision), setup, trial, logic)
     rows = [*report.rows, _trained(whole, config.model.lora)]
     return replace(report, rows=rows, notes=(*notes, *report.notes))
 

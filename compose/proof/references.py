@@ -7,12 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from compose.errors import ConfigError
 from compose.memory.float8 import NOTHING, Choice
-from compose.ops.cross_entropy import LossFunction
-from compose.proof.examine import check_repeats, float64_problem
-from compose.proof.one_process import EXACT, Arithmetic, Coded, OneProcess
-from compose.proof.optimizers import Named
+from compose.proof.one_process import EXACT, Arithmetic, FromComposition, OneProcess
 from compose.proof.report import State
 from compose.proof.routing_trace import Choices
 
@@ -23,63 +19,6 @@ _FINER = 2.0**-29
 _ZERO = 1e-4
 # A margin counts as a tie up to this many times the greatest change of a margin by rounding.
 _TIE = 2.0
-
-
-def _check_sum(loss_function: LossFunction, output: object, targets: Tensor) -> None:
-    """Raise ConfigError if the loss is a mean: only a sum doubles when all targets come twice."""
-    if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != len(targets):
-        return
-    with torch.no_grad():
-        once = float(loss_function(output, targets))
-        twice = float(loss_function(torch.cat([output, output]), torch.cat([targets, targets])))
-    if abs(twice - 2 * once) > 1e-2 * abs(once):
-        ratio = twice / once if once else float("inf")
-        raise ConfigError(
-            f"loss_function: all targets twice give {ratio:.3g} times the loss, not 2: it has to return"
-            ' the sum over targets, not their mean; with PyTorch\'s losses, reduction="sum"'
-        )
-
-
-def examine(
-    model: nn.Module,
-    batch: Mapping[str, Tensor],
-    loss_function: LossFunction,
-    micro_batch: int | None,
-) -> tuple[bool, str]:
-    """Check that a model and a loss can be compared, and return whether they run in float64.
-
-    Args:
-        model: The whole model.
-        batch: The global batch.
-        loss_function: The loss function.
-        micro_batch: Samples in one forward; None is all.
-
-    Returns:
-        As ``examine.float64_problem``.
-
-    Raises:
-        ConfigError: The loss is a mean, or the model's result is not a function of the batch.
-    """
-
-    def run(kind: Arithmetic) -> tuple[OneProcess, Mapping[str, Tensor]]:
-        one = OneProcess(
-            model, kind, loss_function, _none, max_norm=0.0, micro_batch=1, loss_scale=1.0, tie=0.0
-        )
-        return one, one.begin(batch)
-
-    one, given = run(Arithmetic())
-    inputs = {name: value[:micro_batch] for name, value in given.items() if name != "targets"}
-    check_repeats(one.model, lambda: one.forward(inputs))
-    with torch.no_grad():
-        _check_sum(loss_function, one.forward(inputs), batch["targets"][:micro_batch])
-    exact, given = run(EXACT)
-    sample = {name: value[:1] for name, value in given.items()}
-    count = torch.ones((), device=batch["targets"].device)
-    return float64_problem(lambda: exact.accumulate(sample, count))
-
-
-def _none(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 
 
 @dataclass(frozen=True)
@@ -142,15 +81,9 @@ class References:
         self,
         batch: Mapping[str, Tensor],
         found: Mapping[str, Sequence[Choices]],
-        coded: Coded | None = None,
+        given: FromComposition | None = None,
     ) -> None:
-        """Take one optimizer step in each run.
-
-        Args:
-            batch: The global batch.
-            found: What the composition's routers chose, by router.
-            coded: What the composition received and sent, if its messages are coded or it rounds.
-        """
+        """Take one optimizer step in each run."""
         if self.own.arithmetic.reduced and found:
             # Rounding may move a composition's margins as far as it moves one process's. The two move
             # independently, so they may move in opposite directions.
@@ -158,7 +91,7 @@ class References:
             self.tie = max(self.tie, _TIE * moved)
         for run in self._runs:
             run.tie = self.tie
-            run.step(batch, found, coded)
+            run.step(batch, found, given)
 
     def expected(self, of: Callable[[OneProcess], Tensor]) -> Expected:
         """Return what the own run has, with its error."""

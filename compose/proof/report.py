@@ -35,14 +35,6 @@ class Tolerance:
         """Return the relative error that is allowed for one value.
 
         The mean is needed since the error of a few elements may be small by chance.
-
-        Args:
-            base: One of the tolerances above; 0 stays 0.
-            own: One process's own error of the value.
-            mean: One process's own error over all values of the same quantity.
-
-        Returns:
-            The allowed error.
         """
         return base and max(base, self.times * max(own, mean))
 

@@ -153,15 +153,9 @@ class _Seen(torch.autograd.Function):
 def ids_of_calls(
     composition: Composition, shape: torch.Size, micro_batch: int | None
 ) -> dict[str, list[Tensor]]:
-    """Return which tokens each router's calls on this rank see, as ``forward_backward`` cuts the batch.
+    """Return the ids of the tokens that each router's calls on this rank see; -1 marks padding.
 
-    Args:
-        composition: The composition.
-        shape: The shape (B, S) of the global batch, whose tokens are numbered row by row.
-        micro_batch: Samples in one forward; None is a rank's whole share.
-
-    Returns:
-        The ids of each call's tokens, by router; -1 marks padding.
+    ``shape`` is that of the global batch, (B, S), whose tokens are numbered row by row.
     """
     mesh, pipeline = composition.mesh, composition.pipeline
     index, count = batch_share(mesh)
@@ -184,17 +178,7 @@ def ids_of_calls(
 def follow(
     model: nn.Module, found: Mapping[str, Sequence[Choices]], ids: Sequence[Tensor], within: float
 ) -> Iterator[dict[str, Choices]]:
-    """Let the routers of a whole model decide as another run did, where their own margin is small.
-
-    Args:
-        model: The whole model.
-        found: What ranks of the other run decided for the tokens that each saw, by router.
-        ids: The ids of the tokens of each call.
-        within: The margin up to which a router follows.
-
-    Yields:
-        What the routers would have decided themselves; it is filled in at the end.
-    """
+    """Let the routers of a whole model decide as another run did, where their own margin is small."""
     natural: dict[str, Choices] = {}
     followers = {
         name: _Follower(router, _joined(found[name]) if found.get(name) else None, ids, within)
@@ -300,17 +284,7 @@ def _joined(choices: Sequence[Choices]) -> Choices:
 def compare_choices(
     router: str, step: int, expected: Choices, found: Sequence[Choices]
 ) -> list[Difference]:
-    """Compare what ranks decided with what one process would have decided.
-
-    Args:
-        router: The router's name.
-        step: The step, from 1.
-        expected: What one process would have decided for all tokens.
-        found: What ranks decided for the tokens that each saw.
-
-    Returns:
-        The differences. Their margin is infinite if no rank saw one of the tokens.
-    """
+    """Compare what ranks decided with what one process would have decided."""
     joined, of = _joined(found), len(expected.ids)
     lost = len(set(expected.ids.tolist()) - set(joined.ids.tolist()))
     place = torch.empty_like(expected.ids)

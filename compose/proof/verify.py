@@ -11,7 +11,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -42,19 +42,20 @@ from compose.proof.comparison import (
     shared,
     whole,
 )
-from compose.proof.examine import in_float64
+from compose.proof.examine import examine
 from compose.proof.observers import CODES, MemoryKeys, Messages, Observer, Subject, parts_of_add_ons
 from compose.proof.one_process import (
     EXACT,
     Arithmetic,
-    Coded,
+    FromComposition,
     OneProcess,
     OptimizerOf,
+    Widened,
     arithmetic_of,
     precision_of,
 )
 from compose.proof.optimizers import Named, OptimizerFactory, RoundedWeights
-from compose.proof.references import Expected, References, examine
+from compose.proof.references import Expected, References
 from compose.proof.report import Report, State, Tolerance, joined, tolerance_of
 from compose.proof.routing_trace import (
     Choices,
@@ -140,7 +141,7 @@ def verify(
             return RoundedWeights(trial.optimizer or partial(AdamW, lr=1e-3), arithmetic.master, named)
         return optimizer_for(arithmetic, named)
 
-    sides = Sides(
+    setup = Setup(
         compose,
         lambda arithmetic, composition: optimizer_for(arithmetic, list(composition.named_parameters())),
         reference_optimizer,
@@ -150,12 +151,13 @@ def verify(
     )
     line = "plan: {}: the model fails in this composition; does it run by itself? else see docs/plan.md"
     with refused_if(line):
-        return prove_both(model, list(_batches(batch)), chosen, sides, trial)
+        batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        return prove_both(model, batches, chosen, setup, trial)
 
 
 @dataclass(frozen=True)
-class Sides:
-    """The way in which the two sides of a comparison are made for some arithmetic."""
+class Setup:
+    """How the composition and the one process are made for some arithmetic."""
 
     compose: Callable[[Arithmetic], Composition]
     """Makes the composition."""
@@ -181,39 +183,27 @@ def prove_both(
     model: nn.Module,
     batches: Sequence[Mapping[str, Tensor]],
     arithmetic: Arithmetic,
-    sides: Sides,
+    setup: Setup,
     trial: Trial,
     logic: bool = True,
 ) -> Report:
-    """Prove a composition's logic in float64, and then the composition in ``arithmetic``.
-
-    Args:
-        model: The whole model; only rank 0's weights count.
-        batches: The global batch of each step.
-        arithmetic: The types that the composition computes in.
-        sides: How the composition and the one process are made.
-        trial: The training step.
-        logic: Whether to prove the logic by itself too.
-
-    Returns:
-        What was compared, and the verdict; the same on every rank.
-    """
+    """Prove a composition's logic in float64, and then the composition in ``arithmetic``."""
     _check_batches(batches)
-    widens, problem = on_first_rank(
-        lambda: examine(model, batches[0], trial.loss_function, trial.micro_batch)
-    )
-    recomputes = sides.options.activation_checkpoint.mode != "none"
+    widens, problem = on_first_rank(examine, model, batches[0], trial.loss_function, trial.micro_batch)
+    recomputes = setup.options.activation_checkpoint.mode != "none"
     if widens and recomputes:  # no mode acts inside PyTorch's backward
         problem = "it mixes types, and layers run again in backward"
-    own, finest = sides.logic if logic else arithmetic, EXACT
+    own, finest = setup.logic if logic else arithmetic, EXACT
     if problem:
         own = finest = Arithmetic()
     reports = []
     for kind in dict.fromkeys([own, arithmetic]):
-        composition = sides.compose(kind)
+        composition = setup.compose(kind)
         # The caller's tolerance is for the run in the asked types only.
         how = trial if kind == arithmetic else replace(trial, tolerance=None)
-        run = Run(kind, sides, "" if kind == arithmetic else f"{kind} ", kind == own, finest, widens)
+        run = ProofRun(
+            kind, setup, "" if kind == arithmetic else f"{kind} ", kind == own, finest, widens
+        )
         reports.append(compare(model, composition, batches, run, how))
     report = joined(reports)
     note = f"the logic is proved in float32: the model does not run in float64 ({problem})"
@@ -221,11 +211,11 @@ def prove_both(
 
 
 @dataclass(frozen=True)
-class Run:
+class ProofRun:
     """One run of a proof, in one arithmetic."""
 
     arithmetic: Arithmetic
-    sides: Sides
+    setup: Setup
     label: str = ""
     """Begins each quantity."""
     logic: bool = True
@@ -233,29 +223,21 @@ class Run:
     finest: Arithmetic = EXACT
     """The most exact arithmetic that the model runs in."""
     widens: bool = False
-    """Whether float64 needs ``examine.Widened``."""
+    """Whether float64 needs ``Widened``."""
 
 
 def compare(
     model: nn.Module,
     composition: Composition,
     batches: Sequence[Mapping[str, Tensor]],
-    run: Run,
+    run: ProofRun,
     trial: Trial,
 ) -> Report:
-    """Return the report of :func:`verify`, for a model that the caller has cut and filled.
-
-    Args:
-        model: The whole model; only rank 0's weights count.
-        composition: What the caller made of it.
-        batches: The global batch of each step.
-        run: The arithmetic, and how the one process is made.
-        trial: The training step.
-    """
-    arithmetic, loss_scale, mesh = run.arithmetic, run.sides.loss_scale, composition.mesh
+    """Return the report of :func:`verify`, for a model that the caller has cut and filled."""
+    arithmetic, loss_scale, mesh = run.arithmetic, run.setup.loss_scale, composition.mesh
     micro_batch, max_norm = trial.micro_batch, trial.max_norm
     composed = composition.model
-    optimizer = run.sides.optimizer(arithmetic, composition)
+    optimizer = run.setup.optimizer(arithmetic, composition)
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     index, count = batch_share(mesh)
@@ -269,7 +251,14 @@ def compare(
     first = dist.get_rank() == 0
 
     model = copy.deepcopy(model) if first else model
-    _compare_beginning(comparison, model, composition, arithmetic if first else None)
+    for name, parameter in model.named_parameters():
+        values = [whole(p) for p in held.get(name, [])]
+        begins = Expected(parameter.detach().to(arithmetic.kept(parameter))) if first else None
+        comparison.tensor("initial weight", name, values, parameter.shape, begins, 0.0)
+    whole_buffers = dict(model.named_buffers())
+    for name, shape, values in buffers_of(model, composed):
+        begins = Expected(whole_buffers[name]) if first else None
+        comparison.tensor("buffer", name, values, shape, begins, 0.0)
     spread(model, composition, first)
 
     reference: References | None = None
@@ -278,7 +267,7 @@ def compare(
             OneProcess,
             model,
             loss_function=trial.loss_function,
-            optimizer=run.sides.reference_optimizer,
+            optimizer=run.setup.reference_optimizer,
             max_norm=max_norm,
             loss_scale=loss_scale,
             widens=run.widens,
@@ -290,16 +279,16 @@ def compare(
             micro_batch=micro_batch,
             samples=len(batches[0]["targets"]),
             tie=tolerance.loss,
-            float8=run.sides.float8,
+            float8=run.setup.float8,
             finest=run.finest,
         )
 
-    def expected(of: Callable[[References], Expected]) -> Expected | None:
+    def expected(of: Callable[[References], _T]) -> _T | None:
         return of(reference) if reference else None
 
     def run_batch(here: Composition, step: int) -> Tensor:
-        share = {name: share_of(value, index, count) for name, value in batches[step].items()}
-        with in_float64(run.widens and arithmetic == EXACT):
+        share = {name: value.chunk(count)[index] for name, value in batches[step].items()}
+        with Widened() if run.widens and arithmetic == EXACT else nullcontext():
             return forward_backward(
                 here,
                 share,
@@ -310,27 +299,23 @@ def compare(
             )
 
     def train_again(prepare: Callable[[Composition], None]) -> Composition:
-        again = run.sides.compose(arithmetic)
+        again = run.setup.compose(arithmetic)
         prepare(again)
-        other = run.sides.optimizer(arithmetic, again)
+        other = run.setup.optimizer(arithmetic, again)
         for step in range(len(batches)):
-            run.sides.begin_step(step, other)
+            run.setup.begin_step(step, other)
             run_batch(again, step)
             clip_grad_norm_(again, max_norm, loss_scale)
             other.step()
             other.zero_grad()
         return again
 
-    def step_of(*given: Any) -> None:
-        if reference:
-            reference.step(*given)
-
     subject = Subject(
         composition,
         model,
         comparison,
-        run.sides.options,
-        run.sides.units,
+        run.setup.options,
+        run.setup.units,
         loss_scale,
         final=not run.label,
         train_again=train_again,
@@ -344,7 +329,7 @@ def compare(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     differences: list[Difference] = []
     for step, batch in enumerate(batches):
-        run.sides.begin_step(step, optimizer)
+        run.setup.begin_step(step, optimizer)
         with watch(composed) as recorder, ExitStack() as watching:
             for observer in observers:
                 watching.enter_context(observer.watch(step))
@@ -358,8 +343,8 @@ def compare(
             got = {name: gradient_of(some[0]) / loss_scale for name, some in held.items()}
             for observer in observers:
                 messages = observer.after_backward(got) or messages
-            sent = Coded(messages.received, shared(got))
-        on_first_rank(lambda batch=batch, seen=seen, sent=sent: step_of(batch, seen, sent))
+            sent = FromComposition(messages.received, shared(got, comparison.device))
+        on_first_rank(lambda *given: expected(lambda r: r.step(*given)), batch, seen, sent)
         if reference:
             for name, natural in reference.own.choices.items():
                 differences += compare_choices(name, step + 1, natural, seen.get(name, []))
@@ -401,25 +386,10 @@ def compare(
         right = expected(lambda r, name=name: r.update(name))
         comparison.tensor("update", name, changes, parameter.shape, right, tolerance.update)
     for tied in composition.pipeline.ties if composition.pipeline else ():
-        comparison.copies(tied.name, after.get(tied.name, []), model.get_parameter(tied.name).shape)
+        comparison.copies(tied.name, after.get(tied.name, []))
     for observer in observers:
         observer.compare()
     return comparison.report(differences, reference.tie if reference else tolerance.loss)
-
-
-def _compare_beginning(
-    comparison: Comparison, model: nn.Module, composition: Composition, arithmetic: Arithmetic | None
-) -> None:
-    """Compare weights and buffers before the first step; only rank 0 has ``arithmetic``."""
-    held = parameters_of(composition)
-    for name, parameter in model.named_parameters():
-        values = [whole(p) for p in held.get(name, [])]
-        right = arithmetic and Expected(parameter.detach().to(arithmetic.kept(parameter)))
-        comparison.tensor("initial weight", name, values, parameter.shape, right, 0.0)
-    whole_buffers = dict(model.named_buffers())
-    for name, shape, values in buffers_of(model, composition.model):
-        right = Expected(whole_buffers[name]) if arithmetic else None
-        comparison.tensor("buffer", name, values, shape, right, 0.0)
 
 
 def _check_batches(batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -431,12 +401,6 @@ def _check_batches(batches: Sequence[Mapping[str, Tensor]]) -> None:
                 "batch: no target is trained on, so that nothing can be proved; give targets other"
                 " than -100, or floats other than NaN"
             )
-
-
-def _batches(
-    batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-) -> Sequence[Mapping[str, Tensor]]:
-    return [batch] if isinstance(batch, Mapping) else batch
 
 
 @torch.no_grad()
@@ -464,12 +428,12 @@ def spread(model: nn.Module, composition: Composition, first: bool) -> None:
             local.copy_(changed)
 
 
-def on_first_rank(work: Callable[[], _T]) -> _T:
+def on_first_rank(work: Callable[..., _T], *given: Any) -> _T:
     """Do rank 0's own work, and return its result on all ranks. If it raises, every rank raises."""
     problem: list[Any] = [None, None]
     try:
         if dist.get_rank() == 0:
-            problem[1] = work()
+            problem[1] = work(*given)
     except ConfigError as error:
         problem[0] = error.problems
     except Exception:
@@ -480,9 +444,3 @@ def on_first_rank(work: Callable[[], _T]) -> _T:
     if problem[0] is not None:
         raise RuntimeError(f"the model failed on one process:\n{problem[0]}")
     return problem[1]
-
-
-def share_of(value: Tensor, index: int, count: int) -> Tensor:
-    """Return one of ``count`` equal parts of a batch's tensor."""
-    share = len(value) // count
-    return value[index * share : (index + 1) * share]

@@ -1,80 +1,29 @@
-"""Gemma 3: equal to transformers' implementation, and its plan equal to one process."""
+"""Gemma 3: capped scores, rounding, norms, its stages and generated text."""
 
 import dataclasses
 import json
-import random
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from compose.checkpoint.hf_folder import load_hf
-from compose.config.rules import meshes
 from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
-from compose.parallel.local_parallel import _LocalRMSNorm
 from compose.planner.few_layers import runs_of
-from compose.proof.report import Report
 from models.gemma3 import PRESETS, Config, Model
 from models.gemma3.hf import hf_config, hf_name
-from models.gemma3.model import Block, Scale, Softcap
-from models.layers.attention import AttentionCore
+from models.gemma3.model import Scale, Softcap
 from tests.support.command_lines import execute
-from tests.support.experts import AXES, keys_of
-from tests.support.helpers import agreed, make_config, make_job, parallel, prove_case, prove_step, tier
+from tests.support.experts import GEMMA3
+from tests.support.helpers import make_job
 from tests.support.hugging_face import save_model
-from tests.support.pool import Pool
 from tests.support.transformers_models import GEMMA3 as ODD
-from tests.support.transformers_models import RowByRow, compare, published, randomize
-
-
-def drawn(seed: int) -> Config:
-    """Odd sizes, windows longer and shorter than the text, every distance of global layers."""
-    rng = random.Random(seed)
-    kv_heads = rng.choice([1, 2, 3])
-    heads = kv_heads * rng.choice([1, 2, 3])
-    return Config(
-        vocab_size=rng.randint(40, 130),
-        dim=heads * rng.randint(5, 14),
-        n_layers=rng.randint(1, 7),
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        head_dim=2 * rng.randint(2, 9),
-        hidden_dim=rng.randint(20, 90),
-        norm_eps=rng.choice([1e-6, 1e-3]),
-        global_every=rng.randint(1, 8),
-        window=rng.choice([1, 4, 17, 60, 100]),
-        rope_theta=rng.choice([300.0, 1e6]),
-        rope_scaling=rng.choice([1.0, 8.0]),
-        rope_local_theta=rng.choice([50.0, 1e4]),
-        query_pre_attn_scalar=rng.choice([0, 5, 168]),
-        final_softcap=rng.choice([0.0, 2.0, 30.0]),
-        tie_embeddings=rng.random() < 0.7,
-    )
-
-
-CONFIGS = {"odd": ODD, **{f"drawn {seed}": drawn(seed) for seed in range(20)}}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=tier(slow=False, full=n not in ("odd", "drawn 1"))) for n in CONFIGS]
-)
-def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
-    torch.manual_seed(0)
-    config = CONFIGS[name]
-    model = Model(config)
-    randomize(model)
-    tensors = published(dict(model.named_parameters()), hf_name)
-    compare(tmp_path, model, tensors, hf_config(config), batch=2)
+from tests.support.transformers_models import published, randomize
 
 
 def theirs(folder: Path, tensors: dict[str, Tensor], config: Config, **options: Any) -> Any:
@@ -120,59 +69,6 @@ def test_bfloat16_is_as_near_to_float64_as_transformers(tmp_path: Path) -> None:
     assert mine < 1.5 * yours
 
 
-def test_flops_equal_what_torch_counts() -> None:
-    torch.manual_seed(0)
-    config = dataclasses.replace(PRESETS["debug"], n_layers=3, window=9)
-    batch, seq_len = 2, 37
-    model, tokens = Model(config), torch.randint(config.vocab_size, (batch, seq_len))
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, AttentionCore):
-                setattr(module, name, RowByRow(child.options.window))
-    with FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
-    counted = counter.get_total_flops() / (batch * seq_len)
-    assert config.flops_per_token(seq_len) == pytest.approx(counted, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("preset", "millions"), [("1b", 698), ("4b", 3209), ("12b", 10_759), ("27b", 25_600)]
-)
-def test_published_sizes(preset: str, millions: int) -> None:
-    """Parameters beside the embedding: table 1 of the paper."""
-    with torch.device("meta"):
-        model = Model(PRESETS[preset])
-    whole = sum(p.numel() for p in model.parameters())
-    assert round((whole - model.tok_embeddings.weight.numel()) / 1e6) == millions
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"head_dim": 15}, "head_dim: 15 is not even, and RoPE rotates pairs"),
-        ({"n_heads": 7}, "n_kv_heads: 2 does not divide n_heads 7"),
-        ({"n_layers": 0}, "n_layers: 0 should be at least 1, below 2^12"),
-        ({"window": 0}, "window: 0 should be at least 1, below 2^31"),
-        ({"global_every": 0}, "global_every: 0 should be at least 1, below 2^31"),
-        ({"norm_eps": 0.0}, "norm_eps: 0.0 should be above 0"),
-        ({"rope_local_theta": -1.0}, "rope_local_theta: -1.0 should be above 0"),
-        ({"rope_scaling": 0.0}, "rope_scaling: 0.0 should be above 0"),
-        ({"final_softcap": -1.0}, "final_softcap: -1.0 should be above 0, or 0 for none"),
-        ({"attention_softcap": -1.0}, "attention_softcap: -1.0 should be above 0, or 0 for none"),
-        (
-            {"query_pre_attn_scalar": -1},
-            "query_pre_attn_scalar: -1 should be at least 1, below 2^31, or 0 for head_dim",
-        ),
-    ],
-)
-def test_config_errors(keys: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{re.escape(message)}$"):
-        Config(**keys)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as caught:
-        make_config(1, model__name="gemma3", **{f"model__{key}": value for key, value in keys.items()})
-    assert caught.value.problems == [f"command line: model.{message}"]
-
-
 def test_capped_logits_have_no_loss_in_chunks() -> None:
     keys: dict[str, object] = {"model__name": "gemma3", "train__loss_chunk": 8}
     assert make_job(1, **keys).resolved.output == "output"
@@ -204,99 +100,6 @@ def test_a_norm_begins_as_its_input_normalized() -> None:
     assert torch.equal(norm.bfloat16()(narrow), wide.bfloat16())
 
 
-SMALL: dict[str, object] = {
-    "model__name": "gemma3",
-    "model__dim": 36,
-    "model__n_heads": 4,
-    "model__head_dim": 10,
-    "model__hidden_dim": 50,
-    "model__global_every": 2,
-    "model__window": 5,
-    "model__rope_theta": 500.0,
-    "model__rope_scaling": 2.0,
-    "model__rope_local_theta": 50.0,
-    "model__query_pre_attn_scalar": 7,
-}
-CAPPED = "model__attention_softcap 2.0 model__final_softcap 1.5"
-# A batch's documents are shorter and longer than the window.
-CASES = {
-    "cp 2 tp 2 train__seq_len 13": "slow",
-    f"pp 2 tp 2 sequence false {CAPPED}": "suite",
-    f"tp 2 cp 2 cp_method ulysses train__seq_len 14 {CAPPED}": "slow",
-    "pp 2 ds 2 pp_schedule ZBVZeroBubble model__n_layers 4 model__tie_embeddings false": "slow",
-    "dr 2 ds 2 zero 1 activation_checkpoint__mode selective": "slow",
-    "tp 4 model__n_kv_heads 1 sequence false loss false": "slow",
-    "ds 2 tp 2 zero 0 train__micro_batch 1": "full",
-    "ds 2 cp 2 zero 2 cp_method allgather": "full",
-    "ds 2 tp 2 precision__param bfloat16": "full",
-    f"pp 2 cp 2 model__n_layers 3 {CAPPED}": "full",
-    "ds 2 tp 2 train__loss_chunk 7": "full",
-    "ds 2 tp 2 compile__mode block": "full",
-}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=tier(slow=t == "slow", full=t == "full")) for c, t in CASES.items()]
-)
-def test_equals_one_process(pool: Pool, case: str) -> None:
-    ranks, keys = keys_of(SMALL, case)
-    report = agreed(pool.run(prove_case, ranks, keys))
-    assert report.ok, str(report)
-    norms = {row.name for row in report.rows if re.search(r"norm\.weight$", row.name)}
-    assert len(norms) == 1 + 6 * int(str(keys["model__n_layers"]))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("pp", [1, 2, 4])
-def test_every_mesh_of_eight_ranks(pool: Pool, pp: int) -> None:
-    """ZeRO stages, cp methods and capped scores in turn."""
-    proved = 0
-    for degrees in meshes(8):
-        if degrees["pp"] != pp:
-            continue
-        case = " ".join(f"{short} {degrees[axis]}" for short, axis in AXES.items())
-        case += f" zero {proved % 4} cp_method {('ring', 'allgather', 'ulysses')[proved % 3]}"
-        case += f" model__n_layers 4 model__n_heads 8 model__n_kv_heads 8 model__dim 64 {CAPPED}"
-        count, keys = keys_of(SMALL, case)
-        report = agreed(pool.run(prove_case, count, keys))
-        assert report.ok, f"{case}\n{report}"
-        proved += 1
-    assert proved == {1: 20, 2: 10, 4: 4}[pp]
-
-
-@contextmanager
-def post_norms_are_taken_as_whole() -> Iterator[None]:
-    """As if every tp rank gave the norms after attention the same tokens: the gradient, of which each
-    rank found a part, counts as whole."""
-    real, made = _LocalRMSNorm.forward, Block.__init__
-
-    def fake(self: Any, x: Tensor) -> Tensor:
-        return self.normalized(x, self.weight.to_local()) if hasattr(self, "fault") else real(self, x)
-
-    def marked(self: Any, *args: Any) -> None:
-        made(self, *args)
-        self.attention_post_norm.fault = True
-
-    with (
-        mock.patch.object(_LocalRMSNorm, "forward", fake),
-        mock.patch.object(Block, "__init__", marked),
-    ):
-        yield
-
-
-def _with_whole_norms(keys: dict[str, object]) -> Report:
-    with post_norms_are_taken_as_whole():
-        return prove_step(keys)
-
-
-def test_a_norm_not_summed_over_tp_is_named(pool: Pool) -> None:
-    report = pool.run(_with_whole_norms, 2, parallel(tp=2) | {"model__name": "gemma3"})[0]
-    rows = {(row.quantity, row.name): row for row in report.rows}
-    assert rows["loss", "step 1"].ok  # forward is right
-    failed = {row.name for row in report.failed if row.quantity == "gradient"}
-    assert failed == {f"layers.{i}.attention_post_norm.weight" for i in range(2)}, str(report)
-
-
 def test_a_stage_scales_and_caps_once() -> None:
     """What is no weight of a module that stages share out is a module too."""
     pipeline = make_job(1, model__name="gemma3", model__final_softcap=3.0).resolved.pipeline
@@ -309,7 +112,7 @@ def test_a_stage_scales_and_caps_once() -> None:
 @pytest.mark.slow
 def test_generate_says_what_a_plain_loop_says(tmp_path: Path) -> None:
     """From a Hugging Face folder, on two ranks that share vocabulary and heads."""
-    keys = SMALL | {"model__n_layers": 4, "model__final_softcap": 30.0}
+    keys = GEMMA3 | {"model__n_layers": 4, "model__final_softcap": 30.0}
     save_model(tmp_path / "hf", keys)
     job = make_job(1, **keys)
     model = Model(job.config.model.config)

@@ -20,7 +20,7 @@ from compose.build import fill_weights, parallelize
 from compose.data.samples import random_batch
 from compose.ops import attention_kernels, gpu_attention, operators
 from compose.ops.attention import attention_forward, tensors_of
-from compose.proof.plain_attention import PlainAttention
+from compose.proof.one_process import PlainAttention
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
 from tests.support.helpers import make_job, tier
 from tests.support.plain import plain

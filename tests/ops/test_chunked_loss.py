@@ -32,7 +32,7 @@ from compose.ops.cross_entropy import (
     log_z,
 )
 from compose.parallel.output import CrossEntropy, StepLoss
-from compose.proof.plain_attention import PlainAttention
+from compose.proof.one_process import PlainAttention
 from compose.proof.report import Report
 from models.llama import plan as llama_plan
 from tests.support.faults import Fault, assert_named, with_fault

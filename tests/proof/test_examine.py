@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compose import Options, Parallel, Plan, Precision, Trial, verify
 from compose.errors import ConfigError
-from compose.proof.examine import Widened
+from compose.proof.one_process import Widened
 from compose.proof.report import LOOSE, Report
 from tests.support.faults import reduce_scatter_keeps_own_part
 from tests.support.pool import Pool, make_mesh

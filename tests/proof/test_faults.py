@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from compose import Parallel, Plan, apply
 from compose.proof.one_process import Arithmetic
 from compose.proof.report import Report
-from compose.proof.verify import Run, Sides, Trial, compare
+from compose.proof.verify import ProofRun, Setup, Trial, compare
 from tests.support.faults import (
     EVERYTHING,
     Fault,
@@ -162,13 +162,13 @@ def _stale_buffer() -> Report:
     )
     composition = apply(copy.deepcopy(model), plan, mesh)
     composition.model.get_buffer("table").mul_(0.5)
-    sides = Sides(
+    setup = Setup(
         lambda _: composition,
         optimizer=lambda _, composition: torch.optim.AdamW(composition.model.parameters()),
         reference_optimizer=lambda _, named: torch.optim.AdamW(named),
     )
     trial = Trial(loss_function=nn.CrossEntropyLoss(reduction="sum"))
-    return compare(model, composition, [batch], Run(Arithmetic(), sides), trial)
+    return compare(model, composition, [batch], ProofRun(Arithmetic(), setup), trial)
 
 
 def test_stale_buffer_is_named(pool: Pool) -> None:

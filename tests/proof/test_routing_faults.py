@@ -22,7 +22,7 @@ from compose.build import parallelize
 from compose.parallel.expert_parallel import ExpertParallel, begin_step, finish_step, routers
 from compose.proof.one_process import Arithmetic
 from compose.proof.report import Report
-from compose.proof.verify import Run, Sides, compare
+from compose.proof.verify import ProofRun, Setup, compare
 from models.layers.moe import Experts, MoE
 from models.layers.router import count_rows
 from tests.support.experts import DEEPSEEK, QWEN, Tiny, keys_of
@@ -242,7 +242,7 @@ def _compare_changed(
     plan, parallel = Plan(expert={"moe.experts": ExpertParallel()}), Parallel(dp_shard=2, ep=2)
     composition = apply(copy.deepcopy(model), plan, make_mesh(parallel), Options(parallel))
     change(composition.model)
-    sides = Sides(
+    setup = Setup(
         lambda _: composition,
         lambda _, made: torch.optim.AdamW(made.model.parameters(), foreach=False),
         lambda _, named: torch.optim.AdamW(named, foreach=False),
@@ -252,7 +252,7 @@ def _compare_changed(
             output.flatten(0, 1), targets.flatten(), reduction="sum"
         )
     )
-    return compare(model, composition, [batch], Run(Arithmetic(), sides), trial)
+    return compare(model, composition, [batch], ProofRun(Arithmetic(), setup), trial)
 
 
 def test_routing_that_differs_is_reported(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Models with experts, and a mesh in a few words."""
+"""Keys of small models of odd sizes, and a mesh in a few words."""
 
 import math
 from dataclasses import replace
@@ -48,6 +48,27 @@ GPT_OSS: dict[str, object] = {
     "model__z_weight": 1e-3,
     "model__window": 5,
     "model__swiglu_limit": 0.1,
+}
+# Odd sizes: tp divides neither the vocabulary nor the hidden width.
+GPT2: dict[str, object] = {
+    "model__name": "gpt2",
+    "model__max_seq_len": 16,
+    "model__dim": 36,
+    "model__n_heads": 4,
+    "model__hidden_dim": 51,
+}
+GEMMA3: dict[str, object] = {
+    "model__name": "gemma3",
+    "model__dim": 36,
+    "model__n_heads": 4,
+    "model__head_dim": 10,
+    "model__hidden_dim": 50,
+    "model__global_every": 2,
+    "model__window": 5,
+    "model__rope_theta": 500.0,
+    "model__rope_scaling": 2.0,
+    "model__rope_local_theta": 50.0,
+    "model__query_pre_attn_scalar": 7,
 }
 AXES = {"dr": "dp_replicate", "ds": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from compose.checkpoint.hf_folder import HfName
 from compose.checkpoint.hf_stored import Named, grouped, stored
-from models import deepseek_v3, gemma3, gpt2, gpt_oss, mixtral, qwen3
+from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
 from models.layers.attention import Documents
 
+LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=70)
 QWEN3_MOE = qwen3.Config(
     vocab_size=91,
     dim=45,

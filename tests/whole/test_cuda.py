@@ -15,7 +15,7 @@ from compose.ops import gpu_attention, kernel_table
 from compose.ops.attention import attention_forward, tensors_of
 from compose.ops.kernel_table import TABLE, Kernel, Problem
 from compose.ops.layers import wide_linear
-from compose.proof.plain_attention import PlainAttention
+from compose.proof.one_process import PlainAttention
 from tests.support.command_lines import launch
 
 pytestmark = pytest.mark.gpu

@@ -5,6 +5,7 @@ That the models themselves equal transformers' is tested beside each.
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from compose.checkpoint.hf_folder import config_problems, find_hf
-from models import deepseek_v3
+from models import deepseek_v3, gemma3, gpt_oss
 from models.deepseek_v3.hf import hf_name as deepseek_name
+from models.gpt_oss.hf import hf_name as gpt_oss_name
 from models.layers.published import Keys
 from tests.support.hugging_face import FOLDERS
 from tests.support.transformers_models import YARN, compare, deepseek_json, published, randomize
 
+GEMMA3, OSS = find_hf("gemma3"), find_hf("gpt_oss")
 KINDS = {
     "gpt2": "gpt2",
     "gemma3_text": "gemma3",
@@ -255,6 +258,58 @@ def test_a_rule_that_stretches_nothing_is_none(tmp_path: Path) -> None:
     ]
 
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+# What 4b's text_config says besides its sizes, and the same in the words of newer files.
+OLDER: dict[str, Any] = {
+    "rope_theta": 1000000,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window_pattern": 6,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+NEWER: dict[str, Any] = {
+    "rope_parameters": {
+        GLOBAL: {"factor": 8.0, "rope_theta": 1000000.0, "rope_type": "linear"},
+        LOCAL: {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "layer_types": 5 * (5 * [LOCAL] + [GLOBAL]) + 4 * [LOCAL],
+    "_sliding_window_pattern": 6,
+    "use_bidirectional_attention": False,
+}
+
+
+def sizes() -> dict[str, Any]:
+    """The keys of 4b's config.json that both forms have."""
+    values = GEMMA3.hf_config(gemma3.PRESETS["4b"])
+    return {k: v for k, v in values.items() if k not in {*OLDER, *NEWER}}
+
+
+@pytest.mark.parametrize("form", [OLDER, NEWER, {}], ids=["older", "newer", "neither"])
+def test_both_forms_of_config_json_are_read(form: dict[str, Any]) -> None:
+    """As transformers reads them: both give the same, and what is left out has its defaults."""
+    found = GEMMA3.config_from_hf(sizes() | form)
+    expected = (
+        gemma3.PRESETS["4b"] if form else dataclasses.replace(gemma3.PRESETS["4b"], rope_scaling=1.0)
+    )
+    assert found == expected
+    from transformers import AutoConfig
+
+    read: Any = AutoConfig.for_model(**sizes(), **form)
+    assert read.layer_types == NEWER["layer_types"]
+    assert GEMMA3.config_from_hf(read.to_dict()) == GEMMA3.config_from_hf(read.to_diff_dict()) == found
+
+
+def test_a_model_without_global_layers_is_read() -> None:
+    for layers in (3, 9):
+        types = {"layer_types": layers * [LOCAL], "num_hidden_layers": layers}
+        config = GEMMA3.config_from_hf(sizes() | types)
+        assert not any(config.is_global(i) for i in range(layers))
+        assert GEMMA3.config_from_hf(GEMMA3.hf_config(config)) == config
+
+
+RULE = find_hf("gpt_oss").hf_config(FOLDERS["gpt_oss"].PRESETS["20b"])["rope_scaling"]
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
@@ -295,11 +350,130 @@ def test_a_rule_that_stretches_nothing_is_none(tmp_path: Path) -> None:
         ),
         ("deepseek_v3", {"n_group": None}, "n_group: is missing"),
         ("deepseek_v3", {"head_dim": 128}, "head_dim: 128 cannot be expressed here, only 64"),
+        (
+            "gemma3_text",
+            {"layer_types": 2 * [GLOBAL] + 32 * [LOCAL]},
+            'layer_types: ["full_attention", "full_attention", "sliding_attention", "s... cannot be'
+            " expressed here, only full_attention in every so many layers, here 1, and"
+            " sliding_attention in the others",
+        ),
+        (
+            "gemma3_text",
+            {"layer_types": 34 * [LOCAL], "sliding_window_pattern": 6},
+            'layer_types: ["sliding_attention", "sliding_attention", "sliding_attentio... cannot be'
+            " expressed here, only full_attention in every so many layers, here 6, and"
+            " sliding_attention in the others",
+        ),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
+            'rope_scaling: {"rope_type": "yarn", "factor": 8.0} cannot be expressed here',
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {LOCAL: {"rope_type": "linear", "factor": 8.0}}},
+            'rope_parameters.sliding_attention: {"rope_type": "linear", "factor": 8.0} cannot be'
+            " expressed here",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            'rope_parameters: "rope_type" is no kind of layer here (known: sliding_attention,'
+            " full_attention)",
+        ),
+        (
+            "gemma3_text",
+            {"rope_local_base_freq": 5.0, "rope_parameters": {LOCAL: {"rope_theta": 7.0}}},
+            "rope_local_base_freq: 5.0 is another than rope_parameters.sliding_attention.rope_theta,"
+            " 7.0",
+        ),
+        (
+            "gemma3_text",
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping: 50.0 is not applied by transformers' Gemma 3; set it to null,"
+            " which gives the same model",
+        ),
+        (
+            "gemma3_text",
+            {"final_logit_softcapping": 0},
+            "final_logit_softcapping: 0.0 should be above 0, or null for none",
+        ),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention: true cannot be expressed here, only false",
+        ),
+        (
+            "gemma3_text",
+            {"hidden_act": "silu"},
+            'hidden_act: "silu" cannot be expressed here, only "gelu_pytorch_tanh"',
+        ),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window: is missing"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0 should be at least 1"),
+        (
+            "gemma3_text",
+            {"model_type": "gemma3", "text_config": {}},
+            'model_type: "gemma3" is the model that reads images too, and cannot be expressed here;'
+            ' save its text model ("gemma3_text") by itself',
+        ),
+        (
+            "gpt_oss",
+            {"rope_scaling": RULE | {"rope_type": "linear"}},
+            f"rope_scaling: {json.dumps(RULE | {'rope_type': 'linear'})[:60]}... cannot be expressed"
+            " here",
+        ),
+        (
+            "gpt_oss",
+            {"rope_scaling": RULE | {"mscale": 0.7}},
+            "rope_scaling.mscale: 0.7 cannot be expressed here",
+        ),
+        (
+            "gpt_oss",
+            {"rope_scaling": RULE | {"attention_factor": 1.5}},
+            "rope_scaling.attention_factor: 1.5 cannot be expressed here, only 1.3465735902799727",
+        ),
+        (
+            "gpt_oss",
+            {"rope_scaling": RULE | {"factor": 0.5}},
+            "rope_scaling.factor: 0.5 should be at least 1",
+        ),
+        ("gpt_oss", {"hidden_act": "gelu"}, 'hidden_act: "gelu" cannot be expressed here, only "silu"'),
+        (
+            "gpt_oss",
+            {"attention_dropout": 0.1},
+            "attention_dropout: 0.1 cannot be expressed here, only 0",
+        ),
+        (
+            "gpt_oss",
+            {"attention_bias": False},
+            "attention_bias: false cannot be expressed here, only true",
+        ),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token: 3 cannot be expressed here, only 4"),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention", "chunked_attention"] * 12},
+            'layer_types: "chunked_attention" cannot be expressed here, only "sliding_attention" or'
+            ' "full_attention"',
+        ),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention"]},
+            'layer_types: expected a list of 24 names, got ["full_attention"]',
+        ),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window: is missing"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window: 0 should be at least 1, below 2^31"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "fp8"}},
+            'quantization_config: {"quant_method": "fp8"} cannot be expressed here, only quant_method'
+            ' "mxfp4"',
+        ),
     ],
 )
 def test_a_wrong_value_has_this_line(kind: str, change: dict[str, Any], message: str) -> None:
+    values = sizes() if kind == "gemma3_text" else values_of(kind)
     with pytest.raises(ValueError, match=r".") as caught:
-        imported(kind, **change)
+        find_hf(KINDS[kind]).config_from_hf(values | change)
     assert str(caught.value) == message
 
 
@@ -341,3 +515,107 @@ def _refused(kind: str, **change: Any) -> bool:
         assert ": " in line
         return True
     return False
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation_function": "relu"}, 'activation_function: "relu" cannot be expressed here, only'),
+        ({"activation_function": "gelu"}, 'activation_function: "gelu" cannot be expressed here, only'),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: true cannot be"),
+        ({"scale_attn_weights": False}, "scale_attn_weights: false cannot be"),
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn: true cannot be"),
+        ({"add_cross_attention": True}, "add_cross_attention: true cannot be"),
+        ({"n_ctx": 512}, "n_ctx: 512 cannot be expressed here, only 1024"),
+        ({"max_position_embeddings": 2048}, "max_position_embeddings: 2048 cannot be expressed here"),
+        ({"n_embd": 770}, "n_embd: 770 is not a multiple of n_head = 12"),
+        ({"rope_theta": 1e4}, "rope_theta: 10000.0 is of a key that is not known here"),
+    ],
+)
+def test_what_gpt2_cannot_be_here_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(message)}"):
+        imported("gpt2", **change)
+    same = {"activation_function": "gelu_pytorch_tanh", "attn_pdrop": 0.1, "n_inner": 3072}
+    assert imported("gpt2", **same) == FOLDERS["gpt2"].PRESETS["124m"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        *(
+            ("gpt_oss", change, rf"{next(iter(change))}: .* gpt-oss'")
+            for change in (
+                {"scoring": "sigmoid"},
+                {"normalize_weights": False},
+                {"route_scale": 2.0},
+                {"bias_rate": 0.1},
+            )
+        ),
+        *(
+            ("mixtral", change, rf"{next(iter(change))}: .* Mixtral's")
+            for change in ({"scoring": "sigmoid"}, {"normalize_weights": False}, {"route_scale": 2.0})
+        ),
+        (
+            "gemma3",
+            {"attention_softcap": 5.0},
+            "attention_softcap: 5.0 is lost in Gemma3ForCausalLM, which does not apply"
+            " attn_logit_softcapping$",
+        ),
+        ("gemma3", {"dim": 100}, "dim: 100 is no multiple of n_heads = 8, which theirs needs$"),
+    ],
+)
+def test_what_theirs_cannot_be_is_not_written(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{message}"):
+        find_hf(name).hf_config(dataclasses.replace(FOLDERS[name].PRESETS["debug"], **change))
+
+
+def test_names_of_weights() -> None:
+    assert gpt_oss_name("layers.3.attention.sinks.weight") == "model.layers.3.self_attn.sinks"
+    assert gpt_oss_name("layers.3.moe.router.gate.bias") == "model.layers.3.mlp.router.bias"
+    with pytest.raises(KeyError):
+        gpt_oss_name("layers.3.moe.router.bias")  # the selection's, which theirs has not
+    assert deepseek_name("layers.3.moe.experts.w1").format(5) == (
+        "model.layers.3.mlp.experts.5.gate_proj.weight"
+    )
+    assert (
+        deepseek_name("layers.3.moe.router.bias") == "model.layers.3.mlp.gate.e_score_correction_bias"
+    )
+    with pytest.raises(KeyError):
+        deepseek_name("layers.3.moe.router.load")
+
+
+def test_layers_may_have_windows_in_any_order() -> None:
+    values = OSS.hf_config(dataclasses.replace(gpt_oss.PRESETS["debug"], n_layers=5))
+    kinds = {"w": "sliding_attention", "f": "full_attention"}
+    for every, pattern in (("wfwfw", "wf"), ("wffwf", "wff"), ("wwwww", "w"), ("wwwwf", "wwwwf")):
+        read = OSS.config_from_hf(values | {"layer_types": [kinds[one] for one in every]})
+        assert read.layer_pattern == pattern
+        assert OSS.hf_config(read)["layer_types"] == [kinds[one] for one in every]
+    full = values | {"layer_types": ["full_attention"] * 5, "sliding_window": None}
+    assert OSS.config_from_hf(full).layer_pattern == "f"
+    assert OSS.config_from_hf(values | {"layer_types": None}).layer_pattern == "wf"
+
+
+def test_what_config_json_leaves_out_is_as_in_transformers() -> None:
+    from transformers import AutoConfig
+
+    values = {
+        key: value
+        for key, value in OSS.hf_config(gpt_oss.PRESETS["120b"]).items()
+        if key not in ("rope_scaling", "rope_theta", "layer_types", "swiglu_alpha", "swiglu_limit")
+    }
+    read = OSS.config_from_hf(values)
+    assert read == gpt_oss.PRESETS["120b"]
+    theirs: Any = AutoConfig.for_model(**values)
+    again = OSS.hf_config(read)
+    rule = again["rope_scaling"] | {"rope_theta": again["rope_theta"]}
+    assert theirs.rope_parameters == rule
+    assert theirs.layer_types == again["layer_types"]
+    assert (theirs.swiglu_alpha, theirs.swiglu_limit) == (1.702, 7.0)
+    assert OSS.MODEL_TYPES == ("gpt_oss",)
+
+
+def test_every_field_of_gemma3_has_a_key() -> None:
+    """But rope_theta and rope_scaling, which are read by their rules."""
+    fields = {field.name for field in dataclasses.fields(gemma3.Config)}
+    assert fields - known("gemma3_text").fields.keys() == {"rope_theta", "rope_scaling"}

@@ -1,0 +1,288 @@
+"""The plans of gpt2, gemma3, mixtral, gpt_oss and qwen3: equal to one process, and faults are named."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import models.gemma3.model
+import models.qwen3.model
+from compose import Parallel
+from compose.config.rules import meshes
+from compose.errors import ConfigError
+from compose.parallel import local_parallel
+from compose.parallel.local_parallel import _LocalRMSNorm
+from compose.plan import resolve
+from compose.proof.report import Report
+from tests.support.experts import AXES, GEMMA3, GPT2, GPT_OSS, MIXTRAL, keys_of
+from tests.support.faults import Fault, assert_named, partial_gradients_are_taken_as_whole, with_fault
+from tests.support.helpers import Keys, agreed, parallel, prove_case, prove_step, tier
+from tests.support.pool import Pool
+
+KEYS: dict[str, Keys] = {
+    "gpt2": GPT2,
+    "gemma3": GEMMA3,
+    "mixtral": MIXTRAL,
+    "gpt_oss": GPT_OSS,
+}
+CAPPED = "model__attention_softcap 2.0 model__final_softcap 1.5"
+FLOAT8 = "precision__float8 tensorwise"
+# A batch's documents are shorter and longer than a window, and gpt_oss' limit bounds many values.
+CASES: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "tp 2": "suite",
+        "pp 2 cp 2 train__seq_len 13": "slow",
+        "ds 2 tp 2 sequence false loss false model__tie_embeddings false": "slow",
+        "cp 2 tp 2 cp_method ulysses train__seq_len 14": "slow",
+        "pp 2 tp 2 pp_schedule ZBVZeroBubble model__n_layers 4": "slow",
+        "tp 4 zero 0 train__loss_chunk 5": "slow",
+        "dr 2 ds 2 zero 1 activation_checkpoint__mode selective": "full",
+        "ds 2 tp 2 precision__param bfloat16": "slow",
+        "tp 2 comm__activations int8 model__dim 64": "full",
+        "ds 2 tp 2 compile__mode block": "full",
+        "ds 2 tp 2 optimizer__name muon": "full",
+        f"tp 2 {FLOAT8} model__dim 64 model__hidden_dim 96 model__n_layers 3": "full",
+    },
+    "gemma3": {
+        "cp 2 tp 2 train__seq_len 13": "slow",
+        f"pp 2 tp 2 sequence false {CAPPED}": "slow",
+        f"tp 2 cp 2 cp_method ulysses train__seq_len 14 {CAPPED}": "slow",
+        "pp 2 ds 2 pp_schedule ZBVZeroBubble model__n_layers 4 model__tie_embeddings false": "slow",
+        "dr 2 ds 2 zero 1 activation_checkpoint__mode selective": "slow",
+        "tp 4 model__n_kv_heads 1 sequence false loss false": "slow",
+        "ds 2 tp 2 zero 0 train__micro_batch 1": "full",
+        "ds 2 cp 2 zero 2 cp_method allgather": "full",
+        "ds 2 tp 2 precision__param bfloat16": "full",
+        f"pp 2 cp 2 model__n_layers 3 {CAPPED}": "full",
+        "ds 2 tp 2 train__loss_chunk 7": "full",
+        "ds 2 tp 2 compile__mode block": "full",
+    },
+    "mixtral": {
+        "ds 2 ep 2": "suite",
+        "cp 2 tp 2 ep 2 train__seq_len 13": "slow",
+        "tp 2 sequence false": "slow",
+        "pp 2 ds 2 ep 2 pp_schedule ZBVZeroBubble model__n_layers 4 model__tie_embeddings true": "slow",
+        "cp 2 ep 2 cp_method ulysses model__window 0": "slow",
+        # The gate has no gradient.
+        "ds 2 model__top_k 1 model__z_weight 0 model__balance_weight 0 optimizer__name muon"
+        " model__dim 64 train__seq_len 64": "slow",
+        "dr 2 ds 2 ep 2 zero 1 activation_checkpoint__mode selective": "full",
+        "ds 3 ep 3 model__capacity_factor 1.0": "full",
+        "ds 2 tp 2 ep 2 precision__param bfloat16": "full",
+        "ds 2 ep 2 compile__mode block": "full",
+    },
+    "gpt_oss": {
+        "ds 2 ep 2": "suite",
+        "cp 2 tp 2 ep 2 train__seq_len 13": "slow",
+        "tp 2 sequence false": "slow",
+        "pp 2 ds 2 ep 2 pp_schedule ZBVZeroBubble model__n_layers 4 model__tie_embeddings true": "slow",
+        "cp 2 tp 2 ep 2 cp_method ulysses model__layer_pattern f": "slow",
+        "tp 4 ep 2": "full",
+        "dr 2 ds 2 ep 2 zero 1 activation_checkpoint__mode selective": "full",
+        "ds 3 ep 3 model__capacity_factor 1.0": "full",
+        "ds 2 tp 2 ep 2 precision__param bfloat16": "full",
+        "ds 2 ep 2 compile__mode block": "full",
+        f"tp 2 {FLOAT8} model__head_dim 16 model__n_layers 4": "full",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=tier(slow=when == "slow", full=when == "full"))
+        for name, cases in CASES.items()
+        for case, when in cases.items()
+    ],
+)
+def test_equals_one_process(pool: Pool, name: str, case: str) -> None:
+    ranks, keys = keys_of(KEYS[name], case)
+    report = agreed(pool.run(prove_case, ranks, keys))
+    assert report.ok, str(report)
+    if name == "gemma3":
+        norms = {row.name for row in report.rows if re.search(r"norm\.weight$", row.name)}
+        assert len(norms) == 1 + 6 * int(str(keys["model__n_layers"]))
+
+
+# Every model on every mesh of 8 ranks: sizes that all degrees divide.
+EIGHT: dict[str, str] = {
+    "gpt2": "model__n_layers 6 model__n_heads 8 model__dim 40",
+    "gemma3": f"model__n_layers 4 model__n_heads 8 model__n_kv_heads 8 model__dim 64 {CAPPED}",
+    "mixtral": "ep 2 model__n_layers 4 model__n_heads 8 model__n_kv_heads 8 model__dim 64",
+    "gpt_oss": "ep 2 model__n_layers 4 model__n_heads 8 model__n_kv_heads 8",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "pp"), [*((name, pp) for name in EIGHT for pp in (1, 2, 4)), ("gpt2", 8)]
+)
+def test_every_mesh_of_eight_ranks(pool: Pool, name: str, pp: int) -> None:
+    """With ep 2 where the other axes allow it; ZeRO stages, cp methods and the like in turn."""
+    proved = 0
+    for degrees in meshes(8):
+        if degrees["pp"] != pp:
+            continue
+        case = " ".join(f"{short} {degrees[axis]}" for short, axis in AXES.items())
+        case += f" zero {proved % 4} cp_method {('ring', 'allgather', 'ulysses')[proved % 3]}"
+        case += f" {EIGHT[name]}"
+        if name == "gpt2":
+            case += f" model__tie_embeddings {str(proved % 5 < 3).lower()}"
+        if name == "gpt_oss":
+            case += f" sequence {str(proved % 2 == 0).lower()}"
+        count, keys = keys_of(KEYS[name], case)
+        report = agreed(pool.run(prove_case, count, keys))
+        assert report.ok, f"{case}\n{report}"
+        proved += 1
+    assert proved == {1: 20, 2: 10, 4: 4, 8: 1}[pp]
+
+
+PIPELINE: Keys = {
+    "parallel__pp": 2,
+    "train__micro_batch": 1,
+    "train__global_batch": 4,
+    "model__n_layers": 4,
+}
+TIED: Keys = {"parallel__pp_schedule": "ZBVZeroBubble", "model__tie_embeddings": True}
+# qwen3 on ranks, with keys. Where the key/value heads are fewer than tp, ranks share them, and k_norm's
+# input. The full tier has what is as with Llama, whose plan is the same there.
+QWEN3: dict[str, tuple[int, Keys, str]] = {
+    "alone": (1, {}, "suite"),
+    "tp 2": (2, parallel(tp=2), "suite"),
+    "tp 2, sequence and logits whole": (2, parallel(tp=2, sequence=False, loss=False), "full"),
+    "tp 4, shared heads": (4, parallel(tp=4), "slow"),
+    "tp 4, shared heads, sequence and logits whole": (
+        4,
+        parallel(tp=4, sequence=False, loss=False),
+        "full",
+    ),
+    "tp 4, one key/value head": (4, parallel(tp=4) | {"model__n_kv_heads": 1}, "full"),
+    "dp_shard 2, tp 2": (4, parallel(dp_shard=2, tp=2), "slow"),
+    "dp_shard 2, tp 2, zero 0": (4, parallel(dp_shard=2, tp=2, zero=0), "full"),
+    "cp 2": (2, parallel(cp=2, cp_method="ring"), "suite"),
+    "cp 2, tp 2": (4, parallel(cp=2, tp=2, cp_method="ulysses"), "slow"),
+    "pp 2, tied": (2, PIPELINE | TIED, "suite"),
+    "pp 2, tp 2": (4, PIPELINE | {"parallel__tp": 2}, "full"),
+    "bfloat16, tp 2": (2, parallel(tp=2) | {"precision__param": "bfloat16"}, "slow"),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=tier(slow=when == "slow", full=when == "full"))
+        for case, (_, _, when) in QWEN3.items()
+    ],
+)
+def test_qwen3_equals_one_process(pool: Pool, case: str) -> None:
+    ranks, keys, _ = QWEN3[case]
+    keys = keys | {"model__name": "qwen3"}
+    report = agreed(pool.run(prove_step, ranks, keys))
+    assert report.ok, str(report)
+    heads = {row.name for row in report.rows if re.search(r"\.[qk]_norm\.weight$", row.name)}
+    assert len(heads) == 2 * int(str(keys.get("model__n_layers", 2)))
+
+
+MODULES: dict[str, Any] = {"qwen3": models.qwen3.model.Attention, "gemma3": models.gemma3.model.Block}
+
+
+def _with_whole_norms(norm: str, keys: Keys) -> Report:
+    """A proof as if every tp rank gave ``norm`` the same heads or tokens: its gradient, of which each
+    rank found a part, counts as whole."""
+    real, owner = _LocalRMSNorm.forward, MODULES[str(keys["model__name"])]
+    made = owner.__init__
+
+    def fake(self: Any, x: Tensor) -> Tensor:
+        return self.normalized(x, self.weight.to_local()) if hasattr(self, "fault") else real(self, x)
+
+    def marked(self: Any, *args: Any) -> None:
+        made(self, *args)
+        getattr(self, norm).fault = True
+
+    with (
+        mock.patch.object(_LocalRMSNorm, "forward", fake),
+        mock.patch.object(owner, "__init__", marked),
+    ):
+        return prove_step(keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "degrees"),
+    [
+        pytest.param("qwen3", "attention.q_norm", parallel(tp=4), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3", "attention.k_norm", parallel(tp=4, sequence=False), marks=pytest.mark.slow
+        ),
+        ("gemma3", "attention_post_norm", parallel(tp=2)),
+    ],
+)
+def test_a_norm_not_summed_over_tp_is_named(pool: Pool, name: str, norm: str, degrees: Keys) -> None:
+    keys = degrees | {"model__name": name}
+    ranks = int(str(degrees["parallel__tp"]))
+    report = pool.run(_with_whole_norms, ranks, norm.rpartition(".")[2], keys)[0]
+    rows = {(row.quantity, row.name): row for row in report.rows}
+    assert rows["loss", "step 1"].ok  # forward is right
+    failed = {row.name for row in report.failed if row.quantity == "gradient"}
+    assert failed == {f"layers.{i}.{norm}.weight" for i in range(2)}, str(report)
+
+
+def test_a_norm_of_heads_under_replicate_is_refused() -> None:
+    config = models.qwen3.Config(n_layers=2)
+    right = models.qwen3.plan(config, Parallel(tp=2))
+    pattern = "layers.*.attention.[qk]_norm"
+    tensor = {n: s for n, s in right.tensor.items() if n != pattern}
+    wrong = dataclasses.replace(right, tensor=tensor, replicate=[pattern])
+    with torch.device("meta"):
+        model = models.qwen3.Model(config)
+    with pytest.raises(ConfigError) as raised:
+        resolve(wrong, model)
+    assert str(raised.value).splitlines() == [
+        f"plan.tensor: layers.*.attention.{name} is in a module with LocalInput, and has no style of"
+        " compose.parallel.local_parallel; give it one, or that module PrepareModuleInput"
+        for name in ("q_norm", "k_norm")
+    ]
+
+
+@contextmanager
+def a_bias_is_added_before_the_sum() -> Iterator[None]:
+    """Each rank of tp adds the bias to its part of the sum, which then has it once for each rank."""
+    row = local_parallel._RowLinear
+
+    def fake(self: Any, input: Tensor) -> Tensor:
+        return F.linear(input, local_parallel._local(self.weight), local_parallel._local(self.bias))
+
+    with mock.patch.object(row, "forward", fake):
+        yield
+
+
+# All but the keys' biases, which change no logit: a query's scores all move by the same.
+EVERYTHING = {"embeddings.*", "*norm.*", "*.w[qvo12].*", "*.wk.weight"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "keys", "names"),
+    [
+        (a_bias_is_added_before_the_sum, {}, EVERYTHING),
+        pytest.param(
+            a_bias_is_added_before_the_sum,
+            {"parallel__sequence": False},
+            EVERYTHING,
+            marks=pytest.mark.slow,
+        ),
+        (
+            partial_gradients_are_taken_as_whole,
+            {},
+            {"*.wo.bias", "*.w2.bias", "*norm.*", "embeddings.positions.weight"},
+        ),
+    ],
+)
+def test_a_wrong_bias_of_gpt2_is_named(pool: Pool, fault: Fault, keys: Keys, names: set[str]) -> None:
+    _, mesh = keys_of(GPT2, "tp 2")
+    assert_named(pool.run(with_fault, 2, fault, mesh | keys)[0], "gradient", names)
