@@ -37,8 +37,7 @@ from compose.config.job import Job
 from compose.config.tables import Config
 from compose.config.toml import load
 from compose.data.samples import random_batch
-from compose.memory.activation_bytes import unit_costs
-from compose.memory.activation_checkpointing import within
+from compose.memory.activation_checkpointing import unit_costs, within
 from compose.ops.cross_entropy import AT_ONCE, MANY
 from compose.ops.tensors import local_tensor
 from compose.optim import offload

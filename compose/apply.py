@@ -117,9 +117,7 @@ def apply(
     if activations:
         for name in resolved.checkpoint:
             activations.wrap(model.get_submodule(name))
-    # A graph of the whole model goes through experts that get rows from nowhere else.
-    traced = ep == 1 and compile.mode == "model"
-    experts = [] if traced else [name for name, _ in resolved.expert]
+    experts = [name for name, _ in resolved.expert]
     apply_compile(model, modules, resolved.compile, experts, compile, mesh["tp"])
     near = hpz_groups(mesh, parallel.zero3_reshard, zero, over)
     gathers: list[HpzGather] = []

@@ -255,7 +255,7 @@ def test_every_option_is_a_field_of_the_config() -> None:
 # Functions that raise ConfigError for what is no composition, by what they look at.
 OTHER_INPUT = {
     "the model": (
-        "apply._check_types weights.materialize memory.activation_bytes.unit_costs"
+        "apply._check_types weights.materialize memory.activation_checkpointing.unit_costs"
         " pipeline.split.try_first_stage pipeline.split._not_by_number pipeline.stage.plain_stream"
         " pipeline.pipeline_parallel._try_stream"
     ),

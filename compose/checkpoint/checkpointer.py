@@ -33,7 +33,7 @@ from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.errors import ConfigError, write_whole
-from compose.memory.loss_scale import LossScale
+from compose.memory.precision import LossScale
 from compose.parallel.islands import current, speaks
 from compose.parallel.processes import start_timeout
 

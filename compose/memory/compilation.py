@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from compose.errors import ConfigError
 from compose.ops.tensors import arrived
@@ -71,7 +72,8 @@ def apply_compile(
 
     FSDP must be applied afterwards, so that its hooks stay outside of the graphs. The rows of experts
     vary in number, and PyTorch cannot trace what sends rows to them (docs/speed.md). In mode "block"
-    only what they compute is compiled.
+    only what they compute is compiled. A graph of the whole model goes through experts that get rows
+    from nowhere else.
     """
     if options.mode == "off":
         return
@@ -89,7 +91,8 @@ def apply_compile(
         return
     for name in experts:
         module = model.get_submodule(name)
-        module.forward = torch.compiler.disable(module.forward)
+        if any(isinstance(p, DTensor) for p in module.parameters()):  # rows come from other ranks
+            module.forward = torch.compiler.disable(module.forward)
     for stage in stages:
         stage.compile(**how)
 

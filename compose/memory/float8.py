@@ -283,17 +283,3 @@ def _import_quietly() -> None:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-__all__ = [
-    "CROSSOVERS",
-    "EXCEPTED",
-    "NOTHING",
-    "Choice",
-    "Recipe",
-    "apply_float8",
-    "emulated",
-    "float8_styles",
-    "select_layers",
-    "shared_scales",
-]

@@ -1,9 +1,20 @@
-"""The table [precision]: in which types a step computes, reduces and keeps."""
+"""The table [precision]: in which types a step computes, reduces and keeps; and float16's loss scale.
 
-from dataclasses import dataclass
+Gradients below 6e-8 are zero in float16. So the loss is multiplied by a scale before backward, and the
+gradients are divided by it afterwards (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). One
+scale is enough: an overflow of any gradient shows in the norm of all gradients, the same number on
+every rank and stage.
+"""
+
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+_FIRST = 2.0**16
+GROW_AFTER = 2000  # steps without overflow
+_LEAST = 2.0**-14
 
 
 @dataclass(frozen=True)
@@ -41,3 +52,30 @@ class Precision:
     def state_dtype(self) -> torch.dtype:
         """``optimizer_state`` as torch's type."""
         return getattr(torch, self.optimizer_state)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The scale of the loss at one step."""
+
+    value: float
+    """The scale, a power of two, so that scaling rounds nothing."""
+    clean: int = 0
+    """Steps since it last changed."""
+
+    def may_overflow(self, loss: float) -> bool:
+        """Tell whether the scale alone may be the reason that gradients are not finite."""
+        return math.isfinite(loss) and self.value > _LEAST
+
+    def after(self, finite: bool) -> "LossScale":
+        """Return the next step's scale: half after an overflow, twice after many steps without one."""
+        if not finite:
+            return LossScale(max(self.value / 2, _LEAST))
+        if self.clean + 1 >= GROW_AFTER:
+            return LossScale(self.value * 2)
+        return replace(self, clean=self.clean + 1)
+
+
+def first_scale(precision: Precision) -> LossScale | None:
+    """Return the scale that a run begins with; None for other types than float16, which need none."""
+    return LossScale(_FIRST) if precision.param == "float16" else None

@@ -14,8 +14,7 @@ from compose.config.job import Job
 from compose.data.datasets import task_of
 from compose.memory.float8 import select_layers
 from compose.memory.lora import Lora
-from compose.memory.loss_scale import first_scale
-from compose.memory.precision import Precision
+from compose.memory.precision import Precision, first_scale
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
 from compose.optim.optimizers import Optimizer
 from compose.proof.observers import parts_of_add_ons

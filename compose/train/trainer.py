@@ -13,7 +13,7 @@ from compose.build import build_optimizer, fill_weights, loss_function, parallel
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.config.job import Job
 from compose.data.datasets import OpenData, described, open_data, training_batches
-from compose.memory.loss_scale import first_scale
+from compose.memory.precision import first_scale
 from compose.ops.dropout import DropoutKey
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
 from compose.parallel.islands import current

@@ -17,11 +17,12 @@ import models.qwen3
 from compose import ActivationCheckpoint, ConfigError, forward_backward
 from compose.build import build
 from compose.data.samples import random_batch
-from compose.memory.activation_bytes import UnitCost, unit_costs
 from compose.memory.activation_checkpointing import (
+    UnitCost,
     apply_activation_checkpointing,
     operators,
     recomputed_units,
+    unit_costs,
     within,
 )
 from compose.parallel.mesh import batch_share

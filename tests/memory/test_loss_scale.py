@@ -5,9 +5,9 @@ from unittest import mock
 
 import pytest
 
-import compose.memory.loss_scale as loss_scale
+import compose.memory.precision as loss_scale
 from compose.config.tables import Precision
-from compose.memory.loss_scale import LossScale, first_scale
+from compose.memory.precision import LossScale, first_scale
 from tests.support.helpers import prove_case, tier
 from tests.support.pool import Pool
 from tests.support.training import keys_for, lines, train, train_until_error

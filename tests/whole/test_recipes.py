@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import compose.memory.loss_scale as loss_scale
+import compose.memory.precision as loss_scale
 from compose.__main__ import main
 from compose.config import rules
 from compose.config.toml import load
