@@ -24,11 +24,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import rank_state, store
-from compose.checkpoint.changes import changes, islands_of
-from compose.checkpoint.loading import cause_of, damage, load, load_beside, lora_fields, model_fields
-from compose.checkpoint.local_shards import LocalShard, ShardSavePlanner
-from compose.checkpoint.state import HasState, named_tensors, parts, staged
-from compose.checkpoint.storage import PartsWriter, alone
+from compose.checkpoint.dcp_storage import PartsWriter, ShardSavePlanner, alone
+from compose.checkpoint.loading import (
+    cause_of,
+    changes,
+    damage,
+    islands_of,
+    load,
+    load_beside,
+    lora_fields,
+    model_fields,
+)
+from compose.checkpoint.state import HasState, LocalShard, named_tensors, parts, staged
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump
@@ -94,17 +101,7 @@ class Checkpointer:
         data: Mapping[str, Any] | None = None,
         beside: Sequence[HasState] = (),
     ) -> None:
-        """Prepare to save; a collective.
-
-        Args:
-            config: The config of the run.
-            composition: The model, composed.
-            optimizer: The optimizer of its parameters.
-            folder: ``run.dir``, the same on every rank.
-            data: What decides which tokens a sample holds. It is saved, and compared when a run
-                resumes.
-            beside: What is saved and loaded beside the model and its optimizer.
-        """
+        """Prepare to save; a collective."""
         self.data = dict(data or {})
         self.config, self.composition, self.optimizer = config, composition, optimizer
         self.root, self.beside = folder / "checkpoints", beside
@@ -129,12 +126,6 @@ class Checkpointer:
 
         It prints which checkpoint it loads, which keys of the config have changed, and which damaged
         checkpoints it passes over.
-
-        Returns:
-            The progress of the checkpoint. None if there was no checkpoint; then nothing is changed.
-
-        Raises:
-            ConfigError: The checkpoint is of another model, or there are checkpoints but none is whole.
         """
         if self.rank == 0:
             store.clean(self.root)

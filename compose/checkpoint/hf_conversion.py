@@ -23,6 +23,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Progress
+from compose.checkpoint.dcp_storage import (
+    PartsReader,
+    PartsWriter,
+    ShardLoadPlanner,
+    ShardSavePlanner,
+    alone,
+    mismatches,
+)
 from compose.checkpoint.hf_folder import (
     config_problems,
     differences,
@@ -35,11 +43,16 @@ from compose.checkpoint.hf_folder import (
 )
 from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
-from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner, mismatches
-from compose.checkpoint.peft import Merged, adapted, peft_name, table_of, target_modules, write_adapters
+from compose.checkpoint.peft import (
+    MergedWeights,
+    adapted,
+    peft_name,
+    table_of,
+    target_modules,
+    write_adapters,
+)
 from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
-from compose.checkpoint.state import named_tensors
-from compose.checkpoint.storage import PartsReader, PartsWriter, alone
+from compose.checkpoint.state import LocalShard, named_tensors
 from compose.config.json_files import parse_json, read_json
 from compose.config.models import find_model, model_names
 from compose.config.tables import Config, Model
@@ -148,7 +161,9 @@ def export(
         buffers = {name: b for name, b in held.items() if not isinstance(b, nn.Parameter)}
         held = adapted(_on_meta(model), known.lora) | buffers
     _check_held(source, reader, held)
-    value_of = Merged(source, known, _on_meta(model), hf_name, read).weight if known.lora else read
+    value_of = (
+        MergedWeights(source, known, _on_meta(model), hf_name, read).weight if known.lora else read
+    )
 
     plan: list[list[Planned]] = []
     for group in groups:

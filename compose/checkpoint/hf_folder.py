@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from compose.checkpoint import store
 from compose.checkpoint.hf_stored import Named, Stored, stored
-from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.checkpoint.metadata import METADATA
 from compose.checkpoint.safetensors_files import DTYPES, INDEX, WHOLE, TensorEntry, TensorFiles
+from compose.checkpoint.state import LocalShard, local_shard_of
 from compose.composition import Composition, module_of
 from compose.config.job import Job
 from compose.config.json_files import read_json

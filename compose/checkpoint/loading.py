@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a model, on any mesh."""
+"""Loads a checkpoint into a model, on any mesh, and tells what has changed since it was saved."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,28 +12,36 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
-from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, mismatches
-from compose.checkpoint.lora_base import base_identity, shown
-from compose.checkpoint.state import HasState, named_tensors, parts, spread
-from compose.checkpoint.storage import PartsReader
+from compose.checkpoint.dcp_storage import PartsReader, ShardLoadPlanner, mismatches
+from compose.checkpoint.peft import base_identity, name_of_base
+from compose.checkpoint.state import HasState, LocalShard, named_tensors, parts, spread
 from compose.composition import Composition
 from compose.config.models import training_fields
 from compose.config.tables import Config
-from compose.errors import ConfigError, toml_value
+from compose.config.toml import dump, tomllib
+from compose.errors import ConfigError, open_own, toml_value
 from compose.optim.optimizers import make_state
+
+# Keys that do not change what is trained, or that the message about the data covers.
+_SAME_TRAINING = {
+    "model.preset",
+    "train.stop_after",
+    "train.seq_len",
+    "train.seed",
+    "train.micro_batch",
+    "train.validate_every",
+    "train.loss_chunk",
+    "optimizer.implementation",
+    "optimizer.offload",
+    "optimizer.offload_dir",
+    "outer.offload",
+}
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:
     """Return one line for each way in which a checkpoint differs from what was published.
 
     This is a collective of ``group``. Each rank reads its share of the files.
-
-    Args:
-        folder: The checkpoint.
-        group: The ranks that read it.
-
-    Returns:
-        The lines, the same on every rank; empty for a whole checkpoint.
     """
     found: list[list[str]] = [[] for _ in range(group.size())]
     mine = store.problems(folder, (group.rank(), group.size()))
@@ -53,19 +61,6 @@ def load(
     With [model.lora] it fills the adapters alone; the caller has filled the frozen weights. This is a
     collective of ``group``. Each rank reads its own part of each tensor. A checkpoint made from
     published weights has no optimizer state; then the optimizer stays as it is.
-
-    Args:
-        folder: The checkpoint.
-        config: The config of the run.
-        composition: The model, whose tensors have memory.
-        group: All ranks.
-        optimizer: The optimizer to fill, or None.
-
-    Returns:
-        The content of the checkpoint's state.json.
-
-    Raises:
-        ConfigError: The checkpoint is of another model or another optimizer, or it cannot be read.
     """
     known = store.read_state(folder)
     here, there = model_fields(config), known.model.model_dump()
@@ -97,16 +92,7 @@ def load(
 
 
 def lora_problems(folder: Path, known: store.State, config: Config) -> list[str]:
-    """Return one line for each way in which a checkpoint's adapters are not those of a config.
-
-    Args:
-        folder: The checkpoint.
-        known: The content of its state.json.
-        config: The config.
-
-    Returns:
-        The lines; empty if there is no difference.
-    """
+    """Return one line for each way in which a checkpoint's adapters are not those of a config."""
     here, there = lora_fields(config), known.lora
     if here is None or there is None:
         if here == there:
@@ -123,18 +109,17 @@ def lora_problems(folder: Path, known: store.State, config: Config) -> list[str]
         if getattr(there, key) != getattr(here, key)
     ]
     if there.base != here.base and not problems:
-        was, now = shown(there.load_hf, known.seed), shown(here.load_hf, config.train.seed)
+        was, now = (
+            name_of_base(there.load_hf, known.seed),
+            name_of_base(here.load_hf, config.train.seed),
+        )
         named = f": of {was}, not of {now}" if was != now else f" than {was} now has"
         problems = [f"{folder}: holds adapters of other weights{named}"]
     return problems
 
 
 def lora_fields(config: Config) -> store.Adapters | None:
-    """Return the adapters of a config as state.json describes them; None if it has none.
-
-    Raises:
-        ConfigError: The folder of the frozen weights cannot be read.
-    """
+    """Return the adapters of a config as state.json describes them; None if it has none."""
     lora, folder = config.model.lora, config.checkpoint.load_hf
     if not lora.rank:
         return None
@@ -180,3 +165,37 @@ def cause_of(error: BaseException) -> str:
         error = inner[0] if isinstance(inner, tuple) else inner
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return next(iter(words.strip().splitlines()), type(error).__name__)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return the tables of a checkpoint's config.toml; none if it lacks the file or has another."""
+    try:
+        with open_own(folder / "config.toml") as file:
+            return tomllib.load(file)
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def islands_of(folder: Path) -> int:
+    """Return how many islands the run of a checkpoint had; 0 if it does not say."""
+    was = _config(folder)
+    try:
+        return int(was["parallel"]["dp_replicate"]) if was["outer"]["every"] else 1
+    except (KeyError, TypeError, ValueError):
+        return 0
+
+
+def changes(folder: Path, config: Config) -> list[str]:
+    """List the keys that decide how a run trains on, and that have changed since a checkpoint.
+
+    Data are compared elsewhere. The mesh is left out, since it changes nothing.
+    """
+    was, now, found = _config(folder), tomllib.loads(dump(config)), []
+    for table in ("model", "train", "optimizer", "precision", "outer"):
+        before: Any = was.get(table)
+        for key, value in now[table].items() if isinstance(before, dict) else ():
+            same = key not in before or before[key] == value
+            if not same and f"{table}.{key}" not in _SAME_TRAINING:
+                shown = toml_value(value), toml_value(before[key])
+                found.append(f"{table}.{key} = {shown[0]} (was {shown[1]})")
+    return found

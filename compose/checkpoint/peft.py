@@ -4,6 +4,7 @@ peft (https://github.com/huggingface/peft) names an adapter by its layer's name 
 An export may also merge a checkpoint's adapters into the weights that they were trained with.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,9 +25,8 @@ from compose.checkpoint.hf_folder import (
     published,
 )
 from compose.checkpoint.hf_stored import stored
-from compose.checkpoint.local_shards import LocalShard, local_shard_of
-from compose.checkpoint.lora_base import base_identity, shown
 from compose.checkpoint.safetensors_files import TensorFiles
+from compose.checkpoint.state import LocalShard, local_shard_of
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.json_files import read_json
@@ -39,6 +39,7 @@ from compose.weights import init_weights
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_SAMPLED = 1024  # elements of each tensor
 KEYS = KnownKeys(
     read="r lora_alpha",  # they are compared with [model.lora]
     only={
@@ -176,6 +177,28 @@ Read = Callable[[str, Tensor], Tensor]
 """Reads a tensor of a checkpoint by its name in the model, in the shape of another."""
 
 
+def base_identity(load_hf: str, seed: int) -> str:
+    """Return a text that tells the frozen weights from others.
+
+    Of Hugging Face's weights it is a SHA-256 of each tensor's name, shape and first elements, as
+    float32. So it is the same for equal values in other files or in a wider type.
+    """
+    if not load_hf:
+        return f"drawn by seed {seed}"
+    files, digest = TensorFiles(Path(load_hf)), hashlib.sha256()
+    for name, entry in sorted(files.entries.items()):
+        region = [slice(0, 1) for _ in entry.shape[1:]] + [slice(0, _SAMPLED) for _ in entry.shape[:1]]
+        values = files.read(name, region).to(torch.float32).contiguous()
+        digest.update(f"{name} {entry.shape}".encode())
+        digest.update(values.view(-1).numpy().tobytes())
+    return f"sha256 {digest.hexdigest()}"
+
+
+def name_of_base(load_hf: str, seed: int) -> str:
+    """Return a name of the weights for a message."""
+    return load_hf or f"weights drawn by train.seed = {seed}"
+
+
 def table_of(known: store.Adapters) -> Lora:
     """Return the table [model.lora] of a checkpoint."""
     return Lora(rank=known.rank, alpha=known.alpha, targets=tuple(known.targets))
@@ -187,7 +210,7 @@ def adapted(model: nn.Module, known: store.Adapters) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if is_adapter(name)}
 
 
-class Merged:
+class MergedWeights:
     """The weights of a model with its adapters merged in, W + alpha / rank * B A, one at a time."""
 
     def __init__(
@@ -201,9 +224,8 @@ class Merged:
         if self.files and (problems := differences(self.files, model, hf_name)):
             raise ConfigError(*problems)
         if base_identity(base, known.seed) != known.lora.base:
-            raise ConfigError(
-                f"{folder}: holds adapters of other weights than {shown(base, known.seed)} now has"
-            )
+            now = name_of_base(base, known.seed)
+            raise ConfigError(f"{folder}: holds adapters of other weights than {now} now has")
         self.drawn: Mapping[str, Tensor] = {} if base else _drawn(model, known.seed)
         self.adapters = adapted(model, known.lora)
 

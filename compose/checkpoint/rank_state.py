@@ -66,12 +66,6 @@ def load(
     """Give each what it kept, ``step`` steps into a run; its tensors that are ``filled`` it has.
 
     This is a collective.
-
-    Returns:
-        Empty; or one line, if what ranks kept cannot be carried over and is dropped.
-
-    Raises:
-        ConfigError: The file holds what nothing here keeps.
     """
     state, lost = {}, ""
     if any(other.state() is not None for other in others):

@@ -1,16 +1,47 @@
-"""The state of a run between two steps, by names that do not depend on the mesh."""
+"""The state of a run between two steps, by names that do not depend on the mesh.
+
+A rank's part of a tensor is a region of the whole one, by the cut that filled it (ops/tensors.py).
+"""
 
 import weakref
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition import Composition, module_of
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import local_region, local_tensor
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The part of a tensor that one rank holds: a region."""
+
+    shape: torch.Size
+    """Shape of the whole tensor."""
+    offsets: torch.Size
+    """Where the region begins in the whole tensor."""
+    local: Tensor
+    """The values of the region."""
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The region as DCP describes it."""
+        return ChunkStorageMetadata(self.offsets, self.local.shape)
+
+
+def local_shard_of(tensor: Tensor) -> LocalShard:
+    """Return this rank's part of a DTensor, or all of a plain tensor; ``local`` shares its memory."""
+    if not isinstance(tensor, DTensor):
+        return LocalShard(tensor.shape, torch.Size([0] * tensor.ndim), local_tensor(tensor).detach())
+    local = local_tensor(tensor).detach()
+    if local.numel() == 0:
+        return LocalShard(tensor.shape, torch.Size([0] * tensor.ndim), local)
+    return LocalShard(tensor.shape, torch.Size(held.start for held in local_region(tensor)), local)
 
 
 class HasState:
@@ -43,13 +74,6 @@ def named_tensors(
     ``model.<name>`` are parameters that are not frozen, and persistent buffers.
     ``optimizer.<name>.<key>`` is the optimizer's state of a parameter. A rank may hold several copies
     of a tensor that stages share. Then all copies are listed.
-
-    Args:
-        whole: A model that was not cut, or what ``compose.apply`` returned.
-        optimizer: The optimizer of its parameters; None for the model alone.
-
-    Returns:
-        The copies on this rank of each tensor, by name.
     """
     model = module_of(whole)
     found: dict[str, list[Tensor]] = {}
@@ -78,15 +102,8 @@ def staged(
     """Return a copy in host memory, which training cannot change.
 
     What comes from a GPU is copied to pinned memory, all parts at once: a blocking copy to other memory
-    reaches a fraction of the bus's rate.
-
-    Args:
-        state: The parts to copy.
-        into: An earlier copy, or None. Its memory is used for parts that it has: new pages cost more
-            than the copying.
-
-    Returns:
-        The copies, by name.
+    reaches a fraction of the bus's rate. The memory of an earlier copy is used again: new pages cost
+    more than the copying.
     """
     copies = {}
     for name, part in state.items():

@@ -83,7 +83,7 @@ class Adapters:
     alpha: Annotated[float, Field(gt=0)]
     targets: list[str]
     base: str
-    """The identity of the frozen weights, from ``compose.checkpoint.lora_base.base_identity``."""
+    """The identity of the frozen weights, from ``compose.checkpoint.peft.base_identity``."""
     load_hf: str = ""
     """The folder of the frozen weights; empty if they are drawn by ``State.seed``."""
 

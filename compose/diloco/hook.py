@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.profiler import record_function
 
-from compose.checkpoint.local_shards import LocalShard, local_shard_of
+from compose.checkpoint.state import LocalShard, local_shard_of
 from compose.diloco.loop import OuterLoop
 from compose.parallel.islands import current
 from compose.parallel.processes import start_timeout

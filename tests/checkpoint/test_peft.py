@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compose.__main__ import main
 from compose.build import fill_weights
+from compose.checkpoint.dcp_storage import PartsReader
 from compose.checkpoint.hf_folder import name_of
 from compose.checkpoint.peft import (
     CONFIG,
@@ -23,7 +24,6 @@ from compose.checkpoint.peft import (
     target_modules,
     write_adapters,
 )
-from compose.checkpoint.storage import PartsReader
 from compose.cli.convert import convert
 from compose.errors import ConfigError
 from tests.support.checkpoints import refusal

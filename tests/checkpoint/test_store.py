@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from compose.checkpoint import store
+from compose.checkpoint.dcp_storage import PartsReader, PartsWriter, ShardLoadPlanner, ShardSavePlanner
 from compose.checkpoint.hf_conversion import export
-from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner
-from compose.checkpoint.storage import PartsReader, PartsWriter
+from compose.checkpoint.state import LocalShard
 from compose.errors import ConfigError
 from tests.support.helpers import ROOT
 
@@ -140,95 +140,12 @@ def _set(*way: Any) -> Change:
     return change
 
 
-STATES: list[tuple[Change, str]] = [
-    (_set("step", "two"), 'cannot be read: step: expected a whole number, got "two"'),
-    (_set("step", -2), "cannot be read: step: -2 should be greater than or equal to 0"),
-    (_set("step", 3), "is of step 3, the folder of step 2"),
-    (_set("step", None), "cannot be read: step: expected a whole number, got null"),
-    (_set("samples", 1.5), "cannot be read: samples: expected a whole number, got 1.5"),
-    (_set("samples", 2**63), "cannot be read: samples: 9223372036854775808 should be less than"),
-    (_set("tokens", [1]), "cannot be read: tokens: expected a whole number, got a list"),
-    (_set("scale", "value", 0.0), "cannot be read: scale.value: 0.0 should be greater than 0"),
-    (_set("scale", "value", True), "cannot be read: scale.value: expected a number, got true"),
-    (_set("scale", 4), "cannot be read: scale: expected an object, got 4"),
-    (_set("model", "llama"), 'cannot be read: model: expected an object, got "llama"'),
-    (_set("model", "name", 1), "cannot be read: model.name: expected a string, got 1"),
-    (_set("hugging_face", 1), "cannot be read: hugging_face: expected a string, got 1"),
-    (_set("data", []), "cannot be read: data: expected an object, got a list"),
-    (_set("data", "tokenizer", 3), "cannot be read: data.tokenizer: expected a string, got 3"),
-    (
-        _set("data", "samples", ["9"]),
-        'cannot be read: data.samples[0]: expected a whole number, got "9"',
-    ),
-    (_set("ranks", 0), "cannot be read: ranks: 0 should be greater than or equal to 1"),
-    (_set("versions", {"torch": 2}), "cannot be read: versions.torch: expected a string, got 2"),
-    (lambda content: [content], "cannot be read: is a list, not an object"),
-    (lambda content: {"step": 2}, "cannot be read: samples: is missing"),
-]
+def _without(name: str) -> Change:
+    return lambda content: content["files"].pop(name) and None
 
 
-@pytest.mark.parametrize(("change", "words"), STATES, ids=[words for _, words in STATES])
-def test_a_state_that_is_none(checkpoint: Path, change: Change, words: str) -> None:
-    _edit(checkpoint, store.STATE, change)
-    (problem,) = store.problems(checkpoint)
-    assert problem.startswith(f"{store.STATE} {words}")
-
-
-def _without(*names: str) -> Change:
-    def change(content: dict[str, Any]) -> None:
-        for name in names:
-            del content["files"][name]
-
-    return change
-
-
-SHARD = "__0_0.safetensors"
-MANIFESTS: list[tuple[Change, str]] = [
-    (lambda content: {"files": {}}, "state.json is not in manifest.json"),
-    (_without(SHARD), f"{SHARD} is not in manifest.json"),
-    (_without("state.json"), "state.json is not in manifest.json"),
-    (_without("metadata.json"), "metadata.json is not in manifest.json"),
-    (lambda content: {}, "manifest.json cannot be read: files: is missing"),
-    (
-        lambda content: {"files": []},
-        "manifest.json cannot be read: files: expected an object, got a list",
-    ),
-    (
-        _set("files", SHARD, "size", "9"),
-        f"manifest.json cannot be read: files.{SHARD}.size: expected a whole",
-    ),
-    (
-        _set("files", SHARD, "size", -1),
-        f"manifest.json cannot be read: files.{SHARD}.size: -1 should be",
-    ),
-    (
-        _set("files", SHARD, "crc32", 2**32),
-        f"manifest.json cannot be read: files.{SHARD}.crc32: 4294967296",
-    ),
-    (
-        _set("files", SHARD, 7),
-        f"manifest.json cannot be read: files.{SHARD}: expected an object, got 7",
-    ),
-    (
-        _set("files", "../../secret", {"size": 1, "crc32": 1}),
-        "manifest.json names '../../secret', which is no file of the folder's own",
-    ),
-    (
-        _set("files", "\x1b[2J", {"size": 1, "crc32": 1}),
-        r"manifest.json names '\x1b[2J', which is no file of the folder's own",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "words"), MANIFESTS, ids=[words for _, words in MANIFESTS])
-def test_a_manifest_that_is_none(checkpoint: Path, change: Change, words: str) -> None:
-    _edit(checkpoint, store.MANIFEST, change)
-    problem, *_ = store.problems(checkpoint)
-    assert problem.startswith(words)
-
-
-def _box(tensor: str, field: int, value: Any) -> Change:
-    return _set("tensors", tensor, "chunks", 0, field, value)
+def _box(field: int, value: Any) -> Change:
+    return _set("tensors", "model.a", "chunks", 0, field, value)
 
 
 def _twice(content: dict[str, Any]) -> None:
@@ -238,42 +155,83 @@ def _twice(content: dict[str, Any]) -> None:
     }
 
 
-BOXES: list[tuple[Change, str]] = [
-    (_set("tensors", []), "tensors: expected an object, got a list"),
-    (_set("tensors", "model.a", "dtype", "object"), "tensors.model.a: dtype: 'object' is none of F32"),
-    (
-        _set("tensors", "model.a", "shape", [5, 3]),
-        "tensors.model.a: its regions are not the whole of [5, 3]",
-    ),
-    (_twice, "tensors.model.a: its regions are not the whole of [8, 3]"),
-    (
-        _set("tensors", "model.a", "chunks", []),
-        "tensors.model.a: its regions are not the whole of [4, 3]",
-    ),
-    (_box("model.a", 0, "/etc/passwd"), "tensors.model.a: '/etc/passwd' is no name of a shard"),
-    (_box("model.a", 0, 3), "tensors.model.a.chunks[0][0]: expected a string, got 3"),
-    (
-        _box("model.a", 1, -8),
-        "tensors.model.a.chunks[0][1]: -8 should be greater than or equal to 0",
-    ),
-    (_box("model.a", 2, 44), "tensors.model.a: 44 bytes at"),
-    (_box("model.a", 3, [1, 0]), "tensors.model.a: a region of [4, 3] at [1, 0] is not in [4, 3]"),
-    (_box("model.a", 3, [0]), "tensors.model.a: a region of 1 and 2 dims, of 2"),
-    (_box("model.a", 4, [0, 3]), "tensors.model.a.chunks[0][4][0]: 0 should be greater than"),
-    (_box("model.a", 4, 3), "tensors.model.a.chunks[0][4]: expected a list, got 3"),
-]
+SHARD = "__0_0.safetensors"
+# By file: what is changed in it, and what is said. "~" stands for "FILE cannot be read".
+FLAWS: dict[str, list[tuple[Change, str]]] = {
+    "state.json": [
+        (_set("step", "two"), '~: step: expected a whole number, got "two"'),
+        (_set("step", -2), "~: step: -2 should be greater than or equal to 0"),
+        (_set("step", 3), "state.json is of step 3, the folder of step 2"),
+        (_set("step", None), "~: step: expected a whole number, got null"),
+        (_set("samples", 1.5), "~: samples: expected a whole number, got 1.5"),
+        (_set("samples", 2**63), "~: samples: 9223372036854775808 should be less than"),
+        (_set("tokens", [1]), "~: tokens: expected a whole number, got a list"),
+        (_set("scale", "value", 0.0), "~: scale.value: 0.0 should be greater than 0"),
+        (_set("scale", "value", True), "~: scale.value: expected a number, got true"),
+        (_set("scale", 4), "~: scale: expected an object, got 4"),
+        (_set("model", "llama"), '~: model: expected an object, got "llama"'),
+        (_set("model", "name", 1), "~: model.name: expected a string, got 1"),
+        (_set("hugging_face", 1), "~: hugging_face: expected a string, got 1"),
+        (_set("data", []), "~: data: expected an object, got a list"),
+        (_set("data", "tokenizer", 3), "~: data.tokenizer: expected a string, got 3"),
+        (_set("data", "samples", ["9"]), '~: data.samples[0]: expected a whole number, got "9"'),
+        (_set("ranks", 0), "~: ranks: 0 should be greater than or equal to 1"),
+        (_set("versions", {"torch": 2}), "~: versions.torch: expected a string, got 2"),
+        (lambda content: [content], "~: is a list, not an object"),
+        (lambda content: {"step": 2}, "~: samples: is missing"),
+    ],
+    "manifest.json": [
+        (lambda content: {"files": {}}, "state.json is not in manifest.json"),
+        (_without(SHARD), f"{SHARD} is not in manifest.json"),
+        (_without("state.json"), "state.json is not in manifest.json"),
+        (_without("metadata.json"), "metadata.json is not in manifest.json"),
+        (lambda content: {}, "~: files: is missing"),
+        (lambda content: {"files": []}, "~: files: expected an object, got a list"),
+        (_set("files", SHARD, "size", "9"), f"~: files.{SHARD}.size: expected a whole"),
+        (_set("files", SHARD, "size", -1), f"~: files.{SHARD}.size: -1 should be"),
+        (_set("files", SHARD, "crc32", 2**32), f"~: files.{SHARD}.crc32: 4294967296"),
+        (_set("files", SHARD, 7), f"~: files.{SHARD}: expected an object, got 7"),
+        *(
+            (
+                _set("files", name, {"size": 1, "crc32": 1}),
+                f"manifest.json names {name!a}, which is no file of the folder's own",
+            )
+            for name in ("../../secret", "\x1b[2J")
+        ),
+    ],
+    "metadata.json": [
+        (_set("tensors", []), "~: tensors: expected an object, got a list"),
+        (_set("tensors", "model.a", "dtype", "object"), "~: @: dtype: 'object' is none of F32"),
+        (_set("tensors", "model.a", "shape", [5, 3]), "~: @: its regions are not the whole of [5, 3]"),
+        (_twice, "~: @: its regions are not the whole of [8, 3]"),
+        (_set("tensors", "model.a", "chunks", []), "~: @: its regions are not the whole of [4, 3]"),
+        (_box(0, "/etc/passwd"), "~: @: '/etc/passwd' is no name of a shard"),
+        (_box(0, 3), "~: @.chunks[0][0]: expected a string, got 3"),
+        (_box(1, -8), "~: @.chunks[0][1]: -8 should be greater than or equal to 0"),
+        (_box(2, 44), "~: @: 44 bytes at"),
+        (_box(3, [1, 0]), "~: @: a region of [4, 3] at [1, 0] is not in [4, 3]"),
+        (_box(3, [0]), "~: @: a region of 1 and 2 dims, of 2"),
+        (_box(4, [0, 3]), "~: @.chunks[0][4][0]: 0 should be greater than"),
+        (_box(4, 3), "~: @.chunks[0][4]: expected a list, got 3"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("change", "words"), BOXES, ids=[words for _, words in BOXES])
-def test_a_description_that_is_none(checkpoint: Path, change: Change, words: str) -> None:
-    _edit(checkpoint, "metadata.json", change)
-    (problem,) = store.problems(checkpoint)
-    assert problem.startswith(f"metadata.json cannot be read: {words}")
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [pytest.param(n, *row, id=f"{n} {row[1]}") for n, rows in FLAWS.items() for row in rows],
+)
+def test_wrong_content_is_named(checkpoint: Path, name: str, change: Change, words: str) -> None:
+    _edit(checkpoint, name, change)
+    problem, *more = store.problems(checkpoint)
+    words = words.replace("~", f"{name} cannot be read").replace("@", "tensors.model.a")
+    assert problem.startswith(words)
+    assert not more or name == store.MANIFEST
 
 
 def test_a_description_of_more_than_there_is(checkpoint: Path) -> None:
     size = (checkpoint / SHARD).stat().st_size
-    _edit(checkpoint, "metadata.json", _box("model.a", 1, size))
+    _edit(checkpoint, "metadata.json", _box(1, size))
     assert store.problems(checkpoint) == [
         f"metadata.json has {size + 48:,} bytes in {SHARD}, of {size:,}"
     ]

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from compose.checkpoint import storage, store
-from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner
-from compose.checkpoint.storage import PartsReader, PartsWriter
+from compose.checkpoint import dcp_storage, store
+from compose.checkpoint.dcp_storage import PartsReader, PartsWriter, ShardLoadPlanner, ShardSavePlanner
+from compose.checkpoint.state import LocalShard
 from tests.support.pool import Pool
 
 Box = tuple[slice, ...]
@@ -101,8 +101,8 @@ def test_others_read_it(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [10, 64, 2**20])
 def test_what_is_written_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """As what is read is, in blocks of any size; and a file that breaks off is not."""
-    monkeypatch.setattr(storage, "_BLOCK", block)
-    monkeypatch.setattr(storage, "_AT_ONCE", 3 * block)
+    monkeypatch.setattr(dcp_storage, "_BLOCK", block)
+    monkeypatch.setattr(dcp_storage, "_AT_ONCE", 3 * block)
     parts: dict[str, Any] = {
         name: LocalShard(whole.shape, torch.Size((0, 0, 0)), whole)
         for name, whole in _tensors().items()

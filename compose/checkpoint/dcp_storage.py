@@ -1,4 +1,7 @@
-"""Storage for torch.distributed.checkpoint (DCP): files of plain bytes.
+"""How torch.distributed.checkpoint (DCP) writes and reads a rank's parts of tensors.
+
+DCP accepts DTensors, but it places an uneven strided shard (257 rows over dp_shard 4 x tp 2) elsewhere
+than FSDP does, and then reports overlapping parts. The planners here tell DCP each part's own region.
 
 DCP's own writer sends each tensor through torch.save, which takes longer than the writing itself. Here
 the tensors of a rank are one file of the safetensors format, ``__<rank>_0.safetensors``. Its header
@@ -12,7 +15,7 @@ import json
 import os
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -20,26 +23,125 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from compose.checkpoint.metadata import METADATA, SUFFIX, description, read_metadata
 from compose.checkpoint.safetensors_files import Planned, bytes_of, header
+from compose.checkpoint.state import LocalShard
 from compose.errors import open_own, write_whole
 
 _BLOCK = 2**23  # bytes written at once; Linux takes three times as long for a gigabyte in one piece
 _AT_ONCE = 2**26  # bytes to start writing to the device at once
 _READERS = 4  # parts read at once
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """Plans the writing of a dict of Parts; one rank writes a part that several ranks hold."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan that writes each part of this rank that is not empty."""
+        parts: Mapping[str, LocalShard] = self.state_dict
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    index=MetadataIndex(name, part.offsets),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=part.chunk,
+                        properties=TensorProperties.create_from_tensor(part.local),
+                        size=part.shape,
+                    ),
+                )
+                for name, part in parts.items()
+                if part.local.numel() > 0
+            ]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor to write for ``index``."""
+        return self.state_dict[index.fqn].local
+
+
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """Plans the reading of this rank's Parts, whoever wrote them.
+
+    The checkpoint must have all their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, LocalShard],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Keep what DCP gives each planner."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the plan that reads each part of this rank that is not empty."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, part in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            if part.local.numel() > 0:
+                items += create_read_items_for_chunk_list(name, stored, [part.chunk])
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
+        """Refuse to read, since a checkpoint holds tensors only.
+
+        DCP's own method would unpickle anything else.
+        """
+        raise TypeError(f"{read_item.dest_index.fqn} is no tensor")
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor to fill for ``index``."""
+        return self.state_dict[index.fqn].local
+
+
+def mismatches(parts: Mapping[str, LocalShard], metadata: Metadata) -> list[str]:
+    """Return one line for each part that the checkpoint lacks or has in another shape."""
+    problems = []
+    for name, part in parts.items():
+        stored = metadata.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            problems.append(f"has no {name}")
+        elif stored.size != part.shape:
+            problems.append(f"{name} is {tuple(stored.size)}, the model's is {tuple(part.shape)}")
+    return problems
 
 
 class PartsWriter(FileSystemWriter):
