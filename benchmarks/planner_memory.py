@@ -92,12 +92,12 @@ class Noted:
     """The categories of addresses at some times, and the marks of these times in the trace."""
 
     def __init__(self) -> None:
-        self.found: list[dict[int, str]] = []
+        self.estimate: list[dict[int, str]] = []
 
     def note(self, tensors: Any, category: str) -> None:
         """Note a category of what tensors hold."""
         plain = [local_tensor(getattr(t, "_local_tensor", t)) for t in tensors]
-        self.found.append({t.untyped_storage().data_ptr(): category for t in plain})
+        self.estimate.append({t.untyped_storage().data_ptr(): category for t in plain})
         with torch.profiler.record_function(NOTED):
             pass
 
@@ -201,7 +201,7 @@ def by_category(seen: Allocations, noted: Noted) -> Peaks:
     trace_of = Trace({"traceEvents": within})
     begin = next(r.start for r in trace_of.ranges if r.name.startswith("mark begin"))
     edges: list[tuple[float, int, str]] = []
-    for each in allocations(trace_of, noted.found):
+    for each in allocations(trace_of, noted.estimate):
         edges.append((each.start, each.bytes, each.category))
         edges.append((each.end, -each.bytes, each.category))
     now: Counter[str] = Counter()
@@ -289,8 +289,12 @@ def from_table(keys: Keys, ranks: int, rank: int, stream: Any) -> Peaks:
             )
         )
     categorize(one.record, job.resolved.output)
-    size, _ = memory.recorded_peak(one.record)
-    return near(size, memory.recorded_moments(one.record))
+    live, size, totals = Counter(), 0, []
+    for _, place, change in one.record.changes:
+        size += change
+        live[one.record.allocations[place].category] += change
+        totals.append((size, Counter(live), Counter()))
+    return near(max(size for size, _, _ in totals), totals)
 
 
 def near(size: int, moments: Iterable[tuple[int, Counter[str], Counter[str]]]) -> Peaks:
@@ -310,7 +314,7 @@ def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Peaks], list[Peaks]]:
     replay = []
     for of_rank, row in zip(costs, rows, strict=True):
         size, _ = memory.peak(of_rank.memory, row, job.micro_batches)
-        replay.append(near(size, memory.moments(of_rank.memory, row, job.micro_batches)))
+        replay.append(near(size, memory.bytes_over_step(of_rank.memory, row, job.micro_batches)))
     each = ranks // job.degrees.pp
     table: dict[int, Peaks] = {}
     chosen = sorted({*range(0, ranks, each), ranks - 1})

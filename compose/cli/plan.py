@@ -149,8 +149,8 @@ def _between_islands(given: Arguments, space: Space, best: Candidate) -> list[st
     """Return what islands send each other, and how long training waits for it."""
     outer = load(given.file, given.overrides).outer
     messages = diloco_bytes(make_job(best.config, space.world_size), outer)
-    assert best.found is not None
-    link, seconds = space.cluster.between, best.found.step_seconds
+    assert best.estimate is not None
+    link, seconds = space.cluster.between, best.estimate.step_seconds
     return [
         *diloco_lines(messages, space.islands, outer),
         diloco_wait(messages, space.islands, outer, link, seconds),

@@ -11,10 +11,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from compose.errors import ConfigError, did_you_mean
-from compose.planner.cluster import KINDS, Attention, Cluster, Collective, Product
+from compose.planner.cluster import KINDS, Cluster, Collective
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8": 1}
 _NEAREST = 8  # measured rows of which a time is interpolated
@@ -53,8 +53,6 @@ PROTOCOLS = {
 _TREE_SHARE = 0.9  # of a ring's bandwidth (NCCL, src/graph/tuning.cc)
 _SWITCH_START = 23.0e-6  # of a sum in switches (the same, NVLS)
 
-_Row = TypeVar("_Row", Product, Attention)
-
 
 def power_factor(cluster: Cluster) -> float:
     """Return the clock that the power limit allows, relative to that of the measured efficiencies.
@@ -65,11 +63,6 @@ def power_factor(cluster: Cluster) -> float:
     device = cluster.device
     allowed = (device.power_limit - device.power_idle) / (device.power - device.power_idle)
     return min(1.0, allowed ** (1 / 3))
-
-
-def sustained(cluster: Cluster, dtype: str) -> float:
-    """Return the FLOP/s that large products of a type reach for hours."""
-    return _peak(cluster, dtype) * cluster.efficiencies.products[dtype] * power_factor(cluster)
 
 
 def _peak(cluster: Cluster, dtype: str) -> float:
@@ -94,23 +87,19 @@ def product_seconds(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype:
     """
     if min(m, n, k, batch) < 1:
         return 0.0
-    modelled = _product(cluster, m, n, k, batch, dtype)
-    rows = [row for row in cluster.measured.products if row.dtype == dtype]
-    if not rows:
-        return modelled
-
-    def place(row: Product) -> tuple[float, ...]:
-        return tuple(math.log2(x) for x in (row.m, row.n, row.k, row.batch))
-
-    def model(row: Product) -> float:
-        return _product(cluster, row.m, row.n, row.k, row.batch, dtype)
-
-    return modelled * _correction((*map(math.log2, (m, n, k, batch)),), rows, place, model)
+    rows = [
+        ((row.m, row.n, row.k, row.batch), row.seconds)
+        for row in cluster.measured.products
+        if row.dtype == dtype
+    ]
+    return _corrected(lambda *sizes: _product(cluster, *sizes, dtype), (m, n, k, batch), rows)
 
 
 @functools.lru_cache(maxsize=65536)
 def _product(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype: str) -> float:
-    device, rate = cluster.device, sustained(cluster, dtype) / cluster.device.units
+    device = cluster.device
+    sustained = _peak(cluster, dtype) * cluster.efficiencies.products[dtype] * power_factor(cluster)
+    rate = sustained / device.units
     fill, best = cluster.efficiencies.fill, math.inf
     for rows, columns, slowness in _tiles(device.tile):
         tiles = -(-m // rows) * -(-n // columns) * batch
@@ -150,19 +139,16 @@ def attention_seconds(
     """
     if flops <= 0:
         return 0.0
-    modelled = _attention(cluster, flops, bytes, dtype, head_dim, backward)
-    measured = cluster.measured.attention
-    rows = [row for row in measured if row.dtype == dtype and row.backward == backward]
-    if not rows:
-        return modelled
+    rows = [
+        ((row.flops, row.bytes, row.head_dim), row.seconds)
+        for row in cluster.measured.attention
+        if row.dtype == dtype and row.backward == backward
+    ]
 
-    def place(row: Attention) -> tuple[float, ...]:
-        return tuple(math.log2(x) for x in (row.flops, row.bytes, row.head_dim))
+    def model(flops: float, bytes: float, head_dim: int) -> float:
+        return _attention(cluster, flops, bytes, dtype, head_dim, backward)
 
-    def model(row: Attention) -> float:
-        return _attention(cluster, row.flops, row.bytes, dtype, row.head_dim, backward)
-
-    return modelled * _correction((*map(math.log2, (flops, bytes, head_dim)),), rows, place, model)
+    return _corrected(model, (flops, bytes, head_dim), rows)
 
 
 def _attention(
@@ -290,21 +276,27 @@ def _measured(cluster: Cluster, kind: str, ranks: int, stride: int) -> Collectiv
     return min(rows, key=lambda row: abs(math.log(row.stride / stride)), default=None)
 
 
-def _correction(
-    at: Sequence[float],
-    rows: Sequence[_Row],
-    place: Callable[[_Row], Sequence[float]],
-    model: Callable[[_Row], float],
+def _corrected(
+    model: Callable[..., float],
+    sizes: tuple[float, ...],
+    rows: Sequence[tuple[tuple[float, ...], float]],
 ) -> float:
-    """Return what the rows nearest to ``at`` took, relative to the model (Shepard 1968)."""
-    order = sorted((math.dist(at, place(row)), number) for number, row in enumerate(rows))
+    """Return a model's seconds, times what the nearest rows took relative to it (Shepard 1968).
+
+    ``rows`` are measured sizes, and the seconds of each.
+    """
+    if not rows:
+        return model(*sizes)
+    at = tuple(map(math.log2, sizes))
+    order = sorted((math.dist(at, tuple(map(math.log2, row))), i) for i, (row, _) in enumerate(rows))
     weights = logarithms = 0.0
     for distance, number in order[:_NEAREST]:
-        logarithm = math.log(rows[number].seconds / model(rows[number]))
+        row, seconds = rows[number]
+        logarithm = math.log(seconds / model(*row))
         if distance == 0:
-            return math.exp(logarithm)
+            return model(*sizes) * math.exp(logarithm)
         weights, logarithms = weights + distance**-2, logarithms + logarithm * distance**-2
-    return math.exp(logarithms / weights)
+    return model(*sizes) * math.exp(logarithms / weights)
 
 
 def _between(sizes: Sequence[float], seconds: Sequence[float], size: float, slope: float) -> float:

@@ -17,6 +17,7 @@ from compose.errors import LEADS_OUT, ConfigError, Fraction, leads_out, read_own
 from compose.parallel.mesh import AXES
 from compose.planner.cluster import LEAST, MOST, Cluster, Rate
 from compose.planner.estimate import Estimate, estimate
+from compose.planner.report import in_columns
 
 _FIRST = 2  # steps that start things up, and are left out
 # The names of a profile's shares by those of the planner.
@@ -71,7 +72,7 @@ class _Summary:
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """One figure."""
 
     name: str
@@ -86,7 +87,7 @@ class Row:
         return self.measured / self.predicted if self.predicted else math.nan
 
 
-def against(folder: Path, cluster: Cluster) -> list[Row]:
+def against(folder: Path, cluster: Cluster) -> list[Comparison]:
     """Predict a run that was made, and compare."""
     config = load(str(folder / "config.toml"), alone=True)
     ranks = math.prod(getattr(config.parallel, axis) for axis in AXES)
@@ -98,7 +99,7 @@ def against(folder: Path, cluster: Cluster) -> list[Row]:
     summaries = sorted(traces.glob("*_summary.json"))
     profile = read_json(summaries[-1], _Summary, own=True) if summaries else None
     predicted = estimate(job, cluster)
-    rows = [Row("step", predicted.step_seconds, tokens / rate, "s")]
+    rows = [Comparison("step", predicted.step_seconds, tokens / rate, "s")]
     return rows + (_profiled(predicted, profile.ranks) if profile else [])
 
 
@@ -123,25 +124,25 @@ def _rate(folder: Path) -> float:
     return statistics.median(rates[_FIRST:])
 
 
-def _profiled(predicted: Estimate, ranks: Sequence[_Profile]) -> list[Row]:
+def _profiled(predicted: Estimate, ranks: Sequence[_Profile]) -> list[Comparison]:
     slowest = max(ranks, key=lambda r: r.seconds_per_step * (1 - r.time.communication))
     whole, shares = slowest.seconds_per_step, slowest.time
     rows = [
-        Row(name, predicted.work[_WORK.get(name, name)], whole * getattr(shares, share), "s")
+        Comparison(name, predicted.work[_WORK.get(name, name)], whole * getattr(shares, share), "s")
         for name, share in _SHARES.items()
     ]
     waits = sum(v for name, v in predicted.exposed.items() if name != "optimizer")
-    rows.append(Row("exposed communication", waits, whole * shares.communication, "s"))
+    rows.append(Comparison("exposed communication", waits, whole * shares.communication, "s"))
     fullest = max((r.memory for r in ranks), key=lambda memory: memory.peak)
     peak = max(predicted.peaks, key=lambda p: p.allocated)
-    rows.append(Row("peak memory", peak.allocated, fullest.peak, "bytes"))
+    rows.append(Comparison("peak memory", peak.allocated, fullest.peak, "bytes"))
     for name, parts in _CATEGORIES.items():
         size = sum(peak.by_category.get(part, 0) for part in parts)
-        rows.append(Row(f"memory: {name}", size, getattr(fullest.at_peak, name), "bytes"))
+        rows.append(Comparison(f"memory: {name}", size, getattr(fullest.at_peak, name), "bytes"))
     return rows
 
 
-def corrected(cluster: Cluster, rows: list[Row]) -> Cluster:
+def corrected(cluster: Cluster, rows: list[Comparison]) -> Cluster:
     """Return a cluster that would have predicted the run's computation.
 
     Only figures of the device change: the rates of products, of attention and of the memory. Without a
@@ -181,19 +182,13 @@ def _share(value: float) -> float:
     return min(1.0, max(1e-6, value))
 
 
-def as_text(rows: list[Row]) -> str:
+def as_text(rows: list[Comparison]) -> str:
     """Return the comparison as a table."""
-    cells = [["", "predicted", "measured", "measured / predicted"]]
+    wide = max(len(row.name) for row in rows)
+    cells = [[" " * wide, "predicted", "measured", "measured / predicted"]]
     for row in rows:
-        shown = [f"{v:.4f} s" if row.unit == "s" else f"{v / 2**20:,.1f} MiB" for v in _values(row)]
-        cells.append([row.name, *shown, "-" if math.isnan(row.ratio) else f"{row.ratio:.3f}"])
-    wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        [f"{name:<{wide[0]}}", *(f"{cell:>{w}}" for cell, w in zip(rest, wide[1:], strict=True))]
-        for name, *rest in cells
-    ]
-    return "\n".join("  ".join(line) for line in lines)
-
-
-def _values(row: Row) -> tuple[float, float]:
-    return row.predicted, row.measured
+        values = row.predicted, row.measured
+        shown = [f"{v:.4f} s" if row.unit == "s" else f"{v / 2**20:,.1f} MiB" for v in values]
+        ratio = "-" if math.isnan(row.ratio) else f"{row.ratio:.3f}"
+        cells.append([f"{row.name:<{wide}}", *shown, ratio])
+    return in_columns(cells)

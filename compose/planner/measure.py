@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ SECONDS = 85.0  # that a sweep may take
 _WINDOWS = 6  # of calls; the last three count
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _MOST_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}  # of one operand
+_MOST_SENT = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of a collective
 # Types of products, with their part of the time.
 _DTYPES = {
     "cpu": {"float32": 0.75, "bfloat16": 0.25},
@@ -64,7 +65,7 @@ class Sweep:
     started: float = field(default_factory=time.monotonic)
 
     def left(self, until: float) -> float:
-        """Return the seconds until a part of the whole time is over, on the first rank's clock."""
+        """Return the seconds until a part of the whole time is over, on the first rank's sweep."""
         return self.agreed(self.started + until * self.seconds - time.monotonic())
 
     def agreed(self, value: float) -> float:
@@ -344,27 +345,7 @@ def _attention_share(rows: Sequence[Attention], peak: Mapping[str, float], backw
     return min(1.0, max(r.flops / r.seconds / peak[r.dtype] for r in rows if r.backward == backward))
 
 
-_MOST_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
-
-
-class Clock(Protocol):
-    """A value that times a function on all ranks: ``compose.planner.measure.Sweep``."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        ...
-
-    def left(self, until: float) -> float:
-        """Return the seconds until a part of the whole time is over, the same on every rank."""
-        ...
-
-    def time(self, run: Callable[[], object], most: float) -> float:
-        """Return the seconds of one call, the same on every rank."""
-        ...
-
-
-def measure_collectives(clock: Clock, until: float) -> Iterator[Collective]:
+def measure_collectives(sweep: Sweep, until: float) -> Iterator[Collective]:
     """Time each collective on each axis that a mesh of all ranks can have, and fit a line to it.
 
     The groups of an axis all communicate at the same time, as in training.
@@ -388,9 +369,9 @@ def measure_collectives(clock: Clock, until: float) -> Iterator[Collective]:
         group, _ = dist.new_subgroups_by_enumeration(rows)
         assert isinstance(group, dist.ProcessGroup)
         for kind in kinds_of(ranks):
-            left = clock.left(until)
+            left = sweep.left(until)
             if left > 0 or (ranks, stride) == axes[0]:
-                yield _fitted(clock, kind, group, stride, max(0.0, left) / parts)
+                yield _fitted(sweep, kind, group, stride, max(0.0, left) / parts)
             parts -= 1
         dist.destroy_process_group(group)
 
@@ -400,8 +381,8 @@ def kinds_of(ranks: int) -> list[Kind]:
     return [kind for kind in KINDS if kind != "p2p" or ranks == 2]
 
 
-def _fitted(clock: Clock, kind: Kind, group: dist.ProcessGroup, stride: int, most: float) -> Collective:
-    planned = [1024 * 4**i for i in range(10) if 1024 * 4**i <= _MOST_BYTES[clock.device.type]]
+def _fitted(sweep: Sweep, kind: Kind, group: dist.ProcessGroup, stride: int, most: float) -> Collective:
+    planned = [1024 * 4**i for i in range(10) if 1024 * 4**i <= _MOST_SENT[sweep.device.type]]
     sizes: list[float] = []
     times: list[float] = []
     spent, share = 0.0, most / len(planned)
@@ -409,9 +390,9 @@ def _fitted(clock: Clock, kind: Kind, group: dist.ProcessGroup, stride: int, mos
         if len(sizes) >= 3 and spent >= most:
             break
         numbers = max(1, size // 4 // group.size()) * group.size()
-        seconds = clock.time(_sending(kind, group, numbers, clock.device), share)
+        seconds = sweep.time(_sending(kind, group, numbers, sweep.device), share)
         spent += max(share, 2 * seconds)  # a timing makes two calls or more
-        # Of p2p, a call sends there and back.
+        # Of p2p, a call sends forth and back.
         sizes, times = [*sizes, 4.0 * numbers], [*times, seconds / (2 if kind == "p2p" else 1)]
     latency, inverse, error = fit(sizes, times)
     return Collective(kind, group.size(), stride, latency, inverse, error, tuple(sizes), tuple(times))
@@ -420,7 +401,7 @@ def _fitted(clock: Clock, kind: Kind, group: dist.ProcessGroup, stride: int, mos
 def _sending(
     kind: Kind, group: dist.ProcessGroup, numbers: int, device: torch.device
 ) -> Callable[[], object]:
-    """Return a function that runs a collective of ``numbers`` of float32; p2p there and back."""
+    """Return a function that runs a collective of ``numbers`` of float32; p2p forth and back."""
     whole, other = torch.zeros(numbers, device=device), torch.zeros(numbers, device=device)
     part = torch.zeros(numbers // group.size(), device=device)
     if kind == "all_gather":
@@ -434,7 +415,7 @@ def _sending(
     if kind == "broadcast":
         return lambda: dist.broadcast(whole, group=group, group_src=0)
 
-    def there_and_back() -> None:
+    def forth_and_back() -> None:
         if group.rank() == 0:
             dist.send(whole, group=group, group_dst=1)
             dist.recv(other, group=group, group_src=1)
@@ -442,7 +423,7 @@ def _sending(
             dist.recv(other, group=group, group_src=0)
             dist.send(whole, group=group, group_dst=0)
 
-    return there_and_back
+    return forth_and_back
 
 
 def link_of(rows: Sequence[Collective]) -> Link | None:

@@ -15,16 +15,7 @@ from compose.planner.record import FORWARD, OPTIMIZER, RECOMPUTED, Record, Segme
 
 WEIGHTS, GRADIENTS, STATE, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 GATHERED, COMMUNICATION, TEMPORARIES, LOGITS = "gathered", "communication", "temporaries", "logits"
-CATEGORIES = (
-    WEIGHTS,
-    GRADIENTS,
-    STATE,
-    ACTIVATIONS,
-    GATHERED,
-    COMMUNICATION,
-    TEMPORARIES,
-    LOGITS,
-)
+CATEGORIES = (WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, GATHERED, COMMUNICATION, TEMPORARIES, LOGITS)
 Bytes = Counter[str]
 """Bytes by category."""
 Key = tuple[int, str, str]
@@ -188,13 +179,20 @@ def segment_keys(record: Record, places: Mapping[str, Sequence[str]]) -> list[li
 
 def peak(rank: RankMemory, row: Sequence[Action], micro_batches: int) -> tuple[int, Mapping[str, int]]:
     """Return the most bytes at a time over a step, and how categories shared them."""
-    return _most(moments(rank, row, micro_batches))
+    most, at = 0, {}
+    for size, live, above in bytes_over_step(rank, row, micro_batches):
+        if size > most:
+            most, at = size, dict(live + above)
+    return most, at
 
 
-def moments(
+def bytes_over_step(
     rank: RankMemory, row: Sequence[Action], micro_batches: int
 ) -> Iterator[tuple[int, Bytes, Bytes]]:
-    """Yield the peaks of all segments of a step, in order."""
+    """Yield the peak of each segment of a step in order: bytes, those before the action, what it adds.
+
+    The counters change when the next are asked for.
+    """
     live = Counter(rank.start)
     for category, size in rank.buffers.items():
         live[category] += size * micro_batches
@@ -209,28 +207,7 @@ def moments(
                 live[category] += change
 
 
-def _most(found: Iterable[tuple[int, Bytes, Bytes]]) -> tuple[int, Mapping[str, int]]:
-    best, at = 0, {}
-    for size, live, above in found:
-        if size > best:
-            best, at = size, dict(live + above)
-    return best, at
-
-
-def recorded_peak(record: Record) -> tuple[int, Mapping[str, int]]:
-    """Return the most bytes at a time of a record as it is, and how categories shared them."""
-    return _most(recorded_moments(record))
-
-
-def recorded_moments(record: Record) -> Iterator[tuple[int, Bytes, Bytes]]:
-    """Yield the bytes after each change of a record as it is, as :func:`moments` does."""
-    live, size, none = Counter(), 0, Counter()
-    for _, place, change in record.changes:
-        size += change
-        live[record.allocations[place].category] += change
-        yield size, live, none
-
-
+# Sizes of CUDA's caching allocator (c10/core/AllocatorConfig.h); a test compares them with PyTorch's.
 BLOCK = 512
 """Sizes are multiples of it."""
 SMALL = 2**20
@@ -347,16 +324,31 @@ class _Pool:
 
 
 def replay(events: Iterable[tuple[int, int]], expandable: bool = False) -> Peaks:
-    """Replay a list of allocations on one stream, from an empty allocator on.
+    """Replay allocations on one stream by CUDA's caching allocator, from an empty one on.
+
+    The rules are those of PyTorch's ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings.
+
+    - A size is rounded up to a multiple of 512 bytes. Sizes up to 1 MiB use the small pool, others the
+      large pool.
+    - A request takes the smallest free block of its pool that is large enough. Among equals it takes
+      the one with the lowest address.
+    - If no block is large enough, a new segment comes from the device: 2 MiB in the small pool, 20 MiB
+      for less than 10 MiB, and from 10 MiB on the size rounded up to a multiple of 2 MiB.
+    - The rest of a block becomes a free block of its own if it has 512 bytes or more (small pool), or
+      more than 1 MiB (large pool). A smaller rest stays with the request.
+    - A block that becomes free joins its free neighbours in the same segment. No segment goes back.
+
+    With ``expandable_segments:True`` each pool is one segment that grows at its end, by whole pages of
+    2 MiB (small pool) or 20 MiB (large pool). A rest of 512 bytes is split off in both pools. A free
+    block at the end, which can grow, is taken only if no other is large enough.
+
+    The replay has no second stream, no private pools of CUDA graphs, and no retry without memory. A
+    new segment has a higher address than those before it; a driver may do otherwise.
 
     Args:
         events: Pairs of a block's id and its bytes, in order: bytes > 0 allocates the block, bytes < 0
-            frees it. With 0 bytes nothing happens, for PyTorch asks for no memory then. An id can be
-            used again after its block is free.
+            frees it, 0 does nothing. An id can be used again after its block is free.
         expandable: With ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
-
-    Returns:
-        The peaks in bytes.
 
     Raises:
         ValueError: An id is allocated that is in use, or freed that is not.
@@ -382,8 +374,3 @@ def replay(events: Iterable[tuple[int, int]], expandable: bool = False) -> Peaks
             pool.give(address, size)
     # No segment goes back to the device, so that what is reserved at the end is the most.
     return Peaks(peak, small.reserved + large.reserved)
-
-
-def reserved_peak(events: Iterable[tuple[int, int]], expandable: bool = False) -> int:
-    """Return the peak of the bytes that a process reserves; arguments are those of :func:`replay`."""
-    return replay(events, expandable).reserved

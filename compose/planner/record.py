@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,20 +128,18 @@ class Record:
     """Changes of memory in order: (segment, place in ``allocations``, bytes; below 0 if freed)."""
 
 
-class _Result(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class ElementwiseResults:
-    """Runs operators, and remembers the results of elementwise ones."""
+    """Runs operators on meta, and remembers shape, stride and dtype of elementwise results.
+
+    On meta PyTorch runs many elementwise operators as Python programs, which take most of a record's
+    time. A known result is a new tensor.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Result] = {}
+        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator on meta."""
+        """Return the result of an operator."""
         key = _key(func, args, kwargs)
         if key is None:
             return func(*args, **kwargs)
@@ -150,7 +148,7 @@ class ElementwiseResults:
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         result = func(*args, **kwargs)
         if type(result) is Tensor and result.device.type == "meta" and not result.storage_offset():
-            self._known[key] = _Result(result.shape, result.stride(), result.dtype)
+            self._known[key] = result.shape, result.stride(), result.dtype
         return result
 
 
@@ -178,22 +176,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 # Elementwise operators of tensors whose types may differ.
-_MIXED = {
-    name + suffix
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "maximum",
-        "minimum",
-        "where",
-    )
-    for suffix in ("", "_")
-}
+_MIXED = ["add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "where"]
 
 
 def casts(
@@ -203,17 +186,13 @@ def casts(
 
     Kernels of a GPU cast what they load and store.
     """
-    if operator not in _MIXED or len({t.dtype for t in given}) < 2:
+    if operator.removesuffix("_") not in _MIXED or len({t.dtype for t in given}) < 2:
         return 0
     if not operator.endswith("_"):  # an out= is written and not read
         given = [t for t in given if not any(t is c for c in changed)]
-    common = given[0].dtype
-    for place, one in enumerate(given[1:]):
-        common = (
-            torch.result_type(given[place], one)
-            if place == 0
-            else torch.promote_types(common, one.dtype)
-        )
+    common = torch.result_type(given[0], given[1]) if len(given) > 1 else given[0].dtype
+    for one in given[2:]:
+        common = torch.promote_types(common, one.dtype)
     size = common.itemsize
     written = changed or [t for t in made if isinstance(t, Tensor)]
     inputs = sum(size * t.numel() for t in given if t.ndim and t.dtype not in (common, torch.bool))
@@ -247,7 +226,11 @@ _MESSAGES = {
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operator and every storage. It is the Listener of a fake world too."""
+    """Records every operator and every storage of one rank on meta, and what a fake world tells it.
+
+    ``kernels`` is the device that is played, "cpu" or "cuda". ``stream`` is the current stream; 0
+    computes. ``within`` is "gather" or "reduce" while FSDP does so, "message" in a message, else empty.
+    """
 
     def __init__(self, kernels: str = "cuda") -> None:
         super().__init__()
@@ -259,8 +242,6 @@ class Recorder(TorchDispatchMode):
         self._held: dict[int, int] = {}
         self._host: set[int] = set()
         self._shapes = ElementwiseResults()
-
-    # The boundaries.
 
     def begin(self, action: tuple[int, str, int] | None = None, unit: str | None = None) -> None:
         """Begin a segment, if action, unit or phase are others than before."""
@@ -285,8 +266,6 @@ class Recorder(TorchDispatchMode):
             stage, _, micro_batch = self.record_of.segments[-1].action
             self.begin((stage, "B", micro_batch))
 
-    # The streams of the device.
-
     def new_stream(self) -> int:
         """Return the number of a new stream."""
         self._streams += 1
@@ -306,8 +285,6 @@ class Recorder(TorchDispatchMode):
 
     def _segment(self) -> int:
         return len(self.record_of.segments) - 1
-
-    # Memory.
 
     def note(self, tensors: Iterable[Tensor], category: str) -> None:
         """Give the storages of tensors a category, and count those that were not seen yet."""
@@ -377,8 +354,6 @@ class Recorder(TorchDispatchMode):
             self._held[key] = self._allocate(size)
             if not known:
                 weakref.finalize(storage, self._free, key)
-
-    # Operators.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from compose.errors import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
+from compose.planner.estimate import RankPeak
 from compose.planner.memory import CATEGORIES
 from compose.planner.quick_estimate import ModelShape, QuickEstimate, micro_batches, quick
 from compose.planner.search import (
@@ -49,7 +50,7 @@ def _keys(candidate: Candidate) -> dict[str, Any]:
 
 
 def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]:
-    estimate = candidate.found
+    estimate = candidate.estimate
     assert estimate is not None
     fullest = max(estimate.peaks, key=lambda p: p.reserved)
     data: dict[str, Any] = {
@@ -60,19 +61,7 @@ def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]
         "mfu": estimate.mfu,
         "bubble": estimate.bubble,
         "exposed": dict(estimate.exposed),
-        "memory": {
-            "allocated": fullest.allocated,
-            "reserved": fullest.reserved,
-            "by_category": {c: fullest.by_category.get(c, 0) for c in CATEGORIES},
-            "by_stage": [
-                {
-                    "allocated": p.allocated,
-                    "reserved": p.reserved,
-                    "by_category": {c: p.by_category.get(c, 0) for c in CATEGORIES},
-                }
-                for p in estimate.peaks
-            ],
-        },
+        "memory": {**_bytes(fullest), "by_stage": [_bytes(p) for p in estimate.peaks]},
         "why": crosses_nodes(candidate.config.parallel, space.cluster.node),
     }
     if best:
@@ -90,27 +79,23 @@ def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]
     return data
 
 
+def _bytes(peak: RankPeak) -> dict[str, Any]:
+    return {
+        "allocated": peak.allocated,
+        "reserved": peak.reserved,
+        "by_category": {c: peak.by_category.get(c, 0) for c in CATEGORIES},
+    }
+
+
 def table(space: Space, found: Sequence[Candidate]) -> str:
     """Return the candidates as a table of text."""
     axes = [a for a in (*AXES, "ep") if any(getattr(c.config.parallel, a) > 1 for c in found)]
-    rows = [
-        [
-            *axes,
-            "zero",
-            "schedule",
-            "recompute",
-            "micro",
-            "step s",
-            "tokens/s",
-            "MFU",
-            "bubble",
-            "GiB",
-            "",
-        ]
-    ]
+    figures = ("step s", "tokens/s", "MFU", "bubble", "GiB", "")
+    rows = [[*axes, "zero", "schedule", "recompute", "micro", *figures]]
     for candidate in found:
-        estimate, parallel = candidate.found, candidate.config.parallel
+        estimate, parallel = candidate.estimate, candidate.config.parallel
         assert estimate is not None
+        warnings = [] if fits(space, candidate) else ["does not fit"]
         rows.append(
             [
                 *(str(getattr(parallel, axis)) for axis in axes),
@@ -123,12 +108,14 @@ def table(space: Space, found: Sequence[Candidate]) -> str:
                 f"{estimate.mfu:.1%}",
                 f"{estimate.bubble:.1%}",
                 f"{candidate.reserved / _GIB:.1f}",
-                "; ".join(
-                    ([] if fits(space, candidate) else ["does not fit"])
-                    + [w for w in [crosses_nodes(parallel, space.cluster.node)] if w]
-                ),
+                "; ".join(filter(None, [*warnings, crosses_nodes(parallel, space.cluster.node)])),
             ]
         )
+    return in_columns(rows)
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of texts as columns, each to the right."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{c:>{w}}" for c, w in zip(row, wide, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
@@ -136,7 +123,7 @@ def table(space: Space, found: Sequence[Candidate]) -> str:
 
 def in_words(space: Space, best: Candidate) -> str:
     """Return the best candidate's memory and time in words."""
-    estimate = best.found
+    estimate = best.estimate
     assert estimate is not None
     room = capacity(space.cluster)
     lines = [

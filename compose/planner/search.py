@@ -42,13 +42,15 @@ class Candidate:
     keys: dict[str, Any]
     """The keys that it sets."""
     rough: QuickEstimate
-    found: Estimate | None = None
-    """The estimate from a record; None if none was made."""
+    estimate: Estimate | None = None
+    """From a record; None if none was made."""
 
     @property
     def reserved(self) -> int:
         """Bytes that the allocator of the fullest rank has from the device."""
-        return max(p.reserved for p in self.found.peaks) if self.found else round(self.rough.memory)
+        return (
+            max(p.reserved for p in self.estimate.peaks) if self.estimate else round(self.rough.memory)
+        )
 
 
 def capacity(cluster: Cluster) -> int:
@@ -61,7 +63,7 @@ def order(
 ) -> tuple[Any, ...]:
     """Return what candidates are sorted by: those that fit come first."""
     room, size = capacity(space.cluster), candidate.reserved * size_factor
-    step = candidate.found.step_seconds if candidate.found else candidate.rough.step
+    step = candidate.estimate.step_seconds if candidate.estimate else candidate.rough.step
     step *= step_factor
     too_large = size > room
     if too_large or space.objective == "memory":
@@ -74,7 +76,7 @@ def fits(space: Space, candidate: Candidate) -> bool:
     return candidate.reserved <= capacity(space.cluster)
 
 
-_ALIKE = 2  # candidates that are alike, of which each has its turn before others of their kind
+_OF_A_MESH = 2  # candidates of one mesh that are recorded before those of other meshes
 Kind = tuple[object, ...]
 
 
@@ -102,7 +104,7 @@ class RecordQueue:
             kind = _kind(candidate)
             if kind not in factors:
                 factors[kind] = _factors(kind, found)
-            late = self._seen.get(_mesh(candidate), 0) >= _ALIKE
+            late = self._seen.get(_mesh(candidate), 0) >= _OF_A_MESH
             return (late, *order(self._space, candidate, *factors[kind]))
 
         candidate = self._left.pop(min(range(len(self._left)), key=place))
@@ -142,7 +144,7 @@ def _factors(kind: Kind, found: Sequence[Candidate]) -> tuple[float, float]:
     most = max(map(equal, found))
     near = [candidate for candidate in found if equal(candidate) == most]
     size = sum(math.log(c.reserved / c.rough.memory) for c in near) / len(near)
-    steps = [(c.found.step_seconds, c.rough.step) for c in near if c.found]
+    steps = [(c.estimate.step_seconds, c.rough.step) for c in near if c.estimate]
     step = sum(math.log(one / other) for one, other in steps) / len(near)
     return math.exp(size), math.exp(step)
 
@@ -326,7 +328,7 @@ def search(
                 key = _stream_key(job)
                 stream = streams[key] = streams.get(key) or stream_of(job, space.cluster)
             estimated = estimate(job, space.cluster, workers, stream)
-            measured = replace(candidate, config=job.config, found=estimated)
+            measured = replace(candidate, config=job.config, estimate=estimated)
             found.append(measured)
             progress(f"{len(found)}: {describe(measured)}")
     except KeyboardInterrupt:
@@ -360,8 +362,8 @@ def fewest(
         best = min((c.rough.step for c in rough), default=float("inf"))
         if train.global_batch * train.seq_len / best >= needed / 2:
             found = [c for c in search(here, most=4, progress=progress) if fits(here, c)]
-            if found and found[0].found:
-                rate = found[0].found.tokens_per_second_per_device * ranks
+            if found and found[0].estimate:
+                rate = found[0].estimate.tokens_per_second_per_device * ranks
                 progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")
                 if rate >= needed:
                     return here, found
@@ -379,6 +381,6 @@ def describe(candidate: Candidate) -> str:
     parts.append(f"recompute {candidate.config.activation_checkpoint.mode}")
     parts.append(f"micro_batch {candidate.config.train.micro_batch}")
     text = ", ".join(parts)
-    if candidate.found:
-        text += f": {candidate.found.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
+    if candidate.estimate:
+        text += f": {candidate.estimate.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
     return text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compose.planner import memory
-from compose.planner.memory import Peaks, replay, reserved_peak
+from compose.planner.memory import Peaks, replay
 from tests.support.command_lines import launch
 
 KB, MB = 2**10, 2**20
@@ -157,7 +157,6 @@ def given(*words: str, expandable: bool = False) -> Peaks:
             unit = {"K": KB, "M": MB}.get(amount[-1], 1)
             sizes[name] = int(float(amount.rstrip("KM")) * unit)
             events.append((ord(name), sizes[name]))
-    assert reserved_peak(events, expandable) == replay(events, expandable).reserved
     assert replay(events, expandable) == slow_replay(events, expandable)
     return replay(events, expandable)
 

@@ -23,7 +23,6 @@ from compose.planner.memory import (
     RankMemory,
     categorize,
     peak,
-    recorded_peak,
     stand_ins,
 )
 from compose.planner.record import Allocation, Record, Segment, casts
@@ -314,8 +313,6 @@ def test_categories_of_allocations() -> None:
     categorize(record, "output")
     assert {name: each.category for name, each in expected.items()} == {n: n for n in expected}
     assert last.category == "temporaries"
-    record.changes = [(0, 0, 8), (0, 1, 8), (0, 0, -8), (1, 3, 8)]
-    assert recorded_peak(record) == (16, {"gathered": 8, "activations": 8})
 
 
 def test_a_cpu_casts_before_it_adds() -> None:

@@ -73,7 +73,7 @@ def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
     def recorded(candidate: Candidate, size: float) -> Candidate:
         peak = RankPeak(int(size * 2**30), int(size * 2**30), {})
         found = Estimate([peak], candidate.rough.step, 1.0, 0.5, 0.0, {}, {}, [])
-        return replace(candidate, found=found)
+        return replace(candidate, estimate=found)
 
     every = [made("ZBVZeroBubble", tp, tp / 10, 40) for tp in (1, 2, 4)]
     every += [made("1F1B", tp, tp, 39) for tp in (1, 2, 4)]
@@ -171,8 +171,8 @@ def test_memory_ranks_candidates_when_asked() -> None:
     )
     fast = search(where, most=4)
     lean = search(replace(where, objective="memory"), most=4)
-    assert [c.found.step_seconds for c in fast if c.found] == sorted(
-        c.found.step_seconds for c in fast if c.found
+    assert [c.estimate.step_seconds for c in fast if c.estimate] == sorted(
+        c.estimate.step_seconds for c in fast if c.estimate
     )
     assert [c.reserved for c in lean] == sorted(c.reserved for c in lean)
 
@@ -321,7 +321,7 @@ def test_an_axis_that_the_plan_cannot_cut_is_left_out() -> None:
 def test_the_fewest_devices_are_found() -> None:
     shape = {"model__n_layers": 2, "train__global_batch": 8, "train__micro_batch": 1}
     where = space(TRAIN, "h100_sxm", 8, **shape)
-    one = search(replace(where, world_size=1), most=2)[0].found
+    one = search(replace(where, world_size=1), most=2)[0].estimate
     assert one is not None
     rate = one.tokens_per_second_per_device
     few, found = fewest(where, tokens=rate * 0.9 * 86400, days=1)
@@ -329,8 +329,8 @@ def test_the_fewest_devices_are_found() -> None:
     more, found = fewest(where, tokens=rate * 1.2 * 86400, days=1)
     assert more.world_size > 1
     assert found
-    assert found[0].found
-    assert found[0].found.tokens_per_second_per_device * more.world_size >= rate * 1.2
+    assert found[0].estimate
+    assert found[0].estimate.tokens_per_second_per_device * more.world_size >= rate * 1.2
     assert fewest(where, tokens=1e30, days=1)[1] == []
 
 
