@@ -21,8 +21,8 @@ import torch
 
 from compose import init_mesh
 from compose.build import build
-from compose.cli.cache import Cache, next_logits, open_cache
 from compose.cli.command_line import parse
+from compose.cli.sampling import Cache, next_logits, open_cache
 from compose.composition import Composition
 from compose.parallel.processes import process_group
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from compose.cli import TRAIN
 from compose.cli.command_line import read_arguments
 from compose.config.rules import check
 from compose.config.toml import load
@@ -80,7 +81,7 @@ def test_command_is_legal(line: str) -> None:
     given = [
         word for word in words if (word.startswith("--") and "=" in word) or word.endswith(".toml")
     ]
-    found = read_arguments(given, "", {})
+    found = read_arguments(given, "", TRAIN)
     check(load(str(ROOT / found.file), found.overrides), ranks)
 
 

@@ -1,1 +1,217 @@
-"""The command line: train.py and python -m compose."""
+"""The commands of train.py and python -m compose: what each takes, and what its --help prints."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Usage(NamedTuple):
+    """A command: where its function of that name is, what it takes, and what --help prints."""
+
+    module: str
+    """The module of compose.cli with the function."""
+    summary: str
+    """Its line in the list of commands."""
+    flags: Mapping[str, str]
+    """The name of each flag's value, by flag; "" for a flag without one."""
+    text: str
+    file: bool = True
+    """Whether it takes FILE.toml and --table.key=value; then --help lists the keys too."""
+
+
+TRAIN = Usage(
+    "",
+    "",
+    {"--dry-run": "", "--world-size": "N"},
+    """\
+Trains what FILE describes, on one process or on the ranks that torchrun starts.
+
+  --dry-run     print mesh, plan, parameters and bytes per rank without starting a process group
+  --world-size  with --dry-run: for how many ranks
+""",
+)
+COMMANDS = {
+    "verify": Usage(
+        "commands",
+        "Prove that the composition equals one process: torchrun -m compose verify FILE.toml.",
+        {},
+        """\
+Runs a few steps of the composition that FILE describes, on the ranks that torchrun starts, and the same
+with the whole model in plain PyTorch on one process. Compares all results, and exits with 0 if they are
+equal.
+""",
+    ),
+    "schedule": Usage(
+        "commands",
+        "Draw the pipeline's timeline: python -m compose schedule FILE.toml [--out timeline.svg|.png].",
+        {"--out": "FILE.svg or .png", "--world-size": "N"},
+        """\
+Draws which micro-batch each pipeline rank runs at what time, and prints what each rank waits and keeps.
+
+  --out         a picture of it
+  --world-size  ranks; default: as few as the degrees of FILE need
+""",
+    ),
+    "legal": Usage(
+        "commands",
+        "List the legal meshes of N ranks: python -m compose legal FILE.toml --world-size N.",
+        {"--world-size": "N"},
+        """\
+Lists each mesh of N ranks that FILE can run on, and counts the others by the reason.
+
+  --world-size  ranks
+""",
+    ),
+    "plan": Usage(
+        "plan",
+        "Find the best mesh: python -m compose plan FILE.toml --cluster NAME --world-size N.",
+        {
+            "--cluster": "NAME or FILE.toml",
+            "--world-size": "N",
+            "--as-is": "",
+            "--explain": "",
+            "--objective": "time|memory|devices",
+            "--tokens": "T",
+            "--days": "D",
+            "--free": "KEY[,KEY]",
+            "--candidates": "N",
+            "--against": "RUN_DIR",
+            "--json": "FILE",
+            "--report": "FILE.html",
+            "--write": "FILE.toml",
+        },
+        """\
+Looks for the best mesh and options of FILE on a cluster. Prints the best candidates, each with an
+estimate of its memory and step time (docs/planning.md). No GPU is needed.
+
+  --cluster     a cluster of clusters/, or a file like one
+  --world-size  ranks
+  --as-is       estimate FILE as it is, and look for nothing
+  --explain     say what the best candidate's alternatives cost
+  --objective   what is made small: step time (default), memory, or the number of devices
+  --tokens      with --objective devices: tokens to train on
+  --days        with --objective devices: days for them
+  --free        keys that FILE sets and the search may change
+  --candidates  how many candidates are estimated in full; default: 12
+  --against     folder of a run: compare its time and memory with the estimate
+  --json        file for all candidates
+  --report      page for a browser
+  --write       file for FILE with the best candidate's keys; with --against, for a corrected cluster
+""",
+    ),
+    "convert": Usage(
+        "commands",
+        "Convert Hugging Face weights to a checkpoint or back:"
+        " python -m compose convert SOURCE TARGET.",
+        {"--config": "FILE.toml", "--original": "FOLDER", "--dtype": "TYPE", "--merged": ""},
+        """\
+python -m compose convert SOURCE TARGET [--config FILE.toml] [--original FOLDER] [--dtype TYPE]
+    [--merged]
+
+SOURCE is Hugging Face's folder (config.json and safetensors), and TARGET becomes the folder of a run
+that begins with its weights; or SOURCE is a checkpoint, or the folder of a run, whose newest is taken,
+and TARGET becomes a folder that transformers opens. Of a run with adapters (model.lora) it becomes one
+that peft opens, or with --merged one of whole weights, with the adapters added to them.
+
+  --config    FILE.toml whose [model] it is; default: what SOURCE says
+  --original  Hugging Face's folder with the tokenizer, to be copied to one
+  --dtype     float32 (the default), bfloat16 or float16, of the weights in Hugging Face's folder
+  --merged    write whole weights, with the adapters of a run added to them
+""",
+        file=False,
+    ),
+    "tokenize": Usage(
+        "commands",
+        "Turn text or chats into ids: python -m compose tokenize --tokenizer FILE --out DIR FILES.",
+        {
+            "--tokenizer": "FILE",
+            "--out": "DIR",
+            "--field": "NAME",
+            "--chat": "",
+            "--end": "TOKEN",
+            "--no-special-tokens": "",
+            "--skip-bad": "",
+            "--workers": "N",
+        },
+        """\
+python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat]
+    [--end TOKEN] [--no-special-tokens] [--skip-bad] FILES...
+
+Makes DIR, which data.path and data.validation can name. A .jsonl file has a document on each line, a
+.parquet file one in each row (pip install 'dtensor-compose[parquet]'); any other file is one document
+of UTF-8 text. Started again, it goes on where it was.
+
+  --tokenizer  a tokenizer.json, or a folder with one
+  --out        folder to make
+  --field      field or column with the text; default: text, and messages with --chat
+  --chat       rows are chats, written by the tokenizer's chat template; replies alone are learnt
+  --end        token that ends a document, and a reply after which the chat template writes nothing;
+               default: the tokenizer's eos_token
+  --no-special-tokens
+               a text has only the end token; else what the tokenizer adds to a text too, such as a
+               token at its start
+  --skip-bad   leave out rows that cannot be used, and say how many; else the first one ends the command
+  --workers    processes; default: one for each core
+""",
+        file=False,
+    ),
+    "generate": Usage(
+        "generate",
+        "Continue a text with a trained model, or make images: python -m compose generate CHECKPOINT.",
+        {
+            "--prompt": "TEXT",
+            "--prompts": "FILE",
+            "--chat": "",
+            "--max-tokens": "N",
+            "--temperature": "T",
+            "--top-p": "P",
+            "--seed": "S",
+            "--cache": "auto|on|off",
+            "--no-special-tokens": "",
+            "--tokenizer": "FILE",
+        },
+        """\
+python -m compose generate CHECKPOINT --prompt TEXT [--prompts FILE] [--chat] [--max-tokens N]
+    [--temperature T] [--top-p P] [--seed S] [--cache auto|on|off] [--no-special-tokens]
+    [--tokenizer FILE] [--table.key=value ...]
+
+CHECKPOINT is a checkpoint, the folder of a run, whose newest whole one is taken, or Hugging Face's
+folder. Under torchrun all ranks hold the model together: parallel.dp_shard = -1 and zero = 3, if keys
+say nothing else. A text ends at any end token of the tokenizer, of generation_config.json, of
+config.json and of the chat template. Standard output has the texts alone; standard error says how many
+tokens a prompt has. Keys and values are kept, so that each token runs once. Where that cannot be, as
+with pp or cp above 1 and experts with a capacity, every token runs the whole text again.
+
+  --prompt            TEXT to continue; may be given several times
+  --prompts           FILE with one on each line; in .jsonl: a text, or an object with prompt or \
+messages
+  --chat              the prompt is a user's message, in the model's chat template; the reply \
+alone is shown
+  --max-tokens        tokens after it, unless the text ends before; default 128
+  --temperature       divides the logits; default 0.8; 0: the likeliest token
+  --top-p             sample from the likeliest tokens, this much together; default 0.95
+  --seed              the same gives the same text, on every mesh; default 0
+  --cache             on, or off: every token runs the whole text again; default auto: on, where \
+it can be
+  --no-special-tokens encode the prompt as ordinary text, with nothing added or recognised in it
+  --tokenizer         tokenizer.json or bytes; default: the run's, or Hugging Face's folder's, or bytes
+""",
+        file=False,
+    ),
+    "measure": Usage(
+        "plan",
+        "Measure this machine for the planner: [torchrun] -m compose measure --out FILE.toml.",
+        {"--out": "FILE.toml"},
+        """\
+python -m compose measure --out FILE.toml
+torchrun --nproc-per-node N -m compose measure --out FILE.toml
+
+Times matrix products, attention and copies, and with several ranks each collective on each axis that a
+mesh can have, in under 2 minutes. Nothing else should run on the machine. The first rank writes the
+file, which `--cluster` takes.
+""",
+        file=False,
+    ),
+}
+# The flags of all commands whose value is a path. Plain words are paths too.
+PATH_FLAGS = {"--against", "--cluster", "--config", "--json", "--original", "--out", "--report"}
+PATH_FLAGS |= {"--prompts", "--tokenizer", "--write"}

@@ -1,4 +1,4 @@
-"""The common part of all command lines: arguments, help, early checks and exit codes."""
+"""The common part of all command lines: words taken apart, help, early checks and exit codes."""
 
 import contextlib
 import dataclasses
@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from compose.checkpoint.hf_folder import source_problems
-from compose.checkpoint.peft import adapter_problems
 from compose.checkpoint.store import newest_first
+from compose.cli import COMMANDS, PATH_FLAGS, TRAIN, Usage
 from compose.config import rules
 from compose.config.job import Job
 from compose.config.models import find_model, model_names
@@ -36,6 +33,14 @@ from compose.errors import (
 )
 from compose.train.folder import strangers
 
+USAGE = """\
+{program} [FILE.toml] [--table.key=value ...]{flags}
+
+{about}
+FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string. --help TABLE lists the
+keys of one table alone.
+"""
+
 
 class Words(NamedTuple):
     """A command line taken apart."""
@@ -49,17 +54,10 @@ class Words(NamedTuple):
     given: list[tuple[str, str]]
     """The flags in their order. One may stand there several times."""
 
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a command that reads a TOML file."""
-
-    file: str
-    """The TOML file."""
-    overrides: list[tuple[str, str]]
-    """Keys that replace those of the file, with the text of their values."""
-    flags: dict[str, str]
-    """The flags with their values; "" for a flag without one."""
+    @property
+    def file(self) -> str:
+        """The TOML file of a command that reads one."""
+        return self.plain[0] if self.plain else "train.toml"
 
 
 @dataclass(frozen=True)
@@ -79,47 +77,13 @@ class Command:
         return self.job.config
 
 
-# The flags of all commands whose value is a path. Plain words are paths too.
-PATH_FLAGS = {"--against", "--cluster", "--config", "--json", "--original", "--out", "--report"}
-PATH_FLAGS |= {"--prompts", "--tokenizer", "--write"}
-# The flags of a program that trains, with the name of each flag's value.
-TRAIN_FLAGS = {"--dry-run": "", "--world-size": "N"}
-ABOUT_TRAIN = """\
-Trains what FILE describes, on one process or on the ranks that torchrun starts.
-
-  --dry-run     print mesh, plan, parameters and bytes per rank without starting a process group
-  --world-size  with --dry-run: for how many ranks
-"""
-USAGE = """\
-{program} [FILE.toml] [--table.key=value ...]{flags}
-
-{about}
-FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string. --help TABLE lists the
-keys of one table alone.
-"""
-
-
-def parse(
-    arguments: Sequence[str], program: str, trains: bool = False, about: str = ABOUT_TRAIN
-) -> Command:
+def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Command:
     """Read a command line, load its file, and check all that one process can check.
 
-    ``--help`` prints every key and exits.
-
-    Args:
-        arguments: The words after the program's name.
-        program: The program's name, for --help.
-        trains: Whether the program reads the data and writes ``run.dir``. Then it also has the flags
-            --dry-run and --world-size N.
-        about: What the program does, and its flags, for --help.
-
-    Returns:
-        The checked command.
-
-    Raises:
-        ConfigError: All problems found.
+    A program that trains also reads the data, writes ``run.dir``, and has the flags of TRAIN.
     """
-    given = read_arguments(arguments, program, TRAIN_FLAGS if trains else {}, about)
+    usage = TRAIN if trains else COMMANDS["verify"]
+    given = read_arguments(arguments, program, usage)
     dry_run = "--dry-run" in given.flags
     if "--world-size" in given.flags and not dry_run:
         raise ConfigError(f"{COMMAND_LINE}: --world-size: goes with --dry-run; else torchrun sets it")
@@ -143,12 +107,8 @@ def parse(
     return Command(job, data, dry_run)
 
 
-def world_size_of(given: Arguments) -> int:
-    """Return the number after --world-size, or 0 if the flag is absent.
-
-    Raises:
-        ConfigError: The value is not a number of ranks.
-    """
+def world_size_of(given: Words) -> int:
+    """Return the number after --world-size, or 0 if the flag is absent."""
     value = given.flags.get("--world-size")
     if value is None:
         return 0
@@ -158,11 +118,7 @@ def world_size_of(given: Arguments) -> int:
 
 
 def launched_ranks() -> int:
-    """Return the number of ranks that torchrun has started; 1 without torchrun.
-
-    Raises:
-        ConfigError: A variable that torchrun sets is missing or is no number.
-    """
+    """Return the number of ranks that torchrun has started; 1 without torchrun."""
     if "RANK" not in os.environ:
         return 1
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -173,21 +129,7 @@ def launched_ranks() -> int:
 
 
 def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True) -> Words:
-    """Take a command line apart.
-
-    The flags --help and -h are always known.
-
-    Args:
-        words: The words of the command line.
-        flags: The name of each flag's value, by flag; "" for a flag without one.
-        keys: Whether --table.key=value is allowed.
-
-    Returns:
-        The parts.
-
-    Raises:
-        ConfigError: An option is unknown, lacks its value, or has one where none is allowed.
-    """
+    """Take a command line apart: its flags, --help and -h, and --table.key=value with ``keys``."""
     known = [*flags, "--help"]
     found = Words([], [], {}, [])
     rest = list(words)
@@ -221,37 +163,28 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
 
 
 def named_path(text: str, flag: str = "") -> str:
-    """Return a path of a command line, with ``~`` expanded.
-
-    Raises:
-        ConfigError: It is no path of this machine.
-    """
+    """Return a path of a command line, with ``~`` expanded."""
     try:
         return local_path(text)
     except ValueError as error:
         raise ConfigError(f"{COMMAND_LINE}: {flag}{text} {error}") from None
 
 
-def read_arguments(
-    words: Sequence[str], program: str, flags: Mapping[str, str], about: str = ""
-) -> Arguments:
-    """Return the file, the overrides and the flags of a command line.
+def read_flags(command: str, words: Sequence[str]) -> Words:
+    """Return the words of a command without keys; --help prints its text and exits."""
+    usage = COMMANDS[command]
+    if {"--help", "-h"} & set(words):
+        print(usage.text, end="")
+        raise SystemExit(0)
+    return read_words(words, usage.flags, keys=False)
+
+
+def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
+    """Return the words of a program that reads a TOML file.
 
     ``--help`` prints every key and exits; with the name of a table, those of this table.
-
-    Args:
-        words: The words of the command line.
-        program: The program's name, for --help.
-        flags: The name of each flag's value, by flag; "" for a flag without one.
-        about: What the program does, and its flags, for --help.
-
-    Returns:
-        The arguments; the file defaults to train.toml.
-
-    Raises:
-        ConfigError: An option is unknown, or there is more than one file.
     """
-    found = read_words(words, flags)
+    found = read_words(words, usage.flags)
     if "--help" in found.flags:
         model, tables = dict(found.overrides).get("model.name", Model.name), []
         for word in found.plain:
@@ -260,33 +193,19 @@ def read_arguments(
             elif not word.endswith(".toml"):
                 near = did_you_mean(word, TABLES)
                 raise ConfigError(f"{COMMAND_LINE}: --help: unknown table {word}{near}")
-        usage = "" if tables else usage_text(program, flags, about)
-        print(usage + help_text(model, tables or TABLES))
+        shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in usage.flags.items())
+        head = USAGE.format(program=program, flags=shown, about=usage.text) + "\n"
+        print(("" if tables else head) + help_text(model, tables or TABLES))
         raise SystemExit(0)
     if len(found.plain) > 1:
         raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(found.plain)}")
-    return Arguments(found.plain[0] if found.plain else "train.toml", found.overrides, found.flags)
-
-
-def read_flags(words: Sequence[str], flags: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the plain words and the flags of a command line without keys.
-
-    Args:
-        words: The words of the command line.
-        flags: The name of each flag's value, by flag; "" for a flag without one.
-
-    Returns:
-        The plain words, and the flags with their values.
-
-    Raises:
-        ConfigError: A flag is unknown or lacks its value.
-    """
-    found = read_words(words, flags, keys=False)
-    return found.plain, found.flags
+    return found
 
 
 def device_problems(config: Config) -> list[str]:
     """Return why this machine cannot give the run ``run.device``; empty if it can."""
+    import torch
+
     if config.run.device == "cuda" and not torch.cuda.is_available():
         return ["run.device: cuda is not available here; use cpu or auto"]
     return []
@@ -297,8 +216,12 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
     problems: list[str] = []
     if _is_first_rank():
         if config.checkpoint.load_hf and job:
+            from compose.checkpoint.hf_folder import source_problems
+
             problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]
         if config.model.lora.load and job:
+            from compose.checkpoint.peft import adapter_problems
+
             problems += [f"model.lora.load: {problem}" for problem in adapter_problems(job)]
         problems += _run_dir(config)
     return problems
@@ -325,21 +248,6 @@ def _run_dir(config: Config) -> list[str]:
     except ValueError as error:
         return [f"run.dir: cannot write to {str(folder)!r}: {error}"]
     return []
-
-
-def usage_text(program: str, flags: Mapping[str, str], about: str) -> str:
-    """Return how a program is called and what it does.
-
-    Args:
-        program: The program's name.
-        flags: The name of each flag's value, by flag; "" for a flag without one.
-        about: What the program does, and its flags.
-
-    Returns:
-        The text.
-    """
-    shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in flags.items())
-    return USAGE.format(program=program, flags=shown, about=about) + "\n"
 
 
 def help_text(model: str, tables: Iterable[str]) -> str:

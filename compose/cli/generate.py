@@ -1,95 +1,108 @@
-"""The command `python -m compose generate`: it continues a text with a model, on the launch's mesh."""
+"""The command generate: a text that a model continues, or the samples that its task makes."""
 
 import itertools
+import json
 import os
 import sys
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import fill_weights, parallelize
 from compose.checkpoint.hf_folder import checkpoints, is_hugging_face, kept_tokenizer, model_in
 from compose.checkpoint.loading import damage, load
-from compose.cli.cache import Wanted, next_logits, open_cache
-from compose.cli.command_line import device_problems, launched_ranks, read_words
-from compose.cli.prompts import encode_prompts, given_prompts
+from compose.cli import COMMANDS
+from compose.cli.command_line import device_problems, launched_ranks, named_path, read_words
+from compose.cli.sampling import Sampling, sample, text_of
 from compose.composition import Composition
 from compose.config import rules
 from compose.config.job import Job
-from compose.config.models import max_seq_len
+from compose.config.models import Sampler, find_model, max_seq_len
 from compose.config.tables import Checkpoint, Comm, Compile, Config, Parallel, without_add_ons
 from compose.config.toml import COMMAND_LINE, override, typed
 from compose.config.toml import load as load_toml
+from compose.data.chat_messages import Chat, read_chat
+from compose.data.chat_replies import Replies
+from compose.data.documents import JSON_LINES
 from compose.data.generation_config import end_ids, repetition_penalty
-from compose.data.tokenizer import FILE, Bytes, Tokenizer, open_tokenizer
-from compose.errors import ConfigError, NonNegative, Positive
+from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
+from compose.errors import ConfigError
 from compose.parallel.mesh import init_mesh
 from compose.parallel.processes import process_group
-from compose.weights import named_generator
 
+Prompt = str | Chat
+"""A text, or the messages before a reply."""
+_SAMPLES_USAGE = """\
+python -m compose generate CHECKPOINT {flags}
+    [--table.key=value ...]
 
-@dataclass(frozen=True)
-class Sampling:
-    """The options for continuing a text."""
-
-    max_tokens: Positive = 128
-    """Most tokens after the prompt; the text may end before."""
-    temperature: Annotated[float, Field(ge=0)] = 0.8
-    """Divides the logits; 0 takes the likeliest token."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Sample from the fewest tokens that together have this probability."""
-    seed: NonNegative = 0
-    """The same seed gives the same text, on every mesh."""
-    cache: Wanted = "auto"
-    """Keep keys and values, so that a token runs once; "auto": where the model can have it."""
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits of tokens that are in the text already, from generation_config.json."""
-
-
-_FLAGS = {
-    "--prompt": "TEXT to continue; may be given several times",
-    "--prompts": "FILE with one on each line; in .jsonl: a text, or an object with prompt or messages",
-    "--chat": "",
-    "--max-tokens": f"tokens after it, unless the text ends before; default {Sampling.max_tokens}",
-    "--temperature": f"divides the logits; default {Sampling.temperature}; 0: the likeliest token",
-    "--top-p": f"sample from the likeliest tokens, this much together; default {Sampling.top_p}",
-    "--seed": f"the same gives the same text, on every mesh; default {Sampling.seed}",
-    "--cache": "on, or off: every token runs the whole text again; default auto: on, where it can be",
-    "--no-special-tokens": "",
-    "--tokenizer": "tokenizer.json or bytes; default: the run's, or Hugging Face's folder's, or bytes",
-}
-_HELP = _FLAGS | {
-    "--chat": "the prompt is a user's message, in the model's chat template; the reply alone is shown",
-    "--no-special-tokens": "encode the prompt as ordinary text, with nothing added or recognised in it",
-}
-USAGE = """\
-python -m compose generate CHECKPOINT --prompt TEXT [--prompts FILE] [--chat] [--max-tokens N]
-    [--temperature T] [--top-p P] [--seed S] [--cache auto|on|off] [--no-special-tokens]
-    [--tokenizer FILE] [--table.key=value ...]
-
-CHECKPOINT is a checkpoint, the folder of a run, whose newest whole one is taken, or Hugging Face's
-folder. Under torchrun all ranks hold the model together: parallel.dp_shard = -1 and zero = 3, if keys
-say nothing else. A text ends at any end token of the tokenizer, of generation_config.json, of
-config.json and of the chat template. Standard output has the texts alone; standard error says how many
-tokens a prompt has. Keys and values are kept, so that each token runs once. Where that cannot be, as
-with pp or cp above 1 and experts with a capacity, every token runs the whole text again.
+CHECKPOINT is a checkpoint, or the folder of a run, whose newest whole one is taken. Under torchrun all
+ranks hold the model together.
 """
 
 
 def generate(arguments: Sequence[str]) -> int:
-    """Continue a text with a trained model: python -m compose generate CHECKPOINT --prompt TEXT."""
+    """Continue a text with a trained model, or make the samples of its task."""
+    source = _source(arguments)
+    sampler = _sampler(source) if source else None
+    if sampler is None:
+        return _generate_text(arguments)
+    assert source is not None
     if {"--help", "-h"} & set(arguments):
-        print(USAGE, *(f"  {name:<20}{words}" for name, words in _HELP.items()), sep="\n")
+        flags = " ".join(f"[{flag} ...]" for flag in sampler.flags)
+        print(_SAMPLES_USAGE.format(flags=flags))
+        print(*(f"  {name:<13}{words}" for name, words in sampler.flags.items()), sep="\n")
         return 0
-    words = read_words(arguments, _FLAGS)
+    words = read_words(arguments, sampler.flags)
+    if len(words.plain) != 1:
+        raise ConfigError(f"command line: generate: needs one CHECKPOINT, got {len(words.plain)}")
+    folders = checkpoints(source)
+    job = job_of(source, folders, words.overrides, grows=False)
+    make = sampler.prepare(job.config, words.flags)
+    with process_group(job.config) as device:
+        make(open_model(job, folders, init_mesh(job.degrees, device.type), device))
+    return 0
+
+
+def _source(arguments: Sequence[str]) -> Path | None:
+    """Return the first word that is neither an option nor the value of one; None if there is none."""
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            return Path(named_path(word))
+        if "=" not in word and word not in ("-h", "--help") and rest:
+            rest.pop(0)
+    return None
+
+
+def _sampler(source: Path) -> Sampler | None:
+    """Return how the model of a folder makes samples; None: it continues a text, or is not known."""
+    try:
+        if is_hugging_face(source):
+            name = model_in(source).name
+        else:
+            files = [folder / "config.toml" for folder in checkpoints(source)]
+            found = next(filter(os.path.lexists, files), None)
+            name = load_toml(str(found), alone=True).model.name if found else ""
+        task = find_model(name).task if name else None
+    except ConfigError:
+        return None  # the command for text says what is wrong
+    return task.sampler if task else None
+
+
+def _generate_text(arguments: Sequence[str]) -> int:
+    """Continue a text with a trained model."""
+    if {"--help", "-h"} & set(arguments):
+        print(COMMANDS["generate"].text, end="")
+        return 0
+    words = read_words(arguments, COMMANDS["generate"].flags)
     if len(words.plain) != 1:
         raise ConfigError(f"{COMMAND_LINE}: generate: needs one CHECKPOINT, got {len(words.plain)}")
     prompts, source = given_prompts(words.given), Path(words.plain[0])
@@ -158,19 +171,10 @@ def job_of(
     overrides: Sequence[tuple[str, str]],
     grows: bool = True,
 ) -> Job:
-    """Return the job of the model in ``source``, for this launch's ranks.
+    """Return the checked job of the model in ``source``, for this launch's ranks.
 
-    Args:
-        source: A checkpoint, the folder of a run, or Hugging Face's folder.
-        folders: The checkpoints, newest first; none for Hugging Face's folder.
-        overrides: Keys with the text of their values.
-        grows: Whether sequences are of any length; else they are of train.seq_len.
-
-    Returns:
-        The checked job.
-
-    Raises:
-        ConfigError: The model cannot run on these ranks.
+    ``folders`` are its checkpoints, newest first; Hugging Face's folder has none. Sequences that do not
+    grow are of train.seq_len.
     """
     if folders:
         files = [folder / "config.toml" for folder in folders]
@@ -228,9 +232,6 @@ def open_model(
 
     The weights come from the first whole checkpoint in ``folders``. Damaged checkpoints before it are
     named on standard error. Without folders the weights come from ``checkpoint.load_hf``.
-
-    Raises:
-        ConfigError: No checkpoint is whole.
     """
     composition = parallelize(job, mesh, device)
     if not folders or job.config.model.lora.rank:  # a checkpoint of adapters has no other weights
@@ -255,117 +256,77 @@ def _newest_whole(folders: Sequence[Path], group: dist.ProcessGroup) -> Path:
     raise ConfigError(*damaged)
 
 
-def sample(
-    composition: Composition, tokens: Sequence[int], sampling: Sampling, ends: Collection[int] = ()
-) -> Iterator[int]:
-    """Yield the tokens with which the model continues ``tokens``, up to one of ``ends``.
+def given_prompts(flags: Iterable[tuple[str, str]]) -> list[Prompt]:
+    """Return the prompts of a command line, in their order."""
+    found: list[Prompt] = []
+    for flag, value in flags:
+        if flag == "--prompt":
+            found.append(value)
+        elif flag == "--prompts":
+            found += _read_prompts(Path(value))
+    if not all(found) or not found:
+        raise ConfigError(f"{COMMAND_LINE}: --prompt: needs a text to continue")
+    return found
 
-    This is a collective: every rank must take all tokens, and gets the same ones. With a cache of keys
-    and values (``Sampling.cache``) the prompt runs once, and then each token once. Without one, every
-    token runs the whole sequence again.
 
-    Args:
-        composition: The model.
-        tokens: The ids of the prompt.
-        sampling: How to continue.
-        ends: The ids that end the text; they are not yielded.
+def _read_prompts(path: Path) -> list[Prompt]:
+    """Return the prompts in a file; an empty line is none."""
+    try:
+        lines = path.read_text("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"is not UTF-8: {error.reason}"
+        raise ConfigError(f"{COMMAND_LINE}: --prompts: {path}: {reason}") from None
+    found: list[Prompt] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            in_json = path.suffix in JSON_LINES
+            found.append(_of_row(line) if in_json else line.removesuffix("\r"))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}:{number}: {error}") from None
+    if not found:
+        raise ConfigError(f"{COMMAND_LINE}: --prompts: {path}: holds no prompt")
+    return found
 
-    Returns:
-        An iterator over ids.
 
-    Raises:
-        ConfigError: The logits are not finite, or the model cannot have the cache that was asked for.
+def _of_row(line: str) -> Prompt:
+    """Return the prompt in a line of JSON. Raises ValueError if there is none."""
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if isinstance(row, dict) and "messages" in row:
+        return read_chat(row, "messages")
+    prompt = row.get("prompt") if isinstance(row, dict) else row
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError("is neither a text nor an object with a prompt or messages")
+    return prompt
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: bool, special: bool = True
+) -> list[list[int]]:
+    """Return the ids of each prompt.
+
+    With ``chat`` the tokenizer's chat template writes them, and a text is the message of a user.
+    ``special``: special tokens are added to a prompt, and recognised in it.
     """
-    known, cache = list(tokens), open_cache(composition, sampling.cache)
-    for _ in range(sampling.max_tokens):
-        logits = next_logits(composition, known, cache)
-        found = -1
-        if logits is not None:
-            logits = penalized(logits, known, sampling.repetition_penalty)
-            found = sample_token(logits, len(known), sampling)
-        # Ranks with logits have the same ones, except for rounding. The other ranks send -1.
-        chosen = torch.tensor(found, device=composition.mesh.device_type)
-        dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
-        token = int(chosen)
-        if token in ends:
-            return
-        known.append(token)
-        yield token
-
-
-def penalized(logits: Tensor, known: Sequence[int], penalty: float) -> Tensor:
-    """Make tokens less likely that are in the text already (Keskar et al. 2019, arXiv:1909.05858).
-
-    Args:
-        logits: The model's logits (V,).
-        known: The text so far.
-        penalty: Divides a positive logit, and multiplies a negative one.
-
-    Returns:
-        Logits (V,).
-    """
-    if penalty == 1:
-        return logits
-    seen = torch.tensor(sorted(set(known)))
-    there = logits[seen]
-    return logits.index_copy(0, seen, torch.where(there < 0, there * penalty, there / penalty))
-
-
-def sample_token(logits: Tensor, position: int, sampling: Sampling) -> int:
-    """Return a token: the likeliest one, or one drawn by the seed and ``position``.
-
-    Args:
-        logits: The model's logits (V,).
-        position: Place of the new token in the sequence.
-        sampling: How to sample_token.
-
-    Returns:
-        The id of the token.
-
-    Raises:
-        ConfigError: The logits are not finite.
-    """
-    if not bool(logits.max().isfinite()):  # NaN is the greatest; -inf forbids a token
-        raise ConfigError(
-            f"token {position}: the model's logits are not finite: its weights are damaged, or too"
-            " large for precision.param"
-        )
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    # Subtract the greatest logit: a temperature near 0 would make others infinite.
-    below = logits.double() - logits.max()
-    probabilities = nucleus((below / sampling.temperature).softmax(-1), sampling.top_p)
-    generator = named_generator(sampling.seed, str(position))
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Keep the most likely tokens, and set the probability of all others to 0.
-
-    The kept tokens are the fewest whose probabilities add up to ``top_p`` (Holtzman et al. 2019,
-    arXiv:1904.09751).
-
-    Args:
-        probabilities: Probabilities (V,).
-        top_p: The sum to reach.
-
-    Returns:
-        Probabilities (V,), not normalised again.
-    """
-    ordered, places = probabilities.sort(descending=True, stable=True)
-    before = ordered.cumsum(0) - ordered
-    return probabilities.index_fill(0, places[before >= top_p], 0.0)
-
-
-def text_of(tokenizer: Tokenizer, prompt: Sequence[int], found: Iterable[int]) -> Iterator[str]:
-    """Yield the text of ``prompt``, and then the text that each token adds.
-
-    The bytes of an unfinished character wait for the rest of it.
-    """
-    known, shown = list(prompt), 0
-    for more in itertools.chain([[]], ([token] for token in found)):
-        known += more
-        whole = tokenizer.decode(known).rstrip("\ufffd")
-        yield whole[shown:]
-        shown = max(shown, len(whole))
-    yield tokenizer.decode(known)[shown:]
+    if not chat:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) < len(prompts):
+            raise ConfigError(f"{COMMAND_LINE}: --prompts: holds messages; give --chat too")
+        return [tokenizer.encode(text, added=special, markup=special) for text in texts]
+    if not isinstance(tokenizer, JsonTokenizer):
+        raise ConfigError(f"{COMMAND_LINE}: --chat: bytes have no chat template")
+    replies, found = Replies(tokenizer), []
+    for prompt in prompts:
+        plain = isinstance(prompt, str)
+        asked = Chat([{"role": "user", "content": prompt}], [], {}) if plain else prompt
+        try:
+            messages = asked.messages if plain else replies.form(asked)[0]
+            written = replies.template.text(messages, asked.more, prompt=True)
+        except ValueError as error:
+            raise ConfigError(f"{tokenizer.path.parent}: {error}") from None
+        found.append(tokenizer.encode_markup(written)[0])
+    return found

@@ -1,64 +1,42 @@
-"""The command `python -m compose plan`: which mesh and options suit a model on a cluster."""
+"""The commands plan (which mesh and options suit a model on a cluster) and measure (a cluster's)."""
 
+import datetime
 import json
 import math
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from compose.cli.command_line import Arguments, read_arguments, world_size_of
+import torch
+import torch.distributed as dist
+
+from compose.cli import COMMANDS
+from compose.cli.command_line import Words, launched_ranks, read_arguments, read_flags, world_size_of
 from compose.config.job import make_job, of_one_island
 from compose.config.tables import Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load
 from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
-from compose.planner.cluster import as_toml, load_cluster
+from compose.parallel.processes import process_group
+from compose.planner.cluster import Cluster, as_toml, load_cluster
 from compose.planner.feedback import against, as_text, corrected
+from compose.planner.measure import SECONDS
+from compose.planner.measure import measure as measure_machine
 from compose.planner.page import write_html
 from compose.planner.report import alternatives, as_data, in_words, table, write_toml
 from compose.planner.search import DEGREES, TRIED, Candidate, Space, capacity, fewest, fits, own, search
 from compose.planner.trace import diloco_bytes, diloco_lines, diloco_wait
+from compose.train.metrics import peak_flops
 
-_FLAGS = {
-    "--cluster": "NAME or FILE.toml",
-    "--world-size": "N",
-    "--as-is": "",
-    "--explain": "",
-    "--objective": "time|memory|devices",
-    "--tokens": "T",
-    "--days": "D",
-    "--free": "KEY[,KEY]",
-    "--candidates": "N",
-    "--against": "RUN_DIR",
-    "--json": "FILE",
-    "--report": "FILE.html",
-    "--write": "FILE.toml",
-}
-_ABOUT = """\
-Looks for the best mesh and options of FILE on a cluster. Prints the best candidates, each with an
-estimate of its memory and step time (docs/planning.md). No GPU is needed.
-
-  --cluster     a cluster of clusters/, or a file like one
-  --world-size  ranks
-  --as-is       estimate FILE as it is, and look for nothing
-  --explain     say what the best candidate's alternatives cost
-  --objective   what is made small: step time (default), memory, or the number of devices
-  --tokens      with --objective devices: tokens to train on
-  --days        with --objective devices: days for them
-  --free        keys that FILE sets and the search may change
-  --candidates  how many candidates are estimated in full; default: 12
-  --against     folder of a run: compare its time and memory with the estimate
-  --json        file for all candidates
-  --report      page for a browser
-  --write       file for FILE with the best candidate's keys; with --against, for a corrected cluster
-"""
 _OBJECTIVES = ("time", "memory", "devices")
 _SECONDS = 60.0
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Find the best mesh: python -m compose plan FILE.toml --cluster NAME --world-size N."""
-    given = read_arguments(arguments, "python -m compose plan", _FLAGS, _ABOUT)
+    """Find the best mesh of a cluster for a model."""
+    given = read_arguments(arguments, "python -m compose plan", COMMANDS["plan"])
     if "--against" in given.flags:
         return _against(given)
     space = _space(given)
@@ -83,7 +61,7 @@ def plan(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _against(given: Arguments) -> int:
+def _against(given: Words) -> int:
     """Compare a run with its prediction; --write makes a corrected cluster's file."""
     if not given.flags.get("--cluster"):
         raise ConfigError(f"{COMMAND_LINE}: plan: --against needs --cluster, on which the run was made")
@@ -102,7 +80,7 @@ def _against(given: Arguments) -> int:
     return 0
 
 
-def _space(given: Arguments) -> Space:
+def _space(given: Words) -> Space:
     for flag in ("--cluster", "--world-size"):
         if not given.flags.get(flag):
             raise ConfigError(f"{COMMAND_LINE}: plan: needs {flag}; see --help")
@@ -145,7 +123,7 @@ def _space(given: Arguments) -> Space:
     return Space(config, cluster, world_size, frozenset(fixed), objective, islands)
 
 
-def _between_islands(given: Arguments, space: Space, best: Candidate) -> list[str]:
+def _between_islands(given: Words, space: Space, best: Candidate) -> list[str]:
     """Return what islands send each other, and how long training waits for it."""
     outer = load(given.file, given.overrides).outer
     messages = diloco_bytes(make_job(best.config, space.world_size), outer)
@@ -157,7 +135,7 @@ def _between_islands(given: Arguments, space: Space, best: Candidate) -> list[st
     ]
 
 
-def _fewest(given: Arguments, space: Space) -> tuple[Space, list[Candidate]]:
+def _fewest(given: Words, space: Space) -> tuple[Space, list[Candidate]]:
     amounts = {flag: _amount(given, flag) for flag in ("--tokens", "--days")}
     found = fewest(space, amounts["--tokens"], amounts["--days"], _progress())
     if not found[1]:
@@ -169,7 +147,7 @@ def _fewest(given: Arguments, space: Space) -> tuple[Space, list[Candidate]]:
     return found
 
 
-def _amount(given: Arguments, flag: str) -> float:
+def _amount(given: Words, flag: str) -> float:
     text = given.flags.get(flag, "")
     try:
         value = float(text)
@@ -190,7 +168,7 @@ def _progress() -> Callable[[str], None]:
     return progress
 
 
-def _search(given: Arguments, space: Space) -> list[Candidate]:
+def _search(given: Words, space: Space) -> list[Candidate]:
     text = given.flags.get("--candidates", "12")
     if (most := whole_number(text)) < 1:
         raise ConfigError(f"{COMMAND_LINE}: --candidates: {text} is not a number of candidates")
@@ -217,7 +195,7 @@ def _short(space: Space, best: Candidate) -> str:
     return f"nothing fits; the best is short of {over:.1f} GiB a device; {', '.join(cures)} would help"
 
 
-def _write(given: Arguments, space: Space, found: Sequence[Candidate]) -> None:
+def _write(given: Words, space: Space, found: Sequence[Candidate]) -> None:
     data = as_data(space, found)
     for flag in ("--json", "--report", "--write"):
         if flag not in given.flags:
@@ -246,3 +224,90 @@ def _value(config: Config, name: str) -> object:
     if head == "model" and not hasattr(held, key):
         held = held.config
     return getattr(held, key)
+
+
+def measure(arguments: Sequence[str], seconds: float = SECONDS) -> int:
+    """Measure this machine for the planner."""
+    given = read_flags("measure", arguments)
+    plain, flags = given.plain, given.flags
+    if plain:
+        raise ConfigError(f"{COMMAND_LINE}: measure: takes no {plain[0]}; --out names the file")
+    if not flags.get("--out"):
+        raise ConfigError(f"{COMMAND_LINE}: measure: needs --out FILE.toml, the file to write")
+    out = Path(flags["--out"])
+    launched_ranks()
+    if os.environ.get("RANK", "0") == "0":
+        _check_out(out)
+    with process_group(Config()) as device:
+        cluster = measure_machine(device, _peaks(device), seconds)
+        if dist.get_rank() == 0:
+            write_whole(out, as_toml(cluster, _measured_notes(cluster)))
+            print(f"{out}: {_measured_rates(load_cluster(str(out)))}", flush=True)
+    return 0
+
+
+def _check_out(out: Path) -> None:
+    """Raise ConfigError if ``out`` cannot be written, before anything is measured."""
+    if out.suffix != ".toml":
+        raise ConfigError(f"{COMMAND_LINE}: --out: {out} is no .toml file")
+    try:
+        if out.is_dir():
+            raise ConfigError(f"{COMMAND_LINE}: --out: {out} is a folder")
+        with tempfile.TemporaryFile(dir=out.parent):  # its name is new
+            pass
+    except OSError as error:
+        raise ConfigError(f"{COMMAND_LINE}: --out: cannot write {out}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{COMMAND_LINE}: --out: cannot write {str(out)!r}: {error}") from None
+
+
+def _peaks(device: torch.device) -> Mapping[str, float]:
+    """Return the maker's FLOP/s by type, for the types that are known."""
+    if device.type != "cuda":
+        return {}
+    name = torch.cuda.get_device_name(device)
+    found = {dtype: peak_flops(name, dtype) for dtype in ("bfloat16", "float8")}
+    found["float16"] = found["bfloat16"]
+    return {dtype: rate for dtype, rate in found.items() if rate}
+
+
+def _measured_notes(cluster: Cluster) -> list[str]:
+    measured = cluster.measured
+    day = datetime.datetime.now(datetime.timezone.utc).date()
+    notes = [
+        f"Measured on {day} by python -m compose measure, with torch {torch.__version__}:",
+        f"{measured.ranks} ranks at the same time, {cluster.node} a node, {measured.seconds:.0f} s.",
+    ]
+    rows = measured.collectives
+    if rows:
+        worst = max(rows, key=lambda row: row.error)
+        middle = sorted(row.error for row in rows)[len(rows) // 2]
+        notes.append(
+            f"Lines fitted to {len(rows)} collectives: median error {middle:.0%}, largest"
+            f" {worst.error:.0%} ({worst.kind}, {worst.ranks} ranks, stride {worst.stride})."
+        )
+    if measured.ranks == 1:
+        notes.append(
+            "[within] and [between] were not measured: there was one rank. [host] stands there."
+        )
+    elif measured.ranks <= cluster.node:
+        notes.append("[between] was not measured: there was one node. [within] stands there.")
+    if cluster.nccl_bytes:
+        notes.append(
+            "nccl_bytes, message_units and fill were not measured: they are those of"
+            " clusters/h100_sxm.toml."
+        )
+    return notes
+
+
+def _measured_rates(cluster: Cluster) -> str:
+    measured = cluster.measured
+    rates = ", ".join(
+        f"{cluster.device.peak[dtype] * share / 1e12:.3g} TFLOP/s of {dtype}"
+        for dtype, share in cluster.efficiencies.products.items()
+    )
+    return (
+        f"{rates}; {cluster.device.bandwidth / 1e9:.3g} GB/s of memory; {len(measured.products)}"
+        f" products, {len(measured.attention)} attentions and {len(measured.collectives)} collectives"
+        f" in {measured.seconds:.0f} s"
+    )

@@ -24,7 +24,7 @@ from compose.checkpoint.peft import (
     target_modules,
     write_adapters,
 )
-from compose.cli.convert import convert
+from compose.cli.commands import convert
 from compose.errors import ConfigError
 from tests.support.checkpoints import refusal
 from tests.support.command_lines import execute

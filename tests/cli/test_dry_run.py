@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import compose.memory.float8 as float8
 import train
-from compose.__main__ import COMMANDS
 from compose.build import build
+from compose.cli import COMMANDS
 from compose.cli.dry_run import Placed, placements
 from compose.config.job import Job
 from compose.config.rules import check

@@ -17,17 +17,8 @@ from compose.__main__ import main
 from compose.build import build, build_optimizer
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.hf_folder import load_hf, name_of
-from compose.cli.cache import next_logits
-from compose.cli.generate import (
-    Sampling,
-    _tokenizer,
-    job_of,
-    nucleus,
-    open_model,
-    sample,
-    sample_token,
-    text_of,
-)
+from compose.cli.generate import _tokenizer, job_of, open_model
+from compose.cli.sampling import Sampling, next_logits, nucleus, sample, sample_token, text_of
 from compose.config.toml import dump
 from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError

@@ -14,8 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compose import AttentionOptions, ConfigError, Documents, Parallel, Plan, apply
 from compose.build import build
-from compose.cli.cache import Cache, KeyValues, next_logits, obstacle, open_cache
-from compose.cli.generate import Sampling, sample
+from compose.cli.sampling import (
+    Cache,
+    KeyValues,
+    Sampling,
+    next_logits,
+    obstacle,
+    open_cache,
+    sample,
+)
 from compose.composition import Composition
 from compose.ops.attention import attention
 from models.layers.attention import AttentionCore

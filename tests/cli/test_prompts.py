@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, RepetitionPenaltyLogitsProcessor
 
-from compose.cli.generate import penalized
-from compose.cli.prompts import encode_prompts, given_prompts
+from compose.cli.generate import encode_prompts, given_prompts
+from compose.cli.sampling import penalized
 from compose.data.generation_config import (
     KEYS,
     end_ids,

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from compose.__main__ import COMMANDS
-from compose.cli import convert, generate, measure, plan, tokenize
-from compose.cli.command_line import PATH_FLAGS, read_words
+from compose.cli import COMMANDS, PATH_FLAGS
+from compose.cli.command_line import read_words
 from compose.config.tables import TABLES
 from compose.config.toml import load
 from compose.errors import ConfigError, LocalPath, LocalPaths, attribute, docs, local_path
@@ -137,7 +136,7 @@ def test_every_key_of_any_text_is_a_path_or_a_word() -> None:
 
 
 def test_every_flag_is_of_a_path_or_of_a_word() -> None:
-    flags = [each._FLAGS for each in (convert, generate, measure, plan, tokenize)]
+    flags = [usage.flags for usage in COMMANDS.values()]
     assert task.sampler is not None
     taken = {name for each in (*flags, task.sampler.flags) for name, value in each.items() if value}
     assert taken - PATH_FLAGS == FLAGS

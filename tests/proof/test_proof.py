@@ -401,6 +401,6 @@ def test_random_batch_reaches_from_end_to_end() -> None:
 
 def test_a_failed_verify_without_islands_names_none(capsys: pytest.CaptureFixture[str]) -> None:
     failed = Report([Row("loss", "step 1", 1.0, 1e-6, 0)])
-    with mock.patch("compose.__main__.prove", return_value=failed):
+    with mock.patch("compose.proof.prove.prove", return_value=failed):
         assert main(["verify", "train.toml"]) == 1
     assert capsys.readouterr().out == f"{failed}\n"

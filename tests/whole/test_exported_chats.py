@@ -13,7 +13,7 @@ import torch
 
 from compose.__main__ import main
 from compose.checkpoint.hf_folder import find_hf
-from compose.cli.prompts import encode_prompts
+from compose.cli.generate import encode_prompts
 from compose.data.tokenizer import open_tokenizer
 from tests.support.command_lines import execute
 from tests.support.helpers import make_job

@@ -23,7 +23,7 @@ import train
 from compose.__main__ import main
 from compose.checkpoint import store
 from compose.checkpoint.hf_conversion import export
-from compose.cli.generate import Sampling, sample_token
+from compose.cli.sampling import Sampling, sample_token
 from compose.errors import ConfigError
 from compose.parallel.processes import TrainingError
 from compose.planner.cluster import FOLDER

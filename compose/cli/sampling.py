@@ -1,4 +1,4 @@
-"""The logits of the next token, with or without a cache of keys and values.
+"""How a text is continued: the logits of the next token, with or without a cache, and its draw.
 
 Causal attention is the only place where a token of a language model reads others. So what earlier
 tokens give to a later one are their keys and values in each attention core. If these are kept, a token
@@ -11,31 +11,53 @@ forward while the model runs. So no model knows of it. What is kept are the keys
 rank's heads, as the core gets them: with latent attention those of all heads, and not the latent.
 """
 
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
 from compose.config.toml import COMMAND_LINE
-from compose.errors import ConfigError
+from compose.data.tokenizer import Tokenizer
+from compose.errors import ConfigError, NonNegative, Positive
 from compose.ops.attention import AttentionOptions, attention
 from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import axis_size
 from compose.train.evaluate import forward
+from compose.weights import named_generator
 
 Wanted = Literal["auto", "on", "off"]
 """Whether to keep keys and values: where it can be done, or else refuse, or never."""
 Forward = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The options for continuing a text."""
+
+    max_tokens: Positive = 128
+    """Most tokens after the prompt; the text may end before."""
+    temperature: Annotated[float, Field(ge=0)] = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Sample from the fewest tokens that together have this probability."""
+    seed: NonNegative = 0
+    """The same seed gives the same text, on every mesh."""
+    cache: Wanted = "auto"
+    """Keep keys and values, so that a token runs once; "auto": where the model can have it."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of tokens that are in the text already, from generation_config.json."""
 
 
 class KeyValues:
@@ -62,25 +84,12 @@ class KeyValues:
         return [kept[:, :, :held].transpose(1, 2) for kept in self._kept]
 
     def query(self, q_B1HK: Tensor, sinks: Tensor | None) -> Tensor:
-        """Compute attention of the last token's query to the keys that are kept.
-
-        Args:
-            q_B1HK: The query.
-            sinks: As the core takes them.
-
-        Returns:
-            (B, 1, H, V).
-        """
+        """Return attention (B, 1, H, V) of the last token's query to the keys that are kept."""
         keys, values = self.kept
         return attention(q_B1HK, keys, values, None, sinks, self.options)[0]
 
     def append(self, k_BLGK: Tensor, v_BLGV: Tensor) -> None:
-        """Add the keys and values of the next tokens.
-
-        Args:
-            k_BLGK: Keys; L is 1, except for the first tokens.
-            v_BLGV: Values.
-        """
+        """Add the keys and values of the next tokens; L is 1, except for the first tokens."""
         before, self.length = self.length, self.length + k_BLGK.shape[1]
         # Heads come first, so that the keys of a head lie together.
         new = [x.transpose(1, 2) for x in (k_BLGK, v_BLGV)]
@@ -112,11 +121,9 @@ class Cache:
 
     @contextmanager
     def taking(self, count: int) -> Iterator[None]:
-        """Let a forward inside of this context take the next tokens of the sequence.
+        """Let a forward inside of this context take the next ``count`` tokens: 1, but for the first.
 
-        Args:
-            count: Tokens; what the batch has more is padding, and is not kept. It is 1, except for the
-                first forward.
+        More tokens in the batch are padding, and are not kept.
         """
         assert count == 1 or not self.length
         forwards = {core: partial(_attend, kept, count, core.forward) for core, kept in self.of.items()}
@@ -168,16 +175,10 @@ def _replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
 def next_logits(
     composition: Composition, tokens: Sequence[int], cache: Cache | None = None
 ) -> Tensor | None:
-    """Return the logits of the token that follows ``tokens``; a collective.
+    """Return the logits of the token after ``tokens``, the whole text; a collective.
 
-    Args:
-        composition: The model.
-        tokens: The ids of the whole text.
-        cache: The keys and values of its first tokens. The others are run, and added to it. None runs
-            all tokens.
-
-    Returns:
-        Logits (V,) on the CPU, or None on ranks without the last token.
+    With a cache only tokens that are not in it run, and are added to it. Logits (V,) are on the CPU;
+    ranks without the last token get None.
     """
     mesh = composition.mesh
     first = cache.length if cache else 0
@@ -203,17 +204,7 @@ def next_logits(
 def open_cache(composition: Composition, wanted: Wanted) -> Cache | None:
     """Return an empty cache for a model, or None if every token is to run the whole text; a collective.
 
-    If ``wanted`` is "auto" and the model cannot have a cache, one line on standard error says why.
-
-    Args:
-        composition: The model.
-        wanted: Whether to keep keys and values.
-
-    Returns:
-        The cache, or None.
-
-    Raises:
-        ConfigError: ``wanted`` is "on", and the model cannot have a cache.
+    If the model cannot have a cache, "on" raises ConfigError, and "auto" says why on standard error.
     """
     if wanted == "off":
         return None
@@ -232,13 +223,7 @@ def obstacle(composition: Composition) -> str:
 
     The model is run on two tokens while its attention cores mix none. Then the logits of the second
     token must not depend on the first one. If they do, tokens are mixed elsewhere, and a token alone
-    would not give what it gives in its text.
-
-    Args:
-        composition: The model.
-
-    Returns:
-        The reason; "" if the model can have one.
+    would not give what it gives in its text. The reason is "" if the model can have a cache.
     """
     for axis in ("pp", "cp"):
         if (size := axis_size(composition.mesh, axis)) > 1:
@@ -274,18 +259,18 @@ class _Probe:
             other = next_logits(composition, [len(one) - 1, 0])
             assert other is not None
         if idle := [name for name in cores if not self._calls[name]]:
-            self._found(f"{idle[0]} does not run in the model's forward")
+            self._note(f"{idle[0]} does not run in the model's forward")
         # Ranks hold other heads, and round in other ways, and must agree.
-        found = torch.tensor([int(self._differs), int(_apart(one, other))])
+        found = torch.tensor([int(self._differs), int(_differ(one, other))])
         found = found.to(composition.mesh.device_type)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         differs, mixes = found.tolist()
         if differs:
-            self._found("a core with AttentionOptions computes something else than compose.attention")
+            self._note("a core with AttentionOptions computes something else than compose.attention")
         if mixes:
-            self._found("the model mixes tokens outside of its attention cores")
+            self._note("the model mixes tokens outside of its attention cores")
 
-    def _found(self, problem: str) -> None:
+    def _note(self, problem: str) -> None:
         self.problem = self.problem or problem
 
     def _alone(
@@ -302,27 +287,102 @@ class _Probe:
         """Return each token's own value."""
         self._calls[name] += 1
         if torch.compiler.is_compiling():
-            self._found("the model is compiled (compile.mode), and a cache grows with each token")
+            self._note("the model is compiled (compile.mode), and a cache grows with each token")
         elif self._calls[name] > 1:
-            self._found(f"{name} runs more than once in the model's forward")
+            self._note(f"{name} runs more than once in the model's forward")
         elif documents is not None:
-            self._found(f"{name} attends within documents, of which a token alone does not tell")
+            self._note(f"{name} attends within documents, of which a token alone does not tell")
         elif not q_BLHK.shape[1] == k_BLGK.shape[1] == self._length:
-            self._found(f"{name} has other queries and keys than one for each token")
+            self._note(f"{name} has other queries and keys than one for each token")
         else:
             cache = KeyValues(core.options)
             cache.append(k_BLGK, v_BLGV)
             whole = former(q_BLHK, k_BLGK, v_BLGV, documents, sinks)
             last = cache.query(q_BLHK[:, -1:], sinks)
-            self._differs = self._differs or _apart(whole[:, -1:], last)
+            self._differs = self._differs or _differ(whole[:, -1:], last)
         return v_BLGV.repeat_interleave(q_BLHK.shape[2] // v_BLGV.shape[2], 2)
 
     def _routed(self, router: nn.Module, inputs: Any, routing: Any) -> None:
         if getattr(routing, "kept", None) is not None:
-            self._found("experts have a capacity, and the whole text competes for it")
+            self._note("experts have a capacity, and the whole text competes for it")
 
 
-def _apart(one: Tensor, other: Tensor) -> bool:
+def _differ(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors differ by more than rounding in different kernels."""
     difference = float((one - other).double().norm() / one.double().norm())
     return difference > torch.finfo(one.dtype).eps ** 0.5
+
+
+def sample(
+    composition: Composition, tokens: Sequence[int], sampling: Sampling, ends: Collection[int] = ()
+) -> Iterator[int]:
+    """Yield the tokens with which the model continues ``tokens``, up to one of ``ends``.
+
+    This is a collective: every rank must take all tokens, and gets the same ones. With a cache of keys
+    and values (``Sampling.cache``) the prompt runs once, and then each token once. Without one, every
+    token runs the whole sequence again.
+    """
+    known, cache = list(tokens), open_cache(composition, sampling.cache)
+    for _ in range(sampling.max_tokens):
+        logits = next_logits(composition, known, cache)
+        found = -1
+        if logits is not None:
+            logits = penalized(logits, known, sampling.repetition_penalty)
+            found = sample_token(logits, len(known), sampling)
+        # Ranks with logits have the same ones, except for rounding. The other ranks send -1.
+        chosen = torch.tensor(found, device=composition.mesh.device_type)
+        dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
+        token = int(chosen)
+        if token in ends:
+            return
+        known.append(token)
+        yield token
+
+
+def penalized(logits: Tensor, known: Sequence[int], penalty: float) -> Tensor:
+    """Make tokens of the text so far less likely in logits (V,) (Keskar et al., arXiv:1909.05858)."""
+    if penalty == 1:
+        return logits
+    seen = torch.tensor(sorted(set(known)))
+    there = logits[seen]
+    return logits.index_copy(0, seen, torch.where(there < 0, there * penalty, there / penalty))
+
+
+def sample_token(logits: Tensor, position: int, sampling: Sampling) -> int:
+    """Return a token by logits (V,): the likeliest one, or one drawn by the seed and its position."""
+    if not bool(logits.max().isfinite()):  # NaN is the greatest; -inf forbids a token
+        raise ConfigError(
+            f"token {position}: the model's logits are not finite: its weights are damaged, or too"
+            " large for precision.param"
+        )
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    # Subtract the greatest logit: a temperature near 0 would make others infinite.
+    below = logits.double() - logits.max()
+    probabilities = nucleus((below / sampling.temperature).softmax(-1), sampling.top_p)
+    generator = named_generator(sampling.seed, str(position))
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Set the probabilities (V,) to 0, but of the fewest tokens that have ``top_p`` together.
+
+    They are not normalised again (Holtzman et al. 2019, arXiv:1904.09751).
+    """
+    ordered, places = probabilities.sort(descending=True, stable=True)
+    before = ordered.cumsum(0) - ordered
+    return probabilities.index_fill(0, places[before >= top_p], 0.0)
+
+
+def text_of(tokenizer: Tokenizer, prompt: Sequence[int], found: Iterable[int]) -> Iterator[str]:
+    """Yield the text of ``prompt``, and then the text that each token adds.
+
+    The bytes of an unfinished character wait for the rest of it.
+    """
+    known, shown = list(prompt), 0
+    for more in itertools.chain([[]], ([token] for token in found)):
+        known += more
+        whole = tokenizer.decode(known).rstrip("\ufffd")
+        yield whole[shown:]
+        shown = max(shown, len(whole))
+    yield tokenizer.decode(known)[shown:]

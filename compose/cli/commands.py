@@ -1,0 +1,279 @@
+"""The commands verify, schedule, legal, convert and tokenize.
+
+Each imports what it alone needs when it runs, so that the others start without it.
+"""
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch.distributed as dist
+
+from compose.cli import COMMANDS
+from compose.cli.command_line import parse, read_arguments, read_flags, world_size_of
+from compose.config import rules
+from compose.config.tables import Config
+from compose.config.toml import COMMAND_LINE, load
+from compose.errors import ConfigError, printable, whole_number
+from compose.parallel.islands import current, speaks
+from compose.parallel.mesh import AXES, init_mesh
+from compose.parallel.processes import process_group
+from compose.pipeline.schedules import build_table
+
+if TYPE_CHECKING:
+    from compose.data.token_set_writing import Counts
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Prove that the composition equals one process; 1 if it does not."""
+    from compose.proof.observers import parts_of_add_ons
+    from compose.proof.prove import prove
+    from compose.proof.report import joined
+
+    job = parse(arguments, "python -m compose verify").job
+    with process_group(job.config, job.islands) as device:
+        mesh = init_mesh(job.degrees, device.type)
+        reports = [part(job, mesh, device) for part in (prove, *parts_of_add_ons("prove"))]
+        report = joined([one for one in reports if one])
+        if dist.get_rank() == 0:
+            verdicts = current().everyone("verify", "" if report.ok else str(report))
+            several = verdicts if job.islands > 1 else []
+            wrong = [f"island {i}: {text}" for i, text in enumerate(several) if text]
+            if speaks():
+                print("\n".join(wrong) or report, flush=True)
+    return 0 if report.ok else 1
+
+
+def schedule(arguments: Sequence[str]) -> int:
+    """Draw the pipeline's timeline."""
+    from compose.pipeline import timeline
+
+    given = read_arguments(arguments, "python -m compose schedule", COMMANDS["schedule"])
+    out = given.flags.get("--out", "")
+    if out and Path(out).suffix not in (".svg", ".png"):
+        raise ConfigError(f"command line: --out: {out} is neither .svg nor .png")
+    config = load(given.file, given.overrides)
+    degrees = [getattr(config.parallel, axis) for axis in AXES]
+    world_size = world_size_of(given) or math.prod(max(1, degree) for degree in degrees)
+    try:
+        job = rules.check(config, world_size)
+        if job.degrees.pp == 1:
+            raise ConfigError("parallel.pp: 1 has no schedule; set --parallel.pp=2 or more")
+    except ConfigError as error:
+        raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
+    parallel, micro_batches = job.degrees, job.micro_batches
+    name, virtual_stages = parallel.pp_schedule, parallel.pp_virtual_stages
+    table = build_table(name, parallel.pp, virtual_stages, micro_batches)
+    title = (
+        f"{name}: {parallel.pp} ranks, {micro_batches} micro-batches, layers {list(parallel.pp_layers)}"
+    )
+    slots = timeline.simulate(table)
+    terminal = sys.stdout.isatty()
+    print(
+        title, timeline.as_text(slots, terminal, shutil.get_terminal_size((100, 24)).columns), sep="\n"
+    )
+    print(timeline.report(table, name, virtual_stages))
+    try:
+        if out.endswith(".svg"):
+            Path(out).write_text(timeline.as_svg(timeline.drawing(slots, title)), encoding="utf-8")
+        elif out:
+            timeline.write_png(timeline.drawing(slots, title), out)
+    except OSError as error:
+        raise ConfigError(f"command line: --out: cannot write {out}: {error.strerror}") from None
+    return 0
+
+
+def legal(arguments: Sequence[str]) -> int:
+    """List the legal meshes of N ranks."""
+    given = read_arguments(arguments, "python -m compose legal", COMMANDS["legal"])
+    world_size = world_size_of(given)
+    if not world_size:
+        raise ConfigError("command line: legal: needs --world-size N, the number of ranks")
+    config = load(given.file, given.overrides)
+    legal, refused = [], Counter[str]()
+    for degrees, problems in rules.survey(config, world_size):
+        if problems:
+            refused[problems[0]] += 1
+        else:
+            legal.append(degrees)
+    print("  ".join(AXES))
+    for degrees in legal:
+        print("  ".join(f"{degrees[axis]:<{len(axis)}}" for axis in AXES).rstrip())
+    end = ":" if refused else ""
+    print(f"{len(legal)} meshes of {world_size} ranks are legal, {refused.total()} are not{end}")
+    for problem, count in refused.most_common():
+        print(f"{count:>4}  {problem}")
+    return 0
+
+
+def _has_adapters(checkpoint: Path) -> bool:
+    from compose.checkpoint.store import read_state
+
+    try:
+        return read_state(checkpoint).lora is not None
+    except ConfigError:  # the export says what is wrong
+        return False
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """Convert Hugging Face weights to a checkpoint or back."""
+    from compose.checkpoint.hf_conversion import export, export_adapters, import_
+    from compose.checkpoint.hf_folder import checkpoints, is_hugging_face, model_in
+    from compose.checkpoint.safetensors_files import DTYPES
+
+    given = read_flags("convert", arguments)
+    folders, flags = given.plain, given.flags
+    if len(folders) != 2:
+        raise ConfigError(
+            f"{COMMAND_LINE}: convert: needs SOURCE and TARGET, got {len(folders)} folders"
+        )
+    source, target = (Path(word) for word in folders)
+    config = load(flags["--config"]) if "--config" in flags else None
+    if is_hugging_face(source):
+        for flag in ("--original", "--dtype", "--merged"):
+            if flag in flags:
+                raise ConfigError(f"{COMMAND_LINE}: {flag}: is for the way to Hugging Face")
+        done = import_(source, target, config or Config(model=model_in(source)))
+        then = f"a run with --run.dir={target} begins with it"
+    else:
+        name = flags.get("--dtype", "float32")
+        kinds = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+        if name not in kinds:
+            raise ConfigError(f"{COMMAND_LINE}: --dtype: {name} is none of {', '.join(kinds)}")
+        original = Path(flags["--original"]) if "--original" in flags else None
+        checkpoint = checkpoints(source)[0]
+        adapters, merged = _has_adapters(checkpoint), "--merged" in flags
+        if merged and not adapters:
+            raise ConfigError(f"{COMMAND_LINE}: --merged: {checkpoint} holds no adapters")
+        if adapters and not merged:
+            for flag in ("--original", "--dtype"):
+                if flag in flags:
+                    raise ConfigError(
+                        f"{COMMAND_LINE}: {flag}: is for whole weights; give --merged too"
+                    )
+            done, then = export_adapters(checkpoint, target, config), "peft opens it"
+        else:
+            done = export(checkpoint, target, config, original, kinds[name])
+            then = "transformers opens it"
+    if done.original:
+        print(
+            f"{source}: was made from {printable(done.original)}, of which its run kept nothing;"
+            " to export the tokenizer too, give that folder as --original",
+            file=sys.stderr,
+        )
+    files = f"{done.files} file{'s' * (done.files > 1)}"
+    print(f"{done.path}: {done.tensors} tensors, {done.bytes:,} bytes, in {files}; {then}", flush=True)
+    return 0
+
+
+def tokenize(arguments: Sequence[str]) -> int:
+    """Turn text or chats into ids."""
+    from compose.data.chat_replies import Replies
+    from compose.data.token_files import open_token_set
+    from compose.data.token_set_writing import describe_job, make_token_set
+    from compose.data.tokenizer import open_tokenizer
+
+    given = read_flags("tokenize", arguments)
+    files, flags = given.plain, given.flags
+    missing = [name for name in ("--tokenizer", "--out") if not flags.get(name)]
+    if missing or not files:
+        what = missing[0] if missing else "FILES"
+        raise ConfigError(f"{COMMAND_LINE}: tokenize: needs {what}; see --help")
+    workers = flags.get("--workers", str(os.cpu_count() or 1))
+    if whole_number(workers) < 1:
+        raise ConfigError(f"{COMMAND_LINE}: --workers: {workers} is not a number of processes")
+    tokenizer = open_tokenizer(Path(flags["--tokenizer"]))
+    chat, added = "--chat" in flags, "--no-special-tokens" not in flags
+    if chat and not added:
+        raise ConfigError(
+            f"{COMMAND_LINE}: --no-special-tokens: is for text; a chat has the tokens that its template"
+            " writes"
+        )
+    end = tokenizer.end
+    if "--end" in flags:
+        found = tokenizer.tokenizer.token_to_id(flags["--end"])
+        if found is None:
+            raise ConfigError(
+                f"{COMMAND_LINE}: --end: {flags['--end']} is no token of {tokenizer.name}"
+            )
+        end = found
+    if chat:
+        Replies(tokenizer)  # raises if there is no template
+    elif end < 0:
+        raise ConfigError(
+            f"{COMMAND_LINE}: --end: {tokenizer.name} does not say which token ends a document"
+        )
+    field = flags.get("--field", "messages" if chat else "text")
+    kind = "chat" if chat else "text"
+    job = describe_job(tokenizer, kind, field, end, [Path(name) for name in files])
+    job = replace(job, added=job.added if added else False, skip_bad="--skip-bad" in flags)
+    target = Path(flags["--out"])
+    bar = ProgressBar(sum(size for _, size, _ in job.files))
+    counts = make_token_set(job, target, whole_number(workers), bar)
+    bar.end()
+    left_out = f", {counts.empty:,} without a reply left out" if chat and counts.empty else ""
+    what = "conversations" if chat else "documents"
+    print(f"{target}: {counts.tokens:,} tokens, {counts.documents:,} {what}{left_out}", flush=True)
+    if chat or counts.bad:
+        lengths = np.diff(open_token_set(target).ends, prepend=0)
+        print(_table(counts, lengths, chat), flush=True)
+    return 0
+
+
+def _table(counts: "Counts", lengths: np.ndarray, chat: bool) -> str:
+    """Return what became of the rows."""
+    from compose.data.token_files import as_table
+
+    half, most = np.percentile(lengths, [50, 99]).astype(int) if len(lengths) else (0, 0)
+    share = 100 * counts.learnt / max(1, counts.tokens)
+    lines = [
+        ("rows", counts.rows + counts.bad, ""),
+        ("replies", counts.replies if chat else None, "to learn"),
+        ("tokens learnt", counts.learnt if chat else None, f"{share:.1f} % of {counts.tokens:,}"),
+        ("longest", int(lengths.max(initial=0)), f"tokens; half have at most {half:,}, 99 % {most:,}"),
+        ("empty", counts.empty or None, "left out: " + ("no reply to learn" if chat else "no text")),
+        *(("note", count, note) for note, count in counts.notes.items()),
+        ("bad", counts.bad or None, "left out (--skip-bad), for example:"),
+    ]
+    return "\n".join([as_table(lines), *(f"    {reason}" for reason in counts.reasons)])
+
+
+class ProgressBar:
+    """The progress on standard error.
+
+    On a terminal it is one line that changes; else it prints a line for each tenth.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.begun, self.shown = max(1, size), time.monotonic(), 0
+        self.first: int | None = None  # bytes that an earlier attempt has finished
+        self.terminal = sys.stderr.isatty()
+
+    def __call__(self, done: int, counts: "Counts") -> None:
+        """Show how far the job is."""
+        passed = time.monotonic() - self.begun
+        if self.first is None:
+            self.first = done
+        rate = (done - self.first) / passed if passed else 0.0
+        left = f"{(self.size - done) / rate:,.0f} s left" if rate else "..."
+        part = done / self.size
+        words = f"{part:4.0%}  {done / 1e6:,.1f} MB  {counts.tokens:,} tokens  {left}"
+        if self.terminal:
+            bar = "#" * int(30 * part)
+            print(f"\r[{bar:<30}] {words:<60}", end="", file=sys.stderr, flush=True)
+        elif int(10 * part) > self.shown:
+            self.shown = int(10 * part)
+            print(words, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """End the line on a terminal."""
+        if self.terminal:
+            print(file=sys.stderr)
