@@ -9,8 +9,9 @@ is an error, and so is a parameter that no pattern covers.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import (
@@ -99,16 +100,12 @@ class Plan:
     """
 
     def __str__(self) -> str:
-        rows = [("tensor", key, repr(style)) for key, style in self.tensor.items()]
-        rows += [("replicate", key, "") for key in self.replicate]
-        rows += [("expert", key, repr(style)) for key, style in self.expert.items()]
-        rows += [("context", key, repr(style)) for key, style in self.context.items()]
-        rows += [
-            ("shard", unit if isinstance(unit, str) else " + ".join(unit), "") for unit in self.shard
-        ]
-        rows += [("checkpoint", key, "") for key in self.checkpoint]
-        rows += [("compile", key, "") for key in self.compile]
-        rows += [("float8", key, "") for key in self.float8]
+        rows: list[tuple[str, str, str]] = []
+        for part in _PRINTED:
+            values = getattr(self, part)
+            for key in values:
+                style = repr(values[key]) if isinstance(values, Mapping) else ""
+                rows.append((part, key if isinstance(key, str) else " + ".join(key), style))
         rows += [("", f"but not in {key}", "") for key in self.float8_except]
         if self.pipeline:
             ends = (self.pipeline.first, [f"{self.pipeline.layers}.*"], self.pipeline.last)
@@ -121,6 +118,11 @@ class Plan:
         return "\n".join(f"{kind:<11}{key:<{wide + 2}}{style}".rstrip() for kind, key, style in rows)
 
 
+_PRINTED = ("tensor", "replicate", "expert", "context", "shard", "checkpoint", "compile", "float8")
+_WITH_STYLES = ("tensor", "context", "expert")
+_NAMES = ("replicate", "checkpoint", "compile", "float8", "float8_except")
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A plan resolved for a model: module names replace the patterns."""
@@ -128,15 +130,15 @@ class Resolved:
     tensor: list[tuple[str, ParallelStyle]]
     replicate: list[str]
     context: list[tuple[str, ParallelStyle]]
+    expert: list[tuple[str, ParallelStyle]]
     shard: list[list[str]]
     checkpoint: list[str]
     compile: list[str]
     float8: list[str]
     float8_except: list[str]
+    output: str
     pipeline: Pipeline | None
     heads: tuple[int, int] | None
-    expert: list[tuple[str, ParallelStyle]]
-    output: str
 
     def without(self, modules: Iterable[str]) -> "Resolved":
         """Return what is left if ``modules``, with everything inside them, are on other ranks."""
@@ -146,35 +148,16 @@ class Resolved:
             return name not in gone and not inside(name, gone)
 
         units = [[name for name in unit if here(name)] for unit in self.shard]
-        return Resolved(
-            [(name, style) for name, style in self.tensor if here(name)],
-            [name for name in self.replicate if here(name)],
-            [(name, style) for name, style in self.context if here(name)],
-            [unit for unit in units if unit],
-            [name for name in self.checkpoint if here(name)],
-            [name for name in self.compile if here(name)],
-            [name for name in self.float8 if here(name)],
-            [name for name in self.float8_except if here(name)],
-            self.pipeline,
-            self.heads,
-            [(name, style) for name, style in self.expert if here(name)],
-            self.output,
+        return replace(
+            self,
+            shard=[unit for unit in units if unit],
+            **{part: [each for each in getattr(self, part) if here(each[0])] for part in _WITH_STYLES},
+            **{part: [name for name in getattr(self, part) if here(name)] for part in _NAMES},
         )
 
 
 def resolve(plan: Plan, model: nn.Module) -> Resolved:
-    """Match every pattern of a plan with a model's modules.
-
-    Args:
-        plan: The plan.
-        model: The model.
-
-    Returns:
-        The resolved plan.
-
-    Raises:
-        ConfigError: All problems of the plan.
-    """
+    """Match every pattern of a plan with a model's modules; ConfigError has all problems."""
     names = [name for name, _ in model.named_modules() if name]
     problems: list[str] = []
 
@@ -184,69 +167,55 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
             problems.append(f"plan.{part}: pattern {pattern!r} matches no module{near}")
         return found
 
-    tensor = [(n, s) for pattern, s in plan.tensor.items() for n in match("tensor", pattern)]
-    replicate = [n for pattern in plan.replicate for n in match("replicate", pattern)]
-    context = [(n, s) for pattern, s in plan.context.items() for n in match("context", pattern)]
-    expert = [(n, s) for pattern, s in plan.expert.items() for n in match("expert", pattern)]
-    shard: list[list[str]] = []
-    for unit in plan.shard:
-        if isinstance(unit, str):
-            shard += [[name] for name in match("shard", unit)]
-        else:
-            shard.append([name for pattern in unit for name in match("shard", pattern)])
-    checkpoint = [n for pattern in plan.checkpoint for n in match("checkpoint", pattern)]
-    compiled = [n for pattern in plan.compile for n in match("compile", pattern)]
-    float8 = [n for pattern in plan.float8 for n in match("float8", pattern)]
-    excepted = [n for pattern in plan.float8_except for n in match("float8_except", pattern)]
-    output = match("output", plan.output) if plan.output else []
+    def resolved(part: str) -> Any:
+        patterns = getattr(plan, part)
+        if part in _WITH_STYLES:
+            return [(name, patterns[pattern]) for pattern in patterns for name in match(part, pattern)]
+        if part in _NAMES:
+            return [name for pattern in patterns for name in match(part, pattern)]
+        if part == "output":
+            return match(part, patterns) if patterns else []
+        if part == "shard":
+            units = []
+            for unit in patterns:
+                if isinstance(unit, str):
+                    units += [[name] for name in match(part, unit)]
+                else:
+                    units.append([name for pattern in unit for name in match(part, pattern)])
+            return units
+        return patterns
 
+    parts = {each.name: resolved(each.name) for each in fields(Resolved)}
     if problems:  # after a mistyped pattern, uncovered parameters are no news
         raise ConfigError(*problems)
-    problems += _twice("tensor or replicate", [n for n, _ in tensor] + replicate)
-    problems += _twice("context", [n for n, _ in context])
-    problems += _twice("expert", [n for n, _ in expert])
-    problems += _twice("shard", [n for unit in shard for n in unit])
+    outputs = parts["output"]
+    found = Resolved(**{**parts, "output": outputs[0] if outputs else ""})
+    tensor, expert = [n for n, _ in found.tensor], [n for n, _ in found.expert]
+    sharded = [n for unit in found.shard for n in unit]
+    problems += _twice("tensor or replicate", tensor + found.replicate)
+    problems += _twice("context", [n for n, _ in found.context])
+    problems += _twice("expert", expert)
+    problems += _twice("shard", sharded)
     if plan.tensor:
-        placing = [n for n, s in tensor if not isinstance(s, _ACTIVATION_STYLES)] + replicate
-        problems += _uncovered("tensor", _CURE, placing + [n for n, _ in expert], model)
-        problems += _unfit_styles(tensor, model)
-        problems += local_parallel.unfit(model, tensor)
+        placing = [n for n, s in found.tensor if not isinstance(s, _ACTIVATION_STYLES)]
+        problems += _uncovered("tensor", _CURE, [*placing, *found.replicate, *expert], model)
+        problems += _unfit_styles(found.tensor, model)
+        problems += local_parallel.unfit(model, found.tensor)
     if plan.shard:
-        problems += _uncovered("shard", "", [n for unit in shard for n in unit], model)
-        problems += _unfit_units(shard, model)
+        problems += _uncovered("shard", "", sharded, model)
+        problems += _unfit_units(found.shard, model)
     if plan.pipeline:
         problems += _unfit_pipeline(plan.pipeline, model)
-    problems += _twice("float8", float8)
-    problems += _unfit_float8(float8, excepted, dict(tensor), model)
-    problems += _unfit_output(output, model)
+    problems += _twice("float8", found.float8)
+    problems += _unfit_float8(found.float8, found.float8_except, dict(found.tensor), model)
+    problems += _unfit_output(outputs, model)
     if problems:
         raise ConfigError(*problems)
-    return Resolved(
-        tensor,
-        replicate,
-        context,
-        shard,
-        checkpoint,
-        compiled,
-        float8,
-        excepted,
-        plan.pipeline,
-        plan.heads,
-        expert,
-        output[0] if output else "",
-    )
+    return found
 
 
 def matching(pattern: str, names: Sequence[str]) -> tuple[list[str], str]:
-    """Return the names that ``pattern`` matches, and a hint if there are none.
-
-    Args:
-        pattern: The pattern.
-        names: The names of all modules.
-
-    Returns:
-        The matching names, and a hint at the nearest name or an empty string.
-    """
+    """Return the names that ``pattern`` matches, and if there are none a hint at the nearest one."""
     found = [name for name in names if _matches(name, pattern)]
     return found, "" if found else did_you_mean(pattern, _as_patterns(names, pattern))
 
@@ -355,15 +324,7 @@ def _unfit_output(names: list[str], model: nn.Module) -> list[str]:
 
 
 def inside(name: str, modules: Set[str]) -> bool:
-    """Return whether a module or parameter is inside one of several modules.
-
-    Args:
-        name: Name of the module or parameter.
-        modules: Names of the modules that may hold it.
-
-    Returns:
-        True if it is inside one of them, at any depth.
-    """
+    """Return whether a module or parameter is inside one of several modules, at any depth."""
     return any(outer in modules for outer in _around(name))
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import Words, launched_ranks, read_arguments, read_flags, world_size_of
-from compose.config.job import make_job, of_one_island
+from compose.config.job import check_dealt, make_job
 from compose.config.tables import Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load
 from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
@@ -116,8 +117,13 @@ def _space(given: Words) -> Space:
                 f"{given.file}: outer.every makes islands of the ranks of parallel.dp_replicate; set"
                 f" that to 2 or more that divide {world_size}; it is {islands}"
             )
-        config, world_size = of_one_island(config), world_size // islands
-        config = without_add_ons(config)
+        world_size, train = world_size // islands, config.train
+        check_dealt(train.global_batch, islands)
+        config = replace(
+            without_add_ons(config),
+            parallel=replace(config.parallel, dp_replicate=1),
+            train=replace(train, global_batch=train.global_batch // islands),
+        )
         fixed.add("parallel.dp_replicate")
         print(f"islands: {islands} of {world_size} of the {all_ranks} ranks; planned is one of them")
     return Space(config, cluster, world_size, frozenset(fixed), objective, islands)

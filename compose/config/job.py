@@ -24,33 +24,27 @@ class Job:
     config: Config
     """The tables. The degrees are known. In a checked job the layers of each stage are known too."""
     world_size: int
-    """Number of ranks."""
+    """Number of ranks; of one island, if there are several."""
     model: nn.Module
     """The whole model, on meta, with its adapters. Code that changes it must copy it first."""
     plan: Plan
-    """The model's plan for the config's degrees."""
+    """The model's plan for the degrees."""
     resolved: Resolved
     """The plan, resolved for the model."""
     islands: int = 1
-    """Islands that train alone ([outer]). Then all else here is of one island: its ranks, its degrees
-    and its part of the global batch."""
-
-    @property
-    def whole(self) -> Config:
-        """The tables of the whole job, as they were given: of all islands together."""
-        if self.islands == 1:
-            return self.config
-        parallel, train = self.config.parallel, self.config.train
-        return replace(
-            self.config,
-            parallel=replace(parallel, dp_replicate=self.islands),
-            train=replace(train, global_batch=train.global_batch * self.islands),
-        )
+    """Groups of ranks that train alone: the ranks of dp_replicate with [outer]. The tables are those of
+    all; what is computed from them here is of one."""
 
     @property
     def degrees(self) -> Parallel:
-        """The table [parallel]."""
-        return self.config.parallel
+        """The table [parallel], of one island."""
+        parallel = self.config.parallel
+        return replace(parallel, dp_replicate=parallel.dp_replicate // self.islands)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one island in a step."""
+        return self.config.train.global_batch // self.islands
 
     @property
     def on_cuda(self) -> bool:
@@ -65,8 +59,8 @@ class Job:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one rank in a step; 0 if the division has a remainder."""
-        train, ranks = self.config.train, self.degrees.dp_replicate * self.degrees.dp_shard
-        whole, rest = divmod(train.global_batch, ranks * train.micro_batch)
+        ranks = self.degrees.dp_replicate * self.degrees.dp_shard
+        whole, rest = divmod(self.global_batch, ranks * self.config.train.micro_batch)
         return 0 if rest else whole
 
     @property
@@ -74,7 +68,7 @@ class Job:
         """The options for ``compose.apply``."""
         task = find_model(self.config.model.name).task
         inputs = partial(_inputs_on_meta, task, self.config) if task else None
-        return replace(self.config.options, inputs=inputs)
+        return replace(self.config.options, parallel=self.degrees, inputs=inputs)
 
     @property
     def setup(self) -> Setup:
@@ -90,55 +84,29 @@ class Job:
 
 
 def make_job(config: Config, world_size: int, model: nn.Module | None = None) -> Job:
-    """Build the model of ``config`` on meta, and resolve its plan.
+    """Return the job of a config with known degrees, not checked yet.
 
-    With [outer] the job is that of one island.
-
-    Args:
-        config: The config; its degrees are known.
-        world_size: Number of ranks, of all islands.
-        model: The model of the config, on meta, if it is there already.
-
-    Returns:
-        The job, not checked yet.
-
-    Raises:
-        ConfigError: The model cannot be built, or the plan does not fit it.
+    The model is built on meta, unless it is given, and its plan resolved. Raises ConfigError if one of
+    these fails.
     """
     folder, shape = find_model(config.model.name), config.model.config
     model, islands = model or folder.on_meta(shape), 1
     for _, islands_of in brought("islands"):
         islands *= islands_of(config)
-    if islands > 1:
-        config, world_size = of_one_island(config), world_size // islands
-    plan = adapt(model, folder.plan(shape, config.parallel), config.model.lora, config.parallel.tp)
-    return Job(config, world_size, model, plan, resolve(plan, model), islands)
+    check_dealt(config.train.global_batch, islands)
+    degrees = replace(config.parallel, dp_replicate=config.parallel.dp_replicate // islands)
+    plan = adapt(model, folder.plan(shape, degrees), config.model.lora, degrees.tp)
+    return Job(config, world_size // islands, model, plan, resolve(plan, model), islands)
 
 
-def of_one_island(config: Config) -> Config:
-    """Return the tables of one island of a config with [outer].
-
-    Args:
-        config: The config of all islands, the ranks of dp_replicate.
-
-    Returns:
-        The same with one replica, and an island's part of the global batch.
-
-    Raises:
-        ConfigError: The global batch cannot be dealt to the islands.
-    """
-    islands, train = config.parallel.dp_replicate, config.train
-    if train.global_batch % islands:
-        nearest = max(1, round(train.global_batch / islands)) * islands
+def check_dealt(global_batch: int, islands: int) -> None:
+    """Raise ConfigError if the samples of a step cannot be dealt to so many islands."""
+    if global_batch % islands:
+        nearest = max(1, round(global_batch / islands)) * islands
         raise ConfigError(
-            f"train.global_batch: {train.global_batch} cannot be dealt to {islands} islands, the"
+            f"train.global_batch: {global_batch} cannot be dealt to {islands} islands, the"
             f" ranks of dp_replicate; nearest: {nearest}"
         )
-    return replace(
-        config,
-        parallel=replace(config.parallel, dp_replicate=1),
-        train=replace(train, global_batch=train.global_batch // islands),
-    )
 
 
 def _inputs_on_meta(task: Task, config: Config) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ def _task(job: Job) -> None:
 
 
 def _global_batch(job: Job) -> None:
-    train, degrees = job.whole.train, job.whole.parallel
+    train, degrees = job.config.train, job.config.parallel
     ranks = degrees.dp_replicate * degrees.dp_shard
     unit = ranks * train.micro_batch
     if train.global_batch % unit == 0:
@@ -270,7 +270,7 @@ def check(config: Config, world_size: int) -> Job:
 
 
 def _with_layers(job: Job) -> Job:
-    config, degrees = job.config, job.degrees
+    config, degrees = job.config, job.config.parallel
     stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
     assert job.plan.pipeline is not None
     layers = balanced(job.model, job.plan.pipeline, stages, job.options.sample)
