@@ -55,7 +55,7 @@ def prove(
     batches = [
         {
             name: value.to(device)
-            for name, value in task.random_batch(config, train.global_batch, train.seed + step).items()
+            for name, value in task.random_batch(config, job.global_batch, train.seed + step).items()
         }
         for step in range(steps)
     ]

@@ -74,7 +74,7 @@ class Report:
                 'this GPU is faster with precision.param = "bfloat16" and compile.mode = "block"'
                 " (recipes/llama_one_gpu.toml)"
             )
-        if crossing := crosses_nodes(job.config.parallel):
+        if crossing := crosses_nodes(job.degrees):
             self.say(f"{crossing}, whose links are slow; docs/planning.md")
 
     def write(self, metrics: StepMetrics) -> None:

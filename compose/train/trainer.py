@@ -51,8 +51,7 @@ class Trainer:
         Raises:
             ConfigError: The data, the checkpoint, the first weights or the folder cannot be used.
         """
-        # The whole job's: of samples and files. What the job itself holds is one island's.
-        config, islands = job.whole, current()
+        config, islands = job.config, current()
         self.job, self.config, self.mesh, self.device = job, config, mesh, device
         train, shape = config.train, config.model.config
         self.composition = parallelize(job, mesh, device)
@@ -62,7 +61,7 @@ class Trainer:
         share = islands.index * count + index, islands.count * count
         self.batches = training_batches(config, data, share, device)
         self.last_step = min(train.stop_after or train.steps, train.steps)
-        self.validation = Validation(job.config, data.validation, device, self.last_step)
+        self.validation = Validation(job, data.validation, device, self.last_step)
         self.step_tokens = train.global_batch * train.seq_len
         peak, devices = device_peak(device, config.precision), mesh.size() * islands.count
         # The tokens per second if every device ran at its peak.

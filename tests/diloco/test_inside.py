@@ -46,7 +46,7 @@ def trained(keys: Keys, skipped: bool) -> tuple[dict[str, Tensor], list[dict[str
     job = make_job(ranks * islands.count, **{"parallel__dp_replicate": islands.count, **keys})
     mesh = make_mesh(job.degrees)
     trainer = Trainer(job, mesh, torch.device("cpu"))
-    length, share = job.config.train.seq_len, job.config.train.global_batch
+    length, share = job.config.train.seq_len, job.global_batch
     of = job.degrees.dp_shard
 
     def batch(_: int) -> Mapping[str, Tensor]:
