@@ -39,10 +39,10 @@ STUDY = Study(
     lr=3e-4,
     # Without the rotation, and weights in bfloat16 where int8 is asked for.
     code={
-        "int4, bare": "import compose.compression.units as u; u.ROTATED = False",
+        "int4, bare": "import compose.compression.reduce as r; r.ROTATED = False",
         "bfloat16 weights": (
-            "import compose.compression.units as u; real = u.Blocks;"
-            " u.Blocks = lambda bits, *a, **k: real(16, *a, **k)"
+            "import compose.compression.reduce as r; real = r.Blocks;"
+            " r.Blocks = lambda bits, *a, **k: real(16, *a, **k)"
         ),
     },
 )

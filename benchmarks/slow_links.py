@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from compose import (
     Comm,
@@ -34,7 +35,7 @@ from compose import (
     init_mesh,
     init_weights,
 )
-from compose.compression.kernels import compile_kernels
+from compose.compression.compressor import Compression
 from compose.config.models import find_model
 from compose.data.samples import random_batch
 from compose.ops.torch_versions import ALL_GATHER, REDUCE_SCATTER
@@ -83,6 +84,12 @@ def paced(pace: Pace) -> Iterator[None]:
             slowed = partial(pace.wrap, getattr(dist, name), count)
             stack.enter_context(mock.patch.object(dist, name, slowed))
         yield
+
+
+def compressed(options: Options, mesh: DeviceMesh, compiled: bool) -> Compression | None:
+    """As compose.compression.compress: the model need not be compiled where codes are."""
+    zero = options.parallel.zero
+    return Compression(options.comm, mesh, zero, compiled) if options.comm.codes else None
 
 
 def made(shape: dict[str, int], comm: Comm) -> Composition:
@@ -142,13 +149,12 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     pace = Pace()
-    if not arguments.eager:
-        compile_kernels()
     tokens = {"slow": arguments.tokens, "fast": 2048}
     shapes = {"slow": SLOW, "fast": FAST}
     if arguments.small:
         tokens, shapes = dict.fromkeys(tokens, 32), dict.fromkeys(shapes, SMALL)
-    with paced(pace):
+    compress = partial(compressed, compiled=not arguments.eager)
+    with paced(pace), mock.patch("compose.compression.compress", compress):
         for name, comm in KINDS.items():
             found = {}
             for link, rate in (("slow", arguments.gbit * 1e9 / 8), ("fast", float("inf"))):

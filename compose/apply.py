@@ -9,10 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from compose.composition import Composition, Options
-from compose.compression.activations import Activations
-from compose.compression.compression import Compression
-from compose.compression.kernels import compile_kernels
+from compose.composition import Composition, Options, StyleMessages
+from compose.config.addons import brought
 from compose.config.composition_rules import check_setup
 from compose.config.rule import Setup
 from compose.errors import ConfigError
@@ -21,14 +19,12 @@ from compose.memory.activation_offload import ActivationOffload
 from compose.memory.compilation import apply_compile
 from compose.memory.float8 import Choice, apply_float8, float8_styles, select_layers
 from compose.ops.dropout import Masks, dropouts
-from compose.parallel.coded_units import levels_of
 from compose.parallel.context_parallel import Balance, ContextParallel
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.hpz import HpzGather, hpz_groups
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.output import Output
-from compose.parallel.stream_messages import with_codes
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
 from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
 from compose.pipeline.schedules import schedule_of
@@ -100,15 +96,12 @@ def apply(
     functions = "ignore" if compile.mode != "off" else "refuse" if tp > 1 else "tie"
     dropout = Masks(model, modules, drops, functions) if drops else None
     apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
-    comm = options.comm
-    compression = Compression(comm, mesh.device_type) if comm.codes else None
-    if compression and compile.mode != "off":
-        compile_kernels()
-    coded = compression.activations if compression else None
+    compression = next((compress(options, mesh) for _, compress in brought("compress")), None)
+    sent = compression.activations if compression else None
     if tp > 1:
-        _tensor(model, resolved, mesh["tp"], choice, coded)
+        _tensor(model, resolved, mesh["tp"], choice, sent)
     if over is not None:
-        _expert(model, resolved, over["ep"], coded)
+        _expert(model, resolved, over["ep"], sent)
     if cp > 1:
         _context(model, resolved, mesh["cp"])
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
@@ -121,7 +114,6 @@ def apply(
     apply_compile(model, modules, resolved.compile, experts, compile, mesh["tp"])
     near = hpz_groups(mesh, parallel.zero3_reshard, zero, over)
     gathers: list[HpzGather] = []
-    levels = levels_of(mesh, comm.near, zero) if comm.compresses else None
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
         how = Sharding(
@@ -133,10 +125,9 @@ def apply(
             options.comm.prefetch,
             near,
             over,
-            levels=levels,
         )
         for stage in stages:
-            how = replace(how, units=compression.stage() if compression and comm.compresses else None)
+            how = replace(how, messages=compression.stage() if compression else None)
             here = resolved.without(stage.absent)
             # Without a mesh of their own they are in their layers' units.
             experts = [name for name, _ in here.expert] if over is not None else []
@@ -196,11 +187,15 @@ def _broadcast(model: nn.Module, device_type: str) -> None:
 
 
 def _tensor(
-    model: nn.Module, resolved: Resolved, mesh: DeviceMesh, choice: Choice, coded: Activations | None
+    model: nn.Module,
+    resolved: Resolved,
+    mesh: DeviceMesh,
+    choice: Choice,
+    sent: StyleMessages | None,
 ) -> None:
     replicated = [(name, Replicated()) for name in resolved.replicate]
     styles = float8_styles(resolved.tensor, resolved.float8, choice)
-    styles = with_codes(styles, coded, "tp") if coded else styles
+    styles = sent.styles(styles, "tp") if sent else styles
     apply_tensor_parallel(model, styles + replicated, mesh)
     elsewhere = {id(p) for name, _ in resolved.expert for p in model.get_submodule(name).parameters()}
     whole = [
@@ -214,8 +209,8 @@ def _tensor(
         )
 
 
-def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, coded: Activations | None) -> None:
-    for name, style in with_codes(resolved.expert, coded, "ep") if coded else resolved.expert:
+def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, sent: StyleMessages | None) -> None:
+    for name, style in sent.styles(resolved.expert, "ep") if sent else resolved.expert:
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
 
 

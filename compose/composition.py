@@ -3,14 +3,16 @@
 The result of ``compose.apply``: the cut model, and what was done to it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from compose.compression.compression import Compression
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.activation_offload import ActivationOffload
 from compose.memory.compilation import Compile
@@ -20,6 +22,7 @@ from compose.ops.batch import Sample
 from compose.ops.dropout import Masks
 from compose.parallel.comm import Comm
 from compose.parallel.context_parallel import Balance
+from compose.parallel.data_parallel import UnitMessages
 from compose.parallel.expert_parallel import RoutingMetrics
 from compose.parallel.hpz import HpzGather
 from compose.parallel.mesh import Parallel
@@ -53,6 +56,46 @@ class Options:
         return self.inputs or self.seq_len
 
 
+class StyleMessages(Protocol):
+    """Messages of styles that an add-on sends in another way."""
+
+    def styles(
+        self, styles: Iterable[tuple[str, ParallelStyle]], axis: str
+    ) -> list[tuple[str, ParallelStyle]]:
+        """Return styles by modules' names, with copies of those whose messages it sends."""
+        ...
+
+
+class Messages(Protocol):
+    """The messages that an add-on sends in place of those of data, tensor and expert parallel."""
+
+    activations: StyleMessages | None
+
+    def stage(self) -> UnitMessages | None:
+        """Return the messages of a new stage's units, if it sends those."""
+        ...
+
+    def optimizer_step(self, scale: float) -> AbstractContextManager[None]:
+        """Let gradients be those of one optimizer step, of a loss scale."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of a step for metrics.jsonl."""
+        ...
+
+    def begin_at(self, step: int) -> None:
+        """Note how many optimizer steps a run has taken."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the next step depends on, by name."""
+        ...
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned. Raises ConfigError for anything else."""
+        ...
+
+
 @dataclass(frozen=True)
 class Composition:
     """A model that was cut over a mesh, with everything that running it needs.
@@ -82,7 +125,7 @@ class Composition:
     """The layers that compute in float8."""
     gathers: Sequence[HpzGather] = ()
     """Gathers of units whose shards neighbours keep for a step."""
-    compression: Compression | None = None
+    compression: Messages | None = None
     """The messages that are sent in fewer bytes, if any are."""
     dropout: Masks | None = None
     """The masks of dropout, if the model has any."""

@@ -45,11 +45,7 @@ ROOMS = (
 # They hang on hooks: nothing above imports them.
 ADD_ONS = ("proof", "compression", "diloco", "profiling", "planner", "cli", "__main__")
 # Imports that lead from a room to an add-on, and are still to go.
-LEFT = {
-    "apply compression",
-    "composition compression",
-    "parallel compression",
-}
+LEFT: set[str] = set()
 MAX = {"folders": 15, "files at the top": 8, "modules": 255}
 # Rooms and files that say how a model is cut and computed: they know tables, and no run's config.
 WITHOUT_CONFIG = (

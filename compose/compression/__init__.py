@@ -1,6 +1,19 @@
-"""Messages in fewer bytes: quantized, low-rank and sparse weights and gradients."""
+"""Messages of weights, gradients and activations in fewer bytes, as [comm] asks for them.
+
+A unit's gradients become bytes in four steps: codec.py rounds blocks, packing.py puts them into a
+message, gather.py and reduce.py send it. compressor.py lets the units of a composition do so.
+"""
 
 from typing import Any
+
+
+def compress(options: Any, mesh: Any) -> Any:
+    """Return the compressed messages of what ``compose.apply`` makes with options; None without any."""
+    if not options.comm.codes:
+        return None
+    from compose.compression.compressor import Compression
+
+    return Compression(options.comm, mesh, options.parallel.zero, options.compile.mode != "off")
 
 
 def hooks(trainer: Any) -> list[Any]:

@@ -1,117 +1,336 @@
-"""Activations that a composition sends in a code: their places, their bytes and what they lose."""
+"""Activations in 8 bits: the messages of tensor and expert parallel, and what they lose.
 
-from collections.abc import Callable
+A message of the residual stream exchanges codes, and each rank sums its own part in float32. Rows that
+go to experts are sent as codes, and back.
+"""
+
+from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from compose.compression.exchange import Traffic
-from compose.compression.row_codes import RowCode
+from compose.compression.codec import (
+    SCALE_BYTES,
+    Blocks,
+    block_scales,
+    empty_codes,
+    encode_blocks,
+    integers,
+    kernel,
+    pieces,
+    read_steps,
+    write_steps,
+)
+from compose.compression.gather import Traffic
+from compose.ops.operators import operator
+from compose.parallel.stream_messages import Kind, SendsActivations, exchange, send_plain
 
-PURPOSE = "activations"
+FLOAT8 = torch.float8_e4m3fn
+LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 
 
-@dataclass
-class Lost:
-    """What the messages of a place have lost, as squares of norms."""
+@dataclass(frozen=True)
+class RowCode:
+    """The codec of rows of activations in 8 bits. Any rows can go to any rank.
 
-    lost: float = 0.0
-    expected: float = 0.0
-    whole: float = 0.0
-    """Of what plain messages bring."""
-    elements: int = 0
+    A row of D elements is cut into equal blocks of at most ``block`` elements, each with its own scale.
+    float8 is e4m3 (Micikevicius et al. 2022, arXiv:2209.05433).
+    """
 
-    def plus(self, other: "Lost") -> "Lost":
-        """Return what both have lost."""
-        sums = (
-            self.lost + other.lost,
-            self.expected + other.expected,
-            self.whole + other.whole,
-            self.elements + other.elements,
-        )
-        return Lost(*sums)
+    kind: Literal["int8", "float8"]
+    block: int
+    compiled: bool = False
+
+    def bytes(self, width: int) -> int:
+        """Return the bytes of a row of so many elements."""
+        count, size = self._blocks(width)
+        return count * (size + SCALE_BYTES)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Return the codes (..., bytes), uint8, of rows (..., D) of any float type."""
+        flat = self.cut(rows).flatten(0, -2)
+        if self.kind == "int8":
+            codes = encode_blocks(flat, 8, False, self.compiled)
+        else:
+            codes = encode_float8(flat, self.compiled)
+        return codes.view(*rows.shape[:-1], self.bytes(rows.shape[-1]))
+
+    def decode(self, codes: Tensor, width: int) -> Tensor:
+        """Return the rows (..., width), float32, of codes (..., bytes)."""
+        count, size = self._blocks(width)
+        flat = codes.reshape(-1, size + SCALE_BYTES)
+        if self.kind == "int8":
+            blocks = Blocks(8, size, compiled=self.compiled).decode(flat, torch.float32)
+        else:
+            blocks = decode_float8(flat, self.compiled)
+        return blocks.view(*codes.shape[:-1], count * size)[..., :width]
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Return the padded blocks (..., count, size) of rows (..., D)."""
+        count, size = self._blocks(rows.shape[-1])
+        return F.pad(rows, (0, count * size - rows.shape[-1])).unflatten(-1, (count, size))
+
+    def _blocks(self, width: int) -> tuple[int, int]:
+        """Return how many blocks a row has, and their elements."""
+        count = -(-width // self.block)
+        return count, -(-width // count)
+
+
+@operator("compose::encode_float8")
+def encode_float8(x: Tensor, compiled: bool = False) -> Tensor:
+    """Return blocks (N, size) in float8, each with its scale behind it, (N, size + 2), uint8."""
+    out = empty_codes(x, 8)
+    for at in pieces(x):
+        codes, scales = kernel(_encoded_float8, compiled)(x[at])
+        integers(out[at]).copy_(codes.view(torch.int8))
+        write_steps(out[at], scales)
+    return out
+
+
+encode_float8.register_fake(lambda x, *_: empty_codes(x, 8))
+
+
+@operator("compose::decode_float8")
+def decode_float8(codes: Tensor, compiled: bool = False) -> Tensor:
+    """Return the elements (N, size), float32, of blocks in float8."""
+    out = codes.new_empty(len(codes), codes.shape[1] - SCALE_BYTES, dtype=torch.float32)
+    for at in pieces(out):
+        found = integers(codes[at]).contiguous().view(FLOAT8)
+        out[at] = kernel(_decoded_float8, compiled)(found, read_steps(codes[at]))
+    return out
+
+
+@decode_float8.register_fake
+def _(codes: Tensor, compiled: bool = False) -> Tensor:
+    return codes.new_empty(len(codes), codes.shape[1] - SCALE_BYTES, dtype=torch.float32)
+
+
+def _encoded_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.float()
+    scales = block_scales(x, LARGEST_FLOAT8)
+    # A block of zeros has the scale 0; its codes are 0 too.
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    # The scale is rounded, so the largest element may be a little above the largest code.
+    return (x * inverse).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8), scales
+
+
+def _decoded_float8(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * scales
 
 
 class Activations:
-    """The coded activations of a composition."""
+    """The compressed activations of a composition."""
 
     def __init__(self, code: RowCode, traffic: Traffic) -> None:
-        """Take the form of the codes, and the count of what is sent."""
+        """Take the codec, and the count of what is sent."""
         self.code, self.traffic = code, traffic
-        self.places: list[Place] = []
-        self.account: dict[tuple[str, bool], Lost] | None = None
-        """What was lost by place and whether it was a gradient; None if nothing is noted."""
-        self.exact = True
+        self.observer: Callable[..., Tensor] | None = None
+        """Is told of every message, and returns what it shall bring; see :meth:`Sends.brings`."""
+        self.places: list[Sends] = []
 
-    def at(self, name: str, axis: str) -> "Place":
-        """Return a new place."""
-        self.places.append(Place(self, name, axis))
-        return self.places[-1]
-
-    def open_account(self, exact: bool = True) -> None:
-        """Note from now on what messages lose.
-
-        Args:
-            exact: Whether results are those of plain messages then; if not, they stay what they were.
-        """
-        self.account, self.exact = {}, exact
+    def styles(
+        self, styles: Iterable[tuple[str, ParallelStyle]], axis: str
+    ) -> list[tuple[str, ParallelStyle]]:
+        """Return ``styles`` with copies of those that can send codes over an axis, which do so."""
+        found = []
+        for name, style in styles:
+            if isinstance(style, SendsActivations):
+                style = copy(style)
+                place = Sends(self, name, axis)
+                self.places.append(place)
+                if axis == "ep":
+                    style.send = partial(send_rows, place)
+                else:
+                    style.send = partial(send_stream, place.key)
+            found.append((name, style))
+        return found
 
 
 @dataclass(eq=False)
-class Place:
+class Sends:
     """The messages of one module."""
 
     owner: Activations
     name: str
     axis: str
     key: str = field(init=False)
-    """The place as a string: torch.compile passes it to an operator."""
+    """It as a string: torch.compile passes it to an operator."""
 
     def __post_init__(self) -> None:
         self.key = f"{self.name} {id(self):x}"
-        _PLACES[self.key] = self
+        _BY_KEY[self.key] = self
 
-    @property
-    def code(self) -> RowCode:
-        """The form of the codes."""
-        return self.owner.code
-
-    def count(self, coded: int, plain: int) -> None:
+    def count(self, sent: int, plain: int) -> None:
         """Count the bytes that this rank sends to others, and those of plain messages."""
-        self.owner.traffic.add(PURPOSE, self.axis, coded)
-        self.owner.traffic.instead(PURPOSE, plain)
+        self.owner.traffic.add("activations", self.axis, sent)
+        self.owner.traffic.add("activations", "plain", plain)
 
-    def settled(
-        self, coded: Tensor, gradient: bool, plain: Callable[[], Tensor], expected: Callable[[], Tensor]
+    def brings(
+        self,
+        found: Tensor,
+        gradient: bool,
+        plain: Callable[[], Tensor],
+        encoded: list[Tensor],
+        times: int = 1,
     ) -> Tensor:
-        """Return what messages bring: ``coded``, or the plain result while an exact account is open.
-
-        A composition whose account is exact computes what plain messages bring, so it is compared with
-        one process to the last digits. What the codes lose on the same messages is noted beside it. If
-        the account only notes, results are bitwise those of training, which a proof checks.
+        """Return what messages bring; an observer may return another result.
 
         Args:
-            coded: What coded messages bring.
+            found: The result of the codes.
             gradient: Whether it is a gradient.
             plain: Sends plain messages; a collective.
-            expected: Returns this rank's share of the expected square of what is lost.
+            encoded: The tensors whose codes this rank has sent.
+            times: How many ranks get them.
         """
-        account = self.owner.account
-        if account is None:
-            return coded
-        right = plain()
-        own = account.setdefault((self.name, gradient), Lost())
-        own.lost += float((coded.double() - right.double()).square().sum())
-        own.expected += float(expected())
-        own.whole += float(right.double().square().sum())
-        own.elements += right.numel()
-        return right if self.owner.exact else coded
+        if self.owner.observer is None:
+            return found
+        return self.owner.observer(self, found, gradient, plain, encoded, times)
 
 
-_PLACES: WeakValueDictionary[str, Place] = WeakValueDictionary()
+# An operator takes strings and no objects. The composition holds the values.
+_BY_KEY: WeakValueDictionary[str, Sends] = WeakValueDictionary()
 
 
-def place_of(key: str) -> Place:
-    """Return the place with a key."""
-    return _PLACES[key]
+def send_stream(key: str, forward: Kind, backward: Kind, group: Any, tensor: Tensor) -> Tensor:
+    """Do what :func:`compose.parallel.stream_messages.send_stream` does, in the code of a module."""
+    return _StreamMessage.apply(tensor, forward, backward, group, key)  # type: ignore[no-any-return]
+
+
+class _StreamMessage(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Kind, backward: Kind, group: Any, key: str
+    ) -> Tensor:
+        ctx.kind, ctx.group, ctx.key = backward, group, key
+        return _moved(tensor, forward, group, key, gradient=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _moved(grads[0], ctx.kind, ctx.group, ctx.key, gradient=True), None, None, None, None
+
+
+def _moved(tensor: Tensor, kind: Kind, group: Any, key: str, gradient: bool) -> Tensor:
+    if kind == "keep":
+        return tensor.view_as(tensor)
+    # A compiled graph has one operator for it, which encodes, sends and decodes.
+    send = _send_in_graph if torch.compiler.is_compiling() else _send
+    return send(tensor, kind, group, key, gradient)
+
+
+def _send(tensor: Tensor, kind: Any, group: Any, key: str, gradient: bool) -> Tensor:
+    """Return what a message brings whose rows (..., D) travel in a code."""
+    module, ranks = _BY_KEY[key], _resolve_process_group(group).size()
+    tensor = tensor.contiguous()
+    encoded = [tensor]
+    if kind == "gather":
+        found = _gather(module, tensor, group)
+    elif kind == "scatter":
+        found = _sum(module, tensor, group)
+    else:
+        rows = tensor.flatten(0, -2)
+        own = _sum(module, F.pad(rows, (0, 0, 0, -len(rows) % ranks))[None], group)
+        encoded.append(own)
+        found = _gather(module, own, group)[0, : len(rows)].view(tensor.shape)
+    # What one rank's codes lose reaches the others with each part that is gathered.
+    times = 1 if kind == "scatter" else ranks
+    plain = partial(send_plain, tensor, kind, group)
+    return module.brings(found.to(tensor.dtype), gradient, plain, encoded, times)
+
+
+@operator("compose::send_coded")
+def _send_in_graph(tensor: Tensor, kind: str, group: str, key: str, gradient: bool) -> Tensor:
+    # A graph relies on the strides that the fake has, and decoded rows may be a slice of padded ones.
+    return _send(tensor, kind, group, key, gradient).contiguous()
+
+
+@_send_in_graph.register_fake
+def _(tensor: Tensor, kind: str, group: str, key: str, gradient: bool) -> Tensor:
+    batch, length, *rest = tensor.shape
+    over: Any = group
+    ranks = _resolve_process_group(over).size()
+    after = {"gather": length * ranks, "scatter": length // ranks, "sum": length}[kind]
+    return tensor.new_empty(batch, after, *rest)
+
+
+def _gather(module: Sends, tensor: Tensor, group: Any) -> Tensor:
+    """Return every rank's (B, L, D) one after another, (B, ranks * L, D), float32."""
+    code = module.owner.code
+    codes, others = code.encode(tensor), _resolve_process_group(group).size() - 1
+    module.count(codes.nbytes * others, tensor.nbytes * others)
+    return code.decode(send_plain(codes, "gather", group), tensor.shape[-1])
+
+
+def _sum(module: Sends, tensor: Tensor, group: Any) -> Tensor:
+    """Return the sum of all ranks' (B, ranks * L, D), this rank's part (B, L, D), float32."""
+    ranks: dist.ProcessGroup = _resolve_process_group(group)
+    count, code = ranks.size(), module.owner.code
+    codes = code.encode(tensor).unflatten(1, (count, -1)).movedim(1, 0).contiguous()
+    module.count(codes.nbytes // count * (count - 1), tensor.nbytes // count * (count - 1))
+    if dist.get_backend(ranks) == "gloo":
+        got = [torch.empty_like(codes[0]) for _ in range(count)]
+        got[ranks.rank()] = codes[ranks.rank()]
+        exchange(list(codes), got, ranks)
+    else:
+        arrived = torch.empty_like(codes)
+        dist.all_to_all_single(arrived, codes, group=ranks)
+        got = list(arrived)
+    total = code.decode(got[0], tensor.shape[-1])
+    for part in got[1:]:
+        total += code.decode(part, tensor.shape[-1])
+    return total
+
+
+def send_rows(
+    module: Sends, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send so many rows (N, D) to each rank, and return those that have come."""
+    return _RowsMessage.apply(rows, received, sent, group, module)  # type: ignore[no-any-return]
+
+
+class _RowsMessage(torch.autograd.Function):
+    """The exchange of rows; their gradients take the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        received: list[int],
+        sent: list[int],
+        group: dist.ProcessGroup,
+        module: Sends,
+    ) -> Tensor:
+        ctx.way = sent, received, group, module
+        return _exchange_rows(rows, received, sent, group, module, gradient=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchange_rows(grads[0], *ctx.way, gradient=True), None, None, None, None
+
+
+def _exchange_rows(
+    rows: Tensor,
+    received: list[int],
+    sent: list[int],
+    group: dist.ProcessGroup,
+    module: Sends,
+    gradient: bool,
+) -> Tensor:
+    def send(x: Tensor) -> Tensor:
+        out = x.new_empty(sum(received), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    code = module.owner.code
+    codes, others = code.encode(rows), len(rows) - sent[group.rank()]
+    module.count(others * codes.shape[1], others * rows.shape[1] * rows.itemsize)
+    found = code.decode(send(codes), rows.shape[1]).to(rows.dtype)
+    return module.brings(found, gradient, partial(send, rows), [rows])

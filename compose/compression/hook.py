@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compose.compression.compression import Compression
+from compose.compression.compressor import Compression
 from compose.train.hooks import Hook
 
 

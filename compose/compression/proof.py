@@ -1,16 +1,16 @@
 """The proof of messages in fewer bytes: results with what was lost are those of plain messages.
 
-A code rounds, so a coded gradient is not one process's. But each rank can tell what its own messages
-lost (compose/compression/account.py). A coded gradient plus all that was lost must be the plain
-gradient, to the last digits. One process computes with the weights as they were received, and its
-optimizer takes the coded gradients. What was lost is compared with what the code is expected to lose.
+A code rounds, so a gradient is not one process's. But each rank can tell what its own messages lost:
+an observer notes it. A gradient plus all that was lost must be the plain gradient, to the last digits.
+One process computes with the weights as they were received, and its optimizer takes the gradients as
+they are. What was lost is compared with what the code is expected to lose.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
-from compose.compression.account import Account
-from compose.compression.activations import Lost
-from compose.compression.compression import Compression
-from compose.compression.gathers import CodedGather
-from compose.compression.low_rank import LowRank
-from compose.compression.reductions import InBlocks
-from compose.compression.sparse import Largest
-from compose.compression.units import LOSSY, Unit
+from compose.compression.activations import LARGEST_FLOAT8, RowCode, Sends
+from compose.compression.codec import Blocks, block_scales, block_steps, top_code
+from compose.compression.compressor import Compression, Unit
+from compose.compression.gather import Sender
+from compose.compression.packing import Packing
+from compose.compression.reduce import LOSSY, GradientCode, Losses
 from compose.config.tables import Config
 from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
@@ -36,9 +34,11 @@ from compose.proof.observers import CODES, Messages, Observer, Subject, allowed
 SILENT = {"timeout", "start_timeout", "prefetch", "check_every", "measure_every"}
 """The keys that change no number."""
 _ADDED = 0.2
-"""The part of a remainder that int4 adds to a gradient."""
+"""The part of a residual that int4 adds to a gradient."""
 # Kernels of a GPU add in any order, and a code may make one of its steps of such rounding.
 _ON_GPU = 1e-2
+_FLOAT8_MANTISSA, _FLOAT8_EXPONENT = 3, -6
+"""The bits of a number in e4m3 behind the leading one, and the exponent of its least normal number."""
 
 
 def extra_steps(config: Config) -> int:
@@ -55,61 +55,234 @@ def shortened(config: Config, steps: int) -> tuple[Config, tuple[str, ...]]:
     return replace(config, comm=replace(config.comm, start_step=start)), (note,)
 
 
+def expected_of_blocks(code: Blocks, x: Tensor) -> Tensor:
+    """Return the expected square of the norm of what each block (N, size) loses, (N,), float64.
+
+    Rounding to values that are a step apart makes an error of up to half of it. If all remainders are
+    equally likely, its mean square is step^2 / 12. What is beyond the largest code loses the rest.
+    """
+    if code.bits == 0:
+        return torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    wide = x.float()
+    if code.bits == 16:
+        return (wide.abs().amax(1).double() * 2.0**-8).square() * code.size / 12
+    wide = code.rotated(wide)
+    steps, top = block_steps(wide, code.bits).double(), top_code(code.bits)
+    beyond = wide.double().abs() - top * steps
+    return torch.where(beyond > steps / 2, beyond.square(), steps.square() / 12).sum(1)
+
+
+def expected_of_rows(code: RowCode, rows: Tensor) -> Tensor:
+    """Return the expected square of the norm of what rows (..., D) lose, a float64 scalar."""
+    x = code.cut(rows).flatten(0, -2).float()
+    scales = block_scales(x, 127 if code.kind == "int8" else LARGEST_FLOAT8)
+    steps = scales.expand_as(x)
+    if code.kind == "float8":
+        _, exponents = torch.frexp(x / scales.clamp(min=torch.finfo(torch.float32).tiny))
+        exponents = (exponents - 1).clamp(min=_FLOAT8_EXPONENT)
+        steps = torch.exp2(exponents - float(_FLOAT8_MANTISSA)) * scales
+    return steps.double().square().sum() / 12
+
+
+class Account(Losses):
+    """Observes the messages of one unit's weights or gradients, in one step after another."""
+
+    def __init__(self, sender: Sender) -> None:
+        super().__init__()
+        feedback = sender.feedback if isinstance(sender, GradientCode) else None
+        self.added: float = feedback.added if feedback else 0.0
+        """With error feedback in blocks: the part of what was not sent yet that a message adds."""
+        self.received: Tensor | None = None
+        """(S,): this rank's shard of the weights, as all ranks received it last."""
+        self.squares = self.unsent = torch.zeros(0)
+        """(parts,): the expected square of the norm of what this rank's messages lost; of what earlier
+        messages have not sent."""
+        self.before: tuple[Tensor, Tensor] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self.added and len(self.squares):
+            rest = (1 - self.added) ** 2 * self.unsent if len(self.unsent) else 0.0
+            self.unsent = rest + self.squares
+        self.missing, self.squares = None, torch.zeros(0)
+        self.strayed = torch.zeros(2, 0)
+        """(2, parts): the square of the norm by which residuals are not what messages lost: as found,
+        and as the rounding of residuals is expected to make it."""
+        self.given = torch.zeros(2, dtype=torch.float64)
+        """The product of residuals with what messages added to gradients; the residuals' square."""
+
+    @property
+    def expected(self) -> list[Tensor]:
+        """The expected squares of the norm of what this step's gradients lack, (parts,) each."""
+        return [self.squares, self.added**2 * self.unsent]
+
+    def gathers(self, gather: Any, own: Tensor, rank: int) -> None:
+        """Note what a step's first gather is expected to lose."""
+        if not gather.sent:
+            self.squares = torch.zeros(0)
+        sent = gather.to_send(own, rank)
+        if sent is not None:
+            self.rounds(gather.packing, sent[None])
+
+    def gathered(self, own: Tensor) -> None:
+        """Note this rank's shard as it was received."""
+        self.received = own.clone()
+
+    def begins(self, code: GradientCode, rows: Tensor) -> None:
+        """Note the residual before rows (R, S) are sent."""
+        self.before = _residual(code, rows) if code.feedback else None
+
+    def rounds(self, packing: Packing, rows: Tensor) -> None:
+        """Note what rounding is expected to lose of rows (R, S)."""
+        blocks = packing.blocks_of(rows)
+        lost = expected_of_blocks(packing.code, blocks.flatten(0, 1)).view(blocks.shape[:2])
+        begin, found = 0, []
+        for part in packing.layout.parts:
+            count = -(-part.numel // packing.code.size) if part.compressed else 0
+            found.append(lost[:, begin : begin + count].sum())
+            begin += count
+        squares = torch.stack(found).cpu()
+        self.squares = squares if not len(self.squares) else self.squares + squares
+
+    def loses(self, rows: Tensor, groups: Sequence[dist.ProcessGroup], whole: bool = False) -> None:
+        """Note what messages lost."""
+        super().loses(rows, groups, whole)
+        self.lost = rows
+
+    def ends(self, code: GradientCode, scale: float) -> None:
+        """Note what messages have added to the residual."""
+        if self.before is None:
+            return
+        lost, (before, _) = self.lost / scale, self.before
+        after, rounded = _residual(code, before)
+        squares = (after - before - lost).double().square(), rounded.double()
+        parts = [[x.sum() for x in code.layout.pieces(some)] for some in squares]
+        strayed = torch.stack([torch.stack(some) for some in parts]).cpu()
+        self.strayed = strayed if not self.strayed.numel() else self.strayed + strayed
+        rest = before.double()
+        self.given += torch.stack([-(lost * rest).sum(), rest.square().sum()]).cpu()
+
+
+def _residual(code: GradientCode, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the residual of rows as ``like``, and the expected square of its rounding."""
+    feedback = code.feedback
+    blocks = feedback.blocks()
+    if not blocks.numel():
+        return torch.zeros_like(like), torch.zeros_like(like)
+    square = expected_of_blocks(feedback.code, blocks)[:, None] / feedback.code.size
+    return feedback.rows(feedback.plain(blocks), like), feedback.rows(square.expand_as(blocks), like)
+
+
+@dataclass
+class Lost:
+    """What the messages of a module's activations have lost, as squares of norms."""
+
+    lost: float = 0.0
+    expected: float = 0.0
+    whole: float = 0.0
+    """The square of the norm of what plain messages bring."""
+    elements: int = 0
+
+    def plus(self, other: "Lost") -> "Lost":
+        """Return what both have lost."""
+        return Lost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+class ActivationAccount:
+    """Observes activations: what was lost by module, and whether it was a gradient.
+
+    If it is ``exact``, messages bring what plain messages bring, so that a composition is compared with
+    one process to the last digits. If it only notes, results are bitwise those of training, which a
+    proof checks.
+    """
+
+    def __init__(self, exact: bool = True) -> None:
+        self.exact = exact
+        self.by_module: dict[tuple[str, bool], Lost] = {}
+
+    def __call__(
+        self,
+        module: Sends,
+        found: Tensor,
+        gradient: bool,
+        plain: Callable[[], Tensor],
+        encoded: Sequence[Tensor],
+        times: int,
+    ) -> Tensor:
+        """Note what a message lost, and return what it brings."""
+        right = plain()
+        expected = torch.stack([expected_of_rows(module.owner.code, part) for part in encoded]).sum()
+        own = self.by_module.setdefault((module.name, gradient), Lost())
+        own.lost += float((found.double() - right.double()).square().sum())
+        own.expected += float(times * expected)
+        own.whole += float(right.double().square().sum())
+        own.elements += right.numel()
+        return right if self.exact else found
+
+
 def observe(subject: Subject) -> Observer | None:
-    """Return what watches the coded messages of a composition, if it has any."""
-    return CodedMessages(subject) if subject.composition.compression else None
+    """Return what watches the compressed messages of a composition, if it has any."""
+    return CompressedMessages(subject) if subject.composition.compression else None
 
 
-class CodedMessages(Observer):
-    """What the coded messages of a composition lose in a step. All ranks call each method."""
+class CompressedMessages(Observer):
+    """What the compressed messages of a composition lose in a step. All ranks call each method."""
 
     lossy_messages = True
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.composition = subject, subject.composition
+        self.compression = cast(Compression, self.composition.compression)
+        self.activations = ActivationAccount()
         self.replicas = axis_size(self.composition.mesh, "dp_replicate")
         self.label = ""
         self.begin = locals_of(self.composition) if subject.final else None
-        self.coded: list[bool] = []  # by step: whether gradients lost something
+        self.lossy_steps: list[bool] = []  # by step: whether gradients lost something
         self.lossy: set[str] = set()  # parameters whose gradient lost something in the last step
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
         """Open the accounts of a step, which is the first if ``step`` is 0."""
         self.label = f" {step + 1}" if step else ""
-        self._compression.open_accounts()
-        if self._compression.activations:
-            self._compression.activations.open_account()
+        if not step:
+            self.compression.attach(Account)
+        for unit in self.compression.units:
+            for account in accounts_of(unit).values():
+                account.begin()
+        if self.compression.activations:
+            self.compression.activations.observer = self.activations = ActivationAccount()
         yield
 
     def after_backward(self, gradients: Mapping[str, Tensor]) -> Messages:
         """Compare what messages lost with what is expected, and return what they carried."""
         scale = self.subject.loss_scale
         missing = {name: value / scale for name, value in self.missing().items()}
-        received = compare_coded(self, gradients, missing)
+        received = compare_losses(self, gradients, missing)
         return Messages(received, missing, self.lossy)
 
     def compare(self) -> None:
-        """Compare the keys that took part, and the weights with those of a run without accounts."""
-        compare_keys(self._compression, self.coded, self.subject.comparison)
+        """Compare the keys that took part, and the weights with those of a run unwatched."""
+        compare_keys(self, self.subject.comparison)
         if self.begin is not None:
             compare_unwatched(self.subject, self.begin)
 
     def received(self) -> dict[str, Tensor]:
         """Return this rank's whole weights as all ranks received them, by name in the whole model."""
         found = {}
-        for module, unit in self._units():
-            if unit.gather and unit.gather.account.received is not None:
-                found |= self._whole(module, unit, unit.gather.account.received, trained=False)
+        for unit in self.compression.units:
+            account = accounts_of(unit).get("gather")
+            if account and account.received is not None:
+                found |= self._whole(unit, account.received, trained=False)
         return found
 
     def missing(self) -> dict[str, Tensor]:
         """Return what this rank's whole gradients lack, by name in the whole model; float64."""
         found: dict[str, Tensor] = {}
-        for module, unit in self._units():
+        for unit in self.compression.units:
             total = unit.missing()
             if total is not None:
-                for name, value in self._whole(module, unit, total, trained=True).items():
+                for name, value in self._whole(unit, total, trained=True).items():
                     found[name] = found[name] + value if name in found else value
         runner = self.composition.pipeline
         for tied in runner.ties if runner else ():
@@ -121,7 +294,7 @@ class CodedMessages(Observer):
                 found[tied.name] = sum((t for t in everyone if t is not None), start=torch.zeros(()))
         # The first rank, whose rows count, may hold none of them: a later stage does.
         self.lossy = set(_greatest({n: 1.0 for n, value in found.items() if bool(value.any())}))
-        self.coded.append(bool(self.lossy))
+        self.lossy_steps.append(bool(self.lossy))
         return found
 
     def expected(self, weights: bool) -> dict[str, float]:
@@ -131,13 +304,11 @@ class CodedMessages(Observer):
         """
         own: dict[str, float] = {}
         whole_names = self._whole_names()
-        for module, unit in self._units():
-            accounts: list[Account] = [r.account for r in unit.reductions.values()]
-            if weights:
-                accounts = [unit.gather.account] if unit.gather else []
-            elif any(a.missing is not None and not len(a.squares) for a in accounts):
+        for unit in self.compression.units:
+            accounts = [a for kind, a in accounts_of(unit).items() if weights == (kind == "gather")]
+            if not weights and any(a.missing is not None and not len(a.squares) for a in accounts):
                 continue
-            names = [whole_names[module.get_parameter(n)] for n in unit.cut.named(not weights)]
+            names = [whole_names[unit.model.get_parameter(n)] for n in unit.named(not weights)]
             for account in accounts:
                 for squares in [account.squares] if weights else account.expected:
                     for name, square in zip(names, squares.tolist(), strict=False):
@@ -146,60 +317,49 @@ class CodedMessages(Observer):
         return _norms(own, self.replicas if weights else 1)
 
     def strayed(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return by what norm all remainders are not what was lost, as found and expected, by name."""
+        """Return by what norm all residuals are not what was lost, as found and expected, by name."""
         found: dict[str, float] = {}
         expected: dict[str, float] = {}
         whole_names = self._whole_names()
-        for module, unit in self._units():
-            names = [whole_names[module.get_parameter(n)] for n in unit.cut.named(trained=True)]
-            for reduction in unit.reductions.values():
-                for own, squares in zip((found, expected), reduction.account.strayed, strict=True):
+        for unit in self.compression.units:
+            names = [whole_names[unit.model.get_parameter(n)] for n in unit.named(trained=True)]
+            for account in accounts_of(unit).values():
+                for own, squares in zip((found, expected), account.strayed, strict=True):
                     for name, square in zip(names, squares.tolist(), strict=False):
                         own[name] = own.get(name, 0.0) + square
         return _norms(found), _norms(expected)
 
-    def activations(self) -> dict[tuple[str, bool], Lost]:
+    def of_activations(self) -> dict[tuple[str, bool], Lost]:
         """Return what all ranks' activations lost in a step, by module and whether it is a gradient."""
-        own = self._compression.activations
-        if own is None:
+        if self.compression.activations is None:
             return {}
         everyone: list[dict[tuple[str, bool], Lost]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, own.account or {})
+        dist.all_gather_object(everyone, self.activations.by_module)
         total: dict[tuple[str, bool], Lost] = {}
         for one in everyone:
             for place, lost in one.items():
                 total[place] = total[place].plus(lost) if place in total else lost
         return total
 
-    @property
-    def codes_parameters(self) -> bool:
-        """Whether weights or gradients are coded."""
-        return bool(self._compression.stages)
-
-    @property
-    def _compression(self) -> Compression:
-        assert self.composition.compression is not None
-        return self.composition.compression
-
-    def _units(self) -> Iterator[tuple[nn.Module, Unit]]:
-        for stage in self._compression.stages:
-            for unit in stage.units:
-                assert stage.module is not None
-                yield stage.module, unit
-
     def _whole_names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self.composition.named_parameters()}
 
-    def _whole(self, module: nn.Module, unit: Unit, flat: Tensor, trained: bool) -> dict[str, Tensor]:
+    def _whole(self, unit: Unit, flat: Tensor, trained: bool) -> dict[str, Tensor]:
         """Return the parts of a rank's row (S,) as whole tensors; a collective."""
         found, whole_names = {}, self._whole_names()
         for name, piece in unit.pieces(flat, trained):
-            parameter = module.get_parameter(name)
+            parameter = unit.model.get_parameter(name)
             own = local_tensor(parameter)
             index = tuple(slice(size) for size in own.shape)
             local = piece[index].view(own.shape)
             found[whole_names[parameter]] = _full(parameter, local)
         return found
+
+
+def accounts_of(unit: Unit) -> dict[str, Account]:
+    """Return the accounts of a unit's sums and its gather, by name."""
+    found = {kind: sender.observer for kind, sender in unit.senders.items()}
+    return {kind: account for kind, account in found.items() if isinstance(account, Account)}
 
 
 def _full(parameter: nn.Parameter, local: Tensor) -> Tensor:
@@ -216,8 +376,8 @@ def _full(parameter: nn.Parameter, local: Tensor) -> Tensor:
     return like.full_tensor()
 
 
-def compare_coded(
-    messages: CodedMessages, gradients: Mapping[str, Tensor], missing: Mapping[str, Tensor]
+def compare_losses(
+    messages: CompressedMessages, gradients: Mapping[str, Tensor], missing: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Compare what messages lost with what is expected; return the weights that were received.
 
@@ -225,13 +385,13 @@ def compare_coded(
     lack. Returned are whole weights, the same on every rank; none if weights and gradients are plain.
     """
     comparison, model = messages.subject.comparison, messages.subject.model
-    for (name, gradient), total in sorted(messages.activations().items()):
+    for (name, gradient), total in sorted(messages.of_activations().items()):
         what = "lost of activations' gradients" if gradient else "lost of activations"
         size, expected = total.whole**0.5, total.expected**0.5
         if size:
             limit = allowed(expected, total.elements)
             comparison.value(f"{what}{messages.label}", name, total.lost**0.5 / size, limit / size)
-    if not messages.codes_parameters:
+    if not messages.compression.stages:
         return {}
     received = messages.received()
     weights = {name: whole(some[0]) for name, some in parameters_of(messages.composition).items()}
@@ -286,32 +446,31 @@ def _greatest(own: Mapping[str, float]) -> dict[str, float]:
     return {name: max(one.get(name, 0.0) for one in everyone) for name in names}
 
 
-def compare_keys(compression: Compression, coded: list[bool], comparison: Comparison) -> None:
+def compare_keys(messages: CompressedMessages, comparison: Comparison) -> None:
     """Note a row for each key that took part, and the names of the others; a collective."""
+    compression, lossy = messages.compression, messages.lossy_steps
     comm, activations = compression.comm, compression.activations
-    parts: list[Any] = [p for s in compression.stages for u in s.units for p in u.parts.values()]
-    blocks = [p for p in parts if isinstance(p, InBlocks | CodedGather)]
-    low = [p for p in parts if isinstance(p, LowRank)]
-    largest = [p for p in parts if isinstance(p, Largest)]
-    lossy: list[Any] = [*low, *largest] + [
-        p for p in blocks if isinstance(p, InBlocks) and p.packing.code.bits == 4
-    ]
-    counts = [pair for p in largest for pair in zip(p.counts, p.layout.parts, strict=True)]
+    senders: list[Any] = [s for unit in compression.units for s in unit.senders.values()]
+    accounts = [(kind, a) for unit in compression.units for kind, a in accounts_of(unit).items()]
+    in_blocks = [s for s in senders if hasattr(s, "packing")]
+    largest = [s for s in senders if hasattr(s, "counts")]
+    counts = [pair for s in largest for pair in zip(s.counts, s.layout.parts, strict=True)]
+    kept = [item for s in senders for item in s.kept.items()]
+    fine = [s for s in in_blocks if s.packing.code.bits != 4]  # which loses too little for feedback
+    feedback = [s.feedback is not None for s in senders if hasattr(s, "feedback") and s not in fine]
     right: dict[str, list[bool]] = {
-        "weights": [
-            True for p in blocks if isinstance(p, CodedGather) and bool(p.account.squares.any())
-        ],
-        "activations": [True] * bool(activations and activations.account),
-        "block": [p.packing.code.size == comm.block for p in blocks],
-        "near": [p.levels.near.size() == comm.near for p in parts if getattr(p, "levels", None)],
-        "rank": [q.shape[1] == comm.rank for p in low for q in p.factors.values()],
-        "density": [n == math.ceil(comm.density * part.numel) for n, part in counts if part.coded],
-        "error_feedback": [(p.feedback is not None) == comm.error_feedback for p in lossy],
+        "weights": [True for kind, a in accounts if kind == "gather" and bool(a.squares.any())],
+        "activations": [True] * bool(messages.activations.by_module),
+        "block": [s.packing.code.size == comm.block for s in in_blocks],
+        "near": [s.levels.near.size() == comm.near for s in senders if getattr(s, "levels", None)],
+        "rank": [q.shape[1] == comm.rank for name, q in kept if name.startswith("factor")],
+        "density": [n == math.ceil(comm.density * part.numel) for n, part in counts if part.compressed],
+        "error_feedback": [found == comm.error_feedback for found in feedback],
     }
     right["block"] += [activations.code.block == comm.block] if activations else []
-    given = [p.account.given for p in blocks if p.account.added]
+    given = [a.given for _, a in accounts if a.added]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (right, coded, sum(given, torch.zeros(2))))
+    dist.all_gather_object(everyone, (right, lossy, sum(given, torch.zeros(2))))
     right = {key: [ok for one, _, _ in everyone for ok in one[key]] for key in right}
     steps = [any(step) for step in zip(*(one for _, one, _ in everyone), strict=True)]
     begun = [step >= comm.start_step for step in range(len(steps))]
@@ -336,7 +495,7 @@ def locals_of(composition: Composition) -> list[Tensor]:
 
 
 def compare_unwatched(subject: Subject, begin: list[Tensor]) -> None:
-    """Compare the weights after a proof's steps with those after the same steps without accounts.
+    """Compare the weights after a proof's steps with those after the same steps unwatched.
 
     An account may only note, so they are the same bit by bit. A collective.
     """
@@ -345,10 +504,10 @@ def compare_unwatched(subject: Subject, begin: list[Tensor]) -> None:
         def prepare(again: Composition) -> None:
             for (_, parameter), value in zip(again.named_parameters(), begin, strict=True):
                 local_tensor(parameter).detach().copy_(value)
-            assert again.compression is not None
-            again.compression.comm = replace(again.compression.comm, measure_every=0)
-            if noting and again.compression.activations:
-                again.compression.activations.open_account(exact=False)
+            compression = cast(Compression, again.compression)
+            compression.comm = replace(compression.comm, measure_every=0)
+            if noting and compression.activations:
+                compression.activations.observer = ActivationAccount(exact=False)
 
         return locals_of(subject.train_again(prepare))
 

@@ -3,6 +3,7 @@
 The package ``compose.<name>`` brings, each under one of these names of its ``__init__``, what it has:
 
     TABLES               its tables of train.toml, by name
+    compress(options, mesh)  the messages that a composition sends in another way (composition.Messages)
     composition_rules()  rules of what ``compose.apply`` carries out
     run_rules()          rules of a run
     hooks(trainer)       what it does around a run's steps (compose/train/hooks.py)

@@ -4,7 +4,6 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParalle
 
 from compose.config.rule import Rule, Setup, all_keys_read
 from compose.errors import ConfigError
-from compose.parallel.coded_units import check_near
 from compose.parallel.stream_messages import SendsActivations
 
 
@@ -72,7 +71,23 @@ def _block(setup: Setup) -> None:
 
 
 def _near(setup: Setup) -> None:
-    check_near(setup.options.comm.near, setup.degrees.zero, *_ranks(setup))
+    near, zero, (replicas, shards) = setup.options.comm.near, setup.degrees.zero, _ranks(setup)
+    if near == 1:
+        return
+    if zero > 0 and replicas > 1:
+        raise ConfigError(
+            f"comm.near: {near}, and with parallel.dp_replicate = {replicas} the ranks of dp_shard are"
+            " the neighbours; use comm.near = 1"
+        )
+    ranks = replicas if zero == 0 else shards
+    if ranks % near:
+        allowed = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        nearest = min(allowed, key=lambda n: abs(n - near))
+        what = "dp_replicate x cp" if zero == 0 else "dp_shard x cp"
+        raise ConfigError(
+            f"comm.near: {near} does not divide {what} = {ranks}, the ranks of data parallel; nearest:"
+            f" {nearest}"
+        )
 
 
 def _kept(setup: Setup) -> None:

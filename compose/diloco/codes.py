@@ -1,6 +1,6 @@
 """The forms in which islands send a change of weights: vectors as bytes, and back.
 
-The blocks of 8 bits are those of compose/compression/blocks.py. The others are published: floats of
+The blocks of 8 bits are those of compose/compression/codec.py. The others are published: floats of
 4 bits without a mantissa (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512), and the largest
 elements in 2 bits with error feedback (SparseLoCo, Sarfi et al. 2025, arXiv:2508.15706).
 """
@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compose.compression.blocks import Blocks, numbers
-from compose.compression.codecs import SCALE_BYTES
+from compose.compression.codec import SCALE_BYTES, Blocks, numbers
 from compose.diloco.options import ROW, Outer
 
 BLOCK = 256

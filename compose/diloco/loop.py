@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose.composition import Composition
-from compose.compression.forms import Forms, check
+from compose.compression.compressor import check
+from compose.compression.gather import Forms
 from compose.diloco.codes import Code, code_of
 from compose.diloco.exchange import Exchange
 from compose.diloco.fragments import Held, Span, fragments_of

@@ -15,10 +15,10 @@ If there is nothing to shard and nothing to cast, FSDP would only copy. Then gra
 all-reduce. It does so for parameters without dims in any case.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,17 +35,50 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.profiler import record_function
 
-from compose.compression.reductions import Levels
-from compose.compression.units import Units
 from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import finish_fsdp_backward
-from compose.parallel.coded_units import CodedUnits
 from compose.parallel.gradient_sum import gradient_sum_of, sum_gradients
 from compose.parallel.hpz import HpzGather, HpzGroups
 from compose.parallel.mesh import BATCH_AXES, axis_size
 
-_UNITS: WeakKeyDictionary[nn.Module, Units] = WeakKeyDictionary()
+
+class UnitMessages(Protocol):
+    """Messages of a stage's units that an add-on sends in place of FSDP's own."""
+
+    reduces: bool
+    """Whether it sums gradients."""
+    last: bool
+    """Whether this is the last micro-batch of the step."""
+    gathers: Mapping[nn.Module, Callable[..., Any]]
+    """Its gathers of weights, by the units' first modules."""
+
+    def see(self, model: nn.Module, units: Sequence[Sequence[str]]) -> None:
+        """Note the units before they are cut, a unit within another before it."""
+        ...
+
+    def attach(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        replicas: DeviceMesh | None,
+        dim_of: Callable[[Sequence[int]], int] | None = None,
+    ) -> None:
+        """Let the unit that begins with ``module``, which ``fully_shard`` has cut, send so.
+
+        ``mesh`` are the ranks that share it, and ``replicas`` those that hold the same shard, if there
+        are others. ``dim_of`` returns the dim along which a shape is cut; None is the first.
+        """
+        ...
+
+    def whole(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
+    ) -> Callable[[Tensor], None]:
+        """Return the sum over ranks of a unit's gradients, a flat tensor, where FSDP cuts nothing."""
+        ...
+
+
+_MESSAGES: WeakKeyDictionary[nn.Module, UnitMessages] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -73,10 +106,8 @@ class Sharding:
     """Neighbours that gather a unit again in stage 3, after a step's first gather."""
     expert_mesh: DeviceMesh | None = None
     """The mesh over which experts are sharded, from ``expert_mesh`` in expert_parallel.py."""
-    units: Units | None = None
-    """What sends weights and gradients in fewer bytes; None: FSDP sends them as they are."""
-    levels: Levels | None = None
-    """The groups of neighbours for it."""
+    messages: UnitMessages | None = None
+    """What sends weights and gradients in another way; None: FSDP sends them as they are."""
 
 
 def check_offload(model: nn.Module, zero: int, offload: str) -> None:
@@ -115,7 +146,8 @@ def apply_data_parallel(
     if _only_sums(mesh, how):
         copies = [axis for axis in ("dp_replicate", "cp") if axis_size(mesh, axis) > 1]
         groups = [_joined(mesh, copies).get_group()] if copies else []
-        sum_gradients(model, units, groups, how.units, how.levels)
+        reduce = how.messages.whole if how.messages and how.messages.reduces else None
+        sum_gradients(model, units, groups, reduce)
         model.register_forward_pre_hook(partial(_cast_inputs, how.param_dtype), with_kwargs=True)
         return []
     # FSDP cannot shard a parameter without dims, which stays whole.
@@ -125,12 +157,12 @@ def apply_data_parallel(
         sum_gradients(model, (), over, scalars=True)
     copies, shards = _data_meshes(mesh, zero)
     data_mesh = shards
-    coded = None
-    if how.units:
-        _UNITS[model] = how.units
-        coded = CodedUnits(how.units, how.levels, model, [*([e] for e in experts), *units, [""]])
+    messages = how.messages
+    if messages:
+        _MESSAGES[model] = messages
+        messages.see(model, [*([e] for e in experts), *units, [""]])
     # FSDP's own all-reduce over copies cannot be replaced. Without copies in the mesh, a hook does it.
-    hooked = how.units is not None and how.units.comm.gradients != "off"
+    hooked = messages is not None and messages.reduces
     if copies and not hooked:
         data_mesh, copies = _concatenated(copies, shards), None
     where = OffloadPolicy()
@@ -152,7 +184,7 @@ def apply_data_parallel(
 
     def gather_by_hpz(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         if group is not None and isinstance(module, FSDPModule):
-            gathers.append(HpzGather(group, coded and coded.gathers.get(module)))
+            gathers.append(HpzGather(group, messages.gathers.get(module) if messages else None))
             module.set_custom_all_gather(cast(Any, gathers[-1]))
 
     expert_mesh = how.expert_mesh
@@ -166,8 +198,8 @@ def apply_data_parallel(
         for name in experts:
             module = model.get_submodule(name)
             shard(module, free, over, shard_placement_fn=lambda p: Shard(even(local_tensor(p).shape)))
-            if coded:
-                coded.attach(module, expert_mesh["expert_shard"], expert_copies, even)
+            if messages:
+                messages.attach(module, expert_mesh["expert_shard"], expert_copies, even)
             gather_by_hpz(module, near and near.experts)
 
     for i, unit in enumerate(units):
@@ -175,13 +207,13 @@ def apply_data_parallel(
         # The last unit's backward follows its forward at once.
         keep = is_last_stage and i == len(units) - 1
         shard(modules if len(modules) > 1 else modules[0], zero == 3 and not keep)
-        if coded:
-            coded.attach(modules[0], shards, copies)
+        if messages:
+            messages.attach(modules[0], shards, copies)
         if not keep:
             gather_by_hpz(modules[0], near and near.shards)
     shard(model, False)
-    if coded:
-        coded.attach(model, shards, copies)
+    if messages:
+        messages.attach(model, shards, copies)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -296,8 +328,8 @@ def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
     """Prepare, before a micro-batch's forward, what is communicated in its backward."""
     if sums := gradient_sum_of(model):
         sums.begin(last)
-    if units := _UNITS.get(model):
-        units.moment.last = last
+    if messages := _MESSAGES.get(model):
+        messages.last = last
     if not isinstance(model, FSDPModule):
         return
     # set_is_last_backward(last) is made for pipelines. It would keep the order of prefetching over

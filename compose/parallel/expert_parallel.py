@@ -28,7 +28,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from compose.compression.activations import Place
 from compose.errors import ConfigError
 from compose.ops.operators import operator
 from compose.parallel.mesh import axis_size, sum_over
@@ -59,11 +58,13 @@ class ExpertParallel(SendsActivations, ParallelStyle):
     ranks cannot hold equally many experts.
     """
 
+    send = staticmethod(all_to_all_single_autograd)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_experts(len(next(module.parameters())), device_mesh.size())
         distribute_module(module, device_mesh, partial(_shard_experts, self.src_data_rank))
         group = device_mesh.get_group()
-        module.forward = partial(_run_where_they_are, module, group, self.place)
+        module.forward = partial(_run_where_they_are, module, group, self.send)
         return module
 
     def __repr__(self) -> str:
@@ -133,7 +134,11 @@ def _shard_experts(
 
 
 def _run_where_they_are(
-    module: nn.Module, group: dist.ProcessGroup, place: Place | None, rows: Tensor, counts: Tensor
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    send: Callable[..., Tensor],
+    rows: Tensor,
+    counts: Tensor,
 ) -> Tensor:
     """Run ``module``'s forward. Each rank of ``group`` holds equally many experts, in order."""
     weights = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
@@ -144,61 +149,12 @@ def _run_where_they_are(
     # counts_from[i, j]: rows that rank i sends for this rank's j-th expert.
     counts_from, sizes = _exchange_counts(counts_to, group.group_name)
     sent, received = _listed(sizes, len(rows))
-    arrived = _exchanged(rows, received, sent, group, place)
+    arrived = send(rows, received, sent, group)
     # The rows arrive sorted by rank. The experts need them sorted by expert.
     order, places = _transposed(counts_from, sum(received))
     found = run(_Permute.apply(arrived, order, places), counts_from.sum(0), *weights)
     back = _Permute.apply(found, places, order)
-    return _exchanged(back, sent, received, group, place)
-
-
-def _exchanged(
-    rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup, place: Place | None
-) -> Tensor:
-    """Send so many rows (N, D) to each rank, and return those that have come."""
-    if place is None:
-        return all_to_all_single_autograd(rows, received, sent, group)
-    return _CodedRows.apply(rows, received, sent, group, place)  # type: ignore[no-any-return]
-
-
-class _CodedRows(torch.autograd.Function):
-    """The exchange of rows in a code; their gradients take the same way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        received: list[int],
-        sent: list[int],
-        group: dist.ProcessGroup,
-        place: Place,
-    ) -> Tensor:
-        ctx.way = sent, received, group, place
-        return _coded_rows(rows, received, sent, group, place, gradient=False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _coded_rows(grads[0], *ctx.way, gradient=True), None, None, None, None
-
-
-def _coded_rows(
-    rows: Tensor,
-    received: list[int],
-    sent: list[int],
-    group: dist.ProcessGroup,
-    place: Place,
-    gradient: bool,
-) -> Tensor:
-    def send(x: Tensor) -> Tensor:
-        out = x.new_empty(sum(received), x.shape[1])
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-        return out
-
-    codes, code = place.code.encode(rows), place.code
-    others = len(rows) - sent[group.rank()]
-    place.count(others * codes.shape[1], others * rows.shape[1] * rows.itemsize)
-    found = code.decode(send(codes), rows.shape[1]).to(rows.dtype)
-    return place.settled(found, gradient, lambda: send(rows), lambda: code.expected(rows))
+    return send(back, sent, received, group)
 
 
 @operator("compose::exchange_counts")

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.profiler import record_function
 
-from compose.compression.reductions import Levels
-from compose.compression.units import Cut, ReplicaSum, Units
 from compose.ops.tensors import local_tensor
 
+Reduce = Callable[..., Callable[[Tensor], None]]
+"""Returns what sums a flat tensor of gradients, for a model, parameters by name and a group."""
 _SUMS: WeakKeyDictionary[nn.Module, "GradientSum"] = WeakKeyDictionary()
 
 
@@ -30,8 +30,7 @@ def sum_gradients(
     model: nn.Module,
     units: Sequence[Sequence[str]],
     groups: Sequence[dist.ProcessGroup],
-    coded: Units | None = None,
-    levels: Levels | None = None,
+    reduce: Reduce | None = None,
     scalars: bool = False,
 ) -> None:
     """Let the gradients of ``model`` be summed over ranks at the end of each step's backward.
@@ -43,14 +42,12 @@ def sum_gradients(
         units: Names of the modules of each unit, in order of use. What is in no unit makes the last.
         groups: The ranks with a copy of the parameters; if they are several groups, the sum goes over
             one after the other. If a gradient is None on one rank, it must be None on all.
-        coded: What sums in fewer bytes, if anything does.
-        levels: The groups of neighbours for it.
+        reduce: Makes another sum of a unit over the first group, if there is one.
         scalars: Whether only parameters without dims are summed, since FSDP shards all others.
     """
     _SUMS[model] = sums = GradientSum(model, units, groups, scalars)
-    if coded and groups and coded.comm.gradients != "off":
-        coded.module = model
-        sums.coded = partial(coded.whole, group=groups[0], levels=levels)
+    if reduce and groups:
+        sums.reduce = partial(reduce, model, group=groups[0])
 
 
 def gradient_sum_of(model: nn.Module) -> "GradientSum | None":
@@ -78,8 +75,8 @@ class GradientSum:
         self.earlier: dict[nn.Parameter, Tensor] = {}
         self.missing: list[int] = []  # gradients that each unit waits for
         self.sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
-        self.coded: Callable[[Cut], ReplicaSum] | None = None
-        self.coded_sums: dict[int, ReplicaSum] = {}
+        self.reduce: Reduce | None = None
+        self.reductions: dict[int, Callable[[Tensor], None]] = {}  # by unit
 
     def begin(self, last: bool) -> None:
         """Prepare for a backward.
@@ -156,8 +153,12 @@ class GradientSum:
             return
         with record_function("compose::sum_gradients"):
             flat = _flat(parameters)
-            if self.coded:
-                self._coded_sum(parameters).sum(flat)
+            if self.reduce:
+                number = len(self.sent)
+                if number not in self.reductions:
+                    names = {p: name for name, p in self.model.named_parameters()}
+                    self.reductions[number] = self.reduce({names[p]: p for p in parameters})
+                self.reductions[number](flat)
                 _put(parameters, flat)
                 self.sent.append((parameters, flat, None))
                 return
@@ -165,17 +166,6 @@ class GradientSum:
                 dist.all_reduce(flat, group=group)
             work = dist.all_reduce(flat, group=self.groups[-1], async_op=True)
         self.sent.append((parameters, flat, work))
-
-    def _coded_sum(self, parameters: Sequence[nn.Parameter]) -> ReplicaSum:
-        """Return what sums the next unit; its state is for these parameters."""
-        number = len(self.sent)
-        if number not in self.coded_sums:
-            assert self.coded is not None
-            names = {p: name for name, p in self.model.named_parameters()}
-            shapes = [tuple(local_tensor(p).shape) for p in parameters]
-            cut = Cut(tuple(names[p] for p in parameters), shapes, [True] * len(shapes))
-            self.coded_sums[number] = self.coded(cut)
-        return self.coded_sums[number]
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -15,14 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.compression.exchange import OwnMemory
 from compose.errors import ConfigError
 from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.mesh import axis_size
+
+
+class OwnMemory:
+    """The part that custom messages of FSDP have in common: the memory that they fill."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an empty tensor, as FSDP's own does."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class HpzGather(OwnMemory):

@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import (
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.parallel.lora_parallel import AdapterParallel
-from compose.parallel.stream_messages import SendsActivations, send_stream
+from compose.parallel.stream_messages import SendsActivations
 from compose.parallel.tensor_parallel import HeadParallel
 
 
@@ -67,10 +67,10 @@ class LocalInput(PlainActivations, SendsActivations, PrepareModuleInput):
         self.stream, self.inputs = stream, inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        there, back = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")
+        forward, backward = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")
         if device_mesh.size() > 1:
             group = device_mesh.get_group().group_name
-            send = partial(send_stream, there, back, group, place=self.place)
+            send = partial(self.send, forward, backward, group)
             name = next(iter(inspect.signature(module.forward).parameters), "")
 
             def sent(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -124,11 +124,11 @@ class LocalRowwise(PlainActivations, SendsActivations, RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _become(module, (nn.Linear,), _RowLinear, self)
         sharded = self.stream.is_shard()
-        there, back = ("scatter", "gather") if sharded else ("sum", "keep")
+        forward, backward = ("scatter", "gather") if sharded else ("sum", "keep")
         send = None
         if device_mesh.size() > 1:
             group = device_mesh.get_group().group_name
-            send = partial(send_stream, there, back, group, place=self.place)
+            send = partial(self.send, forward, backward, group)
 
         def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             output = output if send is None else send(output)

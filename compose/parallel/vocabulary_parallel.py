@@ -5,7 +5,8 @@ tokens that are among its rows, and computes the logits of its rows. Only the lo
 that a loss can tell that they are a part.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from compose.compression.activations import Place
 from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
-from compose.parallel.stream_messages import SendsActivations, send_stream
+from compose.parallel.stream_messages import SendsActivations
 
 
 class LocalEmbedding(SendsActivations, RowwiseParallel):
@@ -38,8 +38,9 @@ class LocalEmbedding(SendsActivations, RowwiseParallel):
             raise ConfigError(f"LocalEmbedding: {module} has options; use RowwiseParallel")
         module.__class__ = _RowEmbedding
         assert isinstance(module, _RowEmbedding)
-        module.over, module.place = device_mesh, self.place
-        module.there, module.back = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
+        module.over = device_mesh
+        messages = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
+        module.send = partial(self.send, *messages, device_mesh.get_group().group_name)
         return distribute_module(module, device_mesh, self._partition_embedding_fn)
 
 
@@ -62,7 +63,8 @@ class LocalOutput(SendsActivations, ColwiseParallel):
         module.__class__ = _ColumnOutput
         assert isinstance(module, _ColumnOutput)
         module.over, module.stream, module.sharded = device_mesh, self.stream, self.sharded
-        module.place = self.place
+        messages = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")
+        module.send = partial(self.send, *messages, device_mesh.get_group().group_name)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
 
@@ -75,9 +77,7 @@ def placed_input(module: nn.Module, hidden: Tensor) -> Tensor:
 
 class _RowEmbedding(nn.Embedding):
     over: DeviceMesh
-    there: Any
-    back: Any
-    place: Place | None
+    send: Callable[[Tensor], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
         weight = local_tensor(self.weight)
@@ -86,23 +86,18 @@ class _RowEmbedding(nn.Embedding):
         elsewhere = (at < 0) | (at >= len(weight))
         found = F.embedding(at.masked_fill(elsewhere, 0), weight)
         found = found.masked_fill(elsewhere[..., None], 0.0)
-        if self.over.size() == 1:
-            return found
-        group = self.over.get_group().group_name
-        return send_stream(self.there, self.back, group, found, self.place)
+        return found if self.over.size() == 1 else self.send(found)
 
 
 class _ColumnOutput(nn.Linear):
     over: DeviceMesh
     stream: Placement
     sharded: bool
-    place: Place | None
+    send: Callable[[Tensor], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
         if self.over.size() > 1:
-            there, back = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")
-            group = self.over.get_group().group_name
-            input = send_stream(there, back, group, input, self.place)
+            input = self.send(input)
         local = F.linear(input, local_tensor(self.weight))
         shape = (*local.shape[:-1], self.out_features)
         stride = (shape[1] * shape[2], shape[2], 1)

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -15,6 +15,7 @@ import compose.pipeline.pipeline_parallel
 from compose.apply import apply
 from compose.build import build_optimizer, loss_function
 from compose.composition import Composition
+from compose.compression.compressor import Compression
 from compose.config.job import Job
 from compose.config.models import batch_on_meta
 from compose.data.datasets import task_of
@@ -306,14 +307,14 @@ def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], i
             composition = apply(model, resolve(job.plan, model), mesh, job.options)
             optimizer = build_optimizer(composition, job)
         batch = step_batch(job, micro_batches)
-        assert composition.compression is not None
+        compression = cast(Compression, composition.compression)
         for _ in range(2):
-            composition.compression.begin_at(job.config.comm.start_step)
-            composition.compression.traffic.take()
+            compression.begin_at(job.config.comm.start_step)
+            compression.traffic.take()
             with OnMeta(kernels=kernels):
                 _forward_backward(composition, batch, job, DropoutKey(0))
             optimizer.zero_grad()
-        return composition.compression.traffic.take()
+        return compression.traffic.take()
 
 
 def diloco_bytes(job: Job, outer: Outer) -> list[int]:

@@ -1,4 +1,7 @@
-"""Keys of runs with coded messages."""
+"""Keys of runs with compressed messages, and values to send."""
+
+import torch
+from torch import Tensor
 
 Keys = dict[str, object]
 SMALL: Keys = {
@@ -23,3 +26,9 @@ INT8, INT4 = comm("int8", "int8"), comm("int4", "int4_diff")
 def given(keys: Keys) -> Keys:
     shape = {k: v for k, v in SMALL.items() if not ("model__name" in keys and k.startswith("model__"))}
     return shape | keys
+
+
+def drawn(kind: str, count: int = 2**18, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(4, count, generator=generator)
+    return normal[0] if kind == "normal" else normal[0] / (normal[1:].square().mean(0)).sqrt()

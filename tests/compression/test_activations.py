@@ -10,13 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compose import ConfigError, forward_backward
 from compose.build import build
-from compose.compression import kernels
-from compose.compression.activations import Activations
-from compose.compression.exchange import Traffic
-from compose.compression.row_codes import RowCode
+from compose.compression.activations import Activations, RowCode, Sends, send_stream
+from compose.compression.gather import Traffic
+from compose.compression.proof import ActivationAccount, expected_of_rows
 from compose.data.samples import random_batch
 from compose.parallel.mesh import batch_share
-from compose.parallel.stream_messages import send_stream
+from compose.parallel.stream_messages import send_plain
 from compose.planner.trace import sent_bytes
 from compose.proof.comparison import whole
 from compose.proof.report import Report
@@ -38,9 +37,9 @@ def test_rows_lose_what_is_expected(kind: Any, width: int) -> None:
     assert codes.shape == (*rows.shape[:-1], code.bytes(width))
     lost = (code.decode(codes, width) - rows).norm()
     sure = 1.25 if width < 100 else 1.05
-    assert lost < sure * code.expected(rows).sqrt()
+    assert lost < sure * expected_of_rows(code, rows).sqrt()
     if width >= 100:
-        assert lost > code.expected(rows).sqrt() / 1.05
+        assert lost > expected_of_rows(code, rows).sqrt() / 1.05
         assert lost < 1.1 * STATED[kind] * rows.norm()
     # A row's codes do not depend on the other rows.
     assert torch.equal(code.encode(rows[3:4, 1:]), codes[3:4, 1:])
@@ -67,13 +66,12 @@ def test_strange_rows(kind: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_codes_are_bitwise_the_same(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, rows = RowCode(kind, 256), torch.randn(65, 300)
-    eager = code.encode(rows)
-    decoded = code.decode(eager, 300)
-    monkeypatch.setattr(kernels, "_COMPILES", True)
-    assert torch.equal(code.encode(rows), eager)
-    assert torch.equal(code.decode(eager, 300), decoded)
+def test_compiled_codes_are_bitwise_the_same(kind: Any) -> None:
+    eager, compiled = RowCode(kind, 256), RowCode(kind, 256, compiled=True)
+    rows = torch.randn(65, 300)
+    codes = eager.encode(rows)
+    assert torch.equal(compiled.encode(rows), codes)
+    assert torch.equal(compiled.decode(codes, 300), eager.decode(codes, 300))
 
 
 def _messages(kind: Any) -> None:
@@ -90,8 +88,8 @@ def _messages(kind: Any) -> None:
     wanted = {"gather": torch.cat(list(held), 1), "scatter": parts[rank], "sum": again}
     for message, expected in wanted.items():
         activations = Activations(code, Traffic())
-        place, x = activations.at("layer", "tp"), every[rank].clone().requires_grad_()
-        found = send_stream(message, "keep", group, x, place)  # type: ignore[arg-type]
+        place, x = Sends(activations, "layer", "tp"), every[rank].clone().requires_grad_()
+        found = send_stream(place.key, message, "keep", group, x)  # type: ignore[arg-type]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
         sent = activations.traffic.take()
         rows_of = {"gather": 15 * size * (size - 1), "scatter": 15 * (size - 1)}
@@ -108,19 +106,18 @@ def _messages(kind: Any) -> None:
             x = x.repeat(1, size, 1).detach().requires_grad_()
         elif message == "scatter":
             x = x[:, :5].detach().clone().requires_grad_()
-        y = send_stream(like, message, group, x, place)  # type: ignore[arg-type]
+        y = send_stream(place.key, like, message, group, x)  # type: ignore[arg-type]
         (seen,) = torch.autograd.grad(y, x, every[rank])
         torch.testing.assert_close(seen, expected, rtol=1e-6, atol=1e-6)
         # A graph takes the strides of its operator's fake, and a row's last block is padded.
         own = torch.ops.compose.send_coded(every[rank], message, group, place.key, False)
         assert own.is_contiguous()
         # While the account is open, messages are plain to the last bit.
-        activations.open_account()
-        plain = send_stream(message, "keep", group, every[rank])  # type: ignore[arg-type]
-        noted = send_stream(message, "keep", group, every[rank], place)  # type: ignore[arg-type]
+        activations.observer = account = ActivationAccount()
+        plain = send_plain(every[rank], message, group)  # type: ignore[arg-type]
+        noted = send_stream(place.key, message, "keep", group, every[rank])  # type: ignore[arg-type]
         assert torch.equal(noted, plain)
-        assert activations.account is not None
-        (lost,) = activations.account.values()
+        (lost,) = account.by_module.values()
         assert lost.lost == pytest.approx(float((expected - plain).double().square().sum()), rel=1e-4)
 
 
@@ -203,28 +200,28 @@ def test_one_process_takes_the_same_steps(pool: Pool) -> None:
 FAULTS: dict[str, tuple[str, str, str, str, str]] = {
     "a neighbour's scale": (
         "tp 4, odd, float8",
-        "compose.compression.row_codes:_decoded",
+        "compose.compression.activations:_decoded_float8",
         "* scales",
         "* scales.roll(1, 0)",
         "lost of activations",
     ),
     "a neighbour's rows": (
         "tp 4, odd, float8",
-        "compose.parallel.stream_messages:_sum_coded",
+        "compose.compression.activations:_sum",
         "list(codes)",
         "list(codes.roll(1, 0))",
         "lost of activations",
     ),
     "a rank left out": (
         "tp 4, odd, float8",
-        "compose.parallel.stream_messages:_sum_coded",
+        "compose.compression.activations:_sum",
         "got[1:]",
         "got[2:]",
         "lost of activations",
     ),
     "a gradient that is summed twice": (
         "experts",
-        "compose.parallel.expert_parallel:_coded_rows",
+        "compose.compression.activations:_exchange_rows",
         "found = code.decode(",
         "found = (1 + gradient) * code.decode(",
         "lost of activations' gradients",

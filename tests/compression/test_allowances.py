@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose.compression.layout import FEWEST
+from compose.compression.packing import FEWEST
 from compose.proof.observers import CODES
 from compose.proof.prove import prove
 from compose.proof.report import Report
@@ -18,12 +18,12 @@ from tests.support.pool import Pool, make_mesh
 # Faults of one in 10^8 and of one in 10^5, in the sums of what travels plain and of codes.
 TINY: dict[str, tuple[str, str, str]] = {
     "plain": (
-        "compose.compression.layout:Packing._write",
+        "compose.compression.packing:Packing._write",
         "terms.sum(0, dtype=out.dtype)",
         "terms.sum(0, dtype=out.dtype) * (1 + 1e-8)",
     ),
     "coded": (
-        "compose.compression.codecs:write_sum",
+        "compose.compression.codec:decode_into",
         "add else total)",
         "add else total * (1 + 1e-5 * (len(terms) > 1)))",
     ),

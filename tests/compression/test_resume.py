@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from compose.compression.exchange import Traffic
-from compose.compression.layout import Layout
-from compose.compression.units import Cut, Unit, Units
-from compose.parallel.comm import Comm
 from tests.support.checkpoints import SAVING, resume, train_on
 from tests.support.helpers import Keys, tier
 from tests.support.pool import Pool
@@ -42,40 +36,6 @@ def test_goes_on_bitwise(pool: Pool, tmp_path: Path, name: str) -> None:
         assert torch.equal(found[key], value), key
     one, other = (lines(tmp_path / run)[-1]["comm"] for run in ("whole", "parts"))
     assert one == other
-
-
-def _third_sum(kind: Any) -> list[Tensor]:
-    """The third sum of gradients: without a break, after a restore, and with nothing restored."""
-    ranks, group = dist.get_world_size(), dist.group.WORLD
-    assert group is not None
-    layout = Layout.of([(96, 64), (64,)], ranks)
-    cut = Cut(("w", "b"), [(96, 64), (64,)], [True, True])
-
-    def sums(units: Units, steps: range) -> Tensor:
-        out = torch.empty(layout.numel)
-        for step in steps:
-            generator = torch.Generator().manual_seed(ranks * step + dist.get_rank())
-            rows = torch.randn(ranks, layout.numel, generator=generator)
-            units.units[0].reductions["shards"](rows, group, 1.0, out)
-        return out
-
-    def fresh() -> Units:
-        units = Units(Comm(gradients=kind, density=0.1), Traffic())
-        reduction = units._reduction(layout, None, units.traffic)
-        units.units.append(Unit(cut, reductions={"shards": reduction}, ranks=ranks))
-        return units
-
-    whole, begun, restored, empty = (fresh() for _ in range(4))
-    sums(begun, range(2))
-    restored.restore({name: value.clone() for name, value in begun.state().items()})
-    return [sums(whole, range(3)), sums(restored, range(2, 3)), sums(empty, range(2, 3))]
-
-
-@pytest.mark.parametrize("kind", ["int4", "powersgd", "top_k"])
-def test_remainders_are_restored(pool: Pool, kind: str) -> None:
-    for expected, found, without in pool.run(_third_sum, 2, kind):
-        assert torch.equal(expected, found)
-        assert not torch.equal(expected, without)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ QUICK = {
 SLOW = {
     "PowerSGD doubled where no account is open",
     "activations doubled where no account is open",
-    "no remainder is added to blocks",
+    "no residual is added to blocks",
     "no weight decay of 0.01, float32",
     "by the rules norms decay",
     "LoRA leaves norms trained",

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from compose.compression.layout import FEWEST
+from compose.compression.packing import FEWEST
 from compose.errors import ConfigError
 from tests.support.helpers import make_config, overrides
 

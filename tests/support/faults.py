@@ -106,10 +106,10 @@ def inputs_gradients_stay_parts() -> Iterator[None]:
     real = stream_messages._Message.backward
 
     def fake(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.back != "scatter":
+        if ctx.kind != "scatter":
             return real(ctx, gradient)
         rank, size = dist.get_rank(), dist.get_world_size()
-        return gradient.chunk(size, dim=1)[rank].clone(), None, None, None, None
+        return gradient.chunk(size, dim=1)[rank].clone(), None, None, None
 
     with mock.patch.object(stream_messages._Message, "backward", staticmethod(fake)):
         yield

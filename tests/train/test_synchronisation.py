@@ -58,7 +58,7 @@ OPTIONS: dict[str, Keys] = {
 }
 # What options add.
 ADDED = {
-    "compose/compression/compression.py, metrics": "what codes have lost, right after loss and norm",
+    "compose/compression/compressor.py, metrics": "what codes have lost, right after loss and norm",
     "compose/train/validation.py, loss": "the loss of a whole validation",
 }
 QUICKLY: Keys = {

@@ -28,15 +28,15 @@ EXPERTS: Keys = {
     "parallel__ep": 2,
     "comm__activations": "float8",
 }
-_RESULT = "compose.compression.low_rank:LowRank.__call__", "(left[i][me] @ q.T).view(1, -1)"
-_SETTLED = "compose.compression.activations:Place.settled"
-_GATHER = "compose.compression.gathers:CodedGather.__call__", "self.fill(rows, input_tensor, group)"
+_RESULT = "compose.compression.reduce:LowRank.reduce_scatter", "(left[i][me] @ q.T).view(1, -1)"
+_BRINGS = "compose.compression.activations:Sends.brings"
+_GATHER = "compose.compression.gather:QuantizedGather.__call__", "self.fill(rows, input_tensor, group)"
 
 WEIGHTS = [
     Row(
         "int8 weights are 2% too large",
         SHARDED | {"comm__weights": "int8"},
-        "compose.compression.gathers:CodedGather.fill",
+        "compose.compression.gather:QuantizedGather.fill",
         "self.packing.unpack(gathered(message, group), rows)",
         "self.packing.unpack(gathered(message, group), rows); rows.mul_(1.02)",
         "lost of weights",
@@ -44,7 +44,7 @@ WEIGHTS = [
     Row(
         "differences of weights are doubled",
         SHARDED | {"comm__weights": "int4_diff"},
-        "compose.compression.gathers:DifferenceGather._received",
+        "compose.compression.gather:DifferenceGather._received",
         "own.to(wide) - sent",
         "2 * (own.to(wide) - sent)",
         "lost of weights 2",
@@ -53,7 +53,7 @@ WEIGHTS = [
         "weights are another where no account is open",
         SHARDED | {"comm__weights": "int8"},
         *_GATHER,
-        f"{_GATHER[1]}; rows.mul_(1 if self.account.open else 1.01)",
+        f"{_GATHER[1]}; rows.mul_(1 if self.observer else 1.01)",
         "unwatched update",
         untouched=("gradient", "*"),
     ),
@@ -79,14 +79,14 @@ GRADIENTS = [
         "PowerSGD doubled where no account is open",
         LOW_RANK,
         *_RESULT,
-        f"(1 if self.account.open else 2) * {_RESULT[1]}",
+        f"(1 if self.observer else 2) * {_RESULT[1]}",
         "unwatched update",
         untouched=("gradient", "*"),
     ),
     Row(
         "integers of 8 bits are 2% too large",
         INT8,
-        "compose.compression.codecs:_decode_into",
+        "compose.compression.codec:_decode_into",
         "codes.float() * steps\n",
         "codes.float() * steps * 1.02\n",
         "lost of gradients",
@@ -94,7 +94,7 @@ GRADIENTS = [
     Row(
         "the halves of a block of 4 bits change places",
         INT4,
-        "compose.compression.codecs:_packed",
+        "compose.compression.codec:_packed",
         "(low & 15) | (high << 4)",
         "(high & 15) | (low << 4)",
         "lost of gradients",
@@ -102,7 +102,7 @@ GRADIENTS = [
     Row(
         "bfloat16 cuts off what it should round",
         SHARDED | {"comm__gradients": "bfloat16"},
-        "compose.compression.blocks:Blocks.encode",
+        "compose.compression.codec:Blocks.encode",
         "x.to(torch.bfloat16).contiguous()",
         "(x.float().view(torch.int32) & -0x200000).view(torch.float32).to(torch.bfloat16).contiguous()",
         "lost of gradients",
@@ -110,7 +110,7 @@ GRADIENTS = [
     Row(
         "the largest elements go to the next one's place",
         TOP_K,
-        "compose.compression.sparse:Largest.unpack",
+        "compose.compression.reduce:TopK.unpack",
         "out.scatter_(1, places,",
         "out.scatter_(1, places.roll(1, 1),",
         "gradient",
@@ -118,7 +118,7 @@ GRADIENTS = [
     Row(
         "the smallest elements are sent",
         TOP_K,
-        "compose.compression.sparse:Largest.pack",
+        "compose.compression.reduce:TopK.pack",
         ".topk(count, 1, sorted=False)",
         ".topk(count, 1, sorted=False, largest=False)",
         "gradient",
@@ -126,9 +126,9 @@ GRADIENTS = [
 ]
 FEEDBACK = [
     Row(
-        "no remainder is added to blocks",
+        "no residual is added to blocks",
         INT4,
-        "compose.compression.codecs:_round_with_remainder",
+        "compose.compression.codec:_round_with_residual",
         "x + rest * ADDED",
         "x + rest * 0",
         "added",
@@ -136,35 +136,35 @@ FEEDBACK = [
         untouched=("gradient", "*"),
     ),
     Row(
-        "the remainder of blocks is doubled",
+        "the residual of blocks is doubled",
         INT4,
-        "compose.compression.codecs:_round_with_remainder",
+        "compose.compression.codec:_round_with_residual",
         ".mul_(kept_steps * scale)",
         ".mul_(2 * kept_steps * scale)",
         "lost of remainders 2",
     ),
     Row(
-        "PowerSGD forgets the remainder",
+        "PowerSGD forgets the residual",
         LOW_RANK,
-        "compose.compression.feedback:Feedback.added",
-        "KEPT.sum_into(blocks, self.codes[None], wide)",
+        "compose.compression.reduce:Feedback.added_to",
+        "self.code.sum_into(blocks, self.codes(x)[None], wide)",
         "blocks.zero_()",
         "lost of remainders 2",
         untouched=("gradient", "*"),
     ),
     Row(
-        "top_k adds the remainder twice",
+        "top_k adds the residual twice",
         TOP_K,
-        "compose.compression.feedback:Feedback.added",
-        "KEPT.sum_into(blocks, self.codes[None], wide)",
-        "KEPT.sum_into(blocks, self.codes[None], wide); blocks.mul_(2)",
+        "compose.compression.reduce:Feedback.added_to",
+        "self.code.sum_into(blocks, self.codes(x)[None], wide)",
+        "self.code.sum_into(blocks, self.codes(x)[None], wide); blocks.mul_(2)",
         "lost of remainders 2",
     ),
     Row(
         "error feedback is off all the same",
         INT4,
-        "compose.compression.units:Units._reduction",
-        'comm.error_feedback and kind == "int4"',
+        "compose.compression.reduce:BlockSum.__init__",
+        "settings.comm.error_feedback and bits == 4",
         "False",
         "form of messages",
         "comm.error_feedback",
@@ -172,7 +172,7 @@ FEEDBACK = [
     Row(
         "error feedback is on all the same",
         TOP_K | {"comm__error_feedback": False},
-        "compose.compression.units:Units._feedback",
+        "compose.compression.reduce:Settings.feedback",
         "if self.comm.error_feedback else None",
         "",
         "form of messages",
@@ -183,7 +183,7 @@ BLOCK = [
     Row(
         "another block",
         INT8 | {"comm__block": 64},
-        "compose.compression.units:Units._blocks",
+        "compose.compression.reduce:Settings.blocks",
         "self.comm.block",
         "256",
         "form of messages",
@@ -194,8 +194,8 @@ RANK = [
     Row(
         "another rank",
         LOW_RANK | {"comm__rank": 2},
-        "compose.compression.units:Units._reduction",
-        "comm.rank",
+        "compose.compression.reduce:LowRank.__init__",
+        "settings.comm.rank",
         "1",
         "form of messages",
         "comm.rank",
@@ -205,7 +205,7 @@ DENSITY = [
     Row(
         "another density",
         TOP_K,
-        "compose.compression.sparse:Largest.__init__",
+        "compose.compression.reduce:TopK.__init__",
         "density * part.numel",
         "0.5 * density * part.numel",
         "form of messages",
@@ -216,8 +216,8 @@ START_STEP = [
     Row(
         "start_step is passed over",
         LATE,
-        "compose.compression.units:ShardSum.__call__",
-        "self.moment.step >= self.start_step",
+        "compose.compression.compressor:Progress.chosen",
+        "self.step >= self.start_step",
         "True",
         "form of messages",
         "comm.start_step",
@@ -226,9 +226,9 @@ START_STEP = [
     Row(
         "codes begin a step late",
         LATE,
-        "compose.compression.units:ShardSum.__call__",
-        "self.moment.step >= self.start_step",
-        "self.moment.step > self.start_step",
+        "compose.compression.compressor:Progress.chosen",
+        "self.step >= self.start_step",
+        "self.step > self.start_step",
         "form of messages",
         "comm.start_step",
         untouched=("gradient", "*"),
@@ -238,7 +238,7 @@ NEAR_RANKS = [
     Row(
         "there are no near ranks",
         NEAR,
-        "compose.parallel.coded_units:levels_of",
+        "compose.compression.compressor:levels_of",
         "near in (1, count)",
         "near in (1, 2, count)",
         "option",
@@ -248,7 +248,7 @@ NEAR_RANKS = [
     Row(
         "near ranks sum one row twice",
         NEAR,
-        "compose.compression.reductions:InBlocks.__call__",
+        "compose.compression.reduce:BlockSum.reduce_scatter",
         "self.near_packing.sum(got[:, k], rows.dtype) for k in",
         "self.near_packing.sum(got[:, 0], rows.dtype) for k in",
         "gradient",
@@ -259,25 +259,25 @@ ACTIVATIONS = [
     Row(
         "activations doubled where no account is open",
         ROWS,
-        _SETTLED,
-        "return coded\n",
-        "return 2 * coded\n",
+        _BRINGS,
+        "return found\n",
+        "return 2 * found\n",
         "unwatched update",
         untouched=("gradient", "*"),
     ),
     Row(
         "rows of experts doubled where no account is open",
         EXPERTS,
-        _SETTLED,
-        "return coded\n",
-        "return 2 * coded\n",
+        _BRINGS,
+        "return found\n",
+        "return 2 * found\n",
         "unwatched update",
         untouched=("gradient", "*"),
     ),
     Row(
         "activations doubled",
         ROWS,
-        "compose.parallel.stream_messages:_coded",
+        "compose.compression.activations:_send",
         "found.to(tensor.dtype), gradient",
         "2 * found.to(tensor.dtype), gradient",
         "lost of activations",
@@ -285,9 +285,9 @@ ACTIVATIONS = [
     Row(
         "no activations are sent in codes",
         ROWS,
-        "compose.parallel.stream_messages:_moved",
-        "if not key:",
-        "if True:",
+        "compose.compression.activations:_moved",
+        "return send(tensor, kind, group, key, gradient)",
+        "return send_plain(tensor, kind, group)",
         "option",
         "comm.activations",
     ),

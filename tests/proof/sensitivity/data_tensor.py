@@ -167,7 +167,7 @@ TENSOR = [
     Row(
         "the output's input is summed over nothing",
         TP | {"parallel__sequence": False},
-        "compose.parallel.vocabulary_parallel:_ColumnOutput.forward",
+        "compose.parallel.vocabulary_parallel:LocalOutput._apply",
         '("keep", "sum")',
         '("keep", "keep")',
         "gradient",

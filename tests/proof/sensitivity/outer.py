@@ -169,7 +169,7 @@ CODES = [
     fault(
         "int8 is rounded down",
         STREAMING | outer(dtype="int8"),
-        "compose.compression.codecs:_rounded",
+        "compose.compression.codec:_rounded",
         ".round_()",
         ".floor_()",
         LOST,

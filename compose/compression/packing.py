@@ -1,8 +1,8 @@
-"""The layout of a unit's flat tensor, and the bytes that are sent of it.
+"""Packing: the bytes that are sent of a unit's flat tensor.
 
 FSDP cuts each parameter of a unit over n ranks along one dim and pads the parts to one size. A rank's
-parts follow one another in a flat tensor (S,), and all ranks' in (n, S). A :class:`Packing` turns rows
-of such a tensor into messages: the blocks of all coded parameters, then the others as they are.
+parts follow one another in a row (S,), and all ranks' rows are (n, S). A :class:`Packing` turns rows
+into messages: the blocks of all quantized parameters, then the others as they are.
 """
 
 import math
@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compose.compression import kernels
-from compose.compression.blocks import Blocks, numbers
+from compose.compression import codec
+from compose.compression.codec import Blocks, numbers
 
 FEWEST = 4096
-"""Elements of a parameter from which it is coded. Smaller ones, and those of one dim, travel plain."""
+"""Elements from which a parameter is compressed. Smaller ones, and those of one dim, travel plain."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Part:
 
     shape: tuple[int, ...]
     """The shape of the padded part."""
-    coded: bool
-    """Whether it is sent in a code."""
+    compressed: bool
 
     @property
     def numel(self) -> int:
@@ -37,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class UnitLayout:
     """The parts of a unit, in order."""
 
     parts: tuple[Part, ...]
@@ -45,24 +44,17 @@ class Layout:
     """The ranks that share the unit."""
 
     @staticmethod
-    def of(shapes: Sequence[Sequence[int]], ranks: int, dims: Sequence[int] | None = None) -> "Layout":
-        """Return the layout of parameters.
-
-        Args:
-            shapes: Their shapes, before they are cut.
-            ranks: The ranks that share them.
-            dims: The dim along which each is cut; None is the first.
-
-        Returns:
-            The layout.
-        """
+    def of(
+        shapes: Sequence[Sequence[int]], ranks: int, dims: Sequence[int] | None = None
+    ) -> "UnitLayout":
+        """Return the layout of whole parameters that are cut along ``dims``; None is the first dim."""
         parts = []
         for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True):
             whole = [*shape] or [1]
-            coded = len(shape) > 1 and math.prod(shape) >= FEWEST
+            compressed = len(shape) > 1 and math.prod(shape) >= FEWEST
             whole[dim] = -(-whole[dim] // ranks)
-            parts.append(Part(tuple(whole), coded))
-        return Layout(tuple(parts), ranks)
+            parts.append(Part(tuple(whole), compressed))
+        return UnitLayout(tuple(parts), ranks)
 
     @property
     def numel(self) -> int:
@@ -73,77 +65,68 @@ class Layout:
         """Return views of rows (..., S), one for each parameter, in order."""
         return rows.split([part.numel for part in self.parts], -1)
 
-    def among(self, ranks: int) -> "Layout":
+    def among(self, ranks: int) -> "UnitLayout":
         """Return the layout of one row, cut once more over ``ranks``."""
-        return Layout(tuple(Part((-(-part.numel // ranks),), part.coded) for part in self.parts), ranks)
+        parts = (Part((-(-part.numel // ranks),), part.compressed) for part in self.parts)
+        return UnitLayout(tuple(parts), ranks)
+
+    def spread(self, flat: Tensor, ranks: int) -> Tensor:
+        """Return rows (ranks, S') of ``among(ranks)``, each with a part of every parameter of (S,)."""
+        rows = []
+        for part, piece in zip(self.parts, self.pieces(flat), strict=True):
+            rows.append(F.pad(piece, (0, -part.numel % ranks)).view(ranks, -1))
+        return torch.cat(rows, 1)
+
+    def collect(self, rows: Tensor, flat: Tensor) -> None:
+        """Write rows that :meth:`spread` could have made to (S,)."""
+        begin = 0
+        for part, piece in zip(self.parts, self.pieces(flat), strict=True):
+            each = -(-part.numel // len(rows))
+            piece.copy_(rows[:, begin : begin + each].reshape(-1)[: part.numel])
+            begin += each
 
 
 @dataclass(frozen=True)
-class Run:
-    """Coded elements of a row that follow one another, and their blocks."""
+class _Run:
+    """Compressed elements of a row that follow one another, and their blocks."""
 
     begin: int
-    """The first element."""
-    numel: int
-    """How many elements."""
+    end: int
+    """The element behind the last."""
     first: int
     """The first block, of all blocks of a row."""
     blocks: int
-    """How many blocks."""
     padding: int
     """Elements that the last block lacks."""
 
-    @property
-    def end(self) -> int:
-        """The element behind the last."""
-        return self.begin + self.numel
-
-    @property
-    def elements(self) -> slice:
-        """The place of the elements in a row."""
-        return slice(self.begin, self.end)
-
     def blocks_of(self, rows: Tensor, size: int) -> Tensor:
         """Return these elements of rows (R, S) as (R, blocks, size): a view if there is no padding."""
-        elements = rows[:, self.elements]
+        elements = rows[:, self.begin : self.end]
         padded = F.pad(elements, (0, self.padding)) if self.padding else elements
         return padded.unflatten(1, (self.blocks, size))
 
     def put_back(self, rows: Tensor, blocks: Tensor) -> None:
         """Write blocks (R, blocks, size), which may end in padding, to their place in rows (R, S)."""
-        rows[:, self.elements] = blocks.flatten(1)[:, : self.numel]
-
-    def with_next(self, other: "Run") -> "Run":
-        """Return this run and the one that follows, as one."""
-        numel, blocks = self.numel + other.numel, self.blocks + other.blocks
-        return Run(self.begin, numel, self.first, blocks, other.padding)
-
-
-Encode = Callable[[Tensor, int], Tensor]
+        rows[:, self.begin : self.end] = blocks.flatten(1)[:, : self.end - self.begin]
 
 
 @dataclass(frozen=True)
 class Packing:
     """Rows (R, S) of a layout as messages (R, bytes), and back."""
 
-    layout: Layout
+    layout: UnitLayout
     code: Blocks
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one row's message, for elements of this type."""
-        plain = sum(part.numel for part in self.layout.parts if not part.coded)
+        plain = sum(part.numel for part in self.layout.parts if not part.compressed)
         return self.blocks * self.code.width(dtype) + plain * dtype.itemsize
 
-    def pack(self, rows: Tensor, encode: Encode | None = None) -> Tensor:
-        """Return messages.
+    def pack(self, rows: Tensor, encode: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+        """Return messages (R, bytes), uint8, of rows (R, S).
 
-        Args:
-            rows: (R, S).
-            encode: Makes the codes (R, N, width) of blocks (R, N, size). Its second argument is the
-                number of the first of these blocks within a row. None is ``code.encode``.
-
-        Returns:
-            (R, bytes), uint8.
+        ``encode`` makes the codes (R, N, width) of blocks (R, N, size). Its second argument is the
+        number of the first of these blocks within a row. None is ``code.encode``.
         """
         out = rows.new_empty(len(rows), self.bytes(rows.dtype), dtype=torch.uint8)
         encode = encode or (lambda blocks, _: self.code.encode(blocks))
@@ -156,19 +139,16 @@ class Packing:
                 out[:, run.first * width : (run.first + run.blocks) * width] = codes.flatten(1)
         done = self.blocks * width
         for part, piece in zip(self.layout.parts, self.layout.pieces(rows), strict=True):
-            if not part.coded:
+            if not part.compressed:
                 found = piece.contiguous().view(torch.uint8)
                 out[:, done : done + found.shape[1]] = found
                 done += found.shape[1]
         return out
 
     def unpack(self, messages: Tensor, out: Tensor, base: bool = False) -> None:
-        """Write what messages hold.
+        """Write what messages (R, bytes) hold to (R, S), in the type that was packed.
 
-        Args:
-            messages: (R, bytes), uint8.
-            out: (R, S), in the type that was packed, or a wider one for ``base``.
-            base: Whether codes are differences to what ``out`` holds.
+        With ``base``, codes are differences to what ``out`` holds, which may be wider.
         """
         self._write(messages[None], out, out.dtype, base)
 
@@ -189,14 +169,7 @@ class Packing:
         return total if out is None else out.copy_(total)
 
     def _write(self, messages: Tensor, out: Tensor, dtype: torch.dtype, base: bool) -> None:
-        """Write the sum of T messages for each row.
-
-        Args:
-            messages: (T, R, bytes), uint8.
-            out: (R, S).
-            dtype: The type that was packed.
-            base: Whether codes are differences to what ``out`` holds.
-        """
+        """Write the sum of T messages (T, R, bytes) for each row of (R, S)."""
         width, size = self.code.width(dtype), self.code.size
         codes = messages[..., : self.blocks * width].unflatten(-1, (self.blocks, width))
         if self._at_once(len(out)):
@@ -213,27 +186,28 @@ class Packing:
                     run.put_back(out, blocks)
         done = self.blocks * width
         for part, piece in zip(self.layout.parts, self.layout.pieces(out), strict=True):
-            if not part.coded:
+            if not part.compressed:
                 end = done + part.numel * dtype.itemsize
                 terms = numbers(messages[..., done:end], dtype)
                 piece.copy_(terms[0] if len(terms) == 1 else terms.sum(0, dtype=out.dtype))
                 done = end
 
     @cached_property
-    def runs(self) -> list["Run"]:
-        """The coded parts, in order. Those that follow one another without padding are one run."""
-        found: list[Run] = []
+    def runs(self) -> list[_Run]:
+        """The compressed parts, in order. Those that follow one another without padding are one run."""
+        found: list[_Run] = []
         begin, first = 0, 0
         for part in self.layout.parts:
-            if part.coded:
+            end = begin + part.numel
+            if part.compressed:
                 blocks = -(-part.numel // self.code.size)
-                padding = blocks * self.code.size - part.numel
-                run = Run(begin, part.numel, first, blocks, padding)
+                run = _Run(begin, end, first, blocks, blocks * self.code.size - part.numel)
                 if found and not found[-1].padding and found[-1].end == begin:
-                    run = found.pop().with_next(run)
+                    last = found.pop()
+                    run = _Run(last.begin, end, last.first, last.blocks + blocks, run.padding)
                 found.append(run)
                 first += blocks
-            begin += part.numel
+            begin = end
         return found
 
     def blocks_of(self, rows: Tensor) -> Tensor:
@@ -242,7 +216,7 @@ class Packing:
         return torch.cat([*blocks, *(run.blocks_of(rows, self.code.size) for run in self.runs)], 1)
 
     def rows_of(self, blocks: Tensor) -> Tensor:
-        """Return rows (R, S) of all blocks (R, N, size), with zeros in place of what is not coded."""
+        """Return rows (R, S) of all blocks (R, N, size), with zeros in place of what is plain."""
         rows = blocks.new_zeros(len(blocks), self.layout.numel)
         for run in self.runs:
             run.put_back(rows, blocks[:, run.first : run.first + run.blocks])
@@ -250,17 +224,17 @@ class Packing:
 
     def _at_once(self, rows: int) -> bool:
         """Whether one call for all runs costs less than a call for each, although it needs a copy."""
-        return len(self.runs) > 1 and rows * self.blocks * self.code.size <= kernels.AT_ONCE
+        return len(self.runs) > 1 and rows * self.blocks * self.code.size <= codec.AT_ONCE
 
-    def coded_only(self, rows: Tensor) -> Tensor:
-        """Return a copy of rows (R, S) with zeros in place of what is not coded."""
+    def compressed_only(self, rows: Tensor) -> Tensor:
+        """Return a copy of rows (R, S) with zeros in place of what is plain."""
         rows = rows.clone()
         for part, piece in zip(self.layout.parts, self.layout.pieces(rows), strict=True):
-            if not part.coded:
+            if not part.compressed:
                 piece.zero_()
         return rows
 
     @cached_property
     def blocks(self) -> int:
         """Blocks of a row."""
-        return sum(-(-part.numel // self.code.size) for part in self.layout.parts if part.coded)
+        return sum(run.blocks for run in self.runs)

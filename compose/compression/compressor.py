@@ -1,0 +1,443 @@
+"""All that a composition sends in fewer bytes: its units, its steps, and what it keeps between them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from compose.compression.activations import Activations, RowCode
+from compose.compression.gather import GATHERS, Forms, Levels, QuantizedGather, Sender, Traffic
+from compose.compression.packing import UnitLayout
+from compose.compression.reduce import (
+    GRADIENT_CODES,
+    LOSSY,
+    GradientCode,
+    Losses,
+    Plain,
+    Scratch,
+    Settings,
+)
+from compose.errors import ConfigError
+from compose.ops.tensors import local_tensor
+from compose.parallel.comm import Comm
+from compose.parallel.hpz import OwnMemory
+
+
+class Compression:
+    """The compressed messages of a composition."""
+
+    def __init__(self, comm: Comm, mesh: DeviceMesh, zero: int, compiled: bool) -> None:
+        """Take the table, the mesh of all ranks, the ZeRO stage, and whether codecs are compiled."""
+        self.comm, self.device, self.compiled = comm, mesh.device_type, compiled
+        self.traffic, self.progress = Traffic(), Progress(comm.start_step)
+        self.levels = levels_of(mesh, comm.near, zero) if comm.compresses else None
+        self.stages: list[StageMessages] = []
+        self.activations: Activations | None = None
+        if comm.activations != "off":
+            code = RowCode(comm.activations, comm.block, compiled)
+            self.activations = Activations(code, self.traffic)
+        self.observe: Callable[[Sender], Losses] | None = None
+        """Makes the observer of each sender; None in training."""
+        self.cosine: float | None = None
+
+    def stage(self) -> "StageMessages | None":
+        """Return the messages of a new stage's units, if they are compressed."""
+        if self.comm.compresses:
+            self.stages.append(StageMessages(self))
+            return self.stages[-1]
+        return None
+
+    @property
+    def units(self) -> "list[Unit]":
+        """The units of all stages."""
+        return [unit for stage in self.stages for unit in stage.units]
+
+    def attach(self, observe: Callable[[Sender], Losses] | None) -> None:
+        """Let observers be told of every message from now on, also of senders that are yet to come."""
+        self.observe = observe
+        for unit in self.units:
+            for sender in unit.senders.values():
+                sender.observer = observe(sender) if observe else None
+
+    @contextmanager
+    def optimizer_step(self, scale: float) -> Iterator[None]:
+        """Let gradients be those of one optimizer step; weights must not change inside."""
+        every, self.cosine = self.comm.measure_every, None
+        measures = bool(self.stages) and every > 0 and self.progress.step % every == 0
+        measures = measures and self.observe is None  # a proof reads its own after the step
+        if measures:
+            self.attach(lambda _: Losses())
+        self.progress.scale = scale
+        gathers = [unit.gather for unit in self.units if unit.gather]
+        for gather in gathers:
+            gather.in_step, gather.sent = True, False
+        try:
+            yield
+        finally:
+            for gather in gathers:
+                gather.in_step = False
+        if measures:
+            self.cosine = self._cosine()
+            self.attach(None)
+        self.progress.step += 1
+
+    def _cosine(self) -> float:
+        """Return the cosine between the gradients and those of plain messages; a collective."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        for unit in self.units:
+            missing = unit.missing()
+            for name, piece in unit.pieces(missing, True) if missing is not None else ():
+                gradient = unit.model.get_parameter(name).grad
+                assert gradient is not None
+                sent = local_tensor(gradient).double()
+                true = sent + piece[tuple(slice(size) for size in sent.shape)].to(sent.device)
+                pairs = ((sent, true), (sent, sent), (true, true))
+                sums += torch.stack([(a * b).sum() for a, b in pairs]).cpu()
+        sums = sums.to(self.device)
+        dist.all_reduce(sums)
+        both, sent_square, true_square = sums.tolist()
+        return both / max((sent_square * true_square) ** 0.5, 1e-300)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what this rank has sent since the last call, for metrics.jsonl.
+
+        Bytes of weights and gradients to near and far ranks, and of activations over tp and ep;
+        ``ratio``, these over what plain messages would be; ``feedback_norm``, the norm of what was lost
+        and will be sent; and, if it was measured in this step, ``cosine`` of the gradients and those of
+        plain messages.
+        """
+        sent = self.traffic.take()
+        plain = sum(size for (_, level), size in sent.items() if level == "plain")
+        found: dict[str, float] = {
+            f"{purpose}_{level}": size for (purpose, level), size in sent.items() if level != "plain"
+        }
+        if plain:
+            found["ratio"] = sum(found.values()) / plain
+        codes = [code for unit in self.units for code in unit.codes.values() if code.feedback]
+        if codes:
+            norms = [torch.linalg.vector_norm(code.feedback.blocks()) for code in codes]
+            found["feedback_norm"] = float(torch.stack(norms).norm())
+        return found | ({} if self.cosine is None else {"cosine": self.cosine})
+
+    def begin_at(self, step: int) -> None:
+        """Note how many optimizer steps a run has taken."""
+        self.progress.step = step
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the next step depends on, by name: residuals, factors and what was sent last."""
+        return {
+            f"{number}.{prefix}{name}": value
+            for number, stage in enumerate(self.stages)
+            for prefix, sender in stage.senders()
+            for name, value in sender.kept.items()
+        }
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` returned. Raises ConfigError for anything else."""
+        stages = tuple(f"{number}." for number, _ in enumerate(self.stages))
+        check({name: v for name, v in state.items() if not name.startswith(stages)}, {})
+        for begin, stage in zip(stages, self.stages, strict=True):
+            stage.restore({k.removeprefix(begin): v for k, v in state.items() if k.startswith(begin)})
+
+
+@dataclass
+class Progress:
+    """Where training is; all units share it."""
+
+    start_step: int = 0
+    """Optimizer steps before gradients are compressed."""
+    step: int = 0
+    """Optimizer steps since the run began."""
+    scale: float = 1.0
+    """The loss scale of the gradients."""
+
+    def chosen(self, code: GradientCode) -> GradientCode:
+        """Return what sums gradients now."""
+        return code if self.step >= self.start_step else Plain(code.traffic)
+
+
+@dataclass
+class Unit:
+    """One unit's parameters and messages."""
+
+    model: nn.Module
+    """The stage, or the whole model."""
+    names: tuple[str, ...]
+    shapes: list[tuple[int, ...]]
+    """The shapes before they are cut, on this rank of tp."""
+    trained: list[bool]
+    """Whether each has a gradient."""
+    dims: list[int]
+    """The dim along which each is cut."""
+    ranks: int = 1
+    """The ranks that share the unit."""
+    replicas: dist.ProcessGroup | None = None
+    """The ranks that hold the same shard, if there are others."""
+    gather: QuantizedGather | None = None
+    codes: dict[str, GradientCode] = field(default_factory=dict)
+    """The sums of gradients, by what they are over: "shards" or "replicas"."""
+
+    @staticmethod
+    def of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> "Unit":
+        """Return the unit of parameters that are not cut yet, and not sent."""
+        shapes = [tuple(local_tensor(p).shape) for p in parameters.values()]
+        trained = [p.requires_grad for p in parameters.values()]
+        return Unit(model, tuple(parameters), shapes, trained, [0] * len(shapes))
+
+    def named(self, trained: bool) -> list[str]:
+        """Return the names of all parameters, or of those that have gradients."""
+        return [n for n, has in zip(self.names, self.trained, strict=True) if has or not trained]
+
+    def layout(self, trained: bool) -> UnitLayout:
+        """Return the layout of all parameters, or of those that have gradients."""
+        rows = zip(self.shapes, self.dims, self.trained, strict=True)
+        some = [(shape, dim) for shape, dim, has in rows if has or not trained]
+        return UnitLayout.of([shape for shape, _ in some], self.ranks, [dim for _, dim in some])
+
+    def pieces(self, flat: Tensor, trained: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and parts of a rank's row (S,), of all parameters or those with gradients."""
+        layout = self.layout(trained)
+        for name, part, piece in zip(
+            self.named(trained), layout.parts, layout.pieces(flat), strict=True
+        ):
+            yield name, piece.view(part.shape)
+
+    def missing(self) -> Tensor | None:
+        """Return what this rank's gradients lack, (S,), if they are observed; a collective."""
+        lost = {kind: code.observer.missing for kind, code in self.codes.items() if code.observer}
+        shards, total = lost.get("shards"), lost.get("replicas")
+        if shards is None:
+            return total
+        if self.replicas is not None:
+            shards = shards.clone()
+            dist.all_reduce(shards, group=self.replicas)
+        return shards if total is None else total + shards
+
+    @property
+    def senders(self) -> dict[str, Sender]:
+        """The sums and the gather, by name."""
+        return {**self.codes, **({"gather": self.gather} if self.gather else {})}
+
+
+class StageMessages:
+    """The messages of a stage's units, as :class:`compose.parallel.data_parallel.UnitMessages` says."""
+
+    def __init__(self, owner: Compression) -> None:
+        self.owner, self.comm, self.progress = owner, owner.comm, owner.progress
+        self.settings = Settings(owner.comm, owner.traffic, owner.compiled)
+        self.reduces = owner.comm.gradients != "off"
+        self.last = True
+        """Whether this is the last micro-batch of the step."""
+        self.scratch = Scratch()
+        self.units: list[Unit] = []
+        self.unsent: dict[nn.Module, Unit] = {}
+        self.gathers: dict[nn.Module, QuantizedGather] = {}
+        self.restored: dict[str, Tensor] = {}
+
+    def see(self, model: nn.Module, units: Sequence[Sequence[str]]) -> None:
+        """Note the units' parameters before ``fully_shard``, which hides their shapes.
+
+        A unit within another comes before it, and ``[""]`` is the rest of the model.
+        """
+        seen: set[nn.Parameter] = set()
+        for unit in units:
+            found: dict[str, nn.Parameter] = {}
+            for name in unit:
+                for leaf, parameter in _in_order(model.get_submodule(name)):
+                    # A tied one counts once, and one without dims is not sent by FSDP.
+                    if parameter not in seen and parameter.ndim:
+                        seen.add(parameter)
+                        found[f"{name}.{leaf}" if name else leaf] = parameter
+            self.unsent[model.get_submodule(unit[0])] = Unit.of(model, found)
+
+    def attach(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        replicas: DeviceMesh | None,
+        dim_of: Callable[[Sequence[int]], int] | None = None,
+    ) -> None:
+        """Let FSDP send the unit that begins with ``module`` so."""
+        unit, levels = self.unsent[module], self.owner.levels
+        if not unit.names or not isinstance(module, FSDPModule):
+            return
+        if dim_of:  # such units are on other ranks than those of two levels
+            unit.dims, levels = [dim_of(shape) for shape in unit.shapes], None
+        unit.ranks, unit.replicas = mesh.size(), replicas.get_group() if replicas else None
+        # Ranks that share a replica are neighbours, and other replicas are far.
+        own = self.owner.traffic.among(unit.ranks if unit.replicas else self.comm.near)
+        over = self.owner.traffic.among(1 if unit.ranks > 1 else self.comm.near)
+        if unit.ranks > 1 and self.comm.weights != "off":
+            kind, bits = GATHERS[self.comm.weights]
+            gather = kind(unit.layout(trained=False), self.settings.blocks(bits), own, levels)
+            unit.gather = self.gathers[module] = gather
+            module.set_custom_all_gather(cast(Any, gather))
+        if unit.ranks > 1 and self.reduces:
+            within = "int8" if unit.replicas and self.comm.gradients in LOSSY else self.comm.gradients
+            settings = replace(self.settings, traffic=own, levels=levels)
+            unit.codes["shards"] = GRADIENT_CODES[within](settings, unit.layout(trained=True), 0)
+            module.set_custom_reduce_scatter(cast(Any, ShardSum(self, unit.codes["shards"])))
+        if unit.replicas and self.reduces:
+            settings = replace(self.settings, traffic=over, levels=None if unit.ranks > 1 else levels)
+            module.set_all_reduce_hook(self._replica_sum(unit, settings, unit.replicas).hook)
+        self._add(unit)
+
+    def whole(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
+    ) -> Callable[[Tensor], None]:
+        """Return the all-reduce of the flat gradients of a unit that FSDP does not cut."""
+        unit, traffic = Unit.of(model, parameters), self.owner.traffic.among(self.comm.near)
+        settings = replace(self.settings, traffic=traffic, levels=self.owner.levels)
+        found = self._replica_sum(unit, settings, group)
+        self._add(unit)
+        return found.sum
+
+    def _replica_sum(self, unit: Unit, settings: Settings, group: dist.ProcessGroup) -> "ReplicaSum":
+        row = replace(unit.layout(trained=True), ranks=1)
+        unit.codes["replicas"] = GRADIENT_CODES[self.comm.gradients](settings, row, group.size())
+        return ReplicaSum(self, unit.codes["replicas"], group)
+
+    def _add(self, unit: Unit) -> None:
+        self.units.append(unit)
+        self._restore(unit)
+        if self.owner.observe:
+            for sender in unit.senders.values():
+                sender.observer = self.owner.observe(sender)
+
+    def senders(self) -> Iterator[tuple[str, Sender]]:
+        """Yield all senders, each with the beginning of the names of what it keeps."""
+        for unit in self.units:
+            for kind, sender in unit.senders.items():
+                yield f"{unit.names[0]}.{kind}.", sender
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what senders kept. Units that do not exist yet take it when they are made."""
+        self.restored = state
+        forms = {f"{begin}{n}": form for begin, s in self.senders() for n, form in s.forms.items()}
+        if self.units:
+            check(state, forms)
+        for unit in self.units:
+            self._restore(unit)
+
+    def _restore(self, unit: Unit) -> None:
+        for kind, sender in unit.senders.items():
+            begin = f"{unit.names[0]}.{kind}."
+            own = {n: self.restored[begin + n] for n in sender.forms if begin + n in self.restored}
+            check(own, sender.forms)
+            sender.kept.clear()
+            sender.kept.update(own)
+
+
+def _in_order(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield names and parameters as FSDP orders them: those of children come first."""
+    for name, child in module.named_children():
+        yield from ((f"{name}.{leaf}", parameter) for leaf, parameter in _in_order(child))
+    yield from module.named_parameters(recurse=False)
+
+
+def levels_of(mesh: DeviceMesh, near: int, zero: int) -> Levels | None:
+    """Return the groups of ``near`` neighbours among the ranks of data parallel, and across them.
+
+    In ZeRO stage 0 the ranks are replicas. There is nothing to return if there is only one level. The
+    call creates process groups, so every rank makes it.
+    """
+    ranks: Tensor = mesh.mesh.flatten(1, 3) if zero == 0 else mesh.mesh.flatten(2, 3)
+    rows = ranks.movedim(1 if zero == 0 else 2, -1)
+    count = rows.shape[-1]
+    if near in (1, count):
+        return None
+    placed = rows.reshape(-1, count // near, near)
+    groups = [
+        dist.new_subgroups_by_enumeration(some.reshape(-1, some.shape[-1]).tolist())[0]
+        for some in (placed, placed.transpose(1, 2))
+    ]
+    near_group, far_group = (cast(dist.ProcessGroup, group) for group in groups)
+    return Levels(near_group, far_group)
+
+
+def check(state: Mapping[str, Tensor], forms: Forms) -> None:
+    """Raise ConfigError for a tensor of a state that has another form, or none."""
+    for name, value in state.items():
+        if name not in forms:
+            raise ConfigError(f"{name} is no name of what messages keep")
+        shape, dtype = forms[name]
+        right = value.dtype == dtype if dtype else value.is_floating_point()
+        if tuple(value.shape) != shape or not right:
+            wanted = f"{dtype or 'floats'} {list(shape)}"
+            raise ConfigError(f"{name} is {value.dtype} {list(value.shape)}, not {wanted}")
+
+
+class ShardSum(OwnMemory):
+    """The reduce-scatter of one unit, for ``FSDPModule.set_custom_reduce_scatter``."""
+
+    def __init__(self, stage: StageMessages, code: GradientCode) -> None:
+        self.stage, self.code = stage, code
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory. That of gradients before the sum is the scratch, which all units share."""
+        numel = math.prod(size)
+        if numel <= self.code.layout.numel:
+            return super().allocate(size, dtype=dtype, device=device)
+        return self.stage.scratch.empty(numel, dtype, device).view(*size)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor`` (S,) with the sum over ranks of this rank's row of (n S,).
+
+        Raises:
+            RuntimeError: FSDP asks for a mean, or a parameter has no gradient.
+        """
+        if op != dist.ReduceOp.SUM:
+            raise RuntimeError(f"gradients are summed here, and FSDP asked for {op}")
+        rows, numel = input_tensor.view(group.size(), -1), self.code.layout.numel
+        if rows.shape[1] != numel:
+            raise RuntimeError(
+                f"a unit's gradients are {rows.shape[1]} numbers on each rank, and its parameters"
+                f" {numel}: one of them has no gradient, which comm.gradients needs"
+            )
+        self.code.traffic.add("gradients", "plain", rows[0].nbytes * (group.size() - 1))
+        progress = self.stage.progress
+        progress.chosen(self.code).reduce_scatter(rows, group, progress.scale, output_tensor)
+
+
+class ReplicaSum:
+    """The all-reduce over replicas of one unit's gradients, once a step.
+
+    FSDP calls its hook after each reduction. Until the last micro-batch of a step the sums are put
+    aside, and FSDP adds zeros.
+    """
+
+    def __init__(self, stage: StageMessages, code: GradientCode, group: dist.ProcessGroup) -> None:
+        self.stage, self.code, self.group = stage, code, group
+        self.aside: Tensor | None = None
+
+    def hook(self, flat: Tensor) -> None:
+        """Make ``flat`` (S,) the step's sum over replicas, or zeros if the step goes on."""
+        if not self.stage.last:
+            self.aside = flat.clone() if self.aside is None else self.aside.add_(flat)
+            flat.zero_()
+            return
+        if self.aside is not None:
+            flat.add_(self.aside)
+            self.aside = None
+        self.sum(flat)
+
+    def sum(self, flat: Tensor) -> None:
+        """Make ``flat`` (S,) its sum over the replicas."""
+        ranks, progress = self.group.size(), self.stage.progress
+        plain = 2 * -(-flat.nbytes // ranks) * (ranks - 1)
+        self.code.traffic.add("gradients", "plain", plain)
+        progress.chosen(self.code).all_reduce(flat, self.group, progress.scale)

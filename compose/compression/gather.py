@@ -1,0 +1,227 @@
+"""Gathers of a unit's weights in fewer bytes, for ``FSDPModule.set_custom_all_gather``.
+
+A rank computes with the weights that the others received, so all of them compute with the same ones.
+Master weights stay exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.compression.codec import Blocks
+from compose.compression.packing import Packing, UnitLayout
+from compose.ops import operators
+from compose.ops.torch_versions import ALL_GATHER
+from compose.parallel.hpz import OwnMemory
+
+Forms = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+"""The shape and the type of each tensor that a state may hold; None is any float type."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The groups of a two-level exchange among n ranks, ``near`` of which are neighbours."""
+
+    near: dist.ProcessGroup
+    """This rank and its neighbours, which are consecutive ranks."""
+    far: dist.ProcessGroup
+    """The ranks with the same place among their neighbours."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that this rank has sent, by purpose and distance.
+
+    A group's neighbours are ``near`` consecutive ranks of it, as on one node. Bytes to them are
+    "near", all others "far". A message to all ranks counts once for each. "plain" are the bytes that
+    plain messages would be.
+    """
+
+    near: int = 1
+    sent: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def among(self, near: int) -> "Traffic":
+        """Return the same count, for groups of which so many ranks are neighbours."""
+        return Traffic(near, self.sent)
+
+    def count(self, purpose: str, each: int, ranks: int, near: int | None = None) -> None:
+        """Count a message of ``each`` bytes to every other rank, of which ``near`` are neighbours."""
+        close = min(ranks, self.near if near is None else near)
+        for level, others in (("near", close - 1), ("far", ranks - close)):
+            if others:
+                self.add(purpose, level, each * others)
+
+    def add(self, purpose: str, level: str, bytes_: int) -> None:
+        """Count bytes to "near" or "far" ranks, over an axis, or "plain" ones."""
+        self.sent[purpose, level] = self.sent.get((purpose, level), 0) + bytes_
+
+    def take(self) -> dict[tuple[str, str], int]:
+        """Return the bytes since the last call."""
+        sent = dict(self.sent)
+        self.sent.clear()
+        return sent
+
+
+class Sender:
+    """What sends a unit's weights or gradients."""
+
+    observer: Any = None
+    """The object that is told of every message, a :class:`reduce.Losses`; None in training."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.kept: dict[str, Tensor] = {}
+        """What the next message depends on, by name."""
+        self.forms: Forms = {}
+        """The forms of what it may keep, since anyone may have made a checkpoint."""
+
+
+class QuantizedGather(Sender, OwnMemory):
+    """The all-gather of one unit in blocks of 8 bits.
+
+    It is qwZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209).
+    """
+
+    def __init__(
+        self, layout: UnitLayout, code: Blocks, traffic: Traffic, levels: Levels | None = None
+    ) -> None:
+        """Take the groups of two levels too, which whole weights do not use."""
+        super().__init__(traffic)
+        self.packing = Packing(layout, code)
+        self.in_step = self.sent = False
+        """Whether an optimizer step goes on, in which weights do not change; whether they were sent."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor`` with the shards of all ranks of ``group``, as they are received.
+
+        Args:
+            output_tensor: (n S,), for n ranks.
+            input_tensor: This rank's shard, (S,), which may be a part of ``output_tensor``.
+            group: The n ranks that share the unit.
+            async_op: Ignored; FSDP waits for what is on its stream.
+        """
+        rows = output_tensor.view(group.size(), -1)
+        self.traffic.add("weights", "plain", input_tensor.nbytes * (group.size() - 1))
+        if self.observer:
+            self.observer.gathers(self, input_tensor, group.rank())
+        self.fill(rows, input_tensor, group)
+        if self.observer:
+            self.observer.gathered(rows[group.rank()])
+
+    def fill(self, rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill rows (n, S) from each rank's ``own`` (S,)."""
+        message = self.packing.pack(own[None])[0]
+        self.traffic.count("weights", message.numel(), group.size())
+        self.packing.unpack(gathered(message, group), rows)
+
+    def to_send(self, own: Tensor, rank: int) -> Tensor | None:
+        """Return what the next message is to hold of ``own`` (S,); None if nothing will be rounded."""
+        return own
+
+
+class DifferenceGather(QuantizedGather):
+    """The all-gather of what has changed, in blocks of 4 bits.
+
+    It is that of SDP4Bit (Jia et al. 2024, arXiv:2410.15526). What was received stays here as the base
+    of the next difference. A step's first gather sends it; the later ones have nothing to send, as
+    weights do not change within a step. With ``levels`` a rank keeps one part for each of its
+    neighbours, and they gather the unit from one another, plain.
+
+    The first gather of all sends the weights themselves.
+    """
+
+    def __init__(
+        self, layout: UnitLayout, code: Blocks, traffic: Traffic, levels: Levels | None = None
+    ) -> None:
+        super().__init__(layout, code, traffic)
+        self.levels = levels
+        rows = levels.far.size() if levels else layout.ranks
+        self.forms = {"base": ((rows, layout.numel), None)}
+        self.own: Tensor | None = None
+        """This rank's row of the base, if gathers may write to the base."""
+        self.writes_base = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a gather. On a CPU a gather without a message gets the base itself.
+
+        New memory and a copy would take a CPU longer than the codes. FSDP writes this rank's exact
+        weights to that memory first. Then :meth:`fill` puts back the weights that were received. On a
+        GPU another stream may still read the base, so each gather gets memory of its own.
+        """
+        base = self.kept.get("base")
+        if base is None or self.own is None or not self._has_all or base.dtype != dtype:
+            return super().allocate(size, dtype=dtype, device=device)
+        self.writes_base = True
+        return base.view(*size)
+
+    def fill(self, rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill rows (n, S) from each rank's ``own`` (S,)."""
+        far = self.levels.far if self.levels else group
+        near = 1 if self.levels else None
+        base = self.kept.get("base")
+        if base is None or not self._has_all:
+            base = self._received(own, far, near)
+        if self.in_step and not self.sent:
+            self.kept["base"], self.sent = base, True
+            whole = self.levels is None and operators.device_of(base) == "cpu"
+            self.own = base[group.rank()].clone() if whole else None
+        if self.writes_base:
+            assert self.own is not None
+            base[group.rank()], self.writes_base = self.own, False
+            return
+        if self.levels is None:
+            rows.copy_(base)
+            return
+        # Rank k near + j of the unit is place j on node k.
+        inner = self.levels.near
+        self.traffic.count("weights", base.nbytes, inner.size(), inner.size())
+        parts = gathered(base.reshape(-1), inner).view(inner.size(), far.size(), -1)
+        rows.copy_(parts.transpose(0, 1).reshape(rows.shape))
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether this step's weights were received."""
+        return self.in_step and self.sent
+
+    def to_send(self, own: Tensor, rank: int) -> Tensor | None:
+        """Return the difference; the first gather of all rounds nothing."""
+        if "base" not in self.kept or self.sent:
+            return None
+        return own - self.kept["base"][self.levels.far.rank() if self.levels else rank]
+
+    def _received(self, own: Tensor, group: dist.ProcessGroup, near: int | None) -> Tensor:
+        if "base" not in self.kept:
+            self.traffic.count("weights", own.nbytes, group.size(), near)
+            return gathered(own, group)
+        base = self.kept["base"]
+        wide = torch.promote_types(own.dtype, torch.float32)
+        # What is plain travels as it is: its base is zero.
+        sent = self.packing.compressed_only(base[group.rank()][None]).to(wide)
+        message = self.packing.pack(own.to(wide) - sent)[0]
+        self.traffic.count("weights", message.numel(), group.size(), near)
+        # Within a step nobody else reads the base.
+        base = base.to(wide) if self.in_step else base.to(wide, copy=True)
+        self.packing.unpack(gathered(message, group), base, base=True)
+        return base.to(own.dtype)
+
+
+GATHERS = {"int8": (QuantizedGather, 8), "int4_diff": (DifferenceGather, 4)}
+"""The gather of each value of comm.weights, and its bits."""
+
+
+def gathered(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return all ranks' messages, (ranks, bytes), of this rank's (bytes,)."""
+    out = row.new_empty(group.size(), row.numel())
+    # It is looked up at each call, as FSDP does: a measurement may have replaced it.
+    getattr(dist, ALL_GATHER)(out.view(-1), row.contiguous(), group)
+    return out

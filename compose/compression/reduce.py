@@ -1,0 +1,535 @@
+"""Sums of gradients over ranks, in fewer bytes than they have.
+
+A sum takes rows (n, S), what this rank has for each of the n ranks of a group, and writes the sum of
+the ranks' rows for this rank, (S,). Or it makes a flat tensor (S,) the sum of all ranks'. Sums are made
+in float32 or wider; nothing is summed in a code.
+
+Error feedback adds what a lossy message left out to the next ones (Seide et al. 2014, "1-bit stochastic
+gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847). The residual is kept in 8 bits, as LoCo
+does (Xie et al. 2024, arXiv:2407.04480). If all of a residual R is added to the next message, gradients
+get noise twice: that of this rounding, and that of the last one. AdamW divides by the root of their
+mean square, and so takes smaller steps. Blocks of 4 bits add a part of R, as LoCo's moving average
+does. They send g + R / 5, and keep what was not sent, R + g - sent. In the end everything is sent too.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.compression.codec import ADDED, Blocks, encode_with_residual, keep_blocks, numbers
+from compose.compression.gather import Levels, Sender, Traffic, gathered
+from compose.compression.packing import Packing, Part, UnitLayout
+from compose.ops.torch_versions import REDUCE_SCATTER
+from compose.parallel.comm import Comm
+
+ROTATED = True
+"""Whether blocks of 4 bits are rotated. Only a benchmark turns it off, to show what it is worth."""
+
+
+class Losses:
+    """Observes one sum of gradients: what its results lack."""
+
+    def __init__(self) -> None:
+        self.missing: Tensor | None = None
+        """(S,): with it, this rank's sums are those of plain messages. Float64."""
+
+    def begins(self, code: "GradientCode", rows: Tensor) -> None:
+        """Note that rows (R, S) are to be sent."""
+
+    def rounds(self, packing: Packing, rows: Tensor) -> None:
+        """Note that rows (R, S) are rounded."""
+
+    def loses(self, rows: Tensor, groups: Sequence[dist.ProcessGroup], whole: bool = False) -> None:
+        """Note what messages lost; a collective.
+
+        Args:
+            rows: (n, ..., S): what each rank should have had, less what it got, one dim for each group.
+            groups: Groups over which rows are summed, one after another.
+            whole: Whether all ranks get the sum of a single row.
+        """
+        if whole:
+            rows = rows[0].to(torch.float64, copy=True)
+            dist.all_reduce(rows, group=groups[0])
+        else:
+            rows = rows.double()
+            for group in groups:
+                own = torch.empty_like(rows[0])
+                getattr(dist, REDUCE_SCATTER)(own.view(-1), rows.contiguous().view(-1), group=group)
+                rows = own
+        self.missing = rows.clone() if self.missing is None else self.missing + rows
+
+    def ends(self, code: "GradientCode", scale: float) -> None:
+        """Note that residuals have been kept."""
+
+    def gathers(self, gather: Sender, own: Tensor, rank: int) -> None:
+        """Note that weights (S,) are to be sent."""
+
+    def gathered(self, own: Tensor) -> None:
+        """Note how all ranks have received them."""
+
+
+class Scratch:
+    """Memory that one message after another is written to.
+
+    A host zeroes each page of new memory at its first use, which takes longer than a message's codes.
+    CUDA's allocator keeps memory, and a stream may still read the last message. So on a GPU each call
+    returns memory of its own.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[torch.dtype, Tensor] = {}
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor (numel,), which is valid until the next call."""
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        if dtype not in self.kept or self.kept[dtype].numel() < numel:
+            self.kept[dtype] = torch.empty(numel, dtype=dtype, device=device)
+        return self.kept[dtype][:numel]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all sums of a stage have in common."""
+
+    comm: Comm
+    traffic: Traffic
+    compiled: bool = False
+    levels: Levels | None = None
+    """The groups of two levels."""
+    wanted: Scratch = field(default_factory=Scratch)
+    """Memory for gradients with their residual, which units share."""
+
+    def blocks(self, bits: int) -> Blocks:
+        """Return the codec of so many bits."""
+        return Blocks(bits, self.comm.block, rotate=ROTATED and bits == 4, compiled=self.compiled)
+
+    def feedback(self, code: "GradientCode") -> "Feedback | None":
+        """Return the residual of a code for messages of any form, if there is to be one."""
+        numel = code.layout.ranks * code.layout.numel
+        return Feedback(code, numel, self.wanted, self.compiled) if self.comm.error_feedback else None
+
+
+class Residual:
+    """What the messages of a sender have left out, in blocks of 8 bits."""
+
+    added = 0.0
+    """The part of it that a message adds, if not all."""
+
+    def __init__(self, sender: Sender, code: Blocks, blocks: int) -> None:
+        """Take so many blocks of what the sender keeps."""
+        self.kept, self.code = sender.kept, code
+        self.shape = blocks, code.width(torch.float32)
+        sender.forms["feedback"] = self.shape, torch.uint8
+
+    def codes(self, like: Tensor) -> Tensor:
+        """Return its codes (N, width), on the device of ``like``."""
+        if "feedback" not in self.kept:
+            self.kept["feedback"] = like.new_zeros(*self.shape, dtype=torch.uint8)
+        return self.kept["feedback"]
+
+    def blocks(self) -> Tensor:
+        """Return its blocks (N, size), float32; none before the first message."""
+        codes = self.kept.get("feedback")
+        return torch.zeros(0) if codes is None else self.code.decode(codes, torch.float32)
+
+    def plain(self, blocks: Tensor) -> Tensor:
+        """Return blocks of it without a rotation."""
+        return blocks
+
+    def rows(self, blocks: Tensor, like: Tensor) -> Tensor:
+        """Return blocks (N, size) of it in the shape of what was sent."""
+        return blocks.reshape(-1)[: like.numel()].view(like.shape)
+
+
+class BlockFeedback(Residual):
+    """The residual of rows of blocks, as :func:`encode_with_residual` has it."""
+
+    added = ADDED
+
+    def __init__(self, sender: Sender, packing: Packing, rows: int) -> None:
+        code = Blocks(8, packing.code.size, compiled=packing.code.compiled)
+        super().__init__(sender, code, rows * packing.blocks)
+        self.packing = packing
+
+    def encode(self, scale: float, x: Tensor, first: int = 0) -> Tensor:
+        """Return the codes (R, N, width) of blocks (R, N, size) of a loss scale, with the residual.
+
+        ``first`` is the number of the first of these blocks within a row.
+        """
+        code = self.packing.code
+        kept = self.codes(x).view(len(x), self.packing.blocks, -1)[:, first : first + x.shape[1]]
+        return encode_with_residual(x, kept, scale, code.bits, code.rotate, code.compiled)
+
+    def plain(self, blocks: Tensor) -> Tensor:
+        """Return blocks of it without a rotation."""
+        return self.packing.code.rotated(blocks)
+
+    def rows(self, blocks: Tensor, like: Tensor) -> Tensor:
+        """Return blocks (N, size) of it as rows like those that were sent."""
+        return self.packing.rows_of(blocks.reshape(len(like), self.packing.blocks, -1))
+
+
+class Feedback(Residual):
+    """The residual of one unit's messages of any form, for gradients without a loss scale."""
+
+    def __init__(self, sender: Sender, numel: int, scratch: Scratch, compiled: bool = False) -> None:
+        """Take the memory of what is to be sent. Other units may share it."""
+        code = Blocks(8, 4096, compiled=compiled)
+        super().__init__(sender, code, -(-numel // code.size))
+        self.scratch = scratch
+        self.memory: Tensor | None = None
+
+    def added_to(self, x: Tensor, scale: float) -> Tensor:
+        """Return ``x``, of any shape and of a loss scale, with the residual, float32 or wider.
+
+        The memory is what :meth:`keep` reads. It is valid until the next call for any unit.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self.memory = self.scratch.empty(self.shape[0] * self.code.size, wide, x.device)
+        blocks = self.memory.view(-1, self.code.size)
+        self.code.sum_into(blocks, self.codes(x)[None], wide)
+        if scale != 1:
+            blocks.mul_(scale)
+        return self.memory[: x.numel()].view(x.shape).add_(x)
+
+    def keep(self, scale: float) -> None:
+        """Keep what the caller has left in the tensor of :meth:`added_to`: what was not sent.
+
+        If a value is not finite, its block's residual stays what it was. Such a step is skipped, and
+        it must not spoil those that follow.
+        """
+        assert self.memory is not None
+        blocks = self.memory.view(-1, self.code.size)
+        keep_blocks(blocks, self.codes(blocks), scale, self.code.compiled)
+        self.memory = None
+
+
+class GradientCode(Sender):
+    """A way to sum one unit's gradients: a class for each, and an entry in GRADIENT_CODES."""
+
+    layout: UnitLayout
+    feedback: Any = None
+    """The residual, if there is one."""
+
+    def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum for this rank.
+
+        Args:
+            rows: (n, S); it is not changed.
+            group: The n ranks.
+            scale: The loss scale of the gradients.
+            out: (S,), of any float type. It may be a row of ``rows`` if n is 1.
+        """
+        raise NotImplementedError
+
+    def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, scale: float) -> None:
+        """Make ``flat`` (S,), of a loss scale, the sum over the ranks of ``group``."""
+        raise NotImplementedError
+
+
+class Plain(GradientCode):
+    """The sum in the gradients' own type."""
+
+    def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum for this rank, as FSDP makes it."""
+        getattr(dist, REDUCE_SCATTER)(out, rows.contiguous().view(-1), group=group)
+        self.traffic.count("gradients", out.nbytes, group.size())
+
+    def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, scale: float) -> None:
+        """Make ``flat`` (S,) the sum over the ranks."""
+        dist.all_reduce(flat, group=group)
+        self.traffic.count("gradients", 2 * -(-flat.nbytes // group.size()), group.size())
+
+
+class BlockSum(GradientCode):
+    """The sum of rows that travel in blocks of few bits: an all-to-all, and a sum in float32.
+
+    With levels, neighbours sum first, in 8 bits if the others are of 4. Then each rank has what its
+    whole node adds to the rows of those ranks that have its place on other nodes. These rows travel in
+    ``bits``. Error feedback is for blocks of 4 bits, and for these rows.
+
+    An all-reduce is a sum for each rank, and a gather of the sums in 8 bits or more.
+    """
+
+    def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0, bits: int = 8) -> None:
+        super().__init__(settings.traffic)
+        self.whole, self.layout = layout, layout.among(among) if among else layout
+        self.levels = settings.levels
+        self.packing = Packing(self.layout, settings.blocks(bits))
+        self.near_packing = Packing(self.layout, settings.blocks(max(bits, 8)))
+        if settings.comm.error_feedback and bits == 4:
+            rows = self.levels.far.size() if self.levels else self.layout.ranks
+            self.feedback = BlockFeedback(self, self.packing, rows)
+
+    def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum for this rank."""
+        if self.levels is None:
+            self._sum(rows, group, scale, None, out)
+            return
+        near, far = self.levels.near, self.levels.far
+        # Rank k near + j is for place j on node k.
+        placed = rows.view(far.size(), near.size(), -1).transpose(0, 1)
+        messages = self.near_packing.pack(placed.flatten(0, 1))
+        if self.observer:
+            sent = _sent(self.near_packing, messages, rows.dtype)
+            self.observer.loses(placed - sent.view(placed.shape), [near, far])
+            self.observer.rounds(self.near_packing, placed.flatten(0, 1))
+        messages = messages.view(near.size(), -1)
+        self.traffic.count("gradients", messages.shape[1], near.size(), near.size())
+        got = exchanged(messages, near).view(near.size(), far.size(), -1)
+        sums = [self.near_packing.sum(got[:, k], rows.dtype) for k in range(far.size())]
+        self._sum(torch.cat(sums), far, scale, 1, out)
+
+    def _sum(
+        self, rows: Tensor, group: dist.ProcessGroup, scale: float, near: int | None, out: Tensor
+    ) -> None:
+        if self.observer:
+            self.observer.begins(self, rows)
+        encode = partial(self.feedback.encode, scale) if self.feedback else None
+        messages = self.packing.pack(rows, encode)
+        if self.observer:
+            self.observer.loses(rows - _sent(self.packing, messages, rows.dtype), [group])
+            self.observer.rounds(self.packing, rows)
+            self.observer.ends(self, scale)
+        self.traffic.count("gradients", messages.shape[1], group.size(), near)
+        self.packing.sum(exchanged(messages, group), rows.dtype, out[None])
+
+    def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, scale: float) -> None:
+        """Make ``flat`` (S,) the sum over the ranks."""
+        rows = self.whole.spread(flat, group.size())
+        own = torch.empty_like(rows[0])
+        self.reduce_scatter(rows, group, scale, own)
+        packing = self.near_packing
+        message = packing.pack(own[None])
+        self.traffic.count("gradients", message.numel(), group.size())
+        packing.unpack(gathered(message[0], group), rows)
+        if self.observer:
+            # What is noted is of this rank's part, and shall be of the whole tensor.
+            self.observer.rounds(packing, own[None])
+            missing = self.observer.missing + own.double() - rows[group.rank()].double()
+            self.observer.missing = missing.new_empty(self.whole.numel)
+            self.whole.collect(gathered(missing, group), self.observer.missing)
+        self.whole.collect(rows, flat)
+
+
+def _sent(packing: Packing, messages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows (R, S) that messages hold, as sums take them: not rounded to 16 bits."""
+    return torch.cat([packing.sum(each[None], dtype) for each in messages])
+
+
+class LowRank(GradientCode):
+    """The sum of gradients of which an approximation of low rank travels.
+
+    It is PowerSGD (Vogels et al. 2019, arXiv:1905.13727). A gradient M (m, c) is sent as P = M Q (m, r)
+    and Q = M^T P (c, r), where P is made orthonormal between the two. Both are summed over ranks. Each
+    step begins with the last step's Q, so that the product comes closer to the best one of this rank.
+    Error feedback keeps M - P Q^T, with this rank's own Q.
+
+    A part is the matrix of its first dim, over all ranks, and all others. A part whose factors have no
+    fewer elements than itself travels plain.
+    """
+
+    def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0) -> None:
+        """Take a layout; all ranks get the whole sum, so it is not cut over ``among``."""
+        super().__init__(settings.traffic)
+        self.layout, self.rank = layout, settings.comm.rank
+        self.feedback = settings.feedback(self)
+        self.shapes = {i: shape for i, shape in enumerate(map(self._matrix, layout.parts)) if shape}
+        for i, (_, columns) in self.shapes.items():
+            self.forms[f"factor{i}"] = (columns, self.rank), torch.float32
+
+    def _matrix(self, part: Part) -> tuple[int, int] | None:
+        rows, columns = self.layout.ranks * part.shape[0], math.prod(part.shape[1:])
+        worth = self.rank * (rows + columns) < rows * columns
+        return (rows, columns) if part.compressed and worth else None
+
+    def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum for this rank."""
+        if self.observer:
+            self.observer.begins(self, rows)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        wanted = self.feedback.added_to(rows, scale) if self.feedback else rows.to(wide)
+        pieces = self.layout.pieces(wanted)
+        # (R, m / R, c): a rank's rows lie apart, and a copy would cost as much as a product.
+        matrices = {i: pieces[i].unflatten(1, (m // len(rows), c)) for i, (m, c) in self.shapes.items()}
+        plain = torch.cat([rows[:, :0], *(p for i, p in enumerate(pieces) if i not in matrices)], 1)
+        tall = [(m @ self._factor(i, m)).flatten(0, 1) for i, m in matrices.items()]
+        first = self._summed([*tall, plain], group)
+        left = {
+            i: _orthonormal(p).view(len(rows), -1, self.rank)
+            for i, p in zip(matrices, first, strict=False)
+        }
+        own = {i: (m.transpose(1, 2) @ left[i]).sum(0) for i, m in matrices.items()}
+        right = dict(zip(matrices, self._summed(list(own.values()), group), strict=True))
+        # An overflow must not stay in what the next step begins with.
+        self.kept |= {f"factor{i}": torch.nan_to_num(q, 0.0, 0.0, 0.0) for i, q in right.items()}
+        if self.observer:
+            missing = rows - wanted + self._lost(wanted.clone(), left, own)
+            self.observer.loses(missing, [group], whole=self.layout.ranks == 1)
+        if self.feedback:
+            self._lost(wanted, left, own)
+            self.feedback.keep(scale)
+        if self.observer:
+            self.observer.ends(self, scale)
+        # A layout of one rank is whole on each rank of the group.
+        me = group.rank() if self.layout.ranks > 1 else 0
+        results = self.layout.pieces(out[None])
+        for i, q in right.items():
+            results[i].copy_((left[i][me] @ q.T).view(1, -1))
+        begin = 0
+        for i, piece in enumerate(results):
+            if i not in self.shapes:
+                piece.copy_(first[-1][me : me + 1, begin : begin + piece.shape[1]])
+                begin += piece.shape[1]
+
+    def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, scale: float) -> None:
+        """Make ``flat`` (S,) the sum over the ranks."""
+        self.reduce_scatter(flat[None], group, scale, flat)
+
+    def _lost(self, wanted: Tensor, left: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> Tensor:
+        """Make rows (R, S) what is not sent of them."""
+        for i, piece in enumerate(self.layout.pieces(wanted)):
+            if i in self.shapes:
+                matrix = piece.unflatten(1, (-1, own[i].shape[0]))
+                matrix.baddbmm_(left[i], own[i].T.expand(len(wanted), -1, -1), alpha=-1)
+            else:
+                piece.zero_()
+        return wanted
+
+    def _factor(self, i: int, matrix: Tensor) -> Tensor:
+        """Return the Q that a step begins with, (c, r), the same on every rank."""
+        if f"factor{i}" not in self.kept:
+            drawn = torch.randn(matrix.shape[-1], self.rank, generator=torch.Generator().manual_seed(i))
+            self.kept[f"factor{i}"] = drawn.to(matrix)
+        return self.kept[f"factor{i}"]
+
+    def _summed(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+        if not tensors:
+            return []
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat, group=group)
+        # An all-reduce sends each part of its sum twice: to the rank that sums it, and back.
+        self.traffic.count("gradients", 2 * math.ceil(flat.nbytes / group.size()), group.size())
+        parts = flat.split([t.numel() for t in tensors])
+        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
+def _orthonormal(p: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns of (m, r)."""
+    return torch.linalg.qr(torch.nan_to_num(p, 0.0, 0.0, 0.0)).Q
+
+
+class TopK(GradientCode):
+    """The sum of gradients of which only the largest elements travel.
+
+    Aji and Heafield 2017 (arXiv:1704.05021) and Lin et al. 2018 (arXiv:1712.01887) train so. Of each
+    parameter's part for a rank, the k elements of largest magnitude are sent: their values in bfloat16
+    and their places in int32. Error feedback keeps all others.
+    """
+
+    def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0) -> None:
+        """Take a layout; rows are sent to every rank, so it is not cut over ``among``."""
+        super().__init__(settings.traffic)
+        self.layout, density = layout, settings.comm.density
+        self.counts = [
+            max(1, math.ceil(density * part.numel)) if part.compressed else 0 for part in layout.parts
+        ]
+        self.feedback = settings.feedback(self)
+
+    def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
+        """Write the sum for this rank."""
+        messages = self._messages(rows, group, scale, whole=False)
+        out.copy_(self._sum(exchanged(messages, group), rows.dtype))
+
+    def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, scale: float) -> None:
+        """Make ``flat`` (S,) the sum over the ranks."""
+        messages = self._messages(flat[None], group, scale, whole=True)
+        flat.copy_(self._sum(gathered(messages[0], group), flat.dtype))
+
+    def _messages(self, rows: Tensor, group: dist.ProcessGroup, scale: float, whole: bool) -> Tensor:
+        """Return messages (R, bytes) of rows (R, S)."""
+        if self.observer:
+            self.observer.begins(self, rows)
+        wanted = self.feedback.added_to(rows, scale) if self.feedback else rows
+        messages = self.pack(wanted, rows.dtype)
+        if self.observer:
+            self.observer.loses(rows - self._largest(wanted).to(rows.dtype), [group], whole)
+        if self.feedback:
+            wanted.sub_(self.unpack(messages, rows.dtype))
+            self.feedback.keep(scale)
+        if self.observer:
+            self.observer.ends(self, scale)
+        self.traffic.count("gradients", messages.shape[1], group.size())
+        return messages
+
+    def _largest(self, rows: Tensor) -> Tensor:
+        """Return what messages should hold of rows, by the definition."""
+        found = rows.clone()
+        for piece, count in zip(self.layout.pieces(found), self.counts, strict=True):
+            if count:
+                sent = torch.zeros_like(piece, dtype=torch.bool)
+                sent.scatter_(1, piece.abs().topk(count, 1, sorted=False).indices, True)
+                piece.copy_(torch.where(sent, piece.bfloat16(), 0))
+        return found
+
+    def _sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        return self.unpack(messages, dtype).sum(0, dtype=wide)
+
+    def pack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return messages (R, bytes) of rows (R, S): places, values, and what is plain in its type."""
+        values, places, plain, begin = [], [], [rows[:, :0]], 0
+        for piece, count in zip(self.layout.pieces(rows), self.counts, strict=True):
+            if count:
+                at = piece.abs().topk(count, 1, sorted=False).indices
+                values.append(piece.gather(1, at).to(torch.bfloat16))
+                places.append((at + begin).to(torch.int32))
+            else:
+                plain.append(piece)
+            begin += piece.shape[1]
+        sent = [torch.cat(places, 1), torch.cat(values, 1)] if values else []
+        sent.append(torch.cat(plain, 1).to(dtype))
+        return torch.cat([x.contiguous().view(torch.uint8).view(len(rows), -1) for x in sent], 1)
+
+    def unpack(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows (R, S) of messages (R, bytes): zeros where nothing was sent."""
+        count = sum(self.counts)
+        sizes = [torch.int32.itemsize * count, torch.bfloat16.itemsize * count]
+        at, values, plain = messages.split([*sizes, messages.shape[1] - sum(sizes)], 1)
+        out = messages.new_zeros(len(messages), self.layout.numel, dtype=dtype)
+        if count:
+            places = numbers(at, torch.int32).long()
+            out.scatter_(1, places, numbers(values, torch.bfloat16).to(dtype))
+        rest, begin = numbers(plain, dtype), 0
+        for part, piece in zip(self.layout.parts, self.layout.pieces(out), strict=True):
+            if not part.compressed:
+                piece.copy_(rest[:, begin : begin + part.numel])
+                begin += part.numel
+        return out
+
+
+GRADIENT_CODES: dict[str, Callable[[Settings, UnitLayout, int], GradientCode]] = {
+    "bfloat16": partial(BlockSum, bits=16),
+    "int8": partial(BlockSum, bits=8),
+    "int4": partial(BlockSum, bits=4),
+    "powersgd": LowRank,
+    "top_k": TopK,
+}
+"""What makes the sum of each value of comm.gradients, of a layout: for a reduce-scatter, or for an
+all-reduce among so many ranks."""
+LOSSY = ("int4", "powersgd", "top_k")
+"""Codes of gradients that are for slow links; between neighbours int8 takes their place."""
+
+
+def exchanged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send row i of (ranks, bytes) to rank i; return what the ranks have sent here, (ranks, bytes)."""
+    out = torch.empty_like(rows)
+    dist.all_to_all_single(out, rows.contiguous(), group=group)
+    return out

@@ -1,0 +1,123 @@
+"""Sums of gradients: what error feedback keeps, and that it is given back."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.compression.codec import Blocks
+from compose.compression.gather import Sender, Traffic
+from compose.compression.packing import Packing, UnitLayout
+from compose.compression.reduce import (
+    GRADIENT_CODES,
+    BlockFeedback,
+    Feedback,
+    GradientCode,
+    Scratch,
+    Settings,
+)
+from compose.parallel.comm import Comm
+from tests.compression.cases import drawn
+from tests.support.pool import Pool
+
+
+def feedback_of(numel: int) -> Feedback:
+    return Feedback(Sender(Traffic()), numel, Scratch())
+
+
+def test_error_feedback_gives_all_of_it_in_the_end() -> None:
+    """What was sent and what is kept add up to what was to be sent, but for the rounding of 8 bits."""
+    code, feedback = Blocks(4, 256, rotate=True), feedback_of(2048)
+    asked, sent = torch.zeros(1, 2048), torch.zeros(1, 2048)
+    for step in range(20):
+        x = drawn("t", 2048, step)[None]
+        scale = 2.0 ** (step % 5)  # of the loss: the residual is for gradients without it
+        wanted = feedback.added_to(x * scale, scale)
+        got = code.decode(code.encode(wanted.view(-1, 256)), torch.float32).view(1, -1)
+        wanted.sub_(got)
+        feedback.keep(scale)
+        asked, sent = asked + x, sent + got / scale
+    left = feedback.added_to(torch.zeros(1, 2048), 1.0)
+    whole = float(asked.norm())
+    assert float((asked - sent - left).norm()) < 0.01 * whole
+    assert float((asked - sent).norm()) < 0.1 * whole
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_feedback_of_blocks_gives_all_of_it_in_the_end(bits: int) -> None:
+    code = Blocks(bits, 256, rotate=bits == 4)
+    feedback = BlockFeedback(Sender(Traffic()), Packing(UnitLayout.of([(8, 256 * 2)], 2), code), 1)
+    asked, sent = torch.zeros(8, 256), torch.zeros(8, 256)
+    for step in range(20):
+        x, scale = drawn("t", 2048, step).view(8, 256), 2.0 ** (step % 5)
+        got = code.decode(feedback.encode(scale, (x * scale)[None]), torch.float32)[0]
+        asked, sent = asked + x, sent + got / scale
+    assert float((asked - sent).norm()) == pytest.approx(float(feedback.blocks().norm()), rel=0.1)
+    assert float((asked - sent).norm()) < 0.05 * float(asked.norm())
+    # A block that is not finite keeps its residual, and the others get theirs.
+    before = feedback.codes(asked).clone()
+    broken = drawn("t", 2048, 30).view(8, 256)
+    broken[3, 7] = torch.inf
+    found = code.decode(feedback.encode(1.0, broken[None]), torch.float32)[0]
+    assert not found[3].isfinite().all()
+    assert torch.equal(feedback.codes(asked)[3], before[3])
+    assert not torch.equal(feedback.codes(asked)[2], before[2])
+
+
+def test_an_overflow_does_not_stay_in_the_residual() -> None:
+    feedback, other = feedback_of(8192), drawn("normal", 8192)[None]
+
+    def lose(x: Tensor) -> None:
+        feedback.added_to(torch.zeros_like(x), 1.0).copy_(x)
+        feedback.keep(1.0)
+
+    x = drawn("normal", 8192, 1)[None]
+    lose(0.1 * x)
+    before = feedback.added_to(torch.zeros_like(x), 1.0).clone()
+    torch.testing.assert_close(before, 0.1 * x, rtol=0.02, atol=0.02)
+    other[0, 17] = torch.inf
+    lose(other)
+    after = feedback.added_to(torch.zeros_like(x), 1.0)
+    assert torch.equal(after[:, :4096], before[:, :4096])
+    torch.testing.assert_close(after[:, 4096:], other[:, 4096:], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_residual_is_added_in_float32_or_wider(dtype: torch.dtype) -> None:
+    """What is too small for bfloat16 must not get lost between a residual and a gradient."""
+    feedback, x = feedback_of(2100), drawn("normal", 2100).view(3, 700).to(dtype)
+    feedback.added_to(x, 1.0).fill_(2.0**-12)
+    feedback.keep(1.0)
+    wanted = feedback.added_to(x, 1.0)
+    assert wanted.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(wanted - x, torch.full_like(wanted, 2.0**-12), rtol=0.01, atol=2.0**-22)
+
+
+def _third_sum(kind: Any) -> list[Tensor]:
+    """The third sum of gradients: without a break, after a restore, and with nothing restored."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    layout = UnitLayout.of([(96, 64), (64,)], ranks)
+    settings = Settings(Comm(gradients=kind, density=0.1), Traffic())
+    whole, begun, restored, empty = (GRADIENT_CODES[kind](settings, layout, 0) for _ in range(4))
+
+    def sums(code: GradientCode, steps: range) -> Tensor:
+        out = torch.empty(layout.numel)
+        for step in steps:
+            generator = torch.Generator().manual_seed(ranks * step + dist.get_rank())
+            rows = torch.randn(ranks, layout.numel, generator=generator)
+            code.reduce_scatter(rows, group, 1.0, out)
+        return out
+
+    sums(begun, range(2))
+    restored.kept.update({name: value.clone() for name, value in begun.kept.items()})
+    return [sums(whole, range(3)), sums(restored, range(2, 3)), sums(empty, range(2, 3))]
+
+
+@pytest.mark.parametrize("kind", ["int4", "powersgd", "top_k"])
+def test_residuals_are_restored(pool: Pool, kind: str) -> None:
+    for expected, found, without in pool.run(_third_sum, 2, kind):
+        assert torch.equal(expected, found)
+        assert not torch.equal(expected, without)
