@@ -126,7 +126,7 @@ def _with_fault(place: str, old: str, new: str) -> list[str]:
             {"loss", "embed.weight", "output.weight"},
         ),
         (
-            "compose.parallel.vocabulary_parallel:_ColumnOutput.forward",
+            "compose.parallel.vocabulary_parallel:LocalOutput._apply",
             '("keep", "sum")',
             '("keep", "keep")',
             {"embed.weight"},
