@@ -1,5 +1,6 @@
 """compose.attention against its definition, PyTorch's own checks, transformers, and bad input."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from compose.ops import attention_kernels, gpu_attention, operators
 from compose.ops.attention import attention_forward, tensors_of
 from compose.proof.one_process import PlainAttention
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
-from tests.support.helpers import make_job, tier
+from tests.support.helpers import agreed, make_job, parallel, prove_step, tier
 from tests.support.plain import plain
 from tests.support.pool import Pool, make_mesh
 
@@ -303,3 +304,75 @@ def _step_that_reads_nothing() -> None:
 
 def test_a_step_reads_nothing(pool: Pool) -> None:
     pool.run(_step_that_reads_nothing, 1)
+
+
+# Windows and sinks on every mesh: each composition equals one process, with documents.
+WINDOW_KEYS: dict[str, Any] = {
+    "model__n_layers": 2,
+    "model__n_heads": 8,
+    "model__n_kv_heads": 2,
+    "train__micro_batch": 1,
+    "train__global_batch": 4,
+}
+# Within a chunk, over an edge of chunks, and over several.
+WINDOWS = (3, 12, 25)
+
+
+def _windowed(name: str, ranks: int, window: int, sinks: bool, **axes: Any) -> Any:
+    """A row of the table."""
+    keys = WINDOW_KEYS | {"model__window": window, "model__sinks": sinks} | parallel(**axes)
+    return pytest.param(ranks, keys, id=name)
+
+
+# Every method meets both balances, tp, pp, a window and sinks.
+COVERING = [
+    _windowed("one process's types", 1, 3, True),
+    _windowed("zero 3", 2, 3, True, dp_shard=2),
+    _windowed("tp", 4, 12, True, tp=4),
+    _windowed("ring", 4, 12, True, cp=4, cp_balance="headtail"),
+    _windowed("ring in pieces x tp", 4, 3, True, cp=2, tp=2, cp_balance="none"),
+    _windowed("ring x pp", 4, 25, False, cp=2, pp=2),
+    _windowed("allgather x tp", 4, 12, True, cp=2, tp=2, cp_method="allgather"),
+    _windowed(
+        "allgather in pieces x pp", 4, 3, True, cp=2, pp=2, cp_method="allgather", cp_balance="none"
+    ),
+    _windowed("ulysses x pp", 4, 12, True, cp=2, pp=2, cp_method="ulysses"),
+    _windowed(
+        "ulysses in pieces x tp", 4, 25, True, cp=2, tp=2, cp_method="ulysses", cp_balance="none"
+    ),
+]
+ALL = [
+    _windowed(
+        f"{method} {balance} window {window} sinks {sinks} {axes}",
+        8,
+        window,
+        sinks,
+        cp=2,
+        cp_method=method,
+        cp_balance=balance,
+        **axes,
+    )
+    for method, balance, window, sinks, axes in itertools.product(
+        ("ring", "allgather", "ulysses"),
+        ("headtail", "none"),
+        WINDOWS,
+        (False, True),
+        ({"tp": 2, "pp": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 4}),
+    )
+]
+SOFT = ("zero 3", "ring", "tp")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [
+        *(
+            pytest.param(*row.values, id=row.id, marks=tier(slow=row.id not in SOFT))
+            for row in COVERING
+        ),
+        *(pytest.param(*row.values, id=row.id, marks=tier(full=True)) for row in ALL),
+    ],
+)
+def test_windows_and_sinks_equal_one_process(pool: Pool, ranks: int, keys: dict[str, Any]) -> None:
+    report = agreed(pool.run(prove_step, ranks, keys))
+    assert report.ok, str(report)

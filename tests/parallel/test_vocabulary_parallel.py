@@ -9,7 +9,6 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -91,26 +90,6 @@ def test_the_passes_of_a_gpu_equal_the_whole(pool: Pool, ranks: int, vocabulary:
     assert pool.run(_as_on_a_gpu, ranks, vocabulary) == [[]] * ranks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_whole_logits_are_two_graphs(dtype: torch.dtype) -> None:
-    """For any number of tokens, and as good as PyTorch's operators."""
-    torch._dynamo.reset()
-    counters.clear()
-    for tokens in (26, 10):
-        logits = torch.randn(tokens, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
-        targets = torch.arange(tokens).masked_fill(torch.arange(tokens) % 3 == 0, IGNORE)
-        found = []
-        for compiles in (False, True):
-            given = logits.clone().requires_grad_()
-            with mock.patch.object(vocabulary_module, "compiles", return_value=compiles):
-                loss = token_losses(given, targets)
-                (loss * 0.37).backward()
-            found.append((loss.detach(), given.grad))
-        torch.testing.assert_close(found[1], found[0])
-    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
-
-
 def _with_fault(place: str, old: str, new: str) -> list[str]:
     with mutated(place, old, new):
         return _differences(7, False, True)
@@ -177,33 +156,6 @@ def _messages() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_messages(pool: Pool, ranks: int) -> None:
     pool.run(_messages, ranks)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1), (7, 5), (301, 1009)])
-def test_losses_of_whole_logits(dtype: torch.dtype, tokens: int, vocabulary: int) -> None:
-    """Of more logits than are worked on at once, too; some are -inf, some targets IGNORE."""
-    torch.manual_seed(0)
-    logits = torch.randn(tokens, vocabulary).to(dtype)
-    targets = torch.randint(vocabulary, (tokens,))
-    targets[::3] = IGNORE
-    hidden = torch.rand(tokens, vocabulary) < 0.2
-    hidden.scatter_(1, targets.clamp(0)[:, None], False)
-    logits = logits.masked_fill(hidden, -torch.inf).requires_grad_()
-    whole = logits.detach().double().requires_grad_()
-    loss, reference = token_losses(logits, targets), F.cross_entropy(whole, targets, reduction="sum")
-    wide = torch.promote_types(dtype, torch.float32)
-    torch.testing.assert_close(loss, reference.to(wide))
-    (3 * loss).backward()
-    (3 * reference).backward()
-    assert logits.grad is not None
-    assert whole.grad is not None
-    torch.testing.assert_close(logits.grad, whole.grad.to(dtype))
-
-
-def test_a_target_that_is_no_row() -> None:
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        token_losses(torch.zeros(2, 3), torch.tensor([0, 3]))
 
 
 def _of_no_rank() -> float:
