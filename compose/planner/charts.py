@@ -17,16 +17,7 @@ from compose.pipeline.timeline import XMLNS, Bar, Drawing, as_svg
 from compose.planner.memory import CATEGORIES
 
 GIB = 2**30
-DASH = "\u2013"
-"""Stands where there is no number."""
 TIMES = "\u00d7"
-
-
-def number(value: Any) -> float | None:
-    """Return a finite number, or None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def digits(value: float) -> str:
@@ -36,36 +27,18 @@ def digits(value: float) -> str:
     return f"{value:,.{places}f}"
 
 
-def seconds(value: Any) -> str:
-    """Return a duration in s, ms or µs; a dash for no number."""
-    found = number(value)
-    if found is None:
-        return DASH
-    if found == 0 or abs(found) >= 0.9995:
-        return f"{digits(found)} s"
-    return f"{digits(found * 1e3)} ms" if abs(found) >= 0.9995e-3 else f"{digits(found * 1e6)} µs"
+def seconds(value: float) -> str:
+    """Return a duration in s, ms or µs."""
+    if value == 0 or abs(value) >= 0.9995:
+        return f"{digits(value)} s"
+    return f"{digits(value * 1e3)} ms" if abs(value) >= 0.9995e-3 else f"{digits(value * 1e6)} µs"
 
 
-def memory(value: Any) -> str:
-    """Return bytes in GiB, or in MiB below one GiB; a dash for no number."""
-    found = number(value)
-    if found is None:
-        return DASH
-    if found == 0 or abs(found) >= GIB:
-        return f"{digits(found / GIB)} GiB"
-    return f"{digits(found / 2**20)} MiB"
-
-
-def percent(value: Any) -> str:
-    """Return a fraction in percent; a dash for no number."""
-    found = number(value)
-    return DASH if found is None else f"{found * 100:.1f}%"
-
-
-def count(value: Any) -> str:
-    """Return a whole number with commas; a dash for no number."""
-    found = number(value)
-    return DASH if found is None else f"{found:,.0f}"
+def memory(value: float) -> str:
+    """Return bytes in GiB, or in MiB below one GiB."""
+    if value == 0 or abs(value) >= GIB:
+        return f"{digits(value / GIB)} GiB"
+    return f"{digits(value / 2**20)} MiB"
 
 
 HELD = "reserved, not in use"
@@ -148,23 +121,19 @@ def x_axis(scale: Scale, unit: str, title: str) -> str:
 
 def parts_of(use: Mapping[str, Any]) -> list[tuple[str, str, float]]:
     """Return the parts of a rank's memory in the order of a bar: class, name and bytes."""
-    given = {str(name): number(size) or 0.0 for name, size in use.get("by_category", {}).items()}
-    found = [(f"c{i}", name, given[name]) for i, name in enumerate(CATEGORIES) if given.get(name)]
-    found += [("other", name, size) for name, size in given.items() if size and name not in CATEGORIES]
-    held = (number(use.get("reserved")) or 0.0) - sum(size for _, _, size in found)
+    sizes = use["by_category"]
+    found = [(f"c{i}", name, sizes[name]) for i, name in enumerate(CATEGORIES) if sizes.get(name)]
+    held = use["reserved"] - sum(size for _, _, size in found)
     return [*found, ("held", HELD, held)] if held > 0 else found
 
 
-def memory_chart(use: Mapping[str, Any], capacity: float | None) -> str:
+def memory_chart(stages: Sequence[Mapping[str, Any]], capacity: float) -> str:
     """Return a bar for each pipeline rank, by category, against the capacity."""
-    stages = use.get("by_stage") or [use]
     bars = [parts_of(stage) for stage in stages]
     totals = [sum(size for _, _, size in bar) for bar in bars]
-    scale = Scale(0.0, 1.04 * (max(*totals, capacity or 0.0, 1.0)) / GIB)
-    line = ""
-    if capacity:
-        at = place(scale(capacity / GIB))
-        line = f'<line class="capacity" x1="{at}" x2="{at}" y1="0" y2="28"/>'
+    scale = Scale(0.0, 1.04 * max(*totals, capacity) / GIB)
+    at = place(scale(capacity / GIB))
+    line = f'<line class="capacity" x1="{at}" x2="{at}" y1="0" y2="28"/>'
     rows = []
     for i, (bar, total) in enumerate(zip(bars, totals, strict=True)):
         drawn, start = [], 0.0
@@ -175,7 +144,7 @@ def memory_chart(use: Mapping[str, Any], capacity: float | None) -> str:
                 f"<title>{escape(name)}: {memory(size)} of {memory(total)}</title></rect>"
             )
             start += size
-        over = total - (capacity or total)
+        over = total - capacity
         note = f'<span class="over">over by {memory(over)}</span>' if over > 0 else ""
         label = f"Pipeline rank {i}" if len(stages) > 1 else "Each rank"
         said = ", ".join(f"{name} {memory(size)}" for _, name, size in bar)
@@ -186,9 +155,8 @@ def memory_chart(use: Mapping[str, Any], capacity: float | None) -> str:
         )
     shown = {kind: name for bar in bars for kind, name, _ in bar}
     entries = [(f"c{i}", name) for i, name in enumerate(CATEGORIES) if f"c{i}" in shown]
-    entries += [("other", "other")] if "other" in shown else []
     entries += [("held", HELD)] if "held" in shown else []
-    entries += [("capacity", f"capacity {memory(capacity)}")] if capacity else []
+    entries += [("capacity", f"capacity {memory(capacity)}")]
     axis = f'<div class="row"><span></span><div>{x_axis(scale, "GiB", "Reserved memory")}</div></div>'
     return f'{legend(entries)}<div class="bars">{"".join(rows)}{axis}</div>'
 
@@ -222,17 +190,10 @@ def time_unit(longest: float) -> tuple[str, float]:
 
 
 def timeline_chart(events: Sequence[Mapping[str, Any]]) -> str:
-    """Return the step with a row for each stream of each rank; or a sentence if there are no events.
+    """Return the step with a row for each stream of each rank, as ``schedule`` draws it.
 
     Each event has rank, stream, name, start and end; times are in seconds.
     """
-    events = [
-        event
-        for event in events
-        if number(event.get("start")) is not None and number(event.get("end")) is not None
-    ]
-    if not events:
-        return "<p>The result has no timeline.</p>"
     begin, end = (side(event[key] for event in events) for side, key in ((min, "start"), (max, "end")))
     length = end - begin or 1.0
     unit, factor = time_unit(length)
@@ -288,14 +249,12 @@ class Dot(NamedTuple):
     words: str
 
 
-def front_chart(dots: Sequence[Dot], capacity: float | None) -> str:
+def front_chart(dots: Sequence[Dot], capacity: float) -> str:
     """Return a chart of time and memory of all candidates, with the line of those that none beats."""
-    if not dots:
-        return "<p>No candidate has both a time and a memory.</p>"
     unit, factor = time_unit(max(dot.seconds for dot in dots))
     points = [(dot.seconds * factor, dot.bytes / GIB) for dot in dots]
     x = scale_for([time for time, _ in points])
-    y = scale_for([size for _, size in points] + ([capacity / GIB] if capacity else []))
+    y = scale_for([size for _, size in points] + [capacity / GIB])
     height = 320
 
     def at(point: tuple[float, float]) -> tuple[str, str]:
@@ -306,9 +265,8 @@ def front_chart(dots: Sequence[Dot], capacity: float | None) -> str:
         up = f"{height * (1 - y(tick) / 100):.1f}"
         drawn.append(f'<line class="grid" x1="0" x2="100%" y1="{up}" y2="{up}"/>')
         names.append(f'<text x="50" y="{up}" dy="0.35em" text-anchor="end">{tick:,.9g}</text>')
-    if capacity:
-        _, up = at((x.low, capacity / GIB))
-        drawn.append(f'<line class="capacity" x1="0" x2="100%" y1="{up}" y2="{up}"/>')
+    _, up = at((x.low, capacity / GIB))
+    drawn.append(f'<line class="capacity" x1="0" x2="100%" y1="{up}" y2="{up}"/>')
     front = pareto_front(points)
     for one, two in pairwise(front):
         (x1, y1), (x2, y2) = at(points[one]), at(points[two])
@@ -327,7 +285,7 @@ def front_chart(dots: Sequence[Dot], capacity: float | None) -> str:
         )
     entries = [("dot best", "the best"), ("dot fits", "fits"), ("dot lacks", "does not fit")]
     entries += [("front", "Pareto front: none is faster with less memory")]
-    entries += [("capacity", f"capacity {memory(capacity)}")] if capacity else []
+    entries += [("capacity", f"capacity {memory(capacity)}")]
     said = f"{len(dots)} candidates by step time and reserved memory"
     return (
         f'{legend(entries)}<p class="axis">Reserved memory of the fullest rank (GiB)</p>'

@@ -14,12 +14,9 @@ from compose.planner.charts import (
     OTHER,
     TIMES,
     Dot,
-    count,
     front_chart,
     memory,
     memory_chart,
-    number,
-    percent,
     seconds,
     timeline_chart,
 )
@@ -230,20 +227,18 @@ def value_of(value: Any) -> str:
 
 def mesh_of(keys: Mapping[str, Any]) -> str:
     """Return a mesh in short: the axes that have more than one rank, with their sizes."""
-    found = [f"{axis} {keys[f'parallel.{axis}']}" for axis in AXES if degree(keys, axis) > 1]
-    return f" {TIMES} ".join(found) or "one rank"
+    degrees = _degrees(keys)
+    return f" {TIMES} ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one rank"
 
 
-def degree(keys: Mapping[str, Any], axis: str) -> float:
-    """Return the ranks on an axis; 1 if the result does not say."""
-    return number(keys.get(f"parallel.{axis}")) or 1.0
+def _degrees(keys: Mapping[str, Any]) -> dict[str, int]:
+    degrees = {axis: keys.get(f"parallel.{axis}", 1) for axis in AXES}
+    return {axis: degree for axis, degree in degrees.items() if degree > 1}
 
 
 def words_of(keys: Mapping[str, Any]) -> str:
     """Return a candidate's mesh in words, and its other settings."""
-    degrees = [
-        f"{degree(keys, axis):.0f} {what}" for axis, what in AXES.items() if degree(keys, axis) > 1
-    ]
+    degrees = [f"{degree} {AXES[axis]}" for axis, degree in _degrees(keys).items()]
     others = [
         PHRASES[key].format(value_of(value)) if key in PHRASES else f"{key} = {value_of(value)}"
         for key, value in keys.items()
@@ -252,40 +247,27 @@ def words_of(keys: Mapping[str, Any]) -> str:
     return "; ".join([", ".join(degrees) or "One rank", *others])
 
 
-def reserved_of(candidate: Mapping[str, Any]) -> float | None:
-    """Return the reserved bytes of a candidate's fullest rank."""
-    use = candidate.get("memory", {})
-    stages = [number(stage.get("reserved")) for stage in use.get("by_stage") or []]
-    found = [size for size in [number(use.get("reserved")), *stages] if size is not None]
-    return max(found, default=None)
-
-
-def headline(result: Mapping[str, Any], best: Mapping[str, Any] | None) -> str:
+def headline(result: Mapping[str, Any]) -> str:
     """Return the head of the page: the best mesh, and its four figures."""
-    ranks, capacity = number(result.get("world_size")), number(result.get("capacity"))
+    ranks, capacity, best = result["world_size"], result["capacity"], result["candidates"][0]
     job = (
-        f"{value_of(result.get('model', 'A model'))} on {count(ranks)} {TIMES} "
-        f"{value_of(result.get('cluster', 'unknown'))}, {count(result.get('global_batch'))} samples of "
-        f"{count(result.get('seq_len'))} tokens a step"
+        f"{result['model']} on {ranks:,} {TIMES} {result['cluster']}, {result['global_batch']:,}"
+        f" samples of {result['seq_len']:,} tokens a step"
     )
-    if best is None:
-        return f'<p class="quiet">{escape(job)}</p><h1>No candidate</h1>'
-    used = reserved_of(best)
-    over = used - capacity if used is not None and capacity is not None else None
+    used, rate = best["memory"]["reserved"], best[RATE]
     title, note = f"Best: {mesh_of(best['keys'])}", ""
-    if not best.get("fits", True):
+    if not best["fits"]:
         title = f"Nothing fits. The least short: {mesh_of(best['keys'])}"
-        short = f"It lacks {memory(over)}." if over is not None and over > 0 else "It does not fit."
-        note = f'<p class="over">{escape(short)}</p>'
-    each = number(best.get(RATE))
-    total = f"{count(each * ranks)} in all" if each is not None and ranks is not None else ""
-    share = f"of {memory(capacity)}"
-    share += f", {percent(used / capacity)}" if used is not None and capacity else ""
+        note = f'<p class="over">It lacks {memory(used - capacity)}.</p>'
     figures = [
-        ("Step time", seconds(best.get("step_seconds")), f"bubble {percent(best.get('bubble'))}"),
-        ("Tokens per second and device", count(each), total),
-        ("MFU", percent(best.get("mfu")), "of the peak FLOPs"),
-        ("Reserved memory of the fullest rank", memory(used), share),
+        ("Step time", seconds(best["step_seconds"]), f"bubble {best['bubble']:.1%}"),
+        ("Tokens per second and device", f"{rate:,.0f}", f"{rate * ranks:,.0f} in all"),
+        ("MFU", f"{best['mfu']:.1%}", "of the peak FLOPs"),
+        (
+            "Reserved memory of the fullest rank",
+            memory(used),
+            f"of {memory(capacity)}, {used / capacity:.1%}",
+        ),
     ]
     cells = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(amount)}<small>{escape(more)}</small></dd></div>"
@@ -293,15 +275,15 @@ def headline(result: Mapping[str, Any], best: Mapping[str, Any] | None) -> str:
     )
     return (
         f'<p class="quiet">{escape(job)}</p><h1>{escape(title)}</h1>{note}'
-        f"<p>{escape(words_of(best['keys']))}.</p><p>{escape(value_of(best.get('why') or ''))}</p>"
+        f"<p>{escape(words_of(best['keys']))}.</p><p>{escape(best['why'])}</p>"
         f'<dl class="figures">{cells}</dl>'
     )
 
 
 def exposed_of(candidate: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Return the exposed seconds of each axis that has any, the longest first."""
-    found = [(str(axis), number(time) or 0.0) for axis, time in candidate.get("exposed", {}).items()]
-    return sorted([(axis, time) for axis, time in found if time > 0], key=lambda pair: -pair[1])
+    found = [(axis, time) for axis, time in candidate["exposed"].items() if time > 0]
+    return sorted(found, key=lambda pair: -pair[1])
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -329,27 +311,27 @@ def table(candidates: Sequence[Mapping[str, Any]]) -> str:
     )
     rows = []
     for i, candidate in enumerate(candidates):
-        exposed, use = exposed_of(candidate), candidate.get("memory", {})
+        exposed, use = exposed_of(candidate), candidate["memory"]
+        fits, step, rate = candidate["fits"], candidate["step_seconds"], candidate[RATE]
         total = sum(time for _, time in exposed)
         cells: list[tuple[Any, str, str]] = [(i + 1, str(i + 1), "")]
         for key in differ:
             value = candidate["keys"].get(key, "")
-            cells.append((value if number(value) is not None else value_of(value), value_of(value), ""))
+            cells.append((value_of(value), value_of(value), ""))
         cells += [
-            (int(bool(candidate.get("fits"))), "yes" if candidate.get("fits") else "no", "words"),
-            (candidate.get("step_seconds"), seconds(candidate.get("step_seconds")), ""),
-            (reserved_of(candidate), memory(reserved_of(candidate)), ""),
-            (candidate.get(RATE), count(candidate.get(RATE)), ""),
-            (candidate.get("mfu"), percent(candidate.get("mfu")), ""),
-            (candidate.get("bubble"), percent(candidate.get("bubble")), ""),
+            (int(fits), value_of(fits), "words"),
+            (step, seconds(step), ""),
+            (use["reserved"], memory(use["reserved"]), ""),
+            (rate, f"{rate:,.0f}", ""),
+            (candidate["mfu"], f"{candidate['mfu']:.1%}", ""),
+            (candidate["bubble"], f"{candidate['bubble']:.1%}", ""),
             (total, seconds(total), ""),
             (total, ", ".join(f"{axis} {seconds(time)}" for axis, time in exposed), "words"),
-            (use.get("allocated"), memory(use.get("allocated")), ""),
-            (value_of(candidate.get("why") or ""), value_of(candidate.get("why") or ""), "words why"),
+            (use["allocated"], memory(use["allocated"]), ""),
+            (candidate["why"], candidate["why"], "words why"),
         ]
         drawn = "".join(
-            f'<td class="{kind}" data-v="{escape("" if sort is None else str(sort))}">'
-            f"{escape(shown)}</td>"
+            f'<td class="{kind}" data-v="{escape(str(sort))}">{escape(shown)}</td>'
             for sort, shown, kind in cells
         )
         rows.append(f'<tr class="{"" if i else "best"}">{drawn}</tr>')
@@ -361,42 +343,36 @@ def table(candidates: Sequence[Mapping[str, Any]]) -> str:
 
 
 def page_of(result: Mapping[str, Any]) -> str:
-    """Return the page of a result."""
-    candidates: Sequence[Mapping[str, Any]] = result.get("candidates", [])
-    capacity = number(result.get("capacity"))
-    best = candidates[0] if candidates else None
-    parts = [headline(result, best)]
-    if best is not None:
-        shown = []
-        for candidate in candidates:
-            time, size = number(candidate.get("step_seconds")), reserved_of(candidate)
-            if time is not None and size is not None and time > 0:
-                words = words_of(candidate["keys"])
-                fits = bool(candidate.get("fits"))
-                shown.append(Dot(time, size, fits, candidate is best, words))
-        sections = [
-            (
-                "Memory of each pipeline rank",
-                "Bytes at the peak of the best candidate, by what they hold.",
-                memory_chart(best.get("memory", {}), capacity),
-            ),
-            (
-                "The step, stream by stream",
-                "What each stream does in one step of the best candidate. Empty places are waits.",
-                timeline_chart(best.get("timeline") or []),
-            ),
-            (
-                "Time and memory",
-                "Each dot is a candidate. Further left is faster, further down needs less memory.",
-                front_chart(shown, capacity),
-            ),
-            ("All candidates", "Click the name of a column to sort by it.", table(candidates)),
-        ]
-        parts += [
-            f'<section><h2>{title}</h2><p class="quiet">{lead}</p>{content}</section>'
-            for title, lead, content in sections
-        ]
-    title = "Plan" if best is None else f"Plan: {mesh_of(best['keys'])}"
+    """Return the page of what :func:`compose.planner.report.as_data` returned."""
+    candidates: Sequence[Mapping[str, Any]] = result["candidates"]
+    capacity, best = result["capacity"], candidates[0]
+    dots = [
+        Dot(each["step_seconds"], each["memory"]["reserved"], each["fits"], each is best, words)
+        for each, words in ((each, words_of(each["keys"])) for each in candidates)
+    ]
+    sections = [
+        (
+            "Memory of each pipeline rank",
+            "Bytes at the peak of the best candidate, by what they hold.",
+            memory_chart(best["memory"]["by_stage"], capacity),
+        ),
+        (
+            "The step, stream by stream",
+            "What each stream does in one step of the best candidate. Empty places are waits.",
+            timeline_chart(best["timeline"]),
+        ),
+        (
+            "Time and memory",
+            "Each dot is a candidate. Further left is faster, further down needs less memory.",
+            front_chart(dots, capacity),
+        ),
+        ("All candidates", "Click the name of a column to sort by it.", table(candidates)),
+    ]
+    parts = [headline(result)] + [
+        f'<section><h2>{title}</h2><p class="quiet">{lead}</p>{content}</section>'
+        for title, lead, content in sections
+    ]
+    title = f"Plan: {mesh_of(best['keys'])}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

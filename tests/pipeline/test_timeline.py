@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,91 @@ def test_activations_are_held_until_the_weights_backward() -> None:
     assert peak_in_flight(parse("0F0 0I0 0F1 0I1 0W0 0W1")) == [2]
     assert peak_in_flight(parse("0F0 0I0 0W0 0F1 0I1 0W1")) == [1]
     assert peak_in_flight(parse("0F0 1F0 1B0 0B0")) == [2]
+
+
+def slots_of(
+    schedule: str, pp: int, per_rank: int, micro_batches: int, message: float = 0.0
+) -> list[Slot]:
+    """The slots of a schedule whose forwards take 1 s and backwards 2 s on each rank."""
+    rows = build_table(schedule, pp, per_rank, micro_batches)
+    took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    return simulate(rows, lambda action: took[action.kind] / per_rank, message)
+
+
+def length_of(slots: list[Slot]) -> float:
+    """The end of the last slot."""
+    return max(slot.end for slot in slots)
+
+
+def test_messages_between_stages_delay_the_next_one() -> None:
+    """Two ranks and two micro-batches by hand; a message takes c = 0.5 s.
+
+    Rank 1: F0 from 1 + c to 2 + c, B0 to 4 + c, F1 to 5 + c, B1 to 7 + c. Rank 0: B0 from 4 + 2c, B1
+    from 7 + 2c to 9 + 2c.
+    """
+    slots = {(s.rank, s.action.kind, s.action.micro_batch): s for s in slots_of("1F1B", 2, 1, 2, 0.5)}
+    assert slots[1, "B", 0].end == 4.5
+    assert slots[0, "B", 0].start == 5.0
+    assert slots[0, "B", 1].start == 8.0
+    assert slots[0, "B", 1].end == 10.0
+
+
+def test_weights_are_gathered_before_the_input_and_gradients_reduced_after_the_result() -> None:
+    """Each action takes 3 s, of which 1 s is apart; by hand, with two ranks and one micro-batch."""
+    rows = build_table("1F1B", 2, 1, 1)
+    parts = {"F": (1.0, 0.0), "B": (0.0, 1.0)}
+    slots = simulate(rows, lambda a: 3.0, 0.0, lambda a: parts[a.kind])
+    starts = {(slot.rank, slot.action.kind): slot.start for slot in slots}
+    assert starts == {(0, "F"): 0.0, (1, "F"): 2.0, (1, "B"): 5.0, (0, "B"): 7.0}
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_ranks_on_one_processor_leave_no_bubble(schedule: str) -> None:
+    """As long as one rank works, so does the processor."""
+    per_rank = 1 if schedule in ("GPipe", "1F1B") else 2
+    rows = build_table(schedule, 4, per_rank, 8)
+    took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    slots = simulate(rows, lambda action: took[action.kind], 0.0, sharing=4.0)
+    whole = sum(took[action.kind] for row in rows for action in row)
+    assert length_of(slots) == pytest.approx(whole / 4)
+    assert sorted(slot.action for slot in slots) == sorted(action for row in rows for action in row)
+
+
+def test_two_ranks_for_each_processor_by_hand() -> None:
+    """Four ranks, two processors, one micro-batch: one rank at a time works, twice as fast."""
+    rows = build_table("1F1B", 4, 1, 1)
+    slots = simulate(rows, lambda action: 3.0, 0.5, sharing=2.0)
+    assert length_of(slots) == pytest.approx(8 * 1.5 + 6 * 0.5)
+
+
+def test_few_ranks_for_their_processors_are_as_fast_as_alone() -> None:
+    """At most all processors work, so that a rank is never faster than by ``sharing``."""
+    rows, took = build_table("1F1B", 4, 1, 16), {"F": 1.0, "B": 2.0}
+    lengths = [
+        length_of(simulate(rows, lambda a: took[a.kind], 0.0, sharing=sharing))
+        for sharing in (1.0, 1.0 + 1e-9, 1.5, 4.0)
+    ]
+    assert lengths[1] == pytest.approx(lengths[0])
+    assert lengths[0] > lengths[2] > lengths[3]
+    assert lengths[3] == pytest.approx(16 * 3)
+
+
+def test_a_rank_runs_one_action_at_a_time_and_after_its_input() -> None:
+    slots = slots_of("Interleaved1F1B", 4, 2, 8, 0.25)
+    ends = {(s.action.stage, s.action.kind, s.action.micro_batch): s.end for s in slots}
+    for rank in range(4):
+        own = sorted((s for s in slots if s.rank == rank), key=lambda s: s.start)
+        assert all(a.end <= b.start for a, b in pairwise(own))
+    for slot in slots:
+        before = (slot.action.stage - 1, "F", slot.action.micro_batch)
+        if slot.action.kind == "F" and before in ends:
+            assert slot.start >= ends[before] + 0.25
+
+
+def test_a_table_that_waits_for_itself_is_refused() -> None:
+    rows = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
+    with pytest.raises(ValueError, match="waits for itself"):
+        simulate(rows, lambda action: 1.0, 0.0)
 
 
 def test_report() -> None:

@@ -145,100 +145,82 @@ def test_equals_the_slow_one(seed: int, sizes: str, expandable: bool) -> None:
     assert replay(events, expandable) == slow_replay(events, expandable)
 
 
-def given(*words: str, expandable: bool = False) -> Peaks:
+def given(words: str, expandable: bool) -> Peaks:
     """The peaks for words such as "a=3M" (allocate block a) and "-a" (free it)."""
     events: Events = []
     sizes: dict[str, int] = {}
-    for word in words:
-        if word.startswith("-"):
-            events.append((ord(word[1]), -sizes[word[1]]))
-        else:
-            name, amount = word.split("=")
+    for word in words.split():
+        name, _, amount = word.strip("-").partition("=")
+        if amount:
             unit = {"K": KB, "M": MB}.get(amount[-1], 1)
             sizes[name] = int(float(amount.rstrip("KM")) * unit)
-            events.append((ord(name), sizes[name]))
+        events.append((ord(name), sizes[name] if amount else -sizes[name]))
     assert replay(events, expandable) == slow_replay(events, expandable)
     return replay(events, expandable)
 
 
-def test_sizes_are_multiples_of_512() -> None:
-    assert given("a=1") == Peaks(512, 2 * MB)
-    assert given("a=512", "b=513") == Peaks(512 + 1024, 2 * MB)
-
-
-def test_segments() -> None:
-    assert given("a=1M").reserved == 2 * MB
-    assert given("a=1048577").reserved == 20 * MB
-    assert given("a=9.9M").reserved == 20 * MB
+# (allocate and free, allocated and reserved at the peak in MiB; None: not of interest), by the rule.
+BY_HAND: dict[str, list[tuple[str, float | None, float]]] = {
+    "sizes are multiples of 512": [("a=1", 512 / MB, 2), ("a=512 b=513", 1536 / MB, 2)],
     # The size that counts is the rounded one: one byte less than 10 MiB is 10 MiB.
-    assert given("a=10485759").reserved == 10 * MB
-    assert given("a=10M").reserved == 10 * MB
-    assert given("a=10485761").reserved == 12 * MB
-
-
-def test_pools_are_apart() -> None:
-    """The large pool's rest is of no use to the small pool, and the other way."""
-    assert given("a=2M", "b=1M").reserved == 22 * MB
-    assert given("a=1K", "-a", "b=1.5M").reserved == 22 * MB
-
-
-def test_rest_of_the_small_pool() -> None:
-    """512 bytes are split off, and are of use."""
-    assert given("a=1M", "b=1048064", "c=512") == Peaks(2 * MB, 2 * MB)
-
-
-def test_rest_of_the_large_pool() -> None:
-    """1 MiB stays with the request; more is split off."""
-    assert given("a=11M") == Peaks(12 * MB, 12 * MB)
-    assert given("a=10M", "b=9M") == Peaks(19 * MB, 30 * MB)
-    # 20 MiB less 9.5 and 9.5 leaves 1 MiB, which the second block has.
-    assert given("a=9.5M", "b=9.5M") == Peaks(20 * MB, 20 * MB)
-    assert given("a=9.5M", "b=9.25M") == Peaks(int(18.75 * MB), 20 * MB)
-    # What was split off, 1.25 MiB, is large enough for this.
-    assert given("a=9.5M", "b=9.25M", "c=1.2M").reserved == 20 * MB
-
-
-def test_best_fit() -> None:
-    """The 14 MiB block is taken for 13 MiB, and not the one of 30 MiB before it, which is for 29."""
-    words = ("a=30M", "b=14M", "-a", "-b", "c=13M", "d=29M")
-    assert given(*words) == Peaks(44 * MB, 44 * MB)
-
-
-def test_lowest_of_equals() -> None:
-    """Of two holes of 4 MiB the lower one is taken; the upper one joins what becomes free behind it."""
-    assert given("a=4M", "b=2M", "c=4M", "d=2M", "-a", "-c", "e=4M", "-d", "f=14M").reserved == 20 * MB
-
-
-def test_free_neighbours_join() -> None:
-    """Blocks in the middle join on both sides; those of two segments do not."""
-    assert given("a=5M", "b=5M", "c=5M", "-a", "-c", "-b", "d=20M").reserved == 20 * MB
-    assert given("a=12M", "b=12M", "-a", "-b", "c=24M").reserved == 48 * MB
-
-
-def test_nothing_goes_back() -> None:
-    assert given("a=30M", "-a", "b=40M", "-b", "c=2M").reserved == 70 * MB
-
-
-def test_expandable() -> None:
-    """Whole pages, and a block that grows from what is free at the end."""
-    assert given("a=1", expandable=True) == Peaks(512, 2 * MB)
-    assert given("a=1.5M", expandable=True) == Peaks(int(1.5 * MB), 20 * MB)
-    assert given("a=30M", expandable=True) == Peaks(30 * MB, 40 * MB)
-    assert given("a=30M", "-a", "b=45M", expandable=True) == Peaks(45 * MB, 60 * MB)
-    # The free 10 MiB behind a are a part of b.
-    assert given("a=30M", "b=30M", expandable=True) == Peaks(60 * MB, 60 * MB)
-    # 1 MiB and less is split off too.
-    assert given("a=19.5M", "b=20.5M", expandable=True) == Peaks(40 * MB, 40 * MB)
-
-
-def test_expandable_end_is_taken_last() -> None:
-    """A larger hole is taken before the free block at the end, although that one fits better."""
-    words = ("a=8M", "b=5M", "-a", "c=6M")
+    "segments": [
+        ("a=1M", None, 2),
+        ("a=1048577", None, 20),
+        ("a=9.9M", None, 20),
+        ("a=10485759", None, 10),
+        ("a=10M", None, 10),
+        ("a=10485761", None, 12),
+    ],
+    "the rest of a pool is of no use to the other": [
+        ("a=2M b=1M", None, 22),
+        ("a=1K -a b=1.5M", None, 22),
+    ],
+    "512 bytes are split off in the small pool": [("a=1M b=1048064 c=512", 2, 2)],
+    # 20 MiB less 9.5 and 9.5 leaves 1 MiB, which the second block has; 1.25 MiB are split off.
+    "in the large pool 1 MiB stays with the request, and more is split off": [
+        ("a=11M", 12, 12),
+        ("a=10M b=9M", 19, 30),
+        ("a=9.5M b=9.5M", 20, 20),
+        ("a=9.5M b=9.25M", 18.75, 20),
+        ("a=9.5M b=9.25M c=1.2M", None, 20),
+    ],
+    "the 14 MiB block is taken for 13 MiB, and not that of 30 before it": [
+        ("a=30M b=14M -a -b c=13M d=29M", 44, 44)
+    ],
+    "of two equal holes the lower one is taken": [
+        ("a=4M b=2M c=4M d=2M -a -c e=4M -d f=14M", None, 20)
+    ],
+    "free neighbours join, but not those of two segments": [
+        ("a=5M b=5M c=5M -a -c -b d=20M", None, 20),
+        ("a=12M b=12M -a -b c=24M", None, 48),
+    ],
+    "nothing goes back": [("a=30M -a b=40M -b c=2M", None, 70)],
+    # The free 10 MiB behind a are a part of b; 1 MiB and less is split off too.
+    "expandable: whole pages, and a block that grows from what is free at the end": [
+        ("a=1", 512 / MB, 2),
+        ("a=1.5M", 1.5, 20),
+        ("a=30M", 30, 40),
+        ("a=30M -a b=45M", 45, 60),
+        ("a=30M b=30M", 60, 60),
+        ("a=19.5M b=20.5M", 40, 40),
+    ],
     # Page: [8 free, 5, 7 free at the end]; c takes the hole, and the end stays whole for d.
-    assert given(*words, "d=7M", expandable=True) == Peaks(18 * MB, 20 * MB)
-    assert given(*words, "d=27M", expandable=True).reserved == 40 * MB
-    # Without the option the better fit is taken, and 8 MiB are left for d.
-    assert given(*words, "d=8M").reserved == 20 * MB
+    "expandable: a larger hole is taken before the end, although that fits better": [
+        ("a=8M b=5M -a c=6M d=7M", 18, 20),
+        ("a=8M b=5M -a c=6M d=27M", None, 40),
+    ],
+    "without the option the better fit is taken, and 8 MiB are left for d": [
+        ("a=8M b=5M -a c=6M d=8M", None, 20)
+    ],
+}
+
+
+@pytest.mark.parametrize("rule", BY_HAND)
+def test_by_hand(rule: str) -> None:
+    for words, allocated, reserved in BY_HAND[rule]:
+        found = given(words, rule.startswith("expandable"))
+        assert found.reserved == reserved * MB, words
+        assert allocated in (None, found.allocated / MB), words
 
 
 def test_no_bytes() -> None:

@@ -1,4 +1,4 @@
-"""Elementwise results on meta that are remembered: as those that are computed."""
+"""Elementwise results on meta that are remembered, and the copies that kernels of a CPU make."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.planner.record import ElementwiseResults
+from compose.planner.record import ElementwiseResults, casts
 
 aten: Any = torch.ops.aten
 
@@ -63,3 +63,14 @@ def test_values_are_not_remembered() -> None:
     for value in (1.0, 2.0):
         found = shapes.run(aten.mul.Tensor, (torch.ones(2), value), {})
         assert found.tolist() == [value, value]
+
+
+def test_a_cpu_casts_before_it_adds() -> None:
+    wide, narrow = torch.empty(6), torch.empty(6, dtype=torch.bfloat16)
+    assert casts("add_", [wide, narrow], [wide], [wide]) == 6 * 4
+    assert casts("add_", [narrow, wide], [narrow], [narrow]) == 2 * 6 * 4
+    assert casts("add", [wide, wide], [], [wide]) == 0
+    assert casts("mul", [wide, narrow], [narrow], [narrow]) == 6 * 4  # out=narrow, which is not read
+    assert casts("mm", [wide, narrow], [], [wide]) == 0
+    one: Tensor = torch.tensor(1.0)
+    assert casts("mul", [narrow, one], [], [narrow]) == 0

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from compose.config.job import Job
 from compose.pipeline.schedules import Action
@@ -25,7 +24,7 @@ from compose.planner.memory import (
     peak,
     stand_ins,
 )
-from compose.planner.record import Allocation, Record, Segment, casts
+from compose.planner.record import Allocation, Record, Segment
 from tests.support.helpers import ROOT, make_job, tier
 
 MOE = {
@@ -313,14 +312,3 @@ def test_categories_of_allocations() -> None:
     categorize(record, "output")
     assert {name: each.category for name, each in expected.items()} == {n: n for n in expected}
     assert last.category == "temporaries"
-
-
-def test_a_cpu_casts_before_it_adds() -> None:
-    wide, narrow = torch.empty(6), torch.empty(6, dtype=torch.bfloat16)
-    assert casts("add_", [wide, narrow], [wide], [wide]) == 6 * 4
-    assert casts("add_", [narrow, wide], [narrow], [narrow]) == 2 * 6 * 4
-    assert casts("add", [wide, wide], [], [wide]) == 0
-    assert casts("mul", [wide, narrow], [narrow], [narrow]) == 6 * 4  # out=narrow, which is not read
-    assert casts("mm", [wide, narrow], [], [wide]) == 0
-    one: Tensor = torch.tensor(1.0)
-    assert casts("mul", [narrow, one], [], [narrow]) == 0
