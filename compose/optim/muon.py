@@ -2,7 +2,7 @@
 
 The rank that orthogonalizes a matrix needs the whole matrix. All ranks that hold parts of it, replicas
 too, divide the matrices among themselves by cost, so that each matrix is computed once. Places are
-regions of the whole tensor, taken from the cut that filled it (ops/local_tensor.py).
+regions of the whole tensor, taken from the cut that filled it (ops/tensors.py).
 """
 
 import math

@@ -235,7 +235,7 @@ def test_a_step_waits_for_nothing() -> None:
 NO_WAIT = """
 import torch
 from compose import Options, Parallel, Precision, apply, forward_backward, init_mesh, init_weights
-from compose.data import random_batch
+from compose.data.samples import random_batch
 from compose.train.step import on_device
 from models.llama import Config, Model, plan
 torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -229,7 +229,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, backend: str) -> None:
     script.write_text(
         "import os, runpy, signal, time\n"
         "import torch.distributed as dist\n"
-        "from compose.data import Batches\n"
+        "from compose.data.batches import Batches\n"
         f"{patient}"
         "real = Batches.batch\n"
         "def batch(self, first):\n"
