@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 # Names of what a model thinks before it replies. Templates read the first or the second.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _ROLE = "assistant"
@@ -20,7 +20,7 @@ PROBE = "zqx"  # a word that no template writes by itself
 class Chat:
     """A chat of a row."""
 
-    messages: Sequence[Message]
+    messages: Sequence[ChatMessage]
     learnt: Sequence[int]
     """The indices of the messages to learn: replies, unless their weight is 0."""
     more: Mapping[str, Any]
@@ -44,7 +44,7 @@ def read_chat(row: Mapping[str, Any], field: str) -> Chat:
     return Chat(read, learnt, {**more, "tools": tools, "documents": documents})
 
 
-def _message(message: Any, number: int) -> Message:
+def _message(message: Any, number: int) -> ChatMessage:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")
     # transformers drops a key without a value too.
@@ -99,21 +99,23 @@ def text_of(content: Any) -> Any:
     return content if None in texts else "".join(filter(None, texts))
 
 
-def calls_of(message: Message) -> list[dict[str, Any]]:
+def calls_of(message: ChatMessage) -> list[dict[str, Any]]:
     """Return the functions that a message calls: their name and arguments."""
     found = [(call, call.get("function")) for call in message.get("tool_calls") or []]
     return [function if isinstance(function, dict) else call for call, function in found]
 
 
-def forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+def forms(messages: Sequence[ChatMessage]) -> Iterator[Sequence[ChatMessage]]:
     """Yield the messages in each form that templates take, first as they are.
 
     Some templates take the arguments of a tool call as an object, others as JSON text. Some take
     content as a list of parts, others as one text alone.
     """
-    seen: list[Sequence[Message]] = []
-    for turn, joined in product((False, True), (False, True)):
-        form = [_with_arguments(message, _turned) if turn else message for message in messages]
+    seen: list[Sequence[ChatMessage]] = []
+    for other_form, joined in product((False, True), (False, True)):
+        form = [
+            _with_arguments(message, _as_other_form) if other_form else message for message in messages
+        ]
         if joined:
             form = [{**m, "content": text_of(m["content"])} if "content" in m else m for m in form]
         if form not in seen:
@@ -121,7 +123,7 @@ def forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
             yield form
 
 
-def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+def _with_arguments(message: ChatMessage, change: Callable[[Any], Any]) -> ChatMessage:
     def changed(call: dict[str, Any]) -> dict[str, Any]:
         if isinstance(call.get("function"), dict):
             return {**call, "function": changed(call["function"])}
@@ -131,7 +133,7 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
     return {**message, "tool_calls": [changed(call) for call in calls]} if calls else message
 
 
-def _turned(arguments: Any) -> Any:
+def _as_other_form(arguments: Any) -> Any:
     """Return an object in place of JSON text, or JSON text in place of an object."""
     if isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
@@ -141,13 +143,13 @@ def _turned(arguments: Any) -> Any:
         return arguments
 
 
-def probed(messages: Sequence[Message]) -> Sequence[Message]:
+def probed(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     """Return messages of the same form, with words and arguments that no template writes by itself."""
 
     def arguments(given: Any) -> Any:
         return {PROBE: PROBE} if isinstance(given, dict) else json.dumps({PROBE: PROBE})
 
-    found = list[Message]()
+    found = list[ChatMessage]()
     for number, message in enumerate(messages):
         content, word = message.get("content"), f"{PROBE}{number}."
         if isinstance(content, list):
@@ -160,7 +162,7 @@ def probed(messages: Sequence[Message]) -> Sequence[Message]:
     return found
 
 
-def count_faults(text: str, messages: Sequence[Message]) -> int:
+def count_faults(text: str, messages: Sequence[ChatMessage]) -> int:
     """Return how many contents and arguments of messages are not in their text, or written wrongly."""
     faults = 0
     for message in messages:

@@ -9,7 +9,7 @@ from typing import Any
 from compose.data.chat_messages import (
     PROBE,
     Chat,
-    Message,
+    ChatMessage,
     calls_of,
     count_faults,
     forms,
@@ -77,9 +77,9 @@ class Replies:
             return [Rendered(whole[: stops[-1]], spans, texts[-1].end)]
         return [Rendered(whole, spans)]
 
-    def form(self, chat: Chat) -> tuple[Sequence[Message], str]:
+    def form(self, chat: Chat) -> tuple[Sequence[ChatMessage], str]:
         """Return the messages in the form that the template takes, and their text."""
-        best: tuple[int, Sequence[Message], str] | None = None
+        best: tuple[int, Sequence[ChatMessage], str] | None = None
         problem: ValueError | None = None
         choices = list(forms(chat.messages))
         for messages in choices:
@@ -102,7 +102,7 @@ class Replies:
         return best[1:]
 
     def _tagged(
-        self, chat: Chat, messages: Sequence[Message], whole: str, marks: list[tuple[int, int]]
+        self, chat: Chat, messages: Sequence[ChatMessage], whole: str, marks: list[tuple[int, int]]
     ) -> list[Rendered]:
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if list(chat.learnt) != replies:
@@ -117,7 +117,7 @@ class Replies:
                 self.notes["replies have no end token within {% generation %}"] += 1
         return [Rendered(whole, marks)] if marks else []
 
-    def _reply(self, messages: Sequence[Message], i: int, more: Mapping[str, Any]) -> Rendered:
+    def _reply(self, messages: Sequence[ChatMessage], i: int, more: Mapping[str, Any]) -> Rendered:
         """Return the text of a chat up to the reply at index i."""
         text = self.template.text(messages[: i + 1], more)
         start = self._start(messages, i, text, more)
@@ -136,7 +136,9 @@ class Replies:
             return Rendered(text, [(start, stop)])
         return Rendered(text[:stop], [(start, stop)], self._end(messages, i, text[:stop], more))
 
-    def _start(self, messages: Sequence[Message], i: int, text: str, more: Mapping[str, Any]) -> int:
+    def _start(
+        self, messages: Sequence[ChatMessage], i: int, text: str, more: Mapping[str, Any]
+    ) -> int:
         """Return where the reply at index i begins in the text that ends with it."""
         # A template cannot write no messages: what asks for a first reply is seen after it.
         asked = self.template.text(messages[: max(i, 1)], more, prompt=True)
@@ -165,7 +167,7 @@ class Replies:
             )
         return latest
 
-    def _closing(self, messages: Sequence[Message], more: Mapping[str, Any]) -> str | None:
+    def _closing(self, messages: Sequence[ChatMessage], more: Mapping[str, Any]) -> str | None:
         """Return what the template writes after a reply to these messages; None if it is not known."""
         try:
             text = self.template.text([*messages, _other()], more)
@@ -173,7 +175,7 @@ class Replies:
             return None
         return text.rpartition(PROBE)[2].rstrip() if PROBE in text else None
 
-    def _end(self, messages: Sequence[Message], i: int, text: str, more: Mapping[str, Any]) -> int:
+    def _end(self, messages: Sequence[ChatMessage], i: int, text: str, more: Mapping[str, Any]) -> int:
         """Return the id that ends an open reply.
 
         Some models end a reply with the token that begins the next turn. Then the model's
@@ -195,7 +197,7 @@ class Replies:
         return end
 
     def _stop_within(
-        self, whole: str, rendered: Rendered, before: Sequence[Message], more: Mapping[str, Any]
+        self, whole: str, rendered: Rendered, before: Sequence[ChatMessage], more: Mapping[str, Any]
     ) -> int:
         """Return where a reply stops in the text of the whole chat; -1 if it is written otherwise."""
         if rendered.end < 0:
@@ -217,7 +219,7 @@ class Replies:
         return -1 if after.strip() else len(rendered.text)
 
 
-def _other(reply: Message | None = None) -> Message:
+def _other(reply: ChatMessage | None = None) -> ChatMessage:
     """Return a reply with other content."""
     return {**(reply or {"role": "assistant"}), "content": PROBE}
 

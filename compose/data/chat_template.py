@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from compose.data.chat_messages import Message
+from compose.data.chat_messages import ChatMessage
 from compose.data.special_tokens import CONFIG
 from compose.data.tokenizer import JsonTokenizer
 from compose.errors import LEADS_OUT, ConfigError, leads_out, read_file
@@ -140,7 +140,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         return environment
 
-    def text(self, messages: Sequence[Message], more: Mapping[str, Any], prompt: bool = False) -> str:
+    def text(
+        self, messages: Sequence[ChatMessage], more: Mapping[str, Any], prompt: bool = False
+    ) -> str:
         """Write one or more messages; with ``prompt`` the text ends with what asks for a reply."""
         name = self._name(more)
         # A template finds None where there are no tools or documents, as in transformers.
@@ -164,7 +166,7 @@ class ChatTemplate:
         return text
 
     def marked(
-        self, messages: Sequence[Message], more: Mapping[str, Any]
+        self, messages: Sequence[ChatMessage], more: Mapping[str, Any]
     ) -> list[tuple[int, int]] | None:
         """Return the spans that {% generation %} marks; None if the template has no tag."""
         if self._name(more) not in self._tagged:

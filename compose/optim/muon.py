@@ -149,10 +149,10 @@ def assigned(layouts: Mapping[int, MatrixLayout]) -> list[list[Slab]]:
     return rounds
 
 
-def flops(rows: int, columns: int, iterations: int = 5) -> float:
+def flops(rows: int, columns: int) -> float:
     """Return the FLOPs of orthogonalizing a matrix: three products in each iteration."""
     small, large = sorted((rows, columns))
-    return iterations * (4.0 * small**2 * large + 2.0 * small**3)
+    return ITERATIONS * (4.0 * small**2 * large + 2.0 * small**3)
 
 
 def in_flight(slabs: Sequence[Slab]) -> Iterator[list[Slab]]:

@@ -51,32 +51,22 @@ class PieceMemory:
 
     host: list[Tensor]
     """Memory that files are read into."""
-    there: list[Tensor]
-    """Memory on the GPU, if parameters are there."""
+    device: list[Tensor]
+    """Memory on the GPU, if parameters are on one."""
     ready: Any = None
-    """The event after which ``there`` is filled."""
+    """The event after which ``device`` is filled."""
     done: Any = None
     """The event after which the piece was computed."""
     stored: Future[None] | None = None
     """Done when the slot is free again."""
 
 
-@dataclass
-class Moved:
-    """The bytes and seconds of one step's moves."""
-
-    bytes: int = 0
-    """Bytes of state, in and out."""
-    waited: float = 0.0
-    """Seconds in which nothing could be computed."""
-
-
 class OffloadedAdamW(torch.optim.Optimizer):
     """torch's fused AdamW (arXiv:1711.05101), whose state is not on the device.
 
     ``state`` has tensors as any optimizer's has. Those in files are mapped, and take no memory until
-    they are read. ``moved`` describes the last step. The first step raises ConfigError if the folder is
-    in use, has no room, or was not made by a run.
+    they are read. ``bytes_moved`` and ``waited`` are of the last step. The first step raises
+    ConfigError if the folder is in use, has no room, or was not made by a run.
 
     Parameters are plain or DTensors; float32, or float64 without files. ``folder`` is scratch for files
     of the state: a new one, or one that a run left; :meth:`close` removes it. Without it the state is
@@ -97,7 +87,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.folder = folder
         self.scratch: Scratch | None = None
         self._remove: Callable[[], object] = lambda: None
-        self.moved = Moved()
+        self.bytes_moved = 0
+        self.waited = 0.0  # seconds in which nothing could be computed
         self.files: dict[nn.Parameter, list[TensorFile]] = {}
         self.slots: list[PieceMemory] = []
         self.device = self.param_groups[0]["params"][0].device
@@ -117,7 +108,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take a step for the parameters that have a gradient."""
-        self.moved = Moved()
+        self.bytes_moved, self.waited = 0, 0.0
         pieces = list(self._pieces())
         if self.folder is None and not self._on_gpu:
             for piece in pieces:  # the state is used where it is
@@ -141,7 +132,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 if self._on_gpu:
                     slot.done = torch.cuda.current_stream(self.device).record_event()
                 slot.stored = writers.submit(self._store, piece, slot)
-                self.moved.bytes += 16 * (piece.stop - piece.start)
+                self.bytes_moved += 16 * (piece.stop - piece.start)
             for slot in self.slots:
                 if slot.stored:
                     self._wait(slot.stored)
@@ -154,12 +145,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def metrics(self) -> dict[str, float]:
         """Return the bytes moved and the seconds waited in the last step, as metrics.jsonl has them."""
-        return {"optimizer_bytes": self.moved.bytes, "optimizer_waited": self.moved.waited}
+        return {"optimizer_bytes": self.bytes_moved, "optimizer_waited": self.waited}
 
     def _wait(self, work: Future[Any]) -> Any:
         begun = time.perf_counter()
         result = work.result()
-        self.moved.waited += time.perf_counter() - begun
+        self.waited += time.perf_counter() - begun
         return result
 
     def _pieces(self) -> Iterator[Piece]:
@@ -196,8 +187,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _slot(self) -> PieceMemory:
         host = [page_aligned(CHUNK, pinned=self._on_gpu) for _ in MEANS] if self.folder else []
         like = self.param_groups[0]["params"][0]
-        there = [torch.empty(CHUNK, dtype=like.dtype, device=self.device) for _ in MEANS]
-        return PieceMemory(host, there if self._on_gpu else [])
+        device = [torch.empty(CHUNK, dtype=like.dtype, device=self.device) for _ in MEANS]
+        return PieceMemory(host, device if self._on_gpu else [])
 
     def _means(self, piece: Piece) -> list[Tensor]:
         return [piece.of(self.state[piece.parameter][key]) for key in MEANS]
@@ -210,23 +201,23 @@ class OffloadedAdamW(torch.optim.Optimizer):
         host = piece.of_memory(slot.host) if slot.host else self._means(piece)
         for file, memory in zip(self.files[piece.parameter], host, strict=False):
             file.read(piece.start, memory)
-        if not slot.there:
+        if not slot.device:
             return host
-        there = piece.of_memory(slot.there)
+        means = piece.of_memory(slot.device)
         with torch.cuda.stream(self.streams[0]):
-            for source, target in zip(host, there, strict=True):
+            for source, target in zip(host, means, strict=True):
                 target.copy_(source, non_blocking=True)
             slot.ready = self.streams[0].record_event()
-        return there
+        return means
 
     @torch.no_grad()
     def _store(self, piece: Piece, slot: PieceMemory) -> None:
         """Copy the means of ``piece`` back to where they are kept; runs in a thread."""
         host = piece.of_memory(slot.host) if slot.host else self._means(piece)
-        if slot.there:
+        if slot.device:
             with torch.cuda.stream(self.streams[1]):
                 self.streams[1].wait_event(slot.done)
-                for source, target in zip(piece.of_memory(slot.there), host, strict=True):
+                for source, target in zip(piece.of_memory(slot.device), host, strict=True):
                     target.copy_(source, non_blocking=True)
                 self.streams[1].synchronize()
         for file, memory in zip(self.files[piece.parameter], host, strict=False):

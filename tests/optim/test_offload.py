@@ -73,7 +73,7 @@ def test_bitwise_the_fused_step(tmp_path: Path, where: str) -> None:
             assert torch.equal(first.state[a][key], value), key
     assert isinstance(first, OffloadedAdamW)
     moved = sum(p.numel() for p in ours) - ours[1].numel()
-    assert first.moved.bytes == (16 * moved if ours_in else 0)
+    assert first.bytes_moved == (16 * moved if ours_in else 0)
 
 
 def _offloaded(folder: Path) -> OffloadedAdamW:
