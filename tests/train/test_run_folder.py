@@ -99,11 +99,6 @@ def test_a_run_whose_checkpoints_are_lost(alone: None, tmp_path: Path) -> None:
     assert refusal() == f"run.dir: {run}: none of its checkpoints is whole, {cure}"
     shutil.rmtree(root)
     assert refusal() == f"run.dir: {run}: its checkpoints are gone, {cure}"
-    # Of a run that was before there were marks the metrics tell.
-    (run / store.MARK).unlink()
-    report = {"step": 1, "checkpoint": {"step": 1, "failed": 0.0}}
-    (run / "metrics.jsonl").write_text(f'{json.dumps(report)}\n{{"step": 2}}\n')
-    assert refusal() == f"run.dir: {run}: its checkpoints are gone, {cure}"
     shutil.copytree(kept, root)
     assert _trainer(run, train__stop_after=3).progress.step == 2
     config = _config(run, checkpoint__resume="none")
