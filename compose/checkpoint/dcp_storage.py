@@ -61,7 +61,7 @@ _READERS = 4  # parts read at once
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Plans the writing of a dict of Parts; one rank writes a part that several ranks hold."""
+    """Plans the writing of this rank's parts; one rank writes a part that several ranks hold."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -92,7 +92,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of this rank's Parts, whoever wrote them.
+    """Plans the reading of this rank's parts, whoever wrote them.
 
     The checkpoint must have all their names.
     """

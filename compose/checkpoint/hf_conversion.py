@@ -59,7 +59,7 @@ from compose.config.tables import Config, Model
 from compose.config.toml import dump
 from compose.data.generation_config import generation_values
 from compose.data.special_tokens import GENERATION, MODEL
-from compose.data.tokenizer import TOKENIZER, carry, keep
+from compose.data.tokenizer import TOKENIZER, copy_tokenizer, copy_with_config
 from compose.errors import ConfigError, write_whole
 
 SHARD_BYTES = 5 * 10**9
@@ -127,7 +127,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         others = store.described(p for p in folder.iterdir() if p.name not in writer.entries)
         written = store.publish(folder, others | writer.entries).relative_to(aside)
         store.mark(aside)
-        keep(source, aside / TOKENIZER)
+        copy_with_config(source, aside / TOKENIZER)
     size = sum(tensor.nbytes for tensor in tensors.values())
     return Converted(target / written, len(tensors), size, len(writer.entries))
 
@@ -196,7 +196,7 @@ def export(
         written = write_files(aside, flat, tensors(), shard_bytes)
         (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
         if original:
-            carry(original, aside)
+            copy_tokenizer(original, aside)
         how = aside / GENERATION
         special = (read_json(how, dict[str, Any]) if how.exists() else {}) | special
         write_whole(how, json.dumps(special, indent=2))
@@ -262,7 +262,7 @@ def _check_held(source: Path, reader: PartsReader, held: Mapping[str, Tensor]) -
 
 
 class _Streamed(ShardSavePlanner):
-    """Plans the writing of Parts on meta; ``read`` makes each tensor when it is written."""
+    """Plans the writing of parts on meta; ``read`` makes each tensor when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()

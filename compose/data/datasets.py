@@ -16,7 +16,13 @@ from compose.data.batches import Batches
 from compose.data.generation_config import end_ids
 from compose.data.samples import Samples, open_samples, random_batch
 from compose.data.special_tokens import CONFIG, GENERATION, MODEL
-from compose.data.tokenizer import FILE, carried, carry, keep, open_tokenizer
+from compose.data.tokenizer import (
+    FILE,
+    copy_tokenizer,
+    copy_with_config,
+    open_tokenizer,
+    tokenizer_files,
+)
 from compose.errors import ConfigError, write_whole
 from compose.ops.batch import count_targets
 from compose.parallel.output import CrossEntropy
@@ -176,9 +182,9 @@ def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
         raise ConfigError(f"run.dir: {folder}: is a link; remove it, as a run writes there")
     try:
         if begun:
-            keep(original, folder)
+            copy_with_config(original, folder)
         if sources:  # with the chat template that the run learns
-            carry(sources[0], folder)
+            copy_tokenizer(sources[0], folder)
             _drop_others(folder, sources[0])
             _note_ends(folder, [each.end for each in sets if each])
     except OSError as error:
@@ -187,8 +193,8 @@ def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
 
 def _drop_others(folder: Path, source: Path) -> None:
     """Remove files from a folder that would say something else than a tokenizer_config.json in it."""
-    own = {path.name for path in carried(source)}
-    for path in carried(folder) if CONFIG in own else ():
+    own = {path.name for path in tokenizer_files(source)}
+    for path in tokenizer_files(folder) if CONFIG in own else ():
         if path.name not in own and path.name.startswith(("added_", "chat_", "special_")):
             path.unlink()
 

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from compose.config.json_files import Count, read_json
-from compose.data.tokenizer import carried
+from compose.data.tokenizer import tokenizer_files
 from compose.errors import LEADS_OUT, ConfigError, leads_out, state_of
 
 _BLOCK = 1 << 22  # elements in memory at once while a row is checked
@@ -272,7 +272,7 @@ def open_token_set(folder: Path) -> TokenSet:
     trained = files("trained", "u1", "tokens") if chat else []
     if problems:
         raise ConfigError(*problems)
-    carried(folder)  # a run copies these files
+    tokenizer_files(folder)  # a run copies these files
     return TokenSet(
         folder,
         manifest.kind,

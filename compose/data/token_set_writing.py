@@ -35,7 +35,7 @@ from compose.data.documents import (
     text_blocks,
 )
 from compose.data.token_files import FORMAT, MANIFEST
-from compose.data.tokenizer import JsonTokenizer, carry
+from compose.data.tokenizer import JsonTokenizer, copy_tokenizer
 from compose.errors import LEADS_OUT, ConfigError, leads_out, state_of, write_whole
 
 JOB = ".job.json"
@@ -232,7 +232,7 @@ def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> Counts | Non
 
 def _publish(job: TokenizeJob, target: Path, shards: list[tuple[str, Counts]], total: Counts) -> None:
     tokenizer = _tokenizer(job)
-    carry(tokenizer.path.parent, target, tokenizer.path)
+    copy_tokenizer(tokenizer.path.parent, target, tokenizer.path)
     manifest = {
         "format": FORMAT,
         "kind": job.kind,

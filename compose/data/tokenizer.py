@@ -24,7 +24,7 @@ SEPARATOR = 256
 FILE = "tokenizer.json"
 TOKENIZER = "tokenizer"
 """The tokenizer's folder in ``run.dir``."""
-CARRIED = (
+_TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -86,7 +86,7 @@ class JsonTokenizer:
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Loaded
 
-        carried(path.parent, path)  # raises for a link out of the folder
+        tokenizer_files(path.parent, path)  # raises for a link out of the folder
         try:
             content = read_file(path)
         except OSError as error:
@@ -183,15 +183,15 @@ def open_tokenizer(path: Path) -> JsonTokenizer:
     """Open the tokenizer at ``path``: a tokenizer.json, or a folder that holds one."""
     file = path / FILE if path.is_dir() else path
     if path.is_dir():
-        carried(path)  # raises for a link out of the folder
+        tokenizer_files(path)  # raises for a link out of the folder
     if not file.exists():
         raise ConfigError(f"{file}: no such file")
     return JsonTokenizer(file)
 
 
-def carried(folder: Path, named: Path | None = None) -> list[Path]:
+def tokenizer_files(folder: Path, named: Path | None = None) -> list[Path]:
     """List the files of a folder that belong to a tokenizer; only ``named`` may be a link out of it."""
-    found = [p for pattern in CARRIED for p in sorted(folder.glob(pattern)) if p.is_file()]
+    found = [p for pattern in _TOKENIZER_FILES for p in sorted(folder.glob(pattern)) if p.is_file()]
     problems = [
         f"{p}: {LEADS_OUT}"
         for p in found
@@ -202,10 +202,10 @@ def carried(folder: Path, named: Path | None = None) -> list[Path]:
     return found
 
 
-def carry(source: Path, target: Path, named: Path | None = None) -> None:
+def copy_tokenizer(source: Path, target: Path, named: Path | None = None) -> None:
     """Copy the files of a tokenizer from a folder into another one, which is made."""
     target.mkdir(parents=True, exist_ok=True)
-    for path in carried(source, named):
+    for path in tokenizer_files(source, named):
         copy = target / path.relative_to(source)
         if copy.parent != target and copy.parent.is_symlink():
             raise ConfigError(f"{copy.parent}: is a link; remove it, as files are written there")
@@ -219,11 +219,11 @@ def carry(source: Path, target: Path, named: Path | None = None) -> None:
         write_whole(target / CONFIG, json.dumps(values | {"tokenizer_class": kind}, indent=2))
 
 
-def keep(source: Path, folder: Path) -> None:
+def copy_with_config(source: Path, folder: Path) -> None:
     """Copy the files of a Hugging Face folder that describe tokens; an export reads only the copy."""
     config = source / MODEL
     if leads_out(config, source):
         raise ConfigError(f"{config}: {LEADS_OUT}")
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / MODEL, read_file(config))
-    carry(source, folder)
+    copy_tokenizer(source, folder)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from compose.data.chat_messages import read_chat
 from compose.data.chat_replies import Rendered, Replies, encode
-from compose.data.tokenizer import JsonTokenizer, carry, open_tokenizer
+from compose.data.tokenizer import JsonTokenizer, copy_tokenizer, open_tokenizer
 from compose.errors import ConfigError
 from tests.support.chat_families import FAMILIES, KINDS, OPEN, plain, save_family, tagged
 from tests.support.data_made import CHAT
@@ -372,11 +372,11 @@ def test_templates_by_name(folder: Path, tmp_path: Path) -> None:
     (more / "tool_use.jinja").write_text("F" + sources["default"])
     (ours.path.parent / "chat_template.jinja").write_text("G" + sources["default"])
     assert [texts(row) for row in rows] == ["GDa</s>Db</s>", "FDa</s>Db</s>"]
-    carry(ours.path.parent, tmp_path / "copy")
+    copy_tokenizer(ours.path.parent, tmp_path / "copy")
     assert (tmp_path / "copy" / more.name / "tool_use.jinja").read_text().startswith("F")
     more.rename(tmp_path / "elsewhere")
     more.symlink_to(tmp_path / "elsewhere")
-    for refused in (lambda: carry(ours.path.parent, tmp_path / "copy"), lambda: Replies(ours)):
+    for refused in (lambda: copy_tokenizer(ours.path.parent, tmp_path / "copy"), lambda: Replies(ours)):
         with pytest.raises(ConfigError, match=r"additional_chat_templates.*: is a link that leads out"):
             refused()
     more.unlink()

@@ -16,7 +16,7 @@ from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
 from compose.data.samples import open_samples
 from compose.data.special_tokens import KEYS, MAP_KEYS
-from compose.data.tokenizer import JsonTokenizer, carry, keep, open_tokenizer
+from compose.data.tokenizer import JsonTokenizer, copy_tokenizer, copy_with_config, open_tokenizer
 from compose.errors import ConfigError
 from tests.support.data_made import token_set
 from tests.support.helpers import make_config
@@ -218,7 +218,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tokenizer: Path, tmp_path: Pat
     path.symlink_to("../secret")
     assert refused(tokenizer) == [f"{name}: {OUT}"]
     with pytest.raises(ConfigError, match=OUT):
-        carry(tokenizer, tmp_path / "copy")
+        copy_tokenizer(tokenizer, tmp_path / "copy")
     assert not list((tmp_path / "copy").glob("*"))
 
 
@@ -236,7 +236,7 @@ def test_copies_replace_links(tokenizer: Path, tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("tokenizer.json", ".tokenizer.json.new", "tokenizer_config.json"):
         (folder / name).symlink_to(mine)
-    carry(tokenizer, folder)
+    copy_tokenizer(tokenizer, folder)
     assert mine.read_text() == "mine"
     assert sorted(path.name for path in folder.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
     for path in tokenizer.iterdir():
@@ -267,8 +267,8 @@ def test_a_run_writes_its_tokenizer_into_no_link(tokenizer: Path, tmp_path: Path
 def test_a_run_keeps_the_files_of_its_data(tokenizer: Path, tmp_path: Path) -> None:
     """What the first weights' folder says of a chat goes, and the end of the documents is noted."""
     base, data, folder = tmp_path / "base", token_set(tmp_path / "data"), tmp_path / "run" / "tokenizer"
-    carry(tokenizer, base)
-    carry(tokenizer, data)
+    copy_tokenizer(tokenizer, base)
+    copy_tokenizer(tokenizer, data)
     (base / "config.json").write_text("{}")
     (base / "generation_config.json").write_text('{"top_k": 3}')
     (base / "chat_template.jinja").write_text("another")
@@ -301,10 +301,10 @@ def test_a_copy_without_its_model_means_the_same(
     source, copy = save_kind(tmp_path / "source", kind, **config), tmp_path / "copy"
     before = (source / "tokenizer_config.json").read_text()
     (source / "config.json").write_text(json.dumps({"model_type": model}))
-    carry(source, copy)
+    copy_tokenizer(source, copy)
     one, other = open_tokenizer(source), open_tokenizer(copy)
     for text in (" a", "a</s> b<|endoftext|>"):
         assert one.encode(text, markup=True) == other.encode(text, markup=True)
     assert (one.end, one.special) == (other.end, other.special)
-    keep(source, tmp_path / "kept")
+    copy_with_config(source, tmp_path / "kept")
     assert (tmp_path / "kept/tokenizer_config.json").read_text() == before
