@@ -131,6 +131,8 @@ def _adamw(named: Named, rules: Rules, settings: Settings) -> torch.optim.Optimi
 
 def _muon(named: Named, rules: Rules, settings: Settings) -> Muon:
     dtype, state = settings.matrix_dtype, settings.state_dtype
+    if dtype == torch.float64:  # as in the proof, which must not round
+        state = torch.float64
     return Muon(
         grouped(named, rules),
         lr=settings.options.lr,
@@ -138,7 +140,7 @@ def _muon(named: Named, rules: Rules, settings: Settings) -> Muon:
         group=settings.group,
         mesh=settings.mesh,
         dtype=dtype,
-        state_dtype=dtype if dtype == torch.float64 else state,  # as in the proof, which must not round
+        state_dtype=state,
         seed=settings.seed,
     )
 
@@ -215,8 +217,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     continue
-                if hasattr(part, "state_of"):
-                    part.state_of(parameter)
+                if make := getattr(part, "state_of", None):
+                    make(parameter)
                 elif not part.state[parameter]:
                     assert isinstance(part, torch.optim.AdamW), type(part).__name__
                     part.state[parameter] = {

@@ -10,6 +10,7 @@ import torch
 
 from compose.__main__ import main
 from compose.config.tables import Data
+from compose.data import samples as samples_module
 from compose.data.datasets import LanguageModelling
 from compose.data.samples import (
     Conversations,
@@ -215,7 +216,8 @@ def test_bad_data(tmp_path: Path) -> None:
     assert len(tokens_of(opened(Data(path=path("a[1].txt"))))) == 15
 
 
-def test_an_id_that_the_first_look_missed_is_named_when_read() -> None:
+def test_an_id_that_the_first_look_missed_is_named_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples_module, "_CHECKED", 20)
     late = TokenRow([np.ones(20, int), np.full(20, 999)])
     samples = Windows("late", late, -1, seq_len=7, vocab_size=300)
     with pytest.raises(ConfigError, match="late holds token id 999"):
