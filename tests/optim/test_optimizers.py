@@ -195,7 +195,6 @@ def test_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
     keys: Keys = {"optimizer__name": "muon", "model__n_layers": 3}
-    keys = HALF | {"optimizer__name": "muon"}
     expected = train_on(pool, tmp_path / "whole", keys, MESHES["one"], 4)
     train_on(pool, tmp_path / "parts", keys, MESHES["v-schedule"], 2)
     found = train_on(pool, tmp_path / "parts", keys, MESHES["one"], 4)
