@@ -1,8 +1,11 @@
 """A row of the table of faults: a run, what is broken in it, and what the report must then say."""
 
+import re
+import shlex
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from tests.support.mutation import mutated
 
@@ -39,3 +42,54 @@ class Row:
 
     def fault(self) -> AbstractContextManager[None]:
         return mutated(self.place, self.old, self.new)
+
+
+def table(text: str, keys: Mapping[str, Any], **defaults: Any) -> dict[str, list[Row]]:
+    """Read faults, in groups.
+
+    ``keys`` holds sets of keys by name, besides those above, and ``defaults`` are fields that all rows
+    have. The text is::
+
+        [group]
+        name | keys of the run, as SHARDED comm__block=64 | quantity, or - | names
+            in module:function with ranks=4 untouched='gradient/*'
+            - what stands there
+            + what stands there instead
+    """
+    keys = globals() | dict(keys)
+    groups: dict[str, list[Row]] = {}
+    for part in re.split(r"\n(?=\S)", text.strip("\n")):
+        head, *lines = part.split("\n")
+        if head.startswith("["):
+            rows = groups.setdefault(head.strip("[]"), [])
+        elif not head.startswith("#"):
+            name, run, *expected = head.split(" | ")
+            place, _, more = lines[0].strip().removeprefix("in ").partition(" with ")
+            old, new = (
+                "\n".join(line[6:] for line in lines if line[4:5] == mark) for mark in ("-", "+")
+            )
+            fields: dict[str, Any] = {**defaults}
+            fields.update(word.split("=", 1) for word in shlex.split(more))
+            if isinstance(untouched := fields.get("untouched"), str):
+                fields["untouched"] = tuple(untouched.split("/")) if untouched else None
+            fields["ranks"] = int(fields.get("ranks", 2))
+            expected[0] = expected[0].strip("-")
+            rows.append(Row(name, _run(run, keys), place, old, new, *expected, **fields))
+    return groups
+
+
+def _run(text: str, keys: Mapping[str, Any]) -> Keys:
+    found: Keys = {}
+    for word in shlex.split(text):
+        key, is_one, value = word.partition("=")
+        found |= {key: _value(value)} if is_one else keys[key]
+    return found
+
+
+def _value(text: str) -> object:
+    if text in ("true", "True", "false", "False"):
+        return text.lower() == "true"
+    try:
+        return float(text) if "." in text or "e" in text else int(text)
+    except ValueError:
+        return text
