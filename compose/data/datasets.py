@@ -76,68 +76,46 @@ class OpenData(NamedTuple):
 
 def open_data(config: Config) -> OpenData:
     """Open what ``[data]`` names, and check it against the model and ``checkpoint.load_hf``."""
-    problems = list[str]()
-    sets, weights, validation = list[Samples](), None, None
-    try:
-        sets, weights = _training_sets(config)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        validation = _validation_set(config)
-    except ConfigError as error:
-        problems += error.problems
-    opened = [*sets, *([validation] if validation else [])]
-    known = [(each.name, each.tokenizer) for each in opened if each.tokenizer is not None]
-    folder = Path(config.checkpoint.load_hf)
-    if config.checkpoint.load_hf and (folder / FILE).exists():
+    data, task, problems = config.data, task_of(config), list[str]()
+
+    def opened(key: str, path: str) -> list[Samples]:
         try:
-            known.insert(0, (str(folder), open_tokenizer(folder).sha256))
+            return [task.open(path, config)]
         except ConfigError as error:
-            problems += error.problems
-    others = [(name, sha256) for name, sha256 in known[1:] if sha256 != known[0][1]]
-    problems += [
-        f"data: {name} is of another tokenizer ({_shown(sha256)}) than {known[0][0]}"
-        f" ({_shown(known[0][1])}); tokenize both with the same tokenizer.json"
-        for name, sha256 in others
-    ]
-    if problems:
-        raise ConfigError(*problems)
-    return OpenData(sets, weights, validation)
+            problems.extend(f"data.{key}: {problem}" for problem in error.problems)
+            return []
 
-
-def _training_sets(config: Config) -> tuple[list[Samples], list[Fraction] | None]:
-    data = config.data
     paths = (data.path,) if isinstance(data.path, str) else data.path
-    problems = [f"data.path: {path} is named twice" for path in set(paths) if paths.count(path) > 1]
+    problems += [f"data.path: {path} is named twice" for path in set(paths) if paths.count(path) > 1]
     if not paths:
         problems.append("data.path: names nothing")
     if data.weights and len(data.weights) != len(paths):
         problems.append(
             f"data.weights: has {len(data.weights)} numbers for the {len(paths)} of data.path"
         )
-    sets = []
-    for path in paths:
+    sets = [samples for path in paths for samples in opened("path", path)]
+    compared = [] if problems else list(sets)
+    validation = opened("validation", data.validation) if data.validation else []
+    compared += validation
+    known = [(each.name, each.tokenizer) for each in compared if each.tokenizer is not None]
+    folder = Path(config.checkpoint.load_hf)
+    if config.checkpoint.load_hf and (folder / FILE).exists():
         try:
-            sets.append(task_of(config).open(path, config))
+            known.insert(0, (str(folder), open_tokenizer(folder).sha256))
         except ConfigError as error:
-            problems += [f"data.path: {problem}" for problem in error.problems]
+            problems += error.problems
+    shown = [f"sha256 {sha256[:12]}" if sha256 else "bytes" for _, sha256 in known]
+    problems += [
+        f"data: {name} is of another tokenizer ({its}) than {known[0][0]} ({shown[0]}); tokenize both"
+        " with the same tokenizer.json"
+        for (name, sha256), its in zip(known[1:], shown[1:], strict=True)
+        if sha256 != known[0][1]
+    ]
     if problems:
         raise ConfigError(*problems)
     # The exact decimal number: 0.1 has no exact binary fraction.
-    return sets, [Fraction(str(weight)) for weight in data.weights] or None
-
-
-def _validation_set(config: Config) -> Samples | None:
-    if not config.data.validation:
-        return None
-    try:
-        return task_of(config).open(config.data.validation, config)
-    except ConfigError as error:
-        raise ConfigError(*(f"data.validation: {problem}" for problem in error.problems)) from None
-
-
-def _shown(sha256: str) -> str:
-    return f"sha256 {sha256[:12]}" if sha256 else "bytes"
+    weights = [Fraction(str(weight)) for weight in data.weights] or None
+    return OpenData(sets, weights, next(iter(validation), None))
 
 
 def training_batches(
