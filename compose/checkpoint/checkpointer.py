@@ -138,7 +138,8 @@ class Checkpointer:
                 known = load(folder, self.config, self.composition, self.group, self.optimizer)
                 filled = load_beside(folder, self.beside, self.group)
                 self._compare_data(folder, known.data.model_dump(exclude_unset=True))
-                progress = _progress(known)
+                scale = LossScale(known.scale.value, known.scale.clean) if known.scale else None
+                progress = Progress(known.step, known.samples, known.tokens, scale)
                 self._say(f"{folder}: resumed after step {progress.step}")
                 lost = rank_state.load(
                     folder, self.label, self.beside, self.group, filled, progress.step
@@ -169,7 +170,8 @@ class Checkpointer:
         begun = time.perf_counter()
         self.wait()
         self.unreported = self.finished()
-        state = self._state()
+        state = parts(named_tensors(self.composition, self.optimizer))
+        state |= {name: part for other in self.beside for name, part in other.tensors().items()}
         # State in files would not fit into memory. It changes only in the optimizer's step.
         files = {n: p for n, p in state.items() if p.local.untyped_storage().filename}
         self.reads_files = bool(files)
@@ -260,10 +262,6 @@ class Checkpointer:
             everyone = current().everyone("damage", json.dumps(found))
             found = [problem for one in everyone for problem in json.loads(one)]
         return self._agreed(found) if current().count > 1 else found
-
-    def _state(self) -> dict[str, LocalShard]:
-        state = parts(named_tensors(self.composition, self.optimizer))
-        return state | {name: part for other in self.beside for name, part in other.tensors().items()}
 
     def _write(
         self,
@@ -381,10 +379,3 @@ class Checkpointer:
             print(text, flush=True)
         elif own and self.rank == 0:
             print(f"island {current().index}: {text}", flush=True)
-
-
-def _progress(known: store.State) -> Progress:
-    scale = known.scale
-    return Progress(
-        known.step, known.samples, known.tokens, LossScale(scale.value, scale.clean) if scale else None
-    )

@@ -242,11 +242,6 @@ def collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
     ]
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether ``folder`` is one of our checkpoints; it may be damaged."""
-    return any((folder / name).exists() for name in (store.MANIFEST, METADATA))
-
-
 def kept_tokenizer(checkpoint: Path) -> Path:
     """Return the folder in which the run of a checkpoint keeps its tokenizer."""
     run = checkpoint.resolve().parent.parent  # a checkpoint is in checkpoints/
@@ -269,7 +264,7 @@ def checkpoints(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{COMMAND_LINE}: {folder}: no such folder")
-    if is_checkpoint(folder):
+    if any((folder / name).exists() for name in (store.MANIFEST, METADATA)):
         return [folder]
     found, root = store.newest_first(folder / "checkpoints"), folder / "checkpoints"
     outside = [path for path in (root, *found) if leads_out(path, folder)]
