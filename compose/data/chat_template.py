@@ -19,6 +19,12 @@ try:
     import resource
 except ImportError:  # this system has no such limits
     resource = None
+# Limits for writing one chat, far above normal use: a template is code that comes with a download.
+_SECONDS = 10.0
+_MEMORY = 1 << 30  # bytes
+_CHARACTERS = 1 << 26
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+_FOLDER = "additional_chat_templates"
 
 
 class TooLong(BaseException):
@@ -71,14 +77,6 @@ def _memory(more: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-# Limits for writing one chat, far above normal use: a template is code that comes with a download.
-_SECONDS = 10.0
-_MEMORY = 1 << 30  # bytes
-_CHARACTERS = 1 << 26
-_DEFAULT, _WITH_TOOLS = "default", "tool_use"
-_FOLDER = "additional_chat_templates"
 
 
 class ChatTemplate:

@@ -37,6 +37,8 @@ from compose.data.tokenizer import SEPARATOR
 from compose.errors import ConfigError
 from compose.ops.batch import IGNORE
 
+_CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checked when they are read
+
 
 def pack(windows: Tensor, separator: int) -> dict[str, Tensor]:
     """Return the inputs of a model, each int64 (B, L), from windows of tokens, int64 (B, L + 1)."""
@@ -200,9 +202,6 @@ def pack_into_bins(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[
                 bisect.insort(spaces, left)
             open_bins.setdefault(left, []).append(chosen)
     return sorted(sorted(each) for each in bins)
-
-
-_CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checked when they are read
 
 
 class Samples(Protocol):

@@ -28,6 +28,10 @@ _BLOCK = 1 << 22  # elements in memory at once while a row is checked
 _WHOLE = 1 << 26  # a digest reads every element of files up to this count
 _SPREAD = 1024  # blocks that a digest reads of a longer row
 _SPREAD_BLOCK = 1 << 13  # elements in each of these blocks
+# The codes of types in an .idx file (megatron/core/datasets/indexed_dataset.py, DType).
+_MAGIC, _TYPES = b"MMIDIDX\x00\x00", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+MANIFEST = "manifest.json"
+FORMAT = 1
 
 
 class ArrayFile:
@@ -128,10 +132,6 @@ def check_ids(tokens: np.ndarray, name: str, vocab_size: int) -> None:
         )
 
 
-# The codes of types in an .idx file (megatron/core/datasets/indexed_dataset.py, DType).
-_MAGIC, _TYPES = b"MMIDIDX\x00\x00", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-
-
 def open_bin(path: Path, name: str, dtype: str) -> ArrayFile:
     """Open a file that holds integers and nothing else.
 
@@ -181,10 +181,6 @@ def open_npy(path: Path, name: str) -> ArrayFile:
             f"cannot read {name}: it has {size:,} bytes, which are not {count} of {dtype}"
         )
     return ArrayFile(path, dtype, count, offset)
-
-
-MANIFEST = "manifest.json"
-FORMAT = 1
 
 
 class _Format(BaseModel):
