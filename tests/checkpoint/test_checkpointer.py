@@ -2,8 +2,11 @@
 
 import fcntl
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +23,7 @@ from compose.errors import ConfigError
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import MESHES, SAVING, refusal, resume, train_on, trained_state
 from tests.support.experts import DEEPSEEK, QWEN
-from tests.support.helpers import Keys, tier
+from tests.support.helpers import ROOT, Keys, tier
 from tests.support.pool import Pool
 from tests.support.training import keys_for, lines
 
@@ -316,3 +319,37 @@ def test_other_data_are_told_and_another_tokenizer_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         said({**was, "tokenizer": "cd"})
     assert str(caught.value) == "step: was trained on ids of another tokenizer than data.path is of"
+
+
+# Threads of the process at the end of each step; the first save is after the second step.
+THREADS = """
+import os, runpy, sys
+from compose.train.trainer import Trainer
+step = Trainer.step
+def counted(self):
+    self.checkpointer.wait()
+    print("threads", len(os.listdir("/proc/self/task")), flush=True)
+    return step(self)
+Trainer.step = counted
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_save_leaves_no_threads(tmp_path: Path) -> None:
+    """They would slow down training on a CPU."""
+    keys = ["train.steps=4", "train.global_batch=2", "train.seq_len=64", "checkpoint.interval=2"]
+    words = [f"--{key}" for key in (*keys, f"run.dir={tmp_path}", "metrics.tensorboard=false")]
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS, *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("threads")]
+    assert len(counts) == 4
+    assert counts[3] == counts[1], done.stdout
+    assert "assuming the intent" not in done.stderr
