@@ -245,17 +245,6 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(*other, str(file)) == (
         f"{file}:1: has no text in 'text' (it has 'id', 'body'); see --field"
     )
-    bad = tmp_path / "bad.jsonl"
-    bad.write_bytes(b'{"text": "a"}\n\n{"text": "b}\n')
-    assert refused(*other[:3], "--out", str(tmp_path / "3"), str(bad)).startswith(
-        f"{bad}:3: is not JSON: "
-    )
-    bad.write_bytes(b'{"text": "a"}\n["b"]\n')
-    assert refused(*other[:3], "--out", str(tmp_path / "4"), str(bad)) == f"{bad}:2: is not an object"
-    bad.write_bytes(b'{"text": "a"}\n\xff\n')
-    assert refused(*other[:3], "--out", str(tmp_path / "5"), str(bad)) == (
-        f"{bad}:2: is not UTF-8: invalid start byte"
-    )
 
 
 @pytest.mark.parametrize(
@@ -266,6 +255,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (b'{"a": ' * 60_000, "is nested too deeply"),
         (b'{"text": ["a"]}', "has no text in 'text' (it holds a list); see --field"),
         (b"1" * 5000, "is not JSON: Exceeds the limit"),
+        (b'{"text": "b}', "is not JSON: "),
+        (b'["b"]', "is not an object"),
+        (b"\xff", "is not UTF-8: invalid start byte"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: bytes, words: str) -> None:
