@@ -1,7 +1,18 @@
 """Keys of runs with compressed messages, and values to send."""
 
+from dataclasses import dataclass, field
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from compose import Composition, forward_backward
+from compose.build import build
+from compose.data.samples import random_batch
+from compose.parallel.mesh import batch_share
+from compose.proof.comparison import whole
+from tests.support.helpers import make_job
+from tests.support.pool import make_mesh
 
 Keys = dict[str, object]
 SMALL: Keys = {
@@ -32,3 +43,38 @@ def drawn(kind: str, count: int = 2**18, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(4, count, generator=generator)
     return normal[0] if kind == "normal" else normal[0] / (normal[1:].square().mean(0)).sqrt()
+
+
+def composed(keys: Keys) -> Composition:
+    job = make_job(dist.get_world_size(), **keys)
+    return build(job, make_mesh(job.degrees), torch.device("cpu"))
+
+
+@dataclass
+class Steps:
+    """What some steps did: the bytes that each has sent, and the last one's gradients and loss."""
+
+    compressed: bool
+    sent: list[dict[tuple[str, str], int]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+
+
+def take_steps(keys: Keys, count: int, add_up: bool = False) -> Steps:
+    """Forward and backward of random batches; gradients are set to zero between steps, or add up."""
+    job = make_job(dist.get_world_size(), **keys)
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    index, shares = batch_share(composition.mesh)
+    train, vocabulary = job.config.train, job.config.model.config.vocab_size
+    found = Steps(composition.compression is not None)
+    for step in range(count):
+        for parameter in composition.model.parameters() if not add_up else ():
+            parameter.grad = None
+        batch = random_batch(train.global_batch, train.seq_len, vocabulary, seed=step)
+        own = slice(index * train.global_batch // shares, (index + 1) * train.global_batch // shares)
+        share = {name: value[own] for name, value in batch.items()}
+        found.loss = float(forward_backward(composition, share, micro_batch=train.micro_batch))
+        if found.compressed:
+            found.sent.append(composition.compression.traffic.take())  # type: ignore[union-attr]
+    found.gradients = {name: whole(p.grad) for name, p in composition.named_parameters()}  # type: ignore[arg-type]
+    return found

@@ -1,4 +1,4 @@
-"""Coded messages: what was lost makes results exact, faults are named, bytes are counted."""
+"""A composition's compressed messages: their bytes, their numbers, and what is refused."""
 
 from typing import Any
 from unittest import mock
@@ -8,198 +8,13 @@ import torch
 import torch.distributed as dist
 
 from compose import ConfigError, forward_backward
-from compose.build import build
-from compose.config.job import Job
 from compose.data.samples import random_batch
 from compose.ops.torch_versions import ALL_GATHER
-from compose.parallel.mesh import batch_share
-from compose.proof.comparison import whole
-from compose.proof.report import Report
-from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given
-from tests.support.helpers import agreed, make_config, make_job, prove_case, tier
-from tests.support.mutation import mutated
-from tests.support.pool import Pool, make_mesh
+from compose.planner.trace import sent_bytes
+from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, composed, given, take_steps
+from tests.support.helpers import make_config, make_job, tier
+from tests.support.pool import Pool
 
-CASES: dict[str, tuple[int, Keys]] = {
-    "zero 3, int8": (4, {"parallel__dp_shard": 4, **INT8}),
-    "zero 3 uneven, int4": (3, {"parallel__dp_shard": 3, "train__global_batch": 6, **INT4}),
-    "zero 2, bfloat16": (2, {"parallel__dp_shard": 2, "parallel__zero": 2, **comm("bfloat16")}),
-    "zero 1 x tp, powersgd": (
-        4,
-        {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__zero": 1, **comm("powersgd", "int8")},
-    ),
-    "zero 3, top_k": (2, {"parallel__dp_shard": 2, **comm("top_k", "int4_diff")}),
-    "ddp, int4": (4, {"parallel__dp_replicate": 4, "parallel__zero": 0, **comm("int4")}),
-    "ddp near 2, int4": (4, {"parallel__dp_replicate": 4, "parallel__zero": 0, **comm("int4", near=2)}),
-    "ddp, powersgd": (2, {"parallel__dp_replicate": 2, "parallel__zero": 0, **comm("powersgd")}),
-    "ddp, top_k": (
-        3,
-        {"parallel__dp_replicate": 3, "train__global_batch": 6, "parallel__zero": 0, **comm("top_k")},
-    ),
-    "hsdp, int4": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **INT4}),
-    "hsdp, top_k": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **comm("top_k")}),
-    "hsdp zero 1, powersgd": (
-        4,
-        {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "parallel__zero": 1, **comm("powersgd")},
-    ),
-    "near 2, int4": (4, {"parallel__dp_shard": 4, **INT4, "comm__near": 2}),
-    "hpz, int8": (4, {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, **INT8}),
-    "bfloat16, int4": (2, {"parallel__dp_shard": 2, "precision__param": "bfloat16", **INT4}),
-    "float16, int4": (2, {"parallel__dp_shard": 2, "precision__param": "float16", **INT4}),
-    "bfloat16 reduction, int8": (
-        2,
-        {
-            "parallel__dp_shard": 2,
-            "precision__param": "bfloat16",
-            "precision__reduce": "bfloat16",
-            **INT8,
-        },
-    ),
-    "offload, int8": (2, {"parallel__dp_shard": 2, "parallel__offload": "cpu", **INT8}),
-    "muon, int4": (2, {"parallel__dp_shard": 2, "optimizer__name": "muon", **INT4}),
-    "chunked loss, recomputed, int4": (
-        2,
-        {
-            "parallel__dp_shard": 2,
-            "train__loss_chunk": 16,
-            "activation_checkpoint__mode": "selective",
-            **INT4,
-        },
-    ),
-    "compiled, int8": (2, {"parallel__dp_shard": 2, "compile__mode": "block", **INT8}),
-    "cp, int4": (4, {"parallel__dp_shard": 2, "parallel__cp": 2, **INT4}),
-    "tied over a V, int4": (
-        4,
-        {
-            "parallel__dp_shard": 2,
-            "parallel__pp": 2,
-            "parallel__pp_schedule": "ZBVZeroBubble",
-            "model__n_layers": 4,
-            "model__tie_embeddings": True,
-            **INT4,
-        },
-    ),
-    "tied in one unit, int8": (
-        2,
-        {"parallel__dp_shard": 2, "parallel__zero": 2, "model__tie_embeddings": True, **INT8},
-    ),
-    "experts, hsdp, int4": (
-        4,
-        {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "parallel__ep": 2, **EXPERTS, **INT4},
-    ),
-    "experts x tp, int8": (
-        4,
-        {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2, **EXPERTS, **INT8},
-    ),
-}
-IN_THE_SUITE = ("ddp, top_k", "tied in one unit, int8")
-SLOW = (
-    "zero 3 uneven, int4",
-    "hsdp zero 1, powersgd",
-    "zero 3, int8",
-    "near 2, int4",
-    "tied over a V, int4",
-    "float16, int4",
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=tier(slow=n in SLOW, full=n not in IN_THE_SUITE and n not in SLOW))
-        for n in CASES
-    ],
-)
-def test_equals_one_process(pool: Pool, name: str) -> None:
-    ranks, keys = CASES[name]
-    report = agreed(pool.run(prove_case, ranks, given(keys)))
-    assert report.ok, str(report)
-
-
-FAULTS: dict[str, tuple[str, str, str, str, str]] = {
-    "a neighbour's scale": (
-        "near 2, int4",
-        "compose.compression.codec:read_steps",
-        "= codes[..., -SCALE_BYTES:]",
-        "= codes[..., -SCALE_BYTES:].roll(1, -2)",
-        "lost of gradients",
-    ),
-    "a block off by one": (
-        "zero 3, int8",
-        "compose.compression.packing:Packing._write",
-        ".unflatten(-1, (self.blocks, width))",
-        ".unflatten(-1, (self.blocks, width)).roll(1, -2)",
-        "lost of",
-    ),
-    "integer sums": (
-        "zero 3, int8",
-        "compose.compression.codec:_decode_into",
-        "out.add_(found)",
-        "out.add_(found.sign())",
-        "gradient",
-    ),
-    "a sum that is a mean": (
-        "zero 3, int8",
-        "compose.compression.codec:decode_into",
-        "_sum_into(place, terms, bits, add, compiled)",
-        "_sum_into(place, terms, bits, add, compiled).div_(len(terms))",
-        "gradient",
-    ),
-    "feedback added twice": (
-        "zero 3 uneven, int4",
-        "compose.compression.codec:_round_with_residual",
-        ".mul_(kept_steps * scale)",
-        ".mul_(2 * kept_steps * scale)",
-        "lost of remainders",
-    ),
-    "what was sent stays in the remainder": (
-        "zero 3 uneven, int4",
-        "compose.compression.codec:_round_with_residual",
-        "rest.add_(x).sub_(rounded * steps)",
-        "rest.add_(x).sub_(rounded * steps * (1 - ADDED))",
-        "lost of remainders",
-    ),
-    "a stale base": (
-        "zero 3 uneven, int4",
-        "compose.compression.gather:DifferenceGather.fill",
-        'self.kept["base"], self.sent = base, True',
-        "self.kept['base'] = self.__dict__.setdefault('first', base.clone()).clone(); self.sent = True",
-        "gradient",
-    ),
-    "own weights that stay exact": (
-        "zero 3 uneven, int4",
-        "compose.compression.gather:DifferenceGather.fill",
-        "base[group.rank()], self.writes_base = self.own, False",
-        "self.writes_base = False",
-        "gradient",
-    ),
-    "replicas left out": (
-        "hsdp zero 1, powersgd",
-        "compose.compression.compressor:ReplicaSum.hook",
-        "    self.sum(flat)",
-        "    pass",
-        "gradient",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=tier(slow=name != "feedback added twice")) for name in FAULTS]
-)
-def test_faults_are_named(pool: Pool, fault: str) -> None:
-    case, place, old, new, quantity = FAULTS[fault]
-    ranks, keys = CASES[case]
-    report = pool.run(_with_fault, ranks, place, old, new, given(keys))[0]
-    assert not report.ok
-    assert any(row.quantity.startswith(quantity) for row in report.failed), str(report)
-
-
-def _with_fault(place: str, old: str, new: str, keys: Keys) -> Report:
-    with mutated(place, old, new):
-        return prove_case(keys)
-
-
-# Bytes.
 LARGE: Keys = {
     "train__global_batch": 4,
     "train__micro_batch": 1,
@@ -211,11 +26,8 @@ LARGE: Keys = {
 }
 
 
-def _step(keys: Keys, steps: int = 1) -> dict[str, Any]:
-    """What the last of some steps sent, by the counter and by the collectives, and its gradients."""
-    job: Job = make_job(dist.get_world_size(), **keys)
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
-    index, count = batch_share(composition.mesh)
+def _counted(keys: Keys) -> tuple[list[dict[tuple[str, str], int]], int, int]:
+    """What two steps count, and what their collectives send."""
     seen = {"to_all": 0, "all_gather": 0}
     to_all, gather = dist.all_to_all_single, getattr(dist, ALL_GATHER)
 
@@ -228,23 +40,11 @@ def _step(keys: Keys, steps: int = 1) -> dict[str, Any]:
         seen["all_gather"] += x.nbytes * (out.nbytes // x.nbytes - 1)
         return gather(out, x, group, async_op)
 
-    batch = random_batch(4, 16, job.config.model.config.vocab_size, seed=0)
-    share = {k: v[index * 4 // count : (index + 1) * 4 // count] for k, v in batch.items()}
     with (
         mock.patch.object(dist, "all_to_all_single", all_to_all),
         mock.patch.object(dist, ALL_GATHER, all_gather),
     ):
-        for _ in range(steps):
-            for parameter in composition.model.parameters():
-                parameter.grad = None
-            seen = dict.fromkeys(seen, 0)
-            if composition.compression:
-                composition.compression.traffic.take()
-            forward_backward(composition, share, micro_batch=1)
-    coded = composition.compression
-    sent = dict(coded.traffic.sent) if coded else {}
-    gradients = {name: whole(p.grad) for name, p in composition.named_parameters()}  # type: ignore[arg-type]
-    return {"sent": sent, "seen": seen, "gradients": gradients, "coded": coded is not None}
+        return take_steps(keys, 2).sent, seen["to_all"], seen["all_gather"]
 
 
 def ratio(sent: dict[tuple[str, str], int], purpose: str) -> float:
@@ -261,11 +61,11 @@ def ratio(sent: dict[tuple[str, str], int], purpose: str) -> float:
 )
 def test_bytes_are_ideal_and_counted(pool: Pool, kinds: Keys, ideal: float) -> None:
     keys = LARGE | kinds | {"parallel__dp_shard": 4, "parallel__zero": 2}
-    for found in pool.run(_step, 4, keys, 2):
+    for found, to_all, gathered in pool.run(_counted, 4, keys):
         for purpose in ("weights", "gradients"):
-            assert 1 <= ratio(found["sent"], purpose) / ideal <= 1.03
-        assert found["sent"]["gradients", "far"] == found["seen"]["to_all"]
-        assert found["sent"]["weights", "far"] == found["seen"]["all_gather"]
+            assert 1 <= ratio(found[-1], purpose) / ideal <= 1.03
+        assert sum(sent["gradients", "far"] for sent in found) == to_all
+        assert sum(sent["weights", "far"] for sent in found) == gathered
 
 
 def test_bytes_between_nodes(pool: Pool) -> None:
@@ -278,7 +78,7 @@ def test_bytes_between_nodes(pool: Pool) -> None:
         (comm("int4", "int4_diff"), 5.7),
     ):
         near: Keys = {"comm__near": 2}
-        found = pool.run(_step, 4, LARGE | mesh | kinds | near, 2)[0]["sent"]
+        found = pool.run(take_steps, 4, LARGE | mesh | kinds | near, 2)[0].sent[-1]
         far = found["weights", "far"] + found["gradients", "far"]
         if not plain:
             # Two gathers and a reduction of each unit, but for the last unit's second gather.
@@ -289,8 +89,7 @@ def test_bytes_between_nodes(pool: Pool) -> None:
 
 def _rows(keys: Keys) -> list[int]:
     """Bytes of each unit's row on a rank."""
-    job = make_job(dist.get_world_size(), **keys)
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    job, composition = make_job(dist.get_world_size(), **keys), composed(keys)
     sizes = []
     for unit in job.plan.shard:
         names = [unit] if isinstance(unit, str) else list(unit)
@@ -302,35 +101,91 @@ def _rows(keys: Keys) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("zero 3 uneven, int4", marks=pytest.mark.slow), "ddp, powersgd"]
+    ("ranks", "keys"),
+    [
+        pytest.param(3, {"parallel__dp_shard": 3, **INT4}, marks=pytest.mark.slow),
+        (2, {"parallel__dp_replicate": 2, "parallel__zero": 0, **comm("powersgd")}),
+    ],
+    ids=["int4", "powersgd"],
 )
-def test_twice_is_bitwise_the_same(pool: Pool, name: str) -> None:
-    ranks, keys = CASES[name]
-    shape = {"train__global_batch": 12, "train__seq_len": 16}
-    one, other = (pool.run(_thrice, ranks, given(keys) | shape)[0] for _ in range(2))
+def test_twice_is_bitwise_the_same(pool: Pool, ranks: int, keys: Keys) -> None:
+    shape: Keys = {"train__global_batch": 12, "train__seq_len": 16}
+    one, other = (
+        pool.run(take_steps, ranks, given(keys) | shape, 3, add_up=True)[0].gradients for _ in range(2)
+    )
     assert all(torch.equal(one[n], other[n]) for n in one)
-
-
-def _thrice(keys: Keys) -> Any:
-    job = make_job(dist.get_world_size(), **keys)
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
-    index, count = batch_share(composition.mesh)
-    for step in range(3):
-        batch = random_batch(12, 16, job.config.model.config.vocab_size, seed=step)
-        share = {k: v[index * 12 // count : (index + 1) * 12 // count] for k, v in batch.items()}
-        forward_backward(composition, share, micro_batch=1)
-    return {name: whole(p.grad) for name, p in composition.named_parameters()}  # type: ignore[arg-type]
 
 
 def test_off_is_what_it_was(pool: Pool) -> None:
     """Nothing of it is attached, and until start_step gradients are bitwise those of plain messages."""
     mesh = {"parallel__dp_shard": 2}
-    plain = pool.run(_step, 2, LARGE | mesh)[0]
-    later = pool.run(_step, 2, LARGE | mesh | comm("int4", start_step=5))[0]
-    assert not plain["sent"]
-    assert not plain["coded"]
-    for name, gradient in plain["gradients"].items():
-        assert torch.equal(gradient, later["gradients"][name])
+    plain = pool.run(take_steps, 2, LARGE | mesh, 1)[0]
+    later = pool.run(take_steps, 2, LARGE | mesh | comm("int4", start_step=5), 1)[0]
+    assert not plain.compressed
+    for name, gradient in plain.gradients.items():
+        assert torch.equal(gradient, later.gradients[name])
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.04), ("float8", 0.12)])
+def test_a_step_computes_with_codes(pool: Pool, kind: str, most: float) -> None:
+    """Not with the plain results, as a proof does; and every rank has the same gradients."""
+    keys = given({"parallel__tp": 2, "parallel__sequence": False})
+    plain = pool.run(take_steps, 2, keys, 2)[0]
+    one, other = pool.run(take_steps, 2, keys | {"comm__activations": kind}, 2)
+    assert not plain.sent, "nothing is counted, as nothing is coded"
+    for name, right in plain.gradients.items():
+        assert torch.equal(one.gradients[name], other.gradients[name]), name
+        error = float((one.gradients[name] - right).norm() / right.norm())
+        assert 1e-4 < error < most, (name, error)
+    assert one.loss == other.loss != plain.loss
+    assert one.loss == pytest.approx(plain.loss, rel=1e-2)
+
+
+RUNS: dict[str, tuple[int, Keys]] = {
+    "zero 3, differences": (2, {"parallel__dp_shard": 2, **comm("int4", "int4_diff")}),
+    "zero 1, powersgd": (2, {"parallel__dp_shard": 2, "parallel__zero": 1, **comm("powersgd", "int8")}),
+    "ddp, top_k": (2, {"parallel__dp_replicate": 2, "parallel__zero": 0, **comm("top_k")}),
+    "hsdp near": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **comm("int4", "int8")}),
+    "two levels": (4, {"parallel__dp_shard": 4, **comm("int4", "int4_diff", near=2)}),
+    "hpz": (4, {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, **comm("int8", "int8")}),
+    "pipeline": (4, {"parallel__dp_shard": 2, "parallel__pp": 2, **comm("int8", "int8")}),
+    "experts": (
+        4,
+        {"parallel__dp_shard": 4, "parallel__ep": 2, **EXPERTS, **comm("int8", "int8")},
+    ),
+    "tp": (2, {"parallel__tp": 2, "parallel__sequence": False, "comm__activations": "int8"}),
+    "tp x zero 3, recomputed": (
+        4,
+        {
+            "parallel__tp": 2,
+            "parallel__dp_shard": 2,
+            "activation_checkpoint__mode": "full",
+            "comm__activations": "float8",
+            **INT8,
+        },
+    ),
+    "tp x pp": (
+        4,
+        {"parallel__tp": 2, "parallel__pp": 2, "parallel__dp_shard": 1, "comm__activations": "int8"},
+    ),
+}
+LONG = ("experts", "two levels", "tp x zero 3, recomputed")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=True, full=n in LONG)) for n in RUNS])
+def test_bytes_are_foretold(pool: Pool, name: str) -> None:
+    """The bytes that a dry run foretells are those that a run counts."""
+    ranks, keys = RUNS[name]
+    keys = given(keys) | ({"model__vocab_size": 256} if "activations" in str(keys) else {})
+    if "activations" not in str(keys):
+        # Six micro-batches: more than the dry run runs.
+        keys |= {"train__global_batch": 24, "train__micro_batch": 24 // 6 // ranks or 1}
+    counted = [steps.sent[-1] for steps in pool.run(take_steps, ranks, keys, 2)]
+    assert [sent_bytes(make_job(ranks, **keys), rank) for rank in range(ranks)] == counted
+    for sent in counted:
+        if ("activations", "tp") in sent:
+            # Rows of 64 elements: 66 bytes in place of 256.
+            assert sent["activations", "tp"] * 256 <= 66 * sent["activations", "plain"]
 
 
 REFUSED: dict[str, tuple[Keys, list[str]]] = {
@@ -396,6 +251,32 @@ REFUSED: dict[str, tuple[Keys, list[str]]] = {
         {"parallel__dp_shard": 4, **comm("off", "int8", start_step=3)},
         ["comm.start_step: 3 is for compressed gradients; set comm.gradients"],
     ),
+    "no activations are sent": (
+        {"parallel__dp_shard": 4, "comm__activations": "int8"},
+        [
+            'comm.activations: "int8", and parallel.tp and parallel.ep are 1, so that no activations'
+            ' are sent; use comm.activations = "off"'
+        ],
+    ),
+    "activations in float8": (
+        {"parallel__tp": 4, "precision__float8": "rowwise", "comm__activations": "int8"},
+        [
+            'comm.activations: "int8", and with parallel.tp = 4 precision.float8 = "rowwise" has'
+            ' messages of its own; use comm.activations = "off"'
+        ],
+    ),
+    "styles of PyTorch": (
+        {"parallel__dp_shard": 2, "parallel__tp": 2, **EXPERTS, "comm__activations": "float8"},
+        [
+            'comm.activations: "float8", and plan.tensor gives layers.0.attention a style of PyTorch,'
+            " whose messages have no code; use LocalInput or LocalRowwise, or use comm.activations ="
+            ' "off"'
+        ],
+    ),
+    "no such code": (
+        {"parallel__tp": 4, "comm__activations": "int4"},
+        ['command line: comm.activations: expected "off" | "int8" | "float8", got "int4"'],
+    ),
 }
 
 
@@ -412,9 +293,8 @@ def test_a_parameter_without_gradient_is_named(pool: Pool) -> None:
 
 
 def _unused() -> str:
-    job = make_job(dist.get_world_size(), **given({"parallel__dp_shard": 2, **comm("int8")}))
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
-    batch = random_batch(1, 16, job.config.model.config.vocab_size, seed=0)
+    composition = composed(given({"parallel__dp_shard": 2, **comm("int8")}))
+    batch = random_batch(1, 16, 256, seed=0)
     norm = composition.model.get_submodule("layers.0.ffn_norm")
     norm.forward = lambda x: x * 1.0  # type: ignore[method-assign]
     try:
