@@ -20,9 +20,9 @@ from compose.memory.compilation import apply_compile
 from compose.memory.float8 import Choice, apply_float8, float8_styles, select_layers
 from compose.ops.dropout import Masks, dropouts
 from compose.parallel.context_parallel import Balance, ContextParallel
-from compose.parallel.data_parallel import Sharding, apply_data_parallel
+from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
-from compose.parallel.hpz import HpzGather, hpz_groups
+from compose.parallel.hpz import hpz_groups
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.output import Output
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
@@ -87,7 +87,7 @@ def apply(
     if pp > 1:
         assert resolved.pipeline is not None, "checked with the setup"
         runner = apply_pipeline_parallel(
-            model, resolved.pipeline, mesh["pp"], schedule_of(parallel), zero, options.sample
+            model, resolved.pipeline, mesh["pp"], schedule_of(parallel), options.sample
         )
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
@@ -113,7 +113,7 @@ def apply(
     experts = [name for name, _ in resolved.expert]
     apply_compile(model, modules, resolved.compile, experts, compile, mesh["tp"])
     near = hpz_groups(mesh, parallel.zero3_reshard, zero, over)
-    gathers: list[HpzGather] = []
+    data = [DataParallel(stage.module, zero) for stage in stages]
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
         how = Sharding(
@@ -126,13 +126,17 @@ def apply(
             near,
             over,
         )
-        for stage in stages:
+        for number, stage in enumerate(stages):
             how = replace(how, messages=compression.stage() if compression else None)
             here = resolved.without(stage.absent)
             # Without a mesh of their own they are in their layers' units.
             experts = [name for name, _ in here.expert] if over is not None else []
             is_last_stage = runner is None or runner.is_last(stage)
-            gathers += apply_data_parallel(stage.module, here.shard, mesh, how, experts, is_last_stage)
+            data[number] = apply_data_parallel(
+                stage.module, here.shard, mesh, how, experts, is_last_stage
+            )
+    if runner:
+        runner.data = {stage.index: own for stage, own in zip(stages, data, strict=True)}
     # On a rank without the last stage this is an identity, and nothing calls it.
     output = Output(model.get_submodule(resolved.output)) if resolved.output else None
     return Composition(
@@ -146,7 +150,7 @@ def apply(
         offload=offload,
         activations=activations,
         float8=choice,
-        gathers=gathers,
+        data=data,
         compression=compression,
         dropout=dropout,
     )

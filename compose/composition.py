@@ -22,9 +22,8 @@ from compose.ops.batch import Sample
 from compose.ops.dropout import Masks
 from compose.parallel.comm import Comm
 from compose.parallel.context_parallel import Balance
-from compose.parallel.data_parallel import UnitMessages
+from compose.parallel.data_parallel import DataParallel, UnitMessages
 from compose.parallel.expert_parallel import RoutingMetrics
-from compose.parallel.hpz import HpzGather
 from compose.parallel.mesh import Parallel
 from compose.parallel.output import Output
 from compose.pipeline.pipeline_parallel import PipelineRunner
@@ -123,8 +122,8 @@ class Composition:
     """The object that moves saved activations to host memory, if any."""
     float8: Choice = NOTHING
     """The layers that compute in float8."""
-    gathers: Sequence[HpzGather] = ()
-    """Gathers of units whose shards neighbours keep for a step."""
+    data: Sequence[DataParallel] = ()
+    """What data parallel does around forward and backward, for each stage of this rank."""
     compression: Messages | None = None
     """The messages that are sent in fewer bytes, if any are."""
     dropout: Masks | None = None

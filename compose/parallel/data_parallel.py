@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ from torch.profiler import record_function
 from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import finish_fsdp_backward
-from compose.parallel.gradient_sum import gradient_sum_of, sum_gradients
+from compose.parallel.gradient_sum import GradientSum
 from compose.parallel.hpz import HpzGather, HpzGroups
 from compose.parallel.mesh import BATCH_AXES, axis_size
 
@@ -76,9 +75,6 @@ class UnitMessages(Protocol):
     ) -> Callable[[Tensor], None]:
         """Return the sum over ranks of a unit's gradients, a flat tensor, where FSDP cuts nothing."""
         ...
-
-
-_MESSAGES: WeakKeyDictionary[nn.Module, UnitMessages] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -125,6 +121,60 @@ def check_offload(model: nn.Module, zero: int, offload: str) -> None:
         )
 
 
+class DataParallel:
+    """What data parallel does around forward and backward of a stage, or of the whole model."""
+
+    def __init__(self, model: nn.Module, zero: int) -> None:
+        """Take the ZeRO stage. Nothing happens until the model is cut or its gradients are summed."""
+        self.model, self.zero = model, zero
+        self.sums: GradientSum | None = None
+        self.messages: UnitMessages | None = None
+        self.gathers: list[HpzGather] = []
+
+    def gather(self) -> None:
+        """Gather all of the model's parameters, and keep gradients where they are.
+
+        This serves code that runs outside of forward and ``backward()``. :meth:`finish_backward` ends
+        it.
+        """
+        if self.sums:
+            self.sums.begin(last=False)
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(False)
+            self.model.set_reshard_after_backward(False)
+        with record_function("FSDP::gather"):  # a profile shows whose memory it is by FSDP's own ranges
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+
+    def finish_backward(self, last: bool) -> None:
+        """Do what ``backward()`` does at its end, after gradients were computed without it.
+
+        It also serves after a forward that has no backward. Then it frees the gathered parameters, and
+        it clears FSDP's record of the forward's order, by which the next backward would prefetch.
+        """
+        if isinstance(self.model, FSDPModule):
+            self.prepare_micro_batch(last)
+            finish_fsdp_backward(self.model)
+        if self.sums and last:
+            self.sums.finish()
+
+    def prepare_micro_batch(self, last: bool) -> None:
+        """Prepare, before a micro-batch's forward, what is communicated in its backward."""
+        if self.sums:
+            self.sums.begin(last)
+        if self.messages:
+            self.messages.last = last
+        model, zero = self.model, self.zero
+        if not isinstance(model, FSDPModule):
+            return
+        # set_is_last_backward(last) is made for pipelines. It would keep the order of prefetching over
+        # micro-batches, and the last one would gather again a unit that it has just freed.
+        model.set_requires_gradient_sync(last or zero >= 2)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or zero == 3)
+
+
 def apply_data_parallel(
     model: nn.Module,
     units: Sequence[Sequence[str]],
@@ -132,7 +182,7 @@ def apply_data_parallel(
     how: Sharding,
     experts: Sequence[str] = (),
     is_last_stage: bool = True,
-) -> list[HpzGather]:
+) -> DataParallel:
     """Apply ``fully_shard`` to each unit, then to the model, over the data axes of ``mesh``.
 
     If that would shard and cast nothing, only let gradients be summed.
@@ -140,26 +190,25 @@ def apply_data_parallel(
     Parameters are sharded over dp_shard and cp together, and replicated over dp_replicate. Gradients
     are summed over ranks and not averaged: the loss is already divided by the number of target tokens
     in the global batch. Each of ``experts`` is a unit within another, sharded over ``how.expert_mesh``.
-    The loss follows the last unit if ``is_last_stage``. Returned are the gathers for hpZ.
+    The loss follows the last unit if ``is_last_stage``.
     """
-    zero, near = how.zero, how.near
+    zero, near, data = how.zero, how.near, DataParallel(model, how.zero)
     if _only_sums(mesh, how):
         copies = [axis for axis in ("dp_replicate", "cp") if axis_size(mesh, axis) > 1]
         groups = [_joined(mesh, copies).get_group()] if copies else []
         reduce = how.messages.whole if how.messages and how.messages.reduces else None
-        sum_gradients(model, units, groups, reduce)
+        data.sums = GradientSum(model, units, groups, reduce)
         model.register_forward_pre_hook(partial(_cast_inputs, how.param_dtype), with_kwargs=True)
-        return []
+        return data
     # FSDP cannot shard a parameter without dims, which stays whole.
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     if scalars:
         over = [mesh.get_group(axis) for axis in (*BATCH_AXES, "cp") if axis_size(mesh, axis) > 1]
-        sum_gradients(model, (), over, scalars=True)
+        data.sums = GradientSum(model, (), over, scalars=True)
     copies, shards = _data_meshes(mesh, zero)
     data_mesh = shards
-    messages = how.messages
+    messages = data.messages = how.messages
     if messages:
-        _MESSAGES[model] = messages
         messages.see(model, [*([e] for e in experts), *units, [""]])
     # FSDP's own all-reduce over copies cannot be replaced. Without copies in the mesh, a hook does it.
     hooked = messages is not None and messages.reduces
@@ -180,12 +229,11 @@ def apply_data_parallel(
         more |= {"mp_policy": policy, "offload_policy": where, "ignored_params": scalars}
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **more)  # type: ignore[arg-type]
 
-    gathers: list[HpzGather] = []
-
     def gather_by_hpz(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         if group is not None and isinstance(module, FSDPModule):
-            gathers.append(HpzGather(group, messages.gathers.get(module) if messages else None))
-            module.set_custom_all_gather(cast(Any, gathers[-1]))
+            first = messages.gathers.get(module) if messages else None
+            data.gathers.append(HpzGather(group, first))
+            module.set_custom_all_gather(cast(Any, data.gathers[-1]))
 
     expert_mesh = how.expert_mesh
     if expert_mesh is not None:
@@ -224,7 +272,7 @@ def apply_data_parallel(
     ahead = how.prefetch or int(expert_mesh is not None)
     if ahead:
         _prefetch([model.get_submodule(unit[0]) for unit in units], ahead)
-    return gathers
+    return data
 
 
 def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:
@@ -292,48 +340,3 @@ def _concatenated(copies: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
 def _joined(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
     """Return the 1-D mesh over all of ``axes``."""
     return mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]._flatten("_".join(axes))
-
-
-def gather(model: nn.Module) -> None:
-    """Gather all of the model's parameters, and keep gradients where they are.
-
-    This serves code that runs outside of forward and ``backward()``. :func:`finish_backward` ends it.
-    """
-    if sums := gradient_sum_of(model):
-        sums.begin(last=False)
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(False)
-        model.set_reshard_after_backward(False)
-    with record_function("FSDP::gather"):  # a profile shows whose memory it is by FSDP's own ranges
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-
-
-def finish_backward(model: nn.Module, zero: int, last: bool) -> None:
-    """Do what ``backward()`` does at its end, after gradients were computed without it.
-
-    It also serves after a forward that has no backward. Then it frees the gathered parameters, and it
-    clears FSDP's record of the forward's order, by which the next backward would prefetch.
-    """
-    if isinstance(model, FSDPModule):
-        prepare_micro_batch(model, zero, last)
-        finish_fsdp_backward(model)
-    sums = gradient_sum_of(model)
-    if sums and last:
-        sums.finish()
-
-
-def prepare_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
-    """Prepare, before a micro-batch's forward, what is communicated in its backward."""
-    if sums := gradient_sum_of(model):
-        sums.begin(last)
-    if messages := _MESSAGES.get(model):
-        messages.last = last
-    if not isinstance(model, FSDPModule):
-        return
-    # set_is_last_backward(last) is made for pipelines. It would keep the order of prefetching over
-    # micro-batches, and the last one would gather again a unit that it has just freed.
-    model.set_requires_gradient_sync(last or zero >= 2)
-    model.set_requires_all_reduce(last)
-    model.set_reshard_after_backward(last or zero == 3)

@@ -9,7 +9,6 @@ of a unit travels while the units before it run backward.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,48 +22,31 @@ from compose.ops.tensors import local_tensor
 
 Reduce = Callable[..., Callable[[Tensor], None]]
 """Returns what sums a flat tensor of gradients, for a model, parameters by name and a group."""
-_SUMS: WeakKeyDictionary[nn.Module, "GradientSum"] = WeakKeyDictionary()
-
-
-def sum_gradients(
-    model: nn.Module,
-    units: Sequence[Sequence[str]],
-    groups: Sequence[dist.ProcessGroup],
-    reduce: Reduce | None = None,
-    scalars: bool = False,
-) -> None:
-    """Let the gradients of ``model`` be summed over ranks at the end of each step's backward.
-
-    A gradient that is a DTensor and a partial sum is completed too, whatever ``groups`` are.
-
-    Args:
-        model: A stage, or the whole model. It may still be on meta.
-        units: Names of the modules of each unit, in order of use. What is in no unit makes the last.
-        groups: The ranks with a copy of the parameters; if they are several groups, the sum goes over
-            one after the other. If a gradient is None on one rank, it must be None on all.
-        reduce: Makes another sum of a unit over the first group, if there is one.
-        scalars: Whether only parameters without dims are summed, since FSDP shards all others.
-    """
-    _SUMS[model] = sums = GradientSum(model, units, groups, scalars)
-    if reduce and groups:
-        sums.reduce = partial(reduce, model, group=groups[0])
-
-
-def gradient_sum_of(model: nn.Module) -> "GradientSum | None":
-    """Return what sums the gradients of ``model``, or None if :func:`sum_gradients` was not called."""
-    return _SUMS.get(model)
 
 
 class GradientSum:
-    """The sum of one model's gradients. Gradients that it had before a step are sums already."""
+    """The sum of one model's gradients over ranks, at the end of each step's backward.
+
+    Gradients that it had before a step are sums already. A gradient that is a DTensor and a partial sum
+    is completed too, whatever the groups are.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         units: Sequence[Sequence[str]],
         groups: Sequence[dist.ProcessGroup],
-        scalars: bool,
+        reduce: Reduce | None = None,
+        scalars: bool = False,
     ) -> None:
+        """Take a stage, or the whole model, which may still be on meta.
+
+        ``units`` are the names of each unit's modules, in order of use. What is in no unit makes the
+        last. ``groups`` are the ranks with a copy of the parameters; if they are several, the sum goes
+        over one after the other. If a gradient is None on one rank, it must be None on all. ``reduce``
+        makes another sum over the first group. With ``scalars`` only parameters without dims are
+        summed, since FSDP shards all others.
+        """
         modules = [[model.get_submodule(name) for name in unit] for unit in units]
         # Backward runs the units in this order.
         self.modules = [[model], *modules][::-1]
@@ -75,7 +57,7 @@ class GradientSum:
         self.earlier: dict[nn.Parameter, Tensor] = {}
         self.missing: list[int] = []  # gradients that each unit waits for
         self.sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
-        self.reduce: Reduce | None = None
+        self.reduce = partial(reduce, model, group=groups[0]) if reduce and groups else None
         self.reductions: dict[int, Callable[[Tensor], None]] = {}  # by unit
 
     def begin(self, last: bool) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.errors import ConfigError
 from compose.ops.batch import Sample
-from compose.parallel.data_parallel import finish_backward
+from compose.parallel.data_parallel import DataParallel
 from compose.parallel.output import StepLoss
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
 from compose.pipeline.split import Stage, Tied, balanced, split, try_first_stage
@@ -37,7 +37,6 @@ def apply_pipeline_parallel(
     pipeline: Pipeline,
     mesh: DeviceMesh,
     schedule: Schedule,
-    zero: int,
     seq_len: Sample,
 ) -> "PipelineRunner":
     """Cut ``model`` in place, so that it keeps what this rank runs."""
@@ -46,7 +45,7 @@ def apply_pipeline_parallel(
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
     stages, ties, shell = split(model, pipeline, layers, mine)
     model.forward = _not_whole
-    return PipelineRunner(stages, ties, ranks, schedule, mesh, zero, (shell, pipeline.layers))
+    return PipelineRunner(stages, ties, ranks, schedule, mesh, (shell, pipeline.layers))
 
 
 def _not_whole(*args: Any, **kwargs: Any) -> Any:
@@ -68,12 +67,13 @@ class PipelineRunner:
         placement: Sequence[int],
         schedule: Schedule,
         mesh: DeviceMesh,
-        zero: int,
         shell: tuple[nn.Module, str],
     ) -> None:
         self.stages, self.ties = stages, ties
         self.shell = shell
-        self.placement, self.schedule, self.zero = placement, schedule, zero
+        self.placement, self.schedule = placement, schedule
+        self.data: dict[int, DataParallel] = {}
+        """What data parallel does around forward and backward, by the numbers of the stages."""
         self.device_type = mesh.device_type
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
@@ -169,8 +169,8 @@ class PipelineRunner:
                 inbox[stage + 1, number] = self._message(dist.irecv, buffer, rank)
         for message in sent:
             message.wait()
-        for module in modules.values():
-            finish_backward(module, self.zero, last=True)
+        for data in self.data.values():
+            data.finish_backward(last=True)
 
     def _runtime(self, first: Tensor, inputs: Mapping[str, Any], micro_batch: int) -> Runtime:
         # After an error PyTorch logs the whole schedule, which hides the error.
@@ -194,7 +194,7 @@ class PipelineRunner:
             for stage in self.stages
         ]
         for stage in stages:
-            stage.zero = self.zero
+            stage.data = self.data[stage.stage_index]
         runtime = Runtime(
             # The last stage has computed the loss itself.
             stages,

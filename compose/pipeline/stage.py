@@ -1,7 +1,7 @@
 """The form of a stage for PyTorch's pipeline runtime, and what goes from one stage to the next."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -11,7 +11,7 @@ from compose.errors import ConfigError
 from compose.ops.cross_entropy import logits_of
 from compose.ops.tensors import arrived
 from compose.ops.torch_versions import StageOverrides
-from compose.parallel.data_parallel import finish_backward, gather, prepare_micro_batch
+from compose.parallel.data_parallel import DataParallel
 from compose.parallel.output import StepLoss
 
 
@@ -73,18 +73,17 @@ class Runtime(_PipelineScheduleRuntime):
 class RuntimeStage(StageOverrides, PipelineStage):
     """A stage that reduces gradients, and gathers and frees parameters, as its ZeRO stage says."""
 
-    zero: int = 3
+    data: DataParallel
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         """Run a backward, or a half of it, with FSDP as its ZeRO stage says."""
-        module = cast(PlainStage, self.submod).stage
         if backward_type == "full":
-            prepare_micro_batch(module, self.zero, last=last_backward)
+            self.data.prepare_micro_batch(last=last_backward)
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         # The two halves look up the parameters themselves, and set gradients without FSDP's hooks.
-        gather(module)
+        self.data.gather()
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        finish_backward(module, self.zero, last=last_backward)
+        self.data.finish_backward(last=last_backward)
         return result

@@ -24,7 +24,6 @@ from compose.diloco.options import Outer
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.optim.optimizers import make_state
-from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import init_mesh
 from compose.pipeline.schedules import Action, Table, build_table
 from compose.plan import Resolved, resolve
@@ -157,7 +156,7 @@ def _try_stream(
     with OnMeta(kernels=device_type):
         pipeline.stream(inputs.pop(pipeline.first_argument), inputs)
         if pipeline.placement[0] == pipeline.rank:
-            finish_backward(pipeline.stages[0].module, composition.zero, last=True)
+            composition.data[0].finish_backward(last=True)
 
 
 def _without_files(job: Job) -> Job:

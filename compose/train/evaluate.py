@@ -10,7 +10,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.composition import Composition
 from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import LossFunction, cross_entropy
-from compose.parallel.data_parallel import finish_backward
 from compose.parallel.mesh import BATCH_AXES, sum_over
 from compose.parallel.output import step_loss
 from compose.train.step import local_batch, micro_batches, samples_at_once
@@ -89,7 +88,7 @@ def forward(
         for part in parts:
             before(part)
             each(model(**{name: value for name, value in part.items() if name != "targets"}), part)
-        finish_backward(model, composition.zero, last=True)
+        composition.data[0].finish_backward(last=True)
 
 
 @contextmanager

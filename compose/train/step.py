@@ -18,7 +18,7 @@ from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
-from compose.parallel.data_parallel import prepare_micro_batch
+from compose.parallel.data_parallel import DataParallel
 from compose.parallel.expert_parallel import begin_step, finish_step
 from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
@@ -68,14 +68,17 @@ def forward_backward(
     batch = _with_masks(composition, local_batch(composition, batch), dropout)
     # loss_parallel only changes what cross-entropy does with DTensors.
     losses = step_loss(loss_function, count / loss_scale, composition.output)
-    scales, near = shared_scales(model, composition.float8), hpz_shards(composition.gathers)
+    scales, near = (
+        shared_scales(model, composition.float8),
+        hpz_shards([g for data in composition.data for g in data.gathers]),
+    )
     coded = composition.compression
     sent = coded.optimizer_step(loss_scale) if coded else nullcontext()
     with scales, loss_parallel(), near, sent, losses as loss:
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
-            total = _run(model, batch, micro_batch, loss, composition.zero)
+            total = _run(model, batch, micro_batch, loss, composition.data[0])
     finish_step(model, mesh)
     return sum_over(total.double(), mesh, ("pp", *BATCH_AXES, "cp")) / loss_scale
 
@@ -205,13 +208,13 @@ def micro_batches(batch: Mapping[str, Any], size: int) -> Iterator[dict[str, Any
 
 
 def _run(
-    model: nn.Module, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss, zero: int
+    model: nn.Module, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss, data: DataParallel
 ) -> Tensor:
     """Run forward and backward of one micro-batch after another, and return the sum of their losses."""
     total = torch.zeros((), device=batch["targets"].device)
     parts = list(micro_batches(batch, micro_batch))
     for number, part in enumerate(parts):
-        prepare_micro_batch(model, zero, last=number == len(parts) - 1)
+        data.prepare_micro_batch(last=number == len(parts) - 1)
         targets = part.pop("targets")
         loss.expect(targets)
         value = loss(model(**part), targets)

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from compose import Parallel
 from compose.parallel import gradient_sum
-from compose.parallel.data_parallel import Sharding, apply_data_parallel, finish_backward, gather
-from compose.parallel.data_parallel import prepare_micro_batch as prepare
+from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
 from tests.support.pool import Pool, make_mesh
 
 
@@ -53,29 +52,30 @@ def _assert_equal(model: nn.Module, wanted: dict[str, Tensor]) -> None:
         )
 
 
-def _applied(cp: int = 1) -> nn.Module:
+def _applied(cp: int = 1) -> DataParallel:
     parallel = Parallel(dp_replicate=dist.get_world_size() // cp, cp=cp, dp_shard=1, zero=0)
     model = _made()
-    apply_data_parallel(model, UNITS, make_mesh(parallel), Sharding(zero=0))
+    data = apply_data_parallel(model, UNITS, make_mesh(parallel), Sharding(zero=0))
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
-    return model
+    return data
 
 
 def _steps(cp: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = _applied(cp)
+    data = _applied(cp)
+    model = data.model
     torch.manual_seed(1)
     steps = [[torch.randn(2 * size + 1, 5) for _ in range(count)] for count in (1, 3, 2)]
     seen: list[Tensor] = []
     for step in steps:
         for i, batch in enumerate(step):
-            prepare(model, 0, last=i == len(step) - 1)
+            data.prepare_micro_batch(last=i == len(step) - 1)
             model(batch.tensor_split(size)[rank]).square().sum().backward()
         # Gradients that were not set to zero count once, and are not summed over ranks again.
         seen += step
         _assert_equal(model, _wanted(seen))
     model.zero_grad()
-    prepare(model, 0, last=True)
+    data.prepare_micro_batch(last=True)
     model(steps[0][0].tensor_split(size)[rank]).square().sum().backward()
     _assert_equal(model, _wanted(steps[0]))
 
@@ -88,17 +88,18 @@ def test_steps_and_micro_batches_add_up(pool: Pool, ranks: int, cp: int) -> None
 def _without_backward() -> None:
     """A pipeline computes gradients outside of ``backward()``, and says when it is done."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = _applied()
+    data = _applied()
+    model = data.model
     batch = torch.randn(2 * size, 5, generator=torch.Generator().manual_seed(1))
-    gather(model)
+    data.gather()
     part = batch.chunk(size)[rank]
     trained = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(model(part).square().sum(), trained, allow_unused=True)
     for parameter, gradient in zip(trained, found, strict=True):
         parameter.grad = gradient
-    finish_backward(model, 0, last=True)
+    data.finish_backward(last=True)
     _assert_equal(model, _wanted([batch]))
-    finish_backward(model, 0, last=True)  # nothing has begun since
+    data.finish_backward(last=True)  # nothing has begun since
     _assert_equal(model, _wanted([batch]))
 
 

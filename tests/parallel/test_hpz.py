@@ -130,7 +130,7 @@ def _ranks_of_gathers(parallel: Parallel, micro_batches: int, near: int) -> tupl
     found: list[tuple[str, int, list[int]]] = []
     parallel = replace(parallel, zero3_reshard=near)
     composition = _step(parallel, micro_batches, lambda *what: found.append(what))
-    return found, any(gather.kept is not None for gather in composition.gathers)
+    return found, any(gather.kept is not None for data in composition.data for gather in data.gathers)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

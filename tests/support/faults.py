@@ -25,7 +25,7 @@ from compose.ops.attention_layout import Block, Pieces
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import REDUCE_SCATTER
 from compose.parallel import gradient_sum, local_parallel, stream_messages
-from compose.parallel.data_parallel import prepare_micro_batch
+from compose.parallel.data_parallel import DataParallel
 from compose.parallel.mesh import sum_over
 from compose.pipeline.pipeline_parallel import PipelineRunner
 from compose.pipeline.stage import Runtime, RuntimeStage
@@ -142,10 +142,12 @@ def gradients_are_reduced_on_the_first_micro_batch() -> Iterator[None]:
     """The others' gradients stay behind, unreduced."""
     first = iter([True])
 
-    def fake(model: nn.Module, zero: int, last: bool) -> None:
-        prepare_micro_batch(model, zero, next(first, False))
+    real = DataParallel.prepare_micro_batch
 
-    with mock.patch.object(compose.train.step, "prepare_micro_batch", fake):
+    def fake(self: DataParallel, last: bool) -> None:
+        real(self, next(first, False))
+
+    with mock.patch.object(DataParallel, "prepare_micro_batch", fake):
         yield
 
 

@@ -9,7 +9,7 @@ FAULTS = table(
     """
 [data]
 replicas are never reduced | SHARDED parallel__dp_replicate=2 | gradient
-    in compose.parallel.data_parallel:prepare_micro_batch with ranks=4
+    in compose.parallel.data_parallel:DataParallel.prepare_micro_batch with ranks=4
     - model.set_requires_all_reduce(last)
     + model.set_requires_all_reduce(False)
 ZeRO 0 averages over ranks | SHARDED parallel__zero=0 | gradient
@@ -33,7 +33,7 @@ ZeRO 1 averages over ranks | SHARDED parallel__zero=1 | gradient
     - set_gradient_divide_factor(1.0)
     + set_gradient_divide_factor(2.0)
 ZeRO 1 never reduces | SHARDED parallel__zero=1 | gradient
-    in compose.parallel.data_parallel:prepare_micro_batch
+    in compose.parallel.data_parallel:DataParallel.prepare_micro_batch
     - set_requires_gradient_sync(last or zero >= 2)
     + set_requires_gradient_sync(zero >= 2)
 ZeRO 2 loses all micro-batches but the last | SHARDED parallel__zero=2 | gradient

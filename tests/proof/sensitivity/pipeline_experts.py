@@ -29,16 +29,16 @@ Interleaved1F1B hands on targets of other samples | VIRTUAL parallel__pp_schedul
     + "targets": targets.flip(0)}
 Interleaved1F1B reduces no micro-batch as the last | parallel__pp=2 train__global_batch=16 model__n_layers=4 parallel__dp_shard=2 parallel__zero=1 parallel__pp_schedule=Interleaved1F1B | gradient
     in compose.pipeline.stage:RuntimeStage.backward_maybe_with_nosync with ranks=4 untouched='loss/step 1'
-    - prepare_micro_batch(module, self.zero, last=last_backward)
-    + prepare_micro_batch(module, self.zero, last=False)
+    - self.data.prepare_micro_batch(last=last_backward)
+    + self.data.prepare_micro_batch(last=False)
 ZBVZeroBubble leaves gradients unreduced | VIRTUAL parallel__pp_schedule=ZBVZeroBubble parallel__dp_shard=2 | gradient
     in compose.ops.torch_versions:finish_fsdp_backward with ranks=4 untouched='loss/step 1'
     - state._root_post_backward_final_callback()
     + pass
 DualPipeV reduces no halved backward as the last | parallel__pp=2 train__global_batch=16 model__n_layers=4 parallel__pp_schedule=DualPipeV parallel__zero=1 parallel__dp_shard=2 | gradient
     in compose.pipeline.stage:RuntimeStage.backward_maybe_with_nosync with ranks=4 untouched='loss/step 1'
-    - finish_backward(module, self.zero, last=last_backward)
-    + finish_backward(module, self.zero, last=False)
+    - self.data.finish_backward(last=last_backward)
+    + self.data.finish_backward(last=False)
 a tied weight's gradient is the stages' mean | PP model__tie_embeddings=True | gradient | tok_embeddings.weight
     in compose.pipeline.pipeline_parallel:PipelineRunner._sum_tied_gradients with untouched='gradient/layers.*'
     - .sum(0)
