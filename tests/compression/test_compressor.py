@@ -111,7 +111,7 @@ def _rows(keys: Keys) -> list[int]:
 def test_twice_is_bitwise_the_same(pool: Pool, ranks: int, keys: Keys) -> None:
     shape: Keys = {"train__global_batch": 12, "train__seq_len": 16}
     one, other = (
-        pool.run(take_steps, ranks, given(keys) | shape, 3, add_up=True)[0].gradients for _ in range(2)
+        pool.run(take_steps, ranks, given(keys) | shape, 3, True)[0].gradients for _ in range(2)
     )
     assert all(torch.equal(one[n], other[n]) for n in one)
 
