@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from compose.composition import Composition, Options, StyleMessages
+from compose.composition import Composition, Messages, Options
 from compose.config.addons import brought
 from compose.config.composition_rules import check_setup
 from compose.config.rule import Setup
@@ -97,11 +97,10 @@ def apply(
     dropout = Masks(model, modules, drops, functions) if drops else None
     apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
     compression = next((compress(options, mesh) for _, compress in brought("compress")), None)
-    sent = compression.activations if compression else None
     if tp > 1:
-        _tensor(model, resolved, mesh["tp"], choice, sent)
+        _tensor(model, resolved, mesh["tp"], choice, compression)
     if over is not None:
-        _expert(model, resolved, over["ep"], sent)
+        _expert(model, resolved, over["ep"], compression)
     if cp > 1:
         _context(model, resolved, mesh["cp"])
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
@@ -195,11 +194,11 @@ def _tensor(
     resolved: Resolved,
     mesh: DeviceMesh,
     choice: Choice,
-    sent: StyleMessages | None,
+    messages: Messages | None,
 ) -> None:
     replicated = [(name, Replicated()) for name in resolved.replicate]
     styles = float8_styles(resolved.tensor, resolved.float8, choice)
-    styles = sent.styles(styles, "tp") if sent else styles
+    styles = messages.styles(styles, "tp") if messages else styles
     apply_tensor_parallel(model, styles + replicated, mesh)
     elsewhere = {id(p) for name, _ in resolved.expert for p in model.get_submodule(name).parameters()}
     whole = [
@@ -213,8 +212,8 @@ def _tensor(
         )
 
 
-def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, sent: StyleMessages | None) -> None:
-    for name, style in sent.styles(resolved.expert, "ep") if sent else resolved.expert:
+def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, messages: Messages | None) -> None:
+    for name, style in messages.styles(resolved.expert, "ep") if messages else resolved.expert:
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
 
 

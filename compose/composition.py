@@ -55,20 +55,14 @@ class Options:
         return self.inputs or self.seq_len
 
 
-class StyleMessages(Protocol):
-    """Messages of styles that an add-on sends in another way."""
+class Messages(Protocol):
+    """Messages that an add-on sends in place of those of data, tensor and expert parallel."""
 
     def styles(
         self, styles: Iterable[tuple[str, ParallelStyle]], axis: str
     ) -> list[tuple[str, ParallelStyle]]:
-        """Return styles by modules' names, with copies of those whose messages it sends."""
+        """Return styles by modules' names, with copies of those whose messages it sends on an axis."""
         ...
-
-
-class Messages(Protocol):
-    """The messages that an add-on sends in place of those of data, tensor and expert parallel."""
-
-    activations: StyleMessages | None
 
     def stage(self) -> UnitMessages | None:
         """Return the messages of a new stage's units, if it sends those."""
@@ -76,22 +70,6 @@ class Messages(Protocol):
 
     def optimizer_step(self, scale: float) -> AbstractContextManager[None]:
         """Let gradients be those of one optimizer step, of a loss scale."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers of a step for metrics.jsonl."""
-        ...
-
-    def begin_at(self, step: int) -> None:
-        """Note how many optimizer steps a run has taken."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what the next step depends on, by name."""
-        ...
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` returned. Raises ConfigError for anything else."""
         ...
 
 
@@ -125,7 +103,7 @@ class Composition:
     data: Sequence[DataParallel] = ()
     """What data parallel does around forward and backward, for each stage of this rank."""
     compression: Messages | None = None
-    """The messages that are sent in fewer bytes, if any are."""
+    """The messages that an add-on sends in fewer bytes, if any are."""
     dropout: Masks | None = None
     """The masks of dropout, if the model has any."""
 

@@ -140,7 +140,7 @@ class Activations:
     def styles(
         self, styles: Iterable[tuple[str, ParallelStyle]], axis: str
     ) -> list[tuple[str, ParallelStyle]]:
-        """Return ``styles`` with copies of those that can send codes over an axis, which do so."""
+        """Return ``styles`` with copies of those that can send codes, which do so."""
         found = []
         for name, style in styles:
             if isinstance(style, SendsActivations):
@@ -182,14 +182,10 @@ class Sends:
         encoded: list[Tensor],
         times: int = 1,
     ) -> Tensor:
-        """Return what messages bring; an observer may return another result.
+        """Return what messages bring: what was ``found`` in codes, or what an observer returns.
 
-        Args:
-            found: The result of the codes.
-            gradient: Whether it is a gradient.
-            plain: Sends plain messages; a collective.
-            encoded: The tensors whose codes this rank has sent.
-            times: How many ranks get them.
+        ``plain`` sends plain messages. ``encoded`` are the tensors that this rank has sent, each to as
+        many ranks as ``times`` says.
         """
         if self.owner.observer is None:
             return found

@@ -71,13 +71,10 @@ class Blocks:
         return out
 
     def sum_into(self, out: Tensor, codes: Tensor, dtype: torch.dtype, add: bool = False) -> None:
-        """Write the sum of what T codes hold for each block. The sum is in float32 or wider.
+        """Write the sum of what T codes (T, ..., N, width) hold for each block (..., N, size).
 
-        Args:
-            out: (..., N, size), of any float type.
-            codes: (T, ..., N, width), uint8.
-            dtype: The type that was encoded.
-            add: Whether to add to ``out`` what it holds.
+        The sum is in float32 or wider; ``dtype`` is the type that was encoded. With ``add`` it is added
+        to what ``out`` holds.
         """
         if self.bits in (4, 8):
             decode_into(out, codes, self.bits, self.rotate, add, self.compiled)
@@ -126,18 +123,7 @@ def encode_with_residual(
     The residual is all that was not sent yet: the last one, and the blocks, less what is sent now. It
     is in blocks of 8 bits, rotated like what is sent, and for gradients without a loss scale. If a
     block is not finite, its residual stays what it was: such a step is skipped, and it must not spoil
-    those that follow.
-
-    Args:
-        x: (..., N, size), of any float type.
-        kept: The last residual, (..., N, size + 2), uint8; the new one is written to it.
-        scale: The loss scale of ``x``.
-        bits: 8 or 4.
-        rotate: Whether to rotate blocks first.
-        compiled: Whether kernels are compiled.
-
-    Returns:
-        The codes (..., N, size bits / 8 + 2), uint8.
+    those that follow. Blocks (..., N, size) have a loss ``scale``; ``kept`` is (..., N, size + 2).
     """
     out, factor = empty_codes(x, bits), torch.tensor(scale)
     codes, steps = integers(out), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)

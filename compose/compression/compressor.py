@@ -1,7 +1,7 @@
 """All that a composition sends in fewer bytes: its units, its steps, and what it keeps between them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.compression.activations import Activations, RowCode
 from compose.compression.gather import GATHERS, Forms, Levels, QuantizedGather, Sender, Traffic
@@ -46,6 +47,12 @@ class Compression:
         self.observe: Callable[[Sender], Losses] | None = None
         """Makes the observer of each sender; None in training."""
         self.cosine: float | None = None
+
+    def styles(
+        self, styles: Iterable[tuple[str, ParallelStyle]], axis: str
+    ) -> list[tuple[str, ParallelStyle]]:
+        """Return styles, with copies of those that can send codes over an axis, which do so."""
+        return self.activations.styles(styles, axis) if self.activations else list(styles)
 
     def stage(self) -> "StageMessages | None":
         """Return the messages of a new stage's units, if they are compressed."""

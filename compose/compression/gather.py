@@ -102,13 +102,9 @@ class QuantizedGather(Sender, OwnMemory):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Fill ``output_tensor`` with the shards of all ranks of ``group``, as they are received.
+        """Fill ``output_tensor`` (n S,) with the shards (S,) of n ranks, as they are received.
 
-        Args:
-            output_tensor: (n S,), for n ranks.
-            input_tensor: This rank's shard, (S,), which may be a part of ``output_tensor``.
-            group: The n ranks that share the unit.
-            async_op: Ignored; FSDP waits for what is on its stream.
+        This rank's shard may be a part of it. FSDP waits for what is on its stream in any case.
         """
         rows = output_tensor.view(group.size(), -1)
         self.traffic.add("weights", "plain", input_tensor.nbytes * (group.size() - 1))

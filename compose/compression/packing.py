@@ -153,12 +153,9 @@ class Packing:
         self._write(messages[None], out, out.dtype, base)
 
     def sum(self, messages: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the sum of what messages hold, (1, S), in float32 or wider.
+        """Return the sum (1, S) of what messages (R, bytes) of a type hold, in float32 or wider.
 
-        Args:
-            messages: (R, bytes), uint8.
-            dtype: The type that was packed.
-            out: Memory for the sum, (1, S); its type may be narrower.
+        It is written to ``out``, if that is given; its type may be narrower.
         """
         wide = torch.promote_types(dtype, torch.float32)
         if out is not None and out.dtype == wide:

@@ -48,10 +48,8 @@ class Losses:
     def loses(self, rows: Tensor, groups: Sequence[dist.ProcessGroup], whole: bool = False) -> None:
         """Note what messages lost; a collective.
 
-        Args:
-            rows: (n, ..., S): what each rank should have had, less what it got, one dim for each group.
-            groups: Groups over which rows are summed, one after another.
-            whole: Whether all ranks get the sum of a single row.
+        Rows (n, ..., S) are what each rank should have had, less what it got, with a dim for each of
+        the groups over which they are summed. If it is ``whole``, all ranks get the sum of one row.
         """
         if whole:
             rows = rows[0].to(torch.float64, copy=True)
@@ -219,13 +217,9 @@ class GradientCode(Sender):
     """The residual, if there is one."""
 
     def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
-        """Write the sum for this rank.
+        """Write the sum of rows (n, S) of a loss scale for this rank to ``out`` (S,).
 
-        Args:
-            rows: (n, S); it is not changed.
-            group: The n ranks.
-            scale: The loss scale of the gradients.
-            out: (S,), of any float type. It may be a row of ``rows`` if n is 1.
+        It is of any float type, and may be a row of ``rows`` if n is 1. Rows are not changed.
         """
         raise NotImplementedError
 

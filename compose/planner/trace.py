@@ -105,7 +105,7 @@ def trace(step: RankStep) -> Traced:
             with _few(job, step.micro_batches), OnMeta(kernels=device_type):
                 _forward_backward(composition, batch, job, DropoutKey(0))
                 optimizer.zero_grad()
-            recorder.note(composition.compression.state().values(), "communication")
+            recorder.note(cast(Compression, composition.compression).state().values(), "communication")
         marks = _marks(recorder, composition, resolved)
         order = _few(job, step.micro_batches)
         with marks, order, OnMeta(kernels=device_type, on_host=recorder.on_host), recorder:
