@@ -512,8 +512,9 @@ def compare_unwatched(subject: Subject, begin: list[Tensor]) -> None:
         return locals_of(subject.train_again(prepare))
 
     watched, comparison = subject.composition, subject.comparison
-    assert watched.compression is not None
-    exact = watched.compression.activations is not None  # then results were not those of codes
+    exact = (
+        cast(Compression, watched.compression).activations is not None
+    )  # then results were not those of codes
     found, error = trained(noting=True) if exact else locals_of(watched), 0.0
     for one, other, before in zip(found, trained(noting=False), begin, strict=True):
         if not torch.equal(one, other):

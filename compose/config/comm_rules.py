@@ -2,6 +2,7 @@
 
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
 
+from compose.config.addons import brought
 from compose.config.rule import Rule, Setup, all_keys_read
 from compose.errors import ConfigError
 from compose.parallel.stream_messages import SendsActivations
@@ -12,6 +13,14 @@ def _ranks(setup: Setup) -> tuple[int, int]:
     degrees = setup.degrees
     copies, parts = degrees.dp_replicate, degrees.dp_shard * degrees.cp
     return (copies * parts, 1) if degrees.zero == 0 else (copies, parts)
+
+
+def _add_on(setup: Setup) -> None:
+    if setup.options.comm.codes and not any(brought("compress")):
+        raise ConfigError(
+            "comm: no add-on compresses messages, since compose/config/addons.py names none; use"
+            ' comm.weights = "off", comm.gradients = "off" and comm.activations = "off"'
+        )
 
 
 def _receivers(setup: Setup) -> None:
@@ -123,6 +132,11 @@ def _types(setup: Setup) -> None:
 
 
 COMM: list[Rule[Setup]] = [
+    Rule(
+        "compressed messages of comm go with the add-on that sends them",
+        "compose/compression/ can be taken out, with its line in compose/config/addons.py",
+        _add_on,
+    ),
     Rule(
         "with comm.weights or comm.gradients, there are ranks that such messages go to",
         "a key that changes nothing would look like one that works",
