@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from compose import ConfigError, forward_backward
+from compose.compression.packing import UnitLayout
+from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings, exchanged
 from compose.data.samples import random_batch
 from compose.ops.torch_versions import ALL_GATHER
 from compose.planner.trace import sent_bytes
@@ -186,6 +188,33 @@ def test_bytes_are_foretold(pool: Pool, name: str) -> None:
         if ("activations", "tp") in sent:
             # Rows of 64 elements: 66 bytes in place of 256.
             assert sent["activations", "tp"] * 256 <= 66 * sent["activations", "plain"]
+
+
+class Signs(GradientCode):
+    """A code from elsewhere: this rank's signs, times their mean size."""
+
+    def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0) -> None:
+        super().__init__(settings.traffic)
+        self.layout = layout
+
+    def reduce_scatter(self, rows: Any, group: Any, scale: float, out: Any) -> None:
+        signs = (rows.sign() * rows.abs().mean(1, keepdim=True)).bfloat16().contiguous()
+        out.copy_(exchanged(signs.view(torch.uint8), group).view(torch.bfloat16).sum(0))
+
+
+def _signs() -> tuple[int, float]:
+    """How many signs the gradient of a matrix has, and the cosine with its plain gradient."""
+    keys = LARGE | {"parallel__dp_shard": 2}
+    plain = take_steps(keys, 1).gradients["layers.0.ffn.w1.weight"]
+    with mock.patch.dict(GRADIENT_CODES, {"int8": Signs}):
+        found = take_steps(keys | comm("int8"), 1).gradients["layers.0.ffn.w1.weight"]
+    return len(found[0].unique()), float(torch.cosine_similarity(found.flatten(), plain.flatten(), 0))
+
+
+def test_a_code_of_gradients_is_a_class_and_an_entry(pool: Pool) -> None:
+    levels, cosine = pool.run(_signs, 2)[0]
+    assert levels <= 9
+    assert 0.5 < cosine < 0.95
 
 
 REFUSED: dict[str, tuple[Keys, list[str]]] = {
