@@ -205,9 +205,9 @@ class Signs(GradientCode):
 def _signs() -> tuple[int, float]:
     """How many signs the gradient of a matrix has, and the cosine with its plain gradient."""
     keys = LARGE | {"parallel__dp_shard": 2}
-    plain = take_steps(keys, 1).gradients["layers.0.ffn.w1.weight"]
+    plain = take_steps(keys, 1).gradients["layers.0.attention.wq.weight"]
     with mock.patch.dict(GRADIENT_CODES, {"int8": Signs}):
-        found = take_steps(keys | comm("int8"), 1).gradients["layers.0.ffn.w1.weight"]
+        found = take_steps(keys | comm("int8"), 1).gradients["layers.0.attention.wq.weight"]
     return len(found[0].unique()), float(torch.cosine_similarity(found.flatten(), plain.flatten(), 0))
 
 

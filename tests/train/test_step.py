@@ -27,6 +27,7 @@ from compose import (
 )
 from compose.data.samples import random_batch
 from compose.ops.batch import IGNORE, count_targets
+from compose.parallel.data_parallel import DataParallel
 from compose.train.step import samples_at_once
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model as Llama
@@ -203,7 +204,8 @@ def test_a_gradient_that_is_still_to_be_summed_has_no_norm(pool: Pool) -> None:
 
 
 def _no_targets() -> tuple[float, float]:
-    composition = Composition(nn.Linear(3, 2), make_mesh(Parallel()))
+    model = nn.Linear(3, 2)
+    composition = Composition(model, make_mesh(Parallel()), data=[DataParallel(model, 3)])
     batch = {"input": torch.randn(2, 4, 3), "targets": torch.full((2, 4), IGNORE)}
     loss = forward_backward(composition, batch)
     return float(loss), float(clip_grad_norm_(composition, 1.0))
