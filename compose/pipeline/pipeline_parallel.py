@@ -39,7 +39,11 @@ def apply_pipeline_parallel(
     schedule: Schedule,
     seq_len: Sample,
 ) -> "PipelineRunner":
-    """Cut ``model`` in place, so that it keeps what this rank runs."""
+    """Cut ``model`` in place, so that it keeps what this rank runs, on the 1-D ``mesh`` of pp.
+
+    Without ``schedule.layers`` the stages are balanced by FLOPs, which are counted for ``seq_len``
+    tokens of a sample, or for what makes its inputs.
+    """
     ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
     layers = schedule.layers or balanced(model, pipeline, len(ranks), seq_len)
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
@@ -138,7 +142,11 @@ class PipelineRunner:
         each: Callable[[Tensor, Mapping[str, Any]], None],
         before: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Run only the forward of every micro-batch."""
+        """Run only the forward of every micro-batch.
+
+        ``each`` is called with the last stage's output and the part, on the rank of the last stage, and
+        ``before`` with the part before that stage runs. All parts have the same samples.
+        """
         inputs = [{k: v for k, v in part.items() if k != "targets"} for part in parts]
         firsts = [part.pop(self.first_argument) for part in inputs]
         _check_whole(sum(map(len, firsts)), len(firsts[0]))

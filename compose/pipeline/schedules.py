@@ -237,7 +237,7 @@ def write_table(table: Table, path: str) -> None:
 
 
 def placement(schedule: str, pp: int, virtual_stages: int) -> list[int]:
-    """Return the pipeline rank of each stage: round and round, or there and back for V-schedules."""
+    """Return the pipeline rank of each stage: round and round, or forward and back for V-schedules."""
     if schedule.endswith(".csv"):
         table = read_table(schedule)
         stages = {action.stage for row in table for action in row}
@@ -246,10 +246,10 @@ def placement(schedule: str, pp: int, virtual_stages: int) -> list[int]:
                 f"parallel.pp_schedule: {schedule} has stages {_span(stages)}; count them from 0 on"
             )
         return stage_ranks(table)
-    there = list(range(pp))
+    ranks = list(range(pp))
     if schedule in ("ZBVZeroBubble", "DualPipeV"):
-        return there + there[::-1]
-    return there * stages_per_rank(schedule, virtual_stages)
+        return ranks + ranks[::-1]
+    return ranks * stages_per_rank(schedule, virtual_stages)
 
 
 def stage_ranks(table: Table) -> list[int]:

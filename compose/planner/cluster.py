@@ -43,6 +43,15 @@ Share = Annotated[float, Field(gt=0, le=1), AfterValidator(_real)]
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p"]
 DTYPES, KINDS = get_args(Dtype), get_args(Kind)
+
+
+def _known(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ValueError("is no type")
+    return dtype
+
+
+DtypeName = Annotated[str, AfterValidator(_known)]
 Tile = Annotated[tuple[Positive, ...], Field(min_length=2, max_length=2)]
 Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2)]
 # Forward: 430, 517, 566, 590, 614 and 621 TFLOP/s at 512 to 16,384 tokens on an H100 (pytorch/benchmark
@@ -93,7 +102,7 @@ class Device(_Table):
     """Streaming multiprocessors of a GPU; 1 for a CPU."""
     tile: Tile
     """Rows and columns of the largest tile of a product that one unit computes."""
-    peak: Mapping[Dtype, Rate]
+    peak: Mapping[DtypeName, Rate]
     """FLOP/s by type, dense, at the maker's clock."""
     message_units: NonNegative = 0
     """Units that a message keeps while it runs, so that they do not compute."""
@@ -120,7 +129,7 @@ class Efficiencies(_Table):
     """Part of the memory's bandwidth that elementwise kernels reach."""
     fill: Amount
     """Seconds of a tile of a product before its first and after its last multiplication."""
-    products: Mapping[Dtype, Share]
+    products: Mapping[DtypeName, Share]
     """Part of the peak that large products reach for hours, by type."""
     attention_forward: Share
     """Part of the peak that attention's forward reaches for long sequences and heads of 128."""
@@ -267,9 +276,10 @@ def read_cluster(content: Mapping[str, Any], name: str, shown: str) -> Cluster:
     except RecursionError:
         raise ConfigError(f"{shown}: is nested too deeply") from None
     except ValidationError as error:
+        cluster = None
         missing_last = sorted(error.errors(), key=lambda each: each["type"] == "missing")
         problems += [_problem(each["loc"], each) for each in missing_last]
-    if problems:
+    if problems or cluster is None:
         raise ConfigError(*(f"{shown}: {problem}" for problem in problems))
     return cluster
 

@@ -39,7 +39,7 @@ from compose.planner.memory import (
     replay,
 )
 from compose.planner.record import Record
-from compose.planner.step_time import Seconds, action_seconds, apart, grown, seconds_of
+from compose.planner.step_time import Seconds, action_seconds, grown, no_wait, seconds_of
 from compose.planner.trace import RankStep, Traced, trace
 
 
@@ -196,7 +196,7 @@ def estimate(
         return _of(of_stage[action.stage], action, count)["all"] + exchange
 
     def parts(action: Action) -> tuple[float, float]:
-        return apart(_of(of_stage[action.stage], action, count), action.kind)
+        return no_wait(_of(of_stage[action.stage], action, count), action.kind)
 
     slots = simulate(rows, seconds, _message(job, cluster), parts, cluster.device.sharing)
     return _summary(job, cluster, rows, ranks, peaks, slots)
@@ -273,15 +273,15 @@ def rank_costs(
     runs = runs_of(job)
     last = max(action.stage for row in rows for action in row)
     stages = [sorted({action.stage for action in row}) for row in rows]
-    alike: dict[Any, list[int]] = {}
+    equal: dict[Any, list[int]] = {}
     for rank, mine in enumerate(stages):
-        alike.setdefault(_kind(runs, mine, last), []).append(rank)
-    # The longest of those that are alike is recorded, so that fewer layers may stand for all.
+        equal.setdefault(_kind(runs, mine, last), []).append(rank)
+    # The longest of those that are equal is recorded, so that fewer layers may stand for all.
     chosen = {
-        like: max(ranks, key=lambda r: sum(runs.layers()[s] for s in stages[r]) if runs else 0)
-        for like, ranks in alike.items()
+        kind: max(ranks, key=lambda r: sum(runs.layers()[s] for s in stages[r]) if runs else 0)
+        for kind, ranks in equal.items()
     }
-    plans = {rank: _kept(runs, stages[rank], len(alike[like])) for like, rank in chosen.items()}
+    plans = {rank: _kept(runs, stages[rank], len(equal[kind])) for kind, rank in chosen.items()}
     if stream is None and job.degrees.pp > 1:
         stream = stream_of(job, cluster, other)
     tasks = [
@@ -291,17 +291,14 @@ def rank_costs(
     with get_context("fork").Pool(min(workers, len(tasks)), _begin, (), 1) as pool:
         made = iter(pool.map(recorded, tasks, chunksize=1))
     found: dict[int, RankCosts] = {}
-    for like, source in chosen.items():
-        base, *longer = [next(made) for _ in plans[source]]
-        for rank in alike[like]:
-            one = renamed(base, dict(zip(stages[source], stages[rank], strict=True)))
+    for kind, source in chosen.items():
+        records = [next(made) for _ in plans[source]]
+        for rank in equal[kind]:
+            numbers = dict(zip(stages[source], stages[rank], strict=True))
+            base, *longer = [renamed(one, numbers) for one in records]
             if runs is not None and longer:
-                steps = [
-                    (place, renamed(more, dict(zip(stages[source], stages[rank], strict=True))))
-                    for place, more in zip(runs.places(), longer, strict=True)
-                ]
-                one = with_all_layers(one, runs, steps)
-            found[rank] = one
+                base = with_all_layers(base, runs, list(zip(runs.places(), longer, strict=True)))
+            found[rank] = base
     return [found[rank] for rank in range(len(rows))]
 
 

@@ -64,9 +64,9 @@ def runs_of(job: Job) -> LayerRuns | None:
     pipeline = job.resolved.pipeline
     if pipeline is None or job.config.activation_checkpoint.mode in ("every_k", "budget"):
         return None
-    apart = set(job.resolved.float8_except)
+    without_float8 = set(job.resolved.float8_except)
     kinds = [
-        (_kind(layer), any(f"{pipeline.layers}.{name}" == other for other in apart))
+        (_kind(layer), any(f"{pipeline.layers}.{name}" == other for other in without_float8))
         for name, layer in job.model.get_submodule(pipeline.layers).named_children()
     ]
     stages = job.degrees.pp_layers if job.degrees.pp > 1 else (len(kinds),)

@@ -44,7 +44,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a model that a quick estimate takes."""
+    """The sizes of a model that a quick estimate takes."""
 
     layers: tuple[Layers, ...]
     ends: int
@@ -59,11 +59,6 @@ class ModelShape:
     """The axes of tp, cp, pp and ep that the model's plan can cut."""
     trained: float = 1.0
     """The part of the parameters that is trained."""
-
-    @property
-    def parameters(self) -> int:
-        """All parameters."""
-        return self.ends + sum(x.count * (x.dense + x.routed) for x in self.layers)
 
     @property
     def count(self) -> int:

@@ -104,7 +104,7 @@ def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
     return found
 
 
-def apart(seconds: Seconds, kind: str) -> tuple[float, float]:
+def no_wait(seconds: Seconds, kind: str) -> tuple[float, float]:
     """Return the parts of an action that need no input yet, and that come after its result."""
     exposed = sum(v for name, v in seconds.items() if name.startswith("exposed dp_"))
     return (exposed, 0.0) if kind == "F" else (0.0, exposed)
