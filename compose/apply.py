@@ -1,6 +1,7 @@
 """Applies a Plan to a model and a mesh: the one place where this happens, in a fixed order."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,12 @@ from compose.parallel.hpz import hpz_groups
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.output import Output
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
-from compose.pipeline.pipeline_parallel import PipelineRunner, apply_pipeline_parallel
 from compose.pipeline.schedules import schedule_of
 from compose.pipeline.split import Stage
 from compose.plan import Plan, Resolved, resolve
+
+if TYPE_CHECKING:
+    from compose.pipeline.pipeline_parallel import PipelineRunner
 
 
 def apply(
@@ -86,6 +89,10 @@ def apply(
     stages = [Stage(0, model, frozenset())]
     if pp > 1:
         assert resolved.pipeline is not None, "checked with the setup"
+        from compose.pipeline.pipeline_parallel import (
+            apply_pipeline_parallel,  # it imports the compiler
+        )
+
         runner = apply_pipeline_parallel(
             model, resolved.pipeline, mesh["pp"], schedule_of(parallel), options.sample
         )

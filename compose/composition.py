@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +26,9 @@ from compose.parallel.data_parallel import DataParallel, UnitMessages
 from compose.parallel.expert_parallel import RoutingMetrics
 from compose.parallel.mesh import Parallel
 from compose.parallel.output import Output
-from compose.pipeline.pipeline_parallel import PipelineRunner
+
+if TYPE_CHECKING:  # it imports PyTorch's pipelines, and these the compiler
+    from compose.pipeline.pipeline_parallel import PipelineRunner
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Composition:
     """How context parallel expects sequences to be cut."""
     sequence_ranks: int = 1
     """Ranks of tp that share a sequence between layers; each holds an equal part of it."""
-    pipeline: PipelineRunner | None = None
+    pipeline: "PipelineRunner | None" = None
     """The runner of the stages; None if the model is not cut into stages."""
     output: Output | None = None
     """The projection that Plan.output names, if any."""

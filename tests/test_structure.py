@@ -312,3 +312,34 @@ def test_nothing_but_a_rule_refuses_a_composition() -> None:
         if makes and name not in reached and room_of(name.rpartition(".")[0]) in WITHOUT_CONFIG
     }
     assert others == {name for names in OTHER_INPUT.values() for name in names.split()}
+
+
+# What a start must not load: commands, add-ons and libraries that it may never use.
+HEAVY = (
+    "compose.cli.commands",
+    "compose.cli.generate",
+    "compose.cli.plan",
+    "compose.diloco.loop",
+    "compose.pipeline.pipeline_parallel",
+    "compose.planner",
+    "compose.profiling.profiler",
+    "compose.proof",
+    "jinja2",
+    "models",
+    "tensorboard",
+    "tokenizers",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.pipelining",
+    "torch.utils.tensorboard",
+    "transformers",
+)
+
+
+@pytest.mark.parametrize("module", ["train", "compose.__main__"])
+def test_a_start_loads_nothing_that_it_may_not_use(module: str) -> None:
+    code = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.split() == []

@@ -25,8 +25,6 @@ from compose.optim.optimizers import OPTIMIZERS
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.hpz import hpz_experts
 from compose.parallel.mesh import AXES, init_mesh
-from compose.planner.fake_world import fake_group
-from compose.planner.trace import diloco_bytes, diloco_lines, sent_bytes
 
 _PURPOSES = ("weights", "gradients", "activations")
 
@@ -59,12 +57,16 @@ def describe(job: Job) -> None:
     if job.config.comm.codes:
         print("", *_messages(job), sep="\n")
     if job.islands > 1:
+        from compose.planner.trace import diloco_bytes, diloco_lines
+
         outer = job.config.outer
         print("", *diloco_lines(diloco_bytes(job, outer), job.islands, outer), sep="\n")
 
 
 def _stage(job: Job, rank: int) -> list[Placed]:
     """Return the parameters that ``rank`` holds."""
+    from compose.planner.fake_world import fake_group
+
     with fake_group(rank, job.world_size):
         mesh = init_mesh(job.degrees)
         model = copy.deepcopy(job.model)
@@ -101,6 +103,8 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
 
 def _messages(job: Job) -> list[str]:
     """Return the bytes that the rank sends which sends most, of the first ranks of stages."""
+    from compose.planner.trace import sent_bytes
+
     pp = job.degrees.pp
     ranks = [sent_bytes(job, rank * job.world_size // pp) for rank in range(pp)]
     most = max(ranks, key=lambda sent: sum(sent.values()))

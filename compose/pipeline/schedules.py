@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from compose.errors import ConfigError, did_you_mean, read_file
 from compose.parallel.mesh import Parallel
@@ -142,6 +141,8 @@ def _exists(schedule: str, pp: int, per_rank: int, micro_batches: int) -> bool:
 def _table_of_torch(schedule: str, pp: int, per_rank: int, micro_batches: int) -> Table:
     if schedule in _SINGLE:
         return [_SINGLE[schedule](rank, pp, micro_batches) for rank in range(pp)]
+    from torch.distributed.pipelining.schedules import get_schedule_class  # it imports the compiler
+
     # A schedule reads only these numbers of its stages until it runs.
     stage: Any = SimpleNamespace(
         group_rank=0, group_size=pp, num_stages=pp * per_rank, stage_index=0, submod=nn.Module()

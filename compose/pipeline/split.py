@@ -22,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from compose.errors import ConfigError, refused_if
 from compose.ops.batch import Sample, on_meta
 from compose.ops.tensors import arrived, local_tensor, tied_names
-from compose.pipeline.stage import plain_stream
 from compose.plan import Pipeline
 
 
@@ -280,6 +279,8 @@ def try_first_stage(
         output, stream, others = _noted(layer, False, lambda: stage(first, **inputs))
     if type(stream) is not Tensor:
         return output
+    from compose.pipeline.stage import plain_stream  # it imports PyTorch's pipelines and the compiler
+
     name, argument = type(shell).__name__, next(iter(signature(shell.forward).parameters))
     instead = f"a later stage calls {name} with the stream {_form(stream)} in place of {argument}"
     if first.ndim == stream.ndim - 1 and first.shape != stream.shape[:-1]:
