@@ -10,82 +10,55 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compose.apply import apply
-    from compose.composition import Composition, Options
-    from compose.errors import ConfigError
-    from compose.memory.activation_checkpointing import ActivationCheckpoint, Recompute
-    from compose.memory.compilation import Compile
-    from compose.memory.precision import Precision
-    from compose.ops.attention import AttentionOptions, attention
-    from compose.ops.batch import IGNORE, Documents
-    from compose.ops.cross_entropy import cross_entropy
-    from compose.ops.dropout import DropoutKey
-    from compose.parallel.comm import Comm
-    from compose.parallel.mesh import Parallel, init_mesh
-    from compose.pipeline.schedules import Schedule
-    from compose.plan import Pipeline, Plan
-    from compose.proof.verify import Trial, verify
-    from compose.train.evaluate import evaluate
-    from compose.train.step import clip_grad_norm_, forward_backward
-    from compose.weights import init_weights
+    from compose.apply import apply as apply
+    from compose.composition import Composition as Composition
+    from compose.composition import Options as Options
+    from compose.errors import ConfigError as ConfigError
+    from compose.memory.activation_checkpointing import ActivationCheckpoint as ActivationCheckpoint
+    from compose.memory.activation_checkpointing import Recompute as Recompute
+    from compose.memory.compilation import Compile as Compile
+    from compose.memory.precision import Precision as Precision
+    from compose.ops.attention import AttentionOptions as AttentionOptions
+    from compose.ops.attention import attention as attention
+    from compose.ops.batch import IGNORE as IGNORE
+    from compose.ops.batch import Documents as Documents
+    from compose.ops.cross_entropy import cross_entropy as cross_entropy
+    from compose.ops.dropout import DropoutKey as DropoutKey
+    from compose.parallel.comm import Comm as Comm
+    from compose.parallel.mesh import Parallel as Parallel
+    from compose.parallel.mesh import init_mesh as init_mesh
+    from compose.pipeline.schedules import Schedule as Schedule
+    from compose.plan import Pipeline as Pipeline
+    from compose.plan import Plan as Plan
+    from compose.proof.verify import Trial as Trial
+    from compose.proof.verify import verify as verify
+    from compose.train.evaluate import evaluate as evaluate
+    from compose.train.step import clip_grad_norm_ as clip_grad_norm_
+    from compose.train.step import forward_backward as forward_backward
+    from compose.weights import init_weights as init_weights
 
-__all__ = [
-    "IGNORE",
-    "ActivationCheckpoint",
-    "AttentionOptions",
-    "Comm",
-    "Compile",
-    "Composition",
-    "ConfigError",
-    "Documents",
-    "DropoutKey",
-    "Options",
-    "Parallel",
-    "Pipeline",
-    "Plan",
-    "Precision",
-    "Recompute",
-    "Schedule",
-    "Trial",
-    "apply",
-    "attention",
-    "clip_grad_norm_",
-    "cross_entropy",
-    "evaluate",
-    "forward_backward",
-    "init_mesh",
-    "init_weights",
-    "verify",
-]
-
-_MODULES = {
-    "ActivationCheckpoint": "compose.memory.activation_checkpointing",
-    "AttentionOptions": "compose.ops.attention",
-    "Comm": "compose.parallel.comm",
-    "Compile": "compose.memory.compilation",
-    "Composition": "compose.composition",
-    "ConfigError": "compose.errors",
-    "Documents": "compose.ops.batch",
-    "DropoutKey": "compose.ops.dropout",
-    "IGNORE": "compose.ops.batch",
-    "Options": "compose.composition",
-    "Parallel": "compose.parallel.mesh",
-    "Pipeline": "compose.plan",
-    "Plan": "compose.plan",
-    "Precision": "compose.memory.precision",
-    "Recompute": "compose.memory.activation_checkpointing",
-    "Schedule": "compose.pipeline.schedules",
-    "Trial": "compose.proof.verify",
-    "apply": "compose.apply",
-    "attention": "compose.ops.attention",
-    "clip_grad_norm_": "compose.train.step",
-    "cross_entropy": "compose.ops.cross_entropy",
-    "evaluate": "compose.train.evaluate",
-    "forward_backward": "compose.train.step",
-    "init_mesh": "compose.parallel.mesh",
-    "init_weights": "compose.weights",
-    "verify": "compose.proof.verify",
+_NAMES = {
+    "compose.apply": "apply",
+    "compose.composition": "Composition Options",
+    "compose.errors": "ConfigError",
+    "compose.memory.activation_checkpointing": "ActivationCheckpoint Recompute",
+    "compose.memory.compilation": "Compile",
+    "compose.memory.precision": "Precision",
+    "compose.ops.attention": "AttentionOptions attention",
+    "compose.ops.batch": "Documents IGNORE",
+    "compose.ops.cross_entropy": "cross_entropy",
+    "compose.ops.dropout": "DropoutKey",
+    "compose.parallel.comm": "Comm",
+    "compose.parallel.mesh": "Parallel init_mesh",
+    "compose.pipeline.schedules": "Schedule",
+    "compose.plan": "Pipeline Plan",
+    "compose.proof.verify": "Trial verify",
+    "compose.train.evaluate": "evaluate",
+    "compose.train.step": "clip_grad_norm_ forward_backward",
+    "compose.weights": "init_weights",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 class _Package(ModuleType):

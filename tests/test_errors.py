@@ -19,10 +19,6 @@ def test_words_of_a_path_stay_whole() -> None:
     assert ConfigError(f"{path}: no such file").problems == [f"{path}: no such file"]
 
 
-def test_what_a_terminal_would_obey_is_escaped() -> None:
-    assert ConfigError("name \x1b[2J\n").problems == ["name \\x1b[2J\\n"]
-
-
 DIGITS = "9" * 5000  # Python refuses to read a number with more than 4,300
 SHOWN = f"{'9' * 200}..."
 NUMBERS: dict[str, list[str]] = {

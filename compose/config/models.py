@@ -31,18 +31,10 @@ class Sampler(Protocol):
     """The command's flags, each of which takes a value, with a line on each."""
 
     def prepare(self, config: "Config", flags: Mapping[str, str]) -> "Callable[[Composition], None]":
-        """Check the flags, before any rank starts.
+        """Check the flags that were given, before any rank starts; ConfigError if one is wrong.
 
-        Args:
-            config: The tables of the run.
-            flags: The flags that were given, with their values.
-
-        Returns:
-            What every rank calls with the composition: it makes the samples, and the first rank writes
-            them.
-
-        Raises:
-            ConfigError: A flag is wrong.
+        Every rank calls what is returned with the composition: it makes the samples, and the first rank
+        writes them.
         """
         ...
 
@@ -58,40 +50,19 @@ class Task(Protocol):
     """How samples are made; None: the model continues a text."""
 
     def check(self, config: "Config") -> list[str]:
-        """Return what does not fit among the keys of a config, one line each.
-
-        Args:
-            config: The tables of the run.
-        """
+        """Return what does not fit among the keys of a config, one line each."""
         ...
 
     def open(self, path: str, config: "Config") -> "Samples":
-        """Open a set of samples.
+        """Open the samples that ``data.path`` or ``data.validation`` names.
 
-        Args:
-            path: A name in ``data.path``, or ``data.validation``.
-            config: The tables of the run.
-
-        Returns:
-            The samples. What they draw may depend on the seed, the number of a sample and the epoch
-            alone, so that it does not depend on the mesh.
-
-        Raises:
-            ConfigError: They cannot be opened. The message does not name the key.
+        What they draw may depend on the seed, the number of a sample and the epoch alone, so that it is
+        the same on every mesh. The message of a ConfigError does not name the key.
         """
         ...
 
     def random_batch(self, config: "Config", samples: int, seed: int) -> dict[str, Tensor]:
-        """Return a batch that needs no data and makes a proof hard.
-
-        Args:
-            config: The tables of the run.
-            samples: Samples of the batch.
-            seed: Seed of the random numbers.
-
-        Returns:
-            The tensors of a batch, with shapes and types as the data's.
-        """
+        """Return a batch of the data's shapes and types that needs no data and makes a proof hard."""
         ...
 
     def loss(self, config: "Config") -> "LossFunction":
@@ -99,9 +70,6 @@ class Task(Protocol):
 
         All elements of ``targets`` count, but integers of IGNORE and floats of NaN. Their number in the
         global batch divides the sum.
-
-        Args:
-            config: The tables of the run.
         """
         ...
 
@@ -135,12 +103,9 @@ class InitialisedModel(Protocol):
     """A model as the trainer needs it: besides ``forward``, it can draw one whole parameter."""
 
     def init_parameter(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Fill a whole parameter with its first values.
+        """Fill a whole parameter, by its name in the whole model, with its first values.
 
-        Args:
-            name: Name of the parameter in the whole model.
-            tensor: The tensor to fill, float32, in the parameter's shape; for a stack, one slice.
-            generator: The source of random numbers.
+        The tensor is float32 and has the parameter's shape; for a stack, it is one slice.
         """
         ...
 
@@ -158,11 +123,7 @@ class ModelFolder:
     """What the model learns; None: the next token (``compose.data.datasets.LanguageModelling``)."""
 
     def on_meta(self, config: Any) -> nn.Module:
-        """Return the model of ``config`` on meta, without memory.
-
-        Raises:
-            ConfigError: A weight has more elements than torch can count.
-        """
+        """Return the model of ``config`` on meta; ConfigError if a weight has too many elements."""
         try:
             with torch.device("meta"):
                 return self.Model(config)
@@ -184,11 +145,7 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str) -> ModelFolder:
-    """Return the model in ``models/<name>/``.
-
-    Raises:
-        ConfigError: There is no such model, or its folder lacks some exports.
-    """
+    """Return the model in ``models/<name>/``; ConfigError if it lacks exports or is not there."""
     known = model_names()
     if name not in known:
         raise ConfigError(

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import compose.memory.float8 as float8
 import train
 from compose.build import build
-from compose.cli import COMMANDS
 from compose.cli.dry_run import Placed, placements
 from compose.config.job import Job
 from compose.config.rules import check
@@ -139,45 +138,6 @@ def test_recipes_are_legal_on_gpus(recipe: Path) -> None:
         check(load(str(recipe)), ranks_of(recipe))
 
 
-def test_help_lists_every_key() -> None:
-    from compose.config.tables import TABLES
-    from compose.errors import docs
-
-    done = answered("train.py", "--help")
-    assert done.returncode == 0
-    for table_name, kind in TABLES.items():
-        assert f"[{table_name}]" in done.stdout
-        for key, doc in docs(kind).items():
-            assert re.search(rf"^  {key} .*, default .*\n      {re.escape(doc)}$", done.stdout, re.M), (
-                key
-            )
-    assert re.search(r"^    rope_theta +float, default 10000.0$", done.stdout, re.M)
-
-
-def test_help_for_one_table() -> None:
-    whole = answered("train.py", "--help").stdout
-    some = answered("train.py", "--help", "optimizer", "model", "--model.name=gpt2").stdout
-    assert re.findall(r"^\[(.*)\]$", some, re.M) == ["optimizer", "model"]
-    assert some.startswith("[optimizer]\n  name  ")
-    assert "presets of gpt2: " in some
-    assert some.partition("\n\n")[0] in whole
-    done = answered("train.py", "-h", "optimzer")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "command line: --help: unknown table optimzer; did you mean optimizer?\n",
-    )
-
-
-@pytest.mark.parametrize("command", ["verify", "schedule", "legal", "plan"])
-def test_help_says_what_a_command_and_its_flags_do(command: str) -> None:
-    shown = answered("-m", "compose", command, "--help").stdout
-    usage, _, rest = shown.partition("\n\n")
-    about = rest.partition("FILE defaults to")[0]
-    assert re.match(r"[A-Z][a-z ].*", about)
-    for flag in re.findall(r"--[a-z-]+(?![a-z.-])", usage):
-        assert re.search(rf"^  {flag} +[a-zA-Z\"]", rest, re.M), flag
-
-
 def test_a_short_warmup_is_said() -> None:
     shown = answered("train.py", "--dry-run", "--train.steps=2").stdout
     assert (
@@ -185,30 +145,3 @@ def test_a_short_warmup_is_said() -> None:
         " and never reaches optimizer.lr = 0.003\n" in shown
     )
     assert "warmup" not in answered("train.py", "--dry-run", "--train.stop_after=2").stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--world-size=8"], "command line: --world-size: goes with --dry-run; else torchrun sets it"),
-        (["--dry-run", "--world-size=x"], "command line: --world-size: x is not a number of ranks"),
-        (["--dry-rn=1"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
-        (["--dry-rn"], "command line: --dry-rn: unknown option; did you mean --dry-run?"),
-        (["--seed=3"], "command line: --seed: unknown option; did you mean train.seed?"),
-        (["-v"], "command line: -v: unknown option; see --help"),
-        (["a.toml", "b.toml"], "command line: one TOML file at a time, got a.toml and b.toml"),
-        (["--train.steps"], "command line: --train.steps: needs a value: --train.steps=value"),
-    ],
-)
-def test_bad_command_line(arguments: list[str], message: str) -> None:
-    done = answered("train.py", *arguments)
-    assert (done.returncode, done.stderr.splitlines()) == (2, [message])
-
-
-def test_unknown_command() -> None:
-    done = answered("-m", "compose", "verfy")
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"compose: verfy: unknown command; did you mean verify? (known: {', '.join(COMMANDS)})\n",
-    )
-    assert "verify" in answered("-m", "compose").stdout

@@ -1,16 +1,17 @@
 """Bad input, each with its exact message; and what good input means."""
 
+import re
+import typing
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from compose.cli.command_line import parse
 from compose.config import rules
 from compose.config.tables import TABLES, Config
 from compose.config.toml import dump, load
-from compose.errors import ConfigError, attribute, docs, toml_value
+from compose.errors import ConfigError, attribute, docs, toml_value, type_name
 from tests.support.helpers import ROOT
 
 Write = Callable[[str], str]
@@ -185,29 +186,6 @@ def test_a_value_of_several_lines_is_none(write: Write) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--dry-run=1"], "--dry-run: takes no value, got 1"),
-        (["--dry-run="], "--dry-run: takes no value, got an empty one"),
-        (["--help=false"], "--help: takes no value, got false"),
-        (
-            ["--train=5"],
-            "--train: unknown option; it is a table: --train.key=value, or [train] in a file",
-        ),
-        (["--steps=5"], "--steps: unknown option; did you mean train.steps?"),
-        (["--out=x"], "--out: unknown option; see --help"),
-        (["--\x1b[31m"], "--\\x1b[31m: unknown option; see --help"),
-        (["--train.seed=\ud800"], 'train.seed: expected int, got "\\ud800"'),
-    ],
-)
-def test_odd_options(write: Write, words: list[str], message: str) -> None:
-    file = write("")
-    with pytest.raises(ConfigError) as caught:
-        parse([file, "--dry-run", *words], "train.py", trains=True)
-    assert caught.value.problems == [f"command line: {message}"]
-
-
 def test_model_error_names_where_the_field_was_set(write: Write) -> None:
     file = write("[model]\ndim = 100")
     assert problems(file, [("train.steps", "4")])[0].startswith("train.toml: model.dim: ")
@@ -269,7 +247,7 @@ def test_extends_is_relative_and_overridden(write: Write) -> None:
 
 
 def test_default_file_states_every_default() -> None:
-    """train.toml and the dataclasses say the same, key for key."""
+    """train.toml and the dataclasses say the same, key for key: defaults, and what --help prints."""
     from compose.config.toml import tomllib
 
     text = (ROOT / "train.toml").read_text()
@@ -280,8 +258,27 @@ def test_default_file_states_every_default() -> None:
         assert list(content[table]) == list(docs(kind)), table
         for key, value in content[table].items():
             assert toml_value(value) == toml_value(getattr(kind(), attribute(key))), f"{table}.{key}"
+    comments = comments_of(text)
+    for table, kind in TABLES.items():
+        types = typing.get_type_hints(kind, include_extras=True)
+        for key, doc in docs(kind).items():
+            choices = type_name(types[attribute(key)])
+            expected = f"{doc} ({choices})" if " | " in choices else doc
+            assert comments[f"{table}.{key}"] == expected
+
+
+def comments_of(text: str) -> dict[str, str]:
+    """The comment of each key of a TOML file, whose lines are joined."""
+    table, name, found = "", "", dict[str, str]()
     for line in text.splitlines():
-        assert not line or line[0] in "[#" or "#" in line, f"no doc: {line}"
+        if head := re.match(r"\[(.+?)\]", line):
+            table, name = head[1], ""
+        elif key := re.match(r"(\w+) = [^#]*# (.*)", line):
+            name = f"{table}.{key[1]}"
+            found[name] = key[2]
+        elif name and (more := re.match(r" +# (.*)", line)):
+            found[name] += f" {more[1]}"
+    return found
 
 
 # Fields that no file can set.

@@ -1,5 +1,6 @@
 """generate with a cache of keys and values: the tokens and logits of the whole text, and less work."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,11 +20,15 @@ from compose.cli.sampling import (
     KeyValues,
     Sampling,
     next_logits,
+    nucleus,
     obstacle,
     open_cache,
     sample,
+    sample_token,
+    text_of,
 )
 from compose.composition import Composition
+from compose.data.tokenizer import Bytes
 from compose.ops.attention import attention
 from models.layers.attention import AttentionCore
 from tests.support.experts import DEEPSEEK, MIXTRAL, QWEN
@@ -357,3 +362,54 @@ def test_what_has_no_cache(pool: Pool, name: str) -> None:
         [f"generate: every token runs the whole text again: {why}"],
         *[[]] * (ranks - 1),
     ]
+
+
+def test_nucleus() -> None:
+    """The fewest that are enough, whatever their order; of equal ones the first."""
+    probabilities = torch.tensor([0.125, 0.5, 0.0625, 0.25, 0.0625])
+    for top_p, kept in [
+        (1.0, {0, 1, 2, 3, 4}),
+        (0.9375, {0, 1, 2, 3}),
+        (0.875, {0, 1, 3}),
+        (0.76, {0, 1, 3}),
+        (0.75, {1, 3}),
+        (0.51, {1, 3}),
+        (0.5, {1}),
+        (1e-9, {1}),
+    ]:
+        found = nucleus(probabilities, top_p)
+        assert set(found.nonzero().flatten().tolist()) == kept, top_p
+        assert torch.equal(found[list(kept)], probabilities[list(kept)])
+    for seed in range(20):
+        drawn = torch.rand(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        drawn /= drawn.sum()
+        kept = nucleus(drawn, 0.8)
+        assert kept.sum() >= 0.8 > kept.sum() - kept[kept > 0].min()
+        assert kept[kept > 0].min() >= drawn[kept == 0].max()
+
+
+def test_temperature() -> None:
+    """Tokens are drawn as often as softmax(logits / temperature) says, by seed and position alone."""
+    logits = torch.tensor([1.0, 3.0, 2.0, -torch.inf, 0.0])
+    assert sample_token(logits, 5, Sampling(temperature=0, top_p=1e-3)) == 1
+    draws = 4000
+    for temperature in (0.5, 1.0, 2.0):
+        expected = (logits / temperature).softmax(0)
+        how = [Sampling(temperature=temperature, top_p=1, seed=seed) for seed in range(4)]
+        counts = Counter(
+            sample_token(logits, place, each) for each in how for place in range(draws // 4)
+        )
+        for token, share in enumerate(expected.tolist()):
+            deviation = (share * (1 - share) / draws) ** 0.5
+            assert abs(counts[token] / draws - share) <= 4 * deviation, (temperature, token)
+    again = [sample_token(logits, place, Sampling(temperature=2)) for place in range(30)]
+    assert again == [sample_token(logits, place, Sampling(temperature=2)) for place in range(30)]
+    assert again != [
+        sample_token(logits, place, Sampling(temperature=2, seed=1)) for place in range(30)
+    ]
+
+
+def test_text_comes_in_whole_characters() -> None:
+    euro, broken = list("€".encode()), [0xFF]
+    pieces = list(text_of(Bytes(), list(b"a"), [*euro, 98, *broken, 99, *euro[:2]]))
+    assert pieces == ["a", "", "", "€", "b", "", "\ufffdc", "", "", "\ufffd"]

@@ -1,0 +1,97 @@
+"""Command lines of train.py and python -m compose: their help, and what is wrong in one line."""
+
+import re
+
+import pytest
+
+from compose.cli import COMMANDS
+from compose.cli.sampling import Sampling
+from compose.config.tables import TABLES
+from compose.errors import docs
+from tests.support.command_lines import answered
+
+
+def test_help_lists_every_key() -> None:
+    done = answered("train.py", "--help")
+    assert done.returncode == 0
+    for table_name, kind in TABLES.items():
+        assert f"[{table_name}]" in done.stdout
+        for key, doc in docs(kind).items():
+            assert re.search(rf"^  {key} .*, default .*\n      {re.escape(doc)}$", done.stdout, re.M), (
+                key
+            )
+    assert re.search(r"^    rope_theta +float, default 10000.0$", done.stdout, re.M)
+
+
+def test_help_for_one_table() -> None:
+    whole = answered("train.py", "--help").stdout
+    some = answered("train.py", "--help", "optimizer", "model", "--model.name=gpt2").stdout
+    assert re.findall(r"^\[(.*)\]$", some, re.M) == ["optimizer", "model"]
+    assert some.startswith("[optimizer]\n  name  ")
+    assert "presets of gpt2: " in some
+    assert some.partition("\n\n")[0] in whole
+    done = answered("train.py", "-h", "optimzer")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "command line: --help: unknown table optimzer; did you mean optimizer?\n",
+    )
+
+
+@pytest.mark.parametrize("command", ["verify", "schedule", "legal", "plan"])
+def test_help_says_what_a_command_and_its_flags_do(command: str) -> None:
+    shown = answered("-m", "compose", command, "--help").stdout
+    usage, _, rest = shown.partition("\n\n")
+    about = rest.partition("FILE defaults to")[0]
+    assert re.match(r"[A-Z][a-z ].*", about)
+    for flag in re.findall(r"--[a-z-]+(?![a-z.-])", usage):
+        assert re.search(rf"^  {flag} +[a-zA-Z\"]", rest, re.M), flag
+
+
+def test_unknown_command() -> None:
+    done = answered("-m", "compose", "verfy")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"compose: verfy: unknown command; did you mean verify? (known: {', '.join(COMMANDS)})\n",
+    )
+    assert "verify" in answered("-m", "compose").stdout
+
+
+def test_help_of_generate_has_the_defaults() -> None:
+    shown = answered("-m", "compose", "generate", "--help").stdout
+    for flag, value in (
+        ("max-tokens", Sampling.max_tokens),
+        ("temperature", Sampling.temperature),
+        ("top-p", Sampling.top_p),
+        ("seed", Sampling.seed),
+        ("cache", Sampling.cache),
+    ):
+        assert re.search(rf"^  --{flag} .*default {value}\b", shown, re.M), flag
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--world-size=8"], "--world-size: goes with --dry-run; else torchrun sets it"),
+        (["--dry-run", "--world-size=x"], "--world-size: x is not a number of ranks"),
+        (["--dry-rn=1"], "--dry-rn: unknown option; did you mean --dry-run?"),
+        (["--dry-rn"], "--dry-rn: unknown option; did you mean --dry-run?"),
+        (["--seed=3"], "--seed: unknown option; did you mean train.seed?"),
+        (["-v"], "-v: unknown option; see --help"),
+        (["a.toml", "b.toml"], "one TOML file at a time, got a.toml and b.toml"),
+        (["--train.steps"], "--train.steps: needs a value: --train.steps=value"),
+        (["--dry-run=1"], "--dry-run: takes no value, got 1"),
+        (["--dry-run="], "--dry-run: takes no value, got an empty one"),
+        (["--help=false"], "--help: takes no value, got false"),
+        (
+            ["--train=5"],
+            "--train: unknown option; it is a table: --train.key=value, or [train] in a file",
+        ),
+        (["--steps=5"], "--steps: unknown option; did you mean train.steps?"),
+        (["--out=x"], "--out: unknown option; see --help"),
+        (["--\x1b[31m"], "--\\x1b[31m: unknown option; see --help"),
+        (["--dry-run", "--train.seed=\ud800"], 'train.seed: expected int, got "\\ud800"'),
+    ],
+)
+def test_bad_command_line(words: list[str], message: str) -> None:
+    done = answered("train.py", *words)
+    assert (done.returncode, done.stderr.splitlines()) == (2, [f"command line: {message}"])
