@@ -223,7 +223,7 @@ def test_overrides_are_toml_or_bare_words(write: Write) -> None:
         ("optimizer.lr", "1e-4"),
         ("run.dir", "runs/a b"),
         ("data.path", '"7"'),
-        ("false"),
+        ("parallel.sequence", "false"),
         ("model.tie_embeddings", "true"),
         ("optimizer.weight_decay", "0"),
     ]
