@@ -401,7 +401,7 @@ def test_suggested_degrees_work(world_size: int) -> None:
     """Whatever single degree is wrong, doing what the message says makes the product right."""
     for axis in ("dp_replicate", "dp_shard", "tp"):
         for degree in (2, 3, 5, 7, 16):
-            overrides = [(f"parallel.{axis}", str(degree)), ("false")]
+            overrides = [(f"parallel.{axis}", str(degree)), ("parallel.sequence", "false")]
             config = load(str(ROOT / "train.toml"), overrides)
             for problem in problems_of(config, world_size):
                 if not problem.startswith("parallel: "):
