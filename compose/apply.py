@@ -111,14 +111,14 @@ def apply(
     if cp > 1:
         _context(model, resolved, mesh["cp"])
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
-    apply_activation_checkpointing(model, mine, dropout.held if dropout else None)
+    apply_activation_checkpointing(model, mine, dropout.in_recomputation if dropout else None)
     activations = ActivationOffload(model) if recompute.offload else None
     if activations:
         for name in resolved.checkpoint:
             activations.wrap(model.get_submodule(name))
     experts = [name for name, _ in resolved.expert]
     apply_compile(model, modules, resolved.compile, experts, compile, mesh["tp"])
-    near = hpz_groups(mesh, parallel.zero3_reshard, zero, over)
+    hpz = hpz_groups(mesh, parallel.zero3_reshard, zero, over)
     data = [DataParallel(stage.module, zero) for stage in stages]
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
@@ -129,7 +129,7 @@ def apply(
             precision.reduce_dtype,
             offload,
             options.comm.prefetch,
-            near,
+            hpz,
             over,
         )
         for number, stage in enumerate(stages):

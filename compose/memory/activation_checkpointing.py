@@ -38,7 +38,7 @@ _ATTENTION = {attention_forward._opoverload.overloadpacket}
 
 Operators = frozenset[torch._ops.OpOverload]
 Forward = Callable[..., Any]
-Held = Callable[[Forward], Forward]
+Prepare = Callable[[Forward], Forward]
 
 # Operators of aten, or of another namespace, by the name of their group in ``keep``.
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -280,11 +280,11 @@ def within(costs: Mapping[str, UnitCost], budget: float) -> dict[str, tuple[str,
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, units: Mapping[str, Operators], held: Held | None = None
+    model: nn.Module, units: Mapping[str, Operators], prepare: Prepare | None = None
 ) -> None:
     """Recompute units of a model in backward, except the results of the operators that each keeps.
 
-    ``held`` returns a unit's forward with what it depends on besides its inputs, as it is now.
+    ``prepare`` returns a unit's forward with what it depends on besides its inputs, as it is now.
     """
     for name, kept in units.items():
         module = model.get_submodule(name)
@@ -292,13 +292,13 @@ def apply_activation_checkpointing(
         if kept:
             options["context_fn"] = partial(_contexts, kept)
         # Only forward is wrapped, so that hooks and names stay where they are.
-        module.forward = _recomputing(module.forward, held, options)
+        module.forward = _recomputing(module.forward, prepare, options)
 
 
-def _recomputing(forward: Forward, held: Held | None, options: Mapping[str, Any]) -> Forward:
+def _recomputing(forward: Forward, prepare: Prepare | None, options: Mapping[str, Any]) -> Forward:
     # A function, since torch.compile does not look into a partial of checkpoint, its own function.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(held(forward) if held else forward, *args, **options, **kwargs)
+        return checkpoint(prepare(forward) if prepare else forward, *args, **options, **kwargs)
 
     return recomputed
 

@@ -87,7 +87,7 @@ class Masks:
         self.places = None if places is None else places.to(torch.int32)
         return {SAMPLES: (samples + key.first).to(torch.int32)}
 
-    def held(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def in_recomputation(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward`` with the micro-batch of now, for when it runs again in backward."""
         if torch.compiler.is_compiling():  # a graph keeps the numbers as its inputs
             return forward

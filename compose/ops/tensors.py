@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -82,3 +83,15 @@ def tie(model: nn.Module, names: list[str]) -> None:
     for name in names[1:]:
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).register_parameter(leaf, first)
+
+
+def place_parameters(
+    placement: Placement, src_data_rank: int | None, name: str, module: nn.Module, mesh: DeviceMesh
+) -> None:
+    """Give the parameters that ``module`` itself holds a placement on a mesh of one axis.
+
+    It serves ``distribute_module`` with its first two arguments bound. A source of None sends nothing.
+    """
+    for leaf, parameter in module.named_parameters(recurse=False):
+        placed = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
+        module.register_parameter(leaf, nn.Parameter(placed, requires_grad=parameter.requires_grad))

@@ -98,7 +98,7 @@ class Sharding:
     """Units whose gather begins before the unit ahead of them runs, in forward and in backward. With 0
     FSDP decides: it prefetches the next unit in backward. Where experts have a mesh, 0 is 1.
     """
-    near: HpzGroups | None = None
+    hpz: HpzGroups | None = None
     """Neighbours that gather a unit again in stage 3, after a step's first gather."""
     expert_mesh: DeviceMesh | None = None
     """The mesh over which experts are sharded, from ``expert_mesh`` in expert_parallel.py."""
@@ -192,7 +192,7 @@ def apply_data_parallel(
     in the global batch. Each of ``experts`` is a unit within another, sharded over ``how.expert_mesh``.
     The loss follows the last unit if ``is_last_stage``.
     """
-    zero, near, data = how.zero, how.near, DataParallel(model, how.zero)
+    zero, hpz, data = how.zero, how.hpz, DataParallel(model, how.zero)
     if _only_sums(mesh, how):
         copies = [axis for axis in ("dp_replicate", "cp") if axis_size(mesh, axis) > 1]
         groups = [_joined(mesh, copies).get_group()] if copies else []
@@ -213,7 +213,8 @@ def apply_data_parallel(
     # FSDP's own all-reduce over copies cannot be replaced. Without copies in the mesh, a hook does it.
     hooked = messages is not None and messages.reduces
     if copies and not hooked:
-        data_mesh, copies = _concatenated(copies, shards), None
+        # No public call joins a flattened axis to another; this one is in torch 2.11 to 2.15.
+        data_mesh, copies = DeviceMesh._concatenate([copies, shards]), None
     where = OffloadPolicy()
     if how.offload:
         where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -242,13 +243,13 @@ def apply_data_parallel(
             expert_copies = expert_mesh["expert_replicate"] if hooked else None
             over = over if hooked else expert_mesh["expert_replicate", "expert_shard"]
         even = partial(_even_dim, axis_size(expert_mesh, "expert_shard"))
-        free = zero == 3 and not (near and near.experts_stay)
+        free = zero == 3 and not (hpz and hpz.experts_stay)
         for name in experts:
             module = model.get_submodule(name)
             shard(module, free, over, shard_placement_fn=lambda p: Shard(even(local_tensor(p).shape)))
             if messages:
                 messages.attach(module, expert_mesh["expert_shard"], expert_copies, even)
-            gather_by_hpz(module, near and near.experts)
+            gather_by_hpz(module, hpz and hpz.experts)
 
     for i, unit in enumerate(units):
         modules = [model.get_submodule(name) for name in unit]
@@ -258,7 +259,7 @@ def apply_data_parallel(
         if messages:
             messages.attach(modules[0], shards, copies)
         if not keep:
-            gather_by_hpz(modules[0], near and near.shards)
+            gather_by_hpz(modules[0], hpz and hpz.shards)
     shard(model, False)
     if messages:
         messages.attach(model, shards, copies)
@@ -329,12 +330,6 @@ def _data_meshes(mesh: DeviceMesh, zero: int) -> tuple[DeviceMesh | None, Device
     shard = _joined(mesh, [axis for axis in parts if axis_size(mesh, axis) > 1] or parts[:1])
     over = [axis for axis in copies if axis_size(mesh, axis) > 1]
     return _joined(mesh, over) if over else None, shard
-
-
-def _concatenated(copies: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for HSDP: (copies, shards)."""
-    # No public call joins a flattened axis to another; this one is in torch 2.11 to 2.15.
-    return DeviceMesh._concatenate([copies, shard])
 
 
 def _joined(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.errors import ConfigError
 from compose.ops.operators import operator
+from compose.ops.tensors import place_parameters
 from compose.parallel.mesh import axis_size, sum_over
 from compose.parallel.stream_messages import SendsActivations
 
@@ -62,7 +63,7 @@ class ExpertParallel(SendsActivations, ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_experts(len(next(module.parameters())), device_mesh.size())
-        distribute_module(module, device_mesh, partial(_shard_experts, self.src_data_rank))
+        distribute_module(module, device_mesh, partial(place_parameters, Shard(0), self.src_data_rank))
         group = device_mesh.get_group()
         module.forward = partial(_run_where_they_are, module, group, self.send)
         return module
@@ -125,14 +126,6 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape), mesh_dim_names=names)
 
 
-def _shard_experts(
-    src_data_rank: int | None, name: str, module: nn.Module, device_mesh: DeviceMesh
-) -> None:
-    for leaf, parameter in module.named_parameters(recurse=False):
-        shard = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=src_data_rank)
-        module.register_parameter(leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-
-
 def _run_where_they_are(
     module: nn.Module,
     group: dist.ProcessGroup,
@@ -186,11 +179,11 @@ def _transposed(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     sorted.
     """
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
-    turned = counts.t().flatten()
-    moves = starts - (turned.cumsum(0) - turned).view_as(counts.t()).t()
+    transposed = counts.t().flatten()
+    moves = starts - (transposed.cumsum(0) - transposed).view_as(counts.t()).t()
     numbers = torch.arange(rows, device=counts.device)
     # The size is known. Without it the device would be asked once more.
-    order = numbers + moves.t().flatten().repeat_interleave(turned, output_size=rows)
+    order = numbers + moves.t().flatten().repeat_interleave(transposed, output_size=rows)
     places = numbers - moves.flatten().repeat_interleave(counts.flatten(), output_size=rows)
     return order, places
 

@@ -34,16 +34,16 @@ class OwnMemory:
 
 
 class HpzGather(OwnMemory):
-    """The all-gather of one unit, for ``FSDPModule.set_custom_all_gather``; ``near`` is the group of N.
+    """The all-gather of one unit, for ``FSDPModule.set_custom_all_gather``, with its N neighbours.
 
     Outside of :func:`hpz_shards` it does what FSDP's own does.
     """
 
     def __init__(
-        self, near: dist.ProcessGroup, first: Callable[..., dist.Work | None] | None = None
+        self, neighbours: dist.ProcessGroup, first: Callable[..., dist.Work | None] | None = None
     ) -> None:
         """Take the group of neighbours, and the first gather of a step, if it is not FSDP's own."""
-        self.near, self.first = near, first
+        self.neighbours, self.first = neighbours, first
         self.keeping = False
         self.kept: Tensor | None = None
 
@@ -58,14 +58,14 @@ class HpzGather(OwnMemory):
         # It is looked up at each call, as FSDP does: a measurement may have replaced it.
         gather = getattr(dist, ALL_GATHER)
         if self.kept is not None:
-            return gather(output_tensor, self.kept, self.near, async_op)
+            return gather(output_tensor, self.kept, self.neighbours, async_op)
         work = (self.first or gather)(output_tensor, input_tensor, group, async_op)
         if self.keeping:
             if work is not None:
                 work.wait()
             # FSDP frees the whole tensor, so the part is copied. The copy is made on FSDP's all-gather
             # stream, which also reads it later.
-            self.kept = output_tensor.chunk(self.near.size())[self.near.rank()].clone()
+            self.kept = output_tensor.chunk(self.neighbours.size())[self.neighbours.rank()].clone()
         return work
 
 
@@ -94,58 +94,58 @@ class HpzGroups:
 
 
 def hpz_groups(
-    mesh: DeviceMesh, near: int, zero: int, expert_mesh: DeviceMesh | None = None
+    mesh: DeviceMesh, neighbours: int, zero: int, expert_mesh: DeviceMesh | None = None
 ) -> HpzGroups | None:
-    """Return the groups of ``near`` neighbours along dp_shard x cp.
+    """Return the groups of ``neighbours`` ranks along dp_shard x cp.
 
     Experts are shared by other ranks, those of ``expert_mesh``. Their neighbours are the ranks in the
-    same span of near x tp ranks. Where such a span does not hold all experts equally often, experts are
-    gathered from all. The call creates process groups, so every rank makes it.
+    same span of neighbours x tp ranks. Where such a span does not hold all experts equally often,
+    experts are gathered from all. The call creates process groups, so every rank makes it.
     """
     ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
-    check_hpz(near, zero, ranks)
-    if near in (0, ranks):
+    check_hpz(neighbours, zero, ranks)
+    if neighbours in (0, ranks):
         return None
-    shards = _hpz_group(mesh.mesh.flatten(2, 3), near)
+    shards = _hpz_group(mesh.mesh.flatten(2, 3), neighbours)
     if expert_mesh is None:
         return HpzGroups(shards)
-    few = hpz_experts(near, axis_size(mesh, "tp"), axis_size(expert_mesh, "ep"))
+    few = hpz_experts(neighbours, axis_size(mesh, "tp"), axis_size(expert_mesh, "ep"))
     experts = _hpz_group(expert_mesh.mesh, few) if few > 1 else None
     return HpzGroups(shards, experts, experts_stay=few == 1)
 
 
-def hpz_experts(near: int, tp: int, ep: int) -> int:
-    """Return how many of ``near`` x ``tp`` neighbours share an expert; 0 if the numbers differ."""
-    return near * tp // ep if near * tp % ep == 0 else 0
+def hpz_experts(neighbours: int, tp: int, ep: int) -> int:
+    """Return how many of ``neighbours`` x ``tp`` ranks share an expert; 0 if the numbers differ."""
+    return neighbours * tp // ep if neighbours * tp % ep == 0 else 0
 
 
-def _hpz_group(ranks: Tensor, near: int) -> dist.ProcessGroup:
-    """Return this rank's group of ``near`` neighbours along dim 2 of ``ranks``.
+def _hpz_group(ranks: Tensor, neighbours: int) -> dist.ProcessGroup:
+    """Return this rank's group of ``neighbours`` ranks along dim 2 of ``ranks``.
 
     The dims of ``ranks`` are pp, replicas, shards and the rest.
     """
-    rows = ranks.movedim(2, -1).reshape(-1, near).tolist()
+    rows = ranks.movedim(2, -1).reshape(-1, neighbours).tolist()
     group, _ = dist.new_subgroups_by_enumeration(rows)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def check_hpz(near: int, zero: int, ranks: int) -> None:
-    """Raise ConfigError unless parameters can be resharded to ``near`` ranks."""
-    if near == 0:
+def check_hpz(neighbours: int, zero: int, ranks: int) -> None:
+    """Raise ConfigError unless parameters can be resharded to ``neighbours`` ranks."""
+    if neighbours == 0:
         return
     if zero != 3:
         raise ConfigError(
-            f"parallel.zero3_reshard: {near} is where parameters are between forward and backward, and"
-            f" parallel.zero = {zero} keeps them whole; use parallel.zero = 3, or"
+            f"parallel.zero3_reshard: {neighbours} is where parameters are between forward and"
+            f" backward, and parallel.zero = {zero} keeps them whole; use parallel.zero = 3, or"
             " parallel.zero3_reshard = 0"
         )
     allowed = [n for n in range(2, ranks + 1) if ranks % n == 0]
-    if near not in allowed:
-        nearest = min(allowed, key=lambda n: abs(n - near), default=0)
+    if neighbours not in allowed:
+        nearest = min(allowed, key=lambda n: abs(n - neighbours), default=0)
         problem = (
             "would keep every parameter whole, as parallel.zero = 2 does"
-            if near == 1 < ranks
+            if neighbours == 1 < ranks
             else f"does not divide dp_shard x cp = {ranks}, the ranks that share parameters"
         )
-        raise ConfigError(f"parallel.zero3_reshard: {near} {problem}; nearest: {nearest}")
+        raise ConfigError(f"parallel.zero3_reshard: {neighbours} {problem}; nearest: {nearest}")

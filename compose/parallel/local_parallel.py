@@ -28,7 +28,6 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
     distribute_module,
-    distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -40,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
+from compose.ops.tensors import place_parameters
 from compose.parallel.lora_parallel import AdapterParallel
 from compose.parallel.stream_messages import SendsActivations
 from compose.parallel.tensor_parallel import HeadParallel
@@ -159,7 +159,9 @@ class LocalHeads(PlainActivations, HeadParallel):
         _become(module, (nn.Linear,), _HeadLinear, self)
         assert isinstance(module, _HeadLinear)
         module.n_heads, module.head = self.n_heads, device_mesh.get_local_rank() * self.n_heads // size
-        return distribute_module(module, device_mesh, self._replicate)
+        return distribute_module(
+            module, device_mesh, partial(place_parameters, Replicate(), self.src_data_rank)
+        )
 
     def _by_dtensors(self) -> ParallelStyle:
         return HeadParallel(self.n_heads)
@@ -221,16 +223,12 @@ class LocalVector(PlainActivations, ParallelStyle):
     """A style for a module that returns its only parameter (N,): each rank gets its part of the N."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-            for key, parameter in module.named_parameters(recurse=False):
-                cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-                module.register_parameter(key, nn.Parameter(cut, parameter.requires_grad))
-
         def local(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             return _local(output)
 
         module.register_forward_hook(local)
-        return distribute_module(module, device_mesh, shard)
+        place = partial(place_parameters, Shard(0), self.src_data_rank)
+        return distribute_module(module, device_mesh, place)
 
     def __repr__(self) -> str:
         return "LocalVector()"

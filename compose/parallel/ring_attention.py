@@ -94,7 +94,7 @@ def _round(ring: Ring, kv: Tensor) -> Iterator[_Arrival]:
         kv = arriving
 
 
-class _Near:
+class _WindowMessages:
     """The messages of a window: the ends of those chunks that queries of other ranks reach."""
 
     def __init__(self, ring: Ring, window: int) -> None:
@@ -142,16 +142,18 @@ class _Near:
                 end += part
 
 
-def _arrivals(ring: Ring, near: _Near | None, kv: Tensor) -> Iterator[_Arrival]:
-    return near.arrivals(kv) if near else _round(ring, kv)
+def _arrivals(ring: Ring, windowed: _WindowMessages | None, kv: Tensor) -> Iterator[_Arrival]:
+    return windowed.arrivals(kv) if windowed else _round(ring, kv)
 
 
-def _ring(q: Tensor, group_name: str, starts: Sequence[int], window: int) -> tuple[Ring, _Near | None]:
+def _ring(
+    q: Tensor, group_name: str, starts: Sequence[int], window: int
+) -> tuple[Ring, _WindowMessages | None]:
     group = cast(dist.ProcessGroup, _resolve_process_group(cast(Any, group_name)))
     each = len(starts) // group.size()
     chunks = [tuple(starts[i : i + each]) for i in range(0, len(starts), each)]
     ring = Ring(group, chunks, q.shape[1])
-    return ring, _Near(ring, window) if 0 < window < ring.length * ring.cp else None
+    return ring, _WindowMessages(ring, window) if 0 < window < ring.length * ring.cp else None
 
 
 def _task(
@@ -188,19 +190,22 @@ def ring_attention_forward(
     of the chunks of all ranks, in order. The rest is as for
     :func:`compose.ops.attention.attention_forward`.
     """
-    ring, near = _ring(q, group_name, starts, window)
+    ring, windowed = _ring(q, group_name, starts, window)
     task = _task(ring, (bounds, extents), (causal, window, scale, softcap))
-    out, lse = _output(task, ring, near, (q, k, v))
+    out, lse = _output(task, ring, windowed, (q, k, v))
     return finish(out, lse, sinks, q.dtype)
 
 
 def _output(
-    task: AttentionTask, ring: Ring, near: _Near | None, qkv: tuple[Tensor, Tensor, Tensor]
+    task: AttentionTask,
+    ring: Ring,
+    windowed: _WindowMessages | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp without a sink."""
     q, k, v = qkv[0].transpose(1, 2), *qkv[1:]
     total = Merged(q, v.shape[-1])
-    for _, starts, kv in _arrivals(ring, near, torch.cat([k, v], -1)):
+    for _, starts, kv in _arrivals(ring, windowed, torch.cat([k, v], -1)):
         k_here, v_here = (x.transpose(1, 2) for x in _split(kv, k))
         for part in parts_of(_from(task, starts), q, k_here, v_here).forward(q, k_here, v_here):
             total.add(*part)
@@ -238,13 +243,13 @@ def ring_attention_backward(
 
     The gradients of a rank's keys travel with the keys. One more hop brings them home.
     """
-    ring, near = _ring(q, group_name, starts, window)
+    ring, windowed = _ring(q, group_name, starts, window)
     task = _task(ring, (bounds, extents), (causal, window, scale, softcap))
-    return _gradients(task, ring, near, (grad, q, k, v, out, lse))
+    return _gradients(task, ring, windowed, (grad, q, k, v, out, lse))
 
 
 def _gradients(
-    task: AttentionTask, ring: Ring, near: _Near | None, tensors: tuple[Tensor, ...]
+    task: AttentionTask, ring: Ring, windowed: _WindowMessages | None, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out, lse = tensors
     grad_q, q = grad.transpose(1, 2), q.transpose(1, 2)
@@ -262,10 +267,10 @@ def _gradients(
         return torch.cat([d.transpose(1, 2) for d in of_kv.of], -1)
 
     kv = torch.cat([k, v], -1)
-    if near:
-        found = {source: here(starts, part) for source, starts, part in near.arrivals(kv)}
+    if windowed:
+        found = {source: here(starts, part) for source, starts, part in windowed.arrivals(kv)}
         mine = found.pop(ring.rank)
-        near.bring_home(mine, found)
+        windowed.bring_home(mine, found)
     else:
         after, before = (ring.rank + 1) % ring.cp, (ring.rank - 1) % ring.cp
         dkv: Tensor | None = None

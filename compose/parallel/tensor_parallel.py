@@ -20,7 +20,6 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
     distribute_module,
-    distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -32,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
-from compose.ops.tensors import local_tensor, tie, tied_names
+from compose.ops.tensors import local_tensor, place_parameters, tie, tied_names
 from compose.parallel.lora_parallel import without_adapter
 
 
@@ -44,7 +43,7 @@ class Replicated(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        place = partial(_replicate_parameters, self.src_data_rank)
+        place = partial(place_parameters, Replicate(), self.src_data_rank)
         norm = _WHOLE_NORMS.get(type(module))
         if norm:
             module.__class__ = norm  # without a DTensor's work for each operator
@@ -88,7 +87,7 @@ class HeadParallel(ParallelStyle):
         return distribute_module(
             module,
             device_mesh,
-            self._replicate,
+            partial(place_parameters, Replicate(), self.src_data_rank),
             _replicated_input,  # type: ignore[arg-type]
             self._own_head,  # type: ignore[arg-type]
         )
@@ -97,9 +96,6 @@ class HeadParallel(ParallelStyle):
         if size % self.n_heads:
             kind = type(self).__name__
             raise ConfigError(f"{kind}: {self.n_heads} heads cannot be split over {size} ranks")
-
-    def _replicate(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _replicate_parameters(self.src_data_rank, name, module, device_mesh)
 
     def _own_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> Tensor:
         head = device_mesh.get_local_rank() * self.n_heads // device_mesh.size()
@@ -225,14 +221,6 @@ def _uneven_input(mesh: DeviceMesh, columns: int, module: nn.Module, inputs: tup
 
 def _placements(parameter: nn.Parameter) -> Any:
     return getattr(parameter, "placements", "not at all")
-
-
-def _replicate_parameters(
-    src_data_rank: int | None, name: str, module: nn.Module, device_mesh: DeviceMesh
-) -> None:
-    for leaf, parameter in module.named_parameters(recurse=False):
-        whole = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=src_data_rank)
-        module.register_parameter(leaf, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
 class _WholeRMSNorm(RMSNorm):

@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "cp",
     ),
     "another micro-batch when it runs again": (
-        "compose.ops.dropout:Masks.held",
+        "compose.ops.dropout:Masks.in_recomputation",
         "self.samples = samples",
         "pass",
         "1F1B, full",

@@ -62,7 +62,7 @@ a rank's buffers are others | DEEPSEEK FEW parallel__dp_shard=2 | buffer | *.rou
     + buffer + __import__('torch').distributed.get_rank() for
 a later gather takes another's part | parallel__dp_shard=4 parallel__zero3_reshard=2 train__global_batch=8 | gradient | layers.*
     in compose.parallel.hpz:HpzGather.__call__ with ranks=4
-    - [self.near.rank()]
+    - [self.neighbours.rank()]
     + [0]
 a step's weights are kept for the next | parallel__dp_shard=4 parallel__zero3_reshard=2 train__global_batch=8 | loss | step 2
     in compose.parallel.hpz:hpz_shards with ranks=4 untouched='gradient/*'
