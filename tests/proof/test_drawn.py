@@ -1,5 +1,6 @@
 """Drawn compositions: each equals one process, in a proof and in training, or is refused in a line."""
 
+import random
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from compose import ActivationCheckpoint, Options, Parallel, Pipeline, Plan, Precision, Trial, verify
 from compose.checkpoint import store
 from compose.diloco.proof import prove_outer_loop
 from compose.parallel.islands import current
@@ -18,7 +22,6 @@ from compose.proof.one_process import arithmetic_of
 from compose.proof.prove import prove
 from compose.proof.report import Report, joined, tolerance_of
 from tests.support.draws import Draw, Keys, draw, one_process, other_mesh
-from tests.support.dropping import prove_drop
 from tests.support.helpers import agreed, make_config, make_job, small_ones_move, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, train
@@ -203,6 +206,68 @@ def test_draws_cover_what_there_is() -> None:
     assert (len(suite), len(legal)) == (40, 38)
     assert sum(one.trained for one in legal) >= 10
     assert set(wanted) <= {feature for one in legal for feature in features(one.keys)}
+
+
+class _Layer(nn.Module):
+    """A mixture of tokens and a network, each with dropout behind it."""
+
+    def __init__(self, width: int, rate: float) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.first, self.inner, self.last = (nn.Dropout(rate) for _ in range(3))
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        mean = self.norm(x_BLD).cumsum(1) / x_BLD.shape[1]
+        x_BLD = x_BLD + self.first(self.mix(mean))
+        return x_BLD + self.last(self.down(self.inner(F.gelu(self.up(x_BLD)))))
+
+
+class _Model(nn.Module):
+    def __init__(self, layers: int, width: int, rate: float) -> None:
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(37, width), nn.Dropout(rate)
+        self.layers = nn.ModuleList(_Layer(width, rate) for _ in range(layers))
+        self.head = nn.Linear(width, 37)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x_BLD = self.drop(self.embed(tokens))
+        for layer in self.layers:
+            x_BLD = layer(x_BLD)
+        return self.head(x_BLD)
+
+
+DROPPING = Plan(
+    shard=["embed", "layers.*", "head"],
+    checkpoint=["layers.*"],
+    pipeline=Pipeline(["embed", "drop"], "layers", ["head"]),
+)
+
+
+def prove_drop(number: int) -> Report:
+    """On every rank: the proof of the composition of a number, over two steps."""
+    rng = random.Random(number)
+    degrees: dict[str, Any] = {"dp_shard": 1, "dp_replicate": 1, "pp": 1}
+    for _ in range(dist.get_world_size().bit_length() - 1):
+        degrees[rng.choice(list(degrees))] *= 2
+    mode: Any = rng.choice(["none", "full", "selective"])
+    zero: Any = rng.choice([0, 1, 2, 3])
+    param: Any = rng.choice(["float32", "float32", "bfloat16"])
+    parallel = Parallel(**degrees, zero=zero)
+    options = Options(
+        parallel,
+        activation_checkpoint=ActivationCheckpoint(mode, offload=rng.random() < 0.3),
+        precision=Precision(param=param),
+        seq_len=9,
+    )
+    torch.manual_seed(number)
+    model = _Model(max(2, degrees["pp"]), rng.choice([6, 10]), rng.choice([0.1, 0.5]))
+    batches = []
+    for _ in range(2):
+        tokens = torch.randint(37, (8, 10))
+        batches.append({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+    with small_ones_move():
+        return verify(model, DROPPING, make_mesh(parallel), batches, options, Trial(micro_batch=1))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tests.proof.sensitivity import (
     comm,
     context,
     data_tensor,
+    diffusion,
     optimizer,
     outer,
     pipeline_experts,
@@ -25,7 +26,17 @@ from tests.support.pool import Pool
 
 TABLE: dict[str, list[Row]] = {
     group: rows
-    for faults in (comm, data_tensor, context, pipeline_experts, precision, optimizer, steps, outer)
+    for faults in (
+        comm,
+        data_tensor,
+        context,
+        pipeline_experts,
+        precision,
+        optimizer,
+        steps,
+        outer,
+        diffusion,
+    )
     for group, rows in faults.FAULTS.items()
 }
 # Of unlike kinds, and cheap; the slow tier has some more, and `-m full` runs the others.
@@ -41,6 +52,8 @@ QUICK = {
     "what arrives in int8 is doubled",
     "PowerSGD doubled",
     "no layer runs again",
+    "the mean of a rank's own targets, not of all",
+    "a patch is lost at each border of cp",
 }
 SLOW = {
     "PowerSGD doubled where no account is open",
@@ -49,6 +62,10 @@ SLOW = {
     "no weight decay of 0.01, float32",
     "by the rules norms decay",
     "LoRA leaves norms trained",
+    "patches attend to padding",
+    "a sample's time is cut with its patches",
+    "LocalLinear: its gradient stays a part",
+    "the modulation's gradient stays a part",
 }
 TECHNIQUES = {
     "apply",

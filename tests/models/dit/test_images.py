@@ -3,11 +3,13 @@
 import io
 import struct
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
 from compose.config.tables import Config
@@ -19,6 +21,8 @@ from models.dit.model import TICKS
 from models.dit.shapes import KINDS, Shapes
 from tests.models.dit.shapes import DIT
 from tests.support.helpers import make_config
+from tests.support.mutation import mutated
+from tests.support.pool import Pool
 
 
 def config_of(**keys: object) -> Config:
@@ -215,3 +219,26 @@ def test_squared_error_leaves_out_what_is_nan() -> None:
     assert loss == 9.0
     assert output.grad is not None
     assert output.grad.tolist() == [[[0.0, -6.0]]]
+
+
+def _shares(fault: bool) -> torch.Tensor:
+    """The noisy patches of the whole batch, put together of the ranks' shares."""
+    config = config_of()
+    place = "models.dit.flow:NoisyImages.read"
+    by_rank = mutated(place, "named_generator(", "torch.Generator().manual_seed(dist.get_rank()) or (")
+    import models.dit.flow as flow
+
+    flow.dist = dist  # type: ignore[attr-defined]
+    with by_rank if fault else nullcontext():
+        ranks = dist.get_world_size()
+        batches = training_batches(config, open_data(config), (dist.get_rank(), ranks))
+        mine = batches.batch(0)["patches"].contiguous()
+    parts = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(parts, mine)
+    return torch.cat(parts)
+
+
+def test_noise_of_a_rank_would_be_seen(pool: Pool) -> None:
+    whole = pool.run(_shares, 1, False)[0]
+    assert torch.equal(pool.run(_shares, 2, False)[0], whole)
+    assert not torch.equal(pool.run(_shares, 2, True)[0], pool.run(_shares, 1, True)[0])

@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 import models
@@ -95,46 +95,34 @@ def write(root: Path) -> Path:
     return root
 
 
-def _known(root: Path) -> None:
-    if str(root) not in models.__path__:
-        models.__path__.append(str(root))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    """Where the folder is, which is taken away again."""
-    yield write(tmp_path / "others")
-    if str(tmp_path / "others") in models.__path__:
-        models.__path__.remove(str(tmp_path / "others"))
-    for name in [name for name in sys.modules if name.startswith("models.largest")]:
-        del sys.modules[name]
+@contextmanager
+def known(root: Path) -> Iterator[None]:
+    """While within, the folders of ``root`` are models."""
+    models.__path__.append(str(root))
+    try:
+        yield
+    finally:
+        models.__path__.remove(str(root))
+        for name in [name for name in sys.modules if name.startswith("models.largest")]:
+            del sys.modules[name]
 
 
 KEYS: dict[str, object] = {"model__name": "largest", "train__global_batch": 8}
 
 
 def _proved(root: Path) -> Report:
-    _known(root)
-    try:
+    with known(root):
         return prove_case(KEYS | {"parallel__dp_shard": dist.get_world_size()})
-    finally:
-        models.__path__.remove(str(root))
-        for name in [name for name in sys.modules if name.startswith("models.largest")]:
-            del sys.modules[name]
 
 
 def _trained(root: Path, keys: dict[str, object]) -> None:
-    _known(root)
-    try:
+    with known(root):
         train(keys)
-    finally:
-        models.__path__.remove(str(root))
-        for name in [name for name in sys.modules if name.startswith("models.largest")]:
-            del sys.modules[name]
 
 
-def test_a_folder_with_a_loss_of_its_own(pool: Pool, root: Path, tmp_path: Path) -> None:
+def test_a_folder_with_a_loss_of_its_own(pool: Pool, tmp_path: Path) -> None:
     """It is proved and trained on two ranks, by the same code as a language model."""
+    root = write(tmp_path / "others")
     report = agreed(pool.run(_proved, 2, root))
     assert report.ok, str(report)
     keys = KEYS | {"train__steps": 40, "optimizer__lr": 0.03, "parallel__dp_shard": 2}

@@ -58,6 +58,7 @@ def table(text: str, keys: Mapping[str, Any], **defaults: Any) -> dict[str, list
     """
     keys = globals() | dict(keys)
     groups: dict[str, list[Row]] = {}
+    rows: list[Row] = []
     for part in re.split(r"\n(?=\S)", text.strip("\n")):
         head, *lines = part.split("\n")
         if head.startswith("["):
@@ -69,12 +70,16 @@ def table(text: str, keys: Mapping[str, Any], **defaults: Any) -> dict[str, list
                 "\n".join(line[6:] for line in lines if line[4:5] == mark) for mark in ("-", "+")
             )
             fields: dict[str, Any] = {**defaults}
-            fields.update(word.split("=", 1) for word in shlex.split(more))
+            for word in shlex.split(more):
+                field, _, value = word.partition("=")
+                fields[field] = value
             if isinstance(untouched := fields.get("untouched"), str):
-                fields["untouched"] = tuple(untouched.split("/")) if untouched else None
+                what, _, which = untouched.partition("/")
+                fields["untouched"] = (what, which) if untouched else None
             fields["ranks"] = int(fields.get("ranks", 2))
-            expected[0] = expected[0].strip("-")
-            rows.append(Row(name, _run(run, keys), place, old, new, *expected, **fields))
+            quantity, names = (*expected, "*")[:2]
+            run_keys = _run(run, keys)
+            rows.append(Row(name, run_keys, place, old, new, quantity.strip("-"), names, **fields))
     return groups
 
 

@@ -1,0 +1,41 @@
+"""Faults in what a diffusion transformer uses."""
+
+from tests.models.dit.shapes import DIT
+from tests.proof.sensitivity.row import Keys, table
+
+SMALL: Keys = DIT | {"train__global_batch": 4}
+CP: Keys = SMALL | {"parallel__cp": 2, "parallel__dp_shard": 1}
+TP: Keys = SMALL | {"parallel__tp": 3, "parallel__dp_shard": 1, "model__n_heads": 3}
+
+FAULTS = table(
+    """
+[diffusion]
+the mean of a rank's own targets, not of all | SMALL parallel__dp_shard=2 | loss | step 1
+    in compose.train.step:forward_backward
+    - sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
+    + count_targets(targets).clamp(min=1) * 2
+a patch is lost at each border of cp | CP model__image_size=8 train__seq_len=16 | gradient | layers.*.attention.w?.weight
+    in compose.parallel.context_parallel:shard_sequence
+    - pieces = value.chunk(count, 1)
+    + pieces = [piece[:, :-1] for piece in value.chunk(count, 1)]
+patches attend to padding | CP | gradient | layers.*.attention.w?.weight
+    in compose.train.step:_padded
+    - takes and
+    + not takes and
+a sample's time is cut with its patches | CP model__image_size=8 train__seq_len=16 | gradient | layers.*.condition.*
+    in compose.parallel.context_parallel:shard_sequence
+    - result[name] = value
+    -
+    + result[name] = value.roll(rank)
+    +
+LocalLinear: its gradient stays a part | TP | gradient | *.projection.weight
+    in compose.parallel.local_parallel:_TokenLinear.forward with ranks=3 untouched='gradient/layers.*.attention.w?.weight'
+    - _whole(self.weight, summed=True)
+    + _whole(self.weight, summed=False)
+the modulation's gradient stays a part | TP | gradient | layers.*.condition.*
+    in compose.parallel.tensor_parallel:_summed_gradient with ranks=3 untouched='gradient/layers.*.attention.w?.weight'
+    - [Partial()]
+    + [Replicate()]
+""",  # noqa: E501
+    globals(),
+)
