@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import wraps
 from typing import Any, cast
 from unittest import mock
 
@@ -37,29 +38,37 @@ Fault = Callable[[], AbstractContextManager[None]]
 EVERYTHING = {"*"}
 
 
-@contextmanager
-def reduce_scatter_keeps_own_part() -> Iterator[None]:
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Fault]:
+    """Make a fault of a function, which runs in place of ``owner.name`` and gets that as its first."""
+
+    def made(fake: Callable[..., Any]) -> Fault:
+        @contextmanager
+        def fault() -> Iterator[None]:
+            real = getattr(owner, name)
+
+            def instead(*args: Any, **kwargs: Any) -> Any:
+                return fake(real, *args, **kwargs)
+
+            with mock.patch.object(owner, name, instead):
+                yield
+
+        return wraps(fake)(fault)
+
+    return made
+
+
+@replaces(dist, REDUCE_SCATTER)
+def reduce_scatter_keeps_own_part(_: Any, group: dist.ProcessGroup, **named: Any) -> None:
     """dp_shard's gradient is not summed: each rank keeps its part of its own."""
-
-    def fake(group: dist.ProcessGroup, **named: Any) -> None:
-        tensors = [value for value in named.values() if isinstance(value, Tensor)]
-        output, whole = sorted(tensors, key=Tensor.numel)
-        output.copy_(whole.chunk(group.size())[group.rank()])
-
-    with mock.patch.object(dist, REDUCE_SCATTER, fake):
-        yield
+    tensors = [value for value in named.values() if isinstance(value, Tensor)]
+    output, whole = sorted(tensors, key=Tensor.numel)
+    output.copy_(whole.chunk(group.size())[group.rank()])
 
 
-@contextmanager
-def all_reduce_of_gradients_is_skipped() -> Iterator[None]:
+@replaces(dist, "all_reduce")
+def all_reduce_of_gradients_is_skipped(real: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """dp_replicate's gradient is not summed. (Scalars, which are metrics, still are.)"""
-    real = dist.all_reduce
-
-    def fake(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return real(tensor, *args, **kwargs) if tensor.ndim == 0 else None
-
-    with mock.patch.object(dist, "all_reduce", fake):
-        yield
+    return real(tensor, *args, **kwargs) if tensor.ndim == 0 else None
 
 
 @contextmanager
@@ -88,16 +97,11 @@ def partial_gradients_are_taken_as_whole() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def shared_heads_are_taken_as_whole() -> Iterator[None]:
+@replaces(local_parallel._HeadLinear, "forward")
+def shared_heads_are_taken_as_whole(_: Any, self: Any, x: Tensor) -> Tensor:
     """LocalHeads forgets that the ranks of a shared head each hold a part of its gradient."""
-
-    def fake(self: Any, x: Tensor) -> Tensor:
-        heads = F.linear(x, self.weight.to_local()).unflatten(-1, (self.n_heads, -1))
-        return heads[..., self.head, :]
-
-    with mock.patch.object(local_parallel._HeadLinear, "forward", fake):
-        yield
+    heads = F.linear(x, self.weight.to_local()).unflatten(-1, (self.n_heads, -1))
+    return heads[..., self.head, :]
 
 
 @contextmanager
@@ -115,26 +119,17 @@ def inputs_gradients_stay_parts() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def norm_is_not_summed_over_tp() -> Iterator[None]:
-    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
-        return sum_over(tensor, mesh, [axis for axis in axes if axis != "tp"])
-
-    with mock.patch.object(compose.train.step, "sum_over", fake):
-        yield
+@replaces(compose.train.step, "sum_over")
+def norm_is_not_summed_over_tp(_: Any, tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
+    return sum_over(tensor, mesh, [axis for axis in axes if axis != "tp"])
 
 
-@contextmanager
-def loss_is_averaged_per_rank() -> Iterator[None]:
+@replaces(compose.train.step, "sum_over")
+def loss_is_averaged_per_rank(_: Any, tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
     """Each rank divides by its own number of targets, and the mean of means is taken."""
-
-    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
-        if tensor.dtype == torch.int64:
-            return tensor * mesh["dp_shard"].size() * mesh["dp_replicate"].size()
-        return sum_over(tensor, mesh, axes)
-
-    with mock.patch.object(compose.train.step, "sum_over", fake):
-        yield
+    if tensor.dtype == torch.int64:
+        return tensor * mesh["dp_shard"].size() * mesh["dp_replicate"].size()
+    return sum_over(tensor, mesh, axes)
 
 
 @contextmanager
@@ -151,123 +146,77 @@ def gradients_are_reduced_on_the_first_micro_batch() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def gradients_are_averaged_over_ranks() -> Iterator[None]:
+@replaces(FSDPModule, "set_gradient_divide_factor")
+def gradients_are_averaged_over_ranks(real: Any, self: FSDPModule, factor: float) -> None:
     """FSDP's default: a second division, after that by the number of targets."""
-    real = FSDPModule.set_gradient_divide_factor
-
-    def fake(self: FSDPModule, factor: float) -> None:
-        real(self, 2.0)
-
-    with mock.patch.object(FSDPModule, "set_gradient_divide_factor", fake):
-        yield
+    real(self, 2.0)
 
 
-@contextmanager
-def wo_shards_are_in_reverse_order() -> Iterator[None]:
+@replaces(compose.weights, "local_shard")
+def wo_shards_are_in_reverse_order(real: Any, whole: Tensor, like: Tensor) -> Tensor:
     """Each tp rank fills wo with the part of the rank opposite."""
-    real = compose.weights.local_shard
-
-    def fake(whole: Tensor, like: Tensor) -> Tensor:
-        cut = isinstance(like, DTensor) and like.placements[-1].is_shard(1)
-        if cut and whole.shape == (64, 64):
-            whole = torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)
-        return real(whole, like)
-
-    with mock.patch.object(compose.weights, "local_shard", fake):
-        yield
+    cut = isinstance(like, DTensor) and like.placements[-1].is_shard(1)
+    if cut and whole.shape == (64, 64):
+        whole = torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)
+    return real(whole, like)
 
 
-@contextmanager
-def one_replica_starts_elsewhere() -> Iterator[None]:
+@replaces(Model, "init_parameter")
+def one_replica_starts_elsewhere(
+    real: Any, self: Any, name: str, tensor: Tensor, generator: torch.Generator
+) -> None:
     """The last rank draws norms other than ones."""
-    real = Model.init_parameter
-
-    def fake(self: Any, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        real(self, name, tensor, generator)
-        if tensor.ndim == 1 and dist.get_rank() == 1:
-            tensor += 1e-3
-
-    with mock.patch.object(Model, "init_parameter", fake):
-        yield
+    real(self, name, tensor, generator)
+    if tensor.ndim == 1 and dist.get_rank() == 1:
+        tensor += 1e-3
 
 
-@contextmanager
-def a_block_is_skipped() -> Iterator[None]:
+@replaces(attention_kernels, "blocks")
+def a_block_is_skipped(real: Any, pieces: Pieces, lengths: tuple[int, int], starts: Any) -> list[Block]:
     """Ring attention leaves out the last rectangle between two ranks."""
-    real = attention_kernels.blocks
-
-    def fake(pieces: Pieces, lengths: tuple[int, int], starts: Any) -> list[Block]:
-        found = real(pieces, lengths, starts)
-        return found if pieces.q_starts == pieces.k_starts else found[:-1]
-
-    with mock.patch.object(attention_kernels, "blocks", fake):
-        yield
+    found = real(pieces, lengths, starts)
+    return found if pieces.q_starts == pieces.k_starts else found[:-1]
 
 
-@contextmanager
-def an_edge_between_ranks_is_off_by_one() -> Iterator[None]:
+@replaces(attention_kernels, "blocks")
+def an_edge_between_ranks_is_off_by_one(
+    real: Any, pieces: Pieces, lengths: tuple[int, int], starts: Any
+) -> list[Block]:
     """A document that spans ranks loses its first key on the earlier one."""
-    real = attention_kernels.blocks
-
-    def fake(pieces: Pieces, lengths: tuple[int, int], starts: Any) -> list[Block]:
-        return [
-            b if b.causal or b.k.stop - b.k.start < 2 else replace(b, k=slice(b.k.start + 1, b.k.stop))
-            for b in real(pieces, lengths, starts)
-        ]
-
-    with mock.patch.object(attention_kernels, "blocks", fake):
-        yield
+    return [
+        b if b.causal or b.k.stop - b.k.start < 2 else replace(b, k=slice(b.k.start + 1, b.k.stop))
+        for b in real(pieces, lengths, starts)
+    ]
 
 
-@contextmanager
-def blocks_are_merged_without_rescaling() -> Iterator[None]:
+@replaces(torch, "logaddexp")
+def blocks_are_merged_without_rescaling(_: Any, before: Tensor, new: Tensor) -> Tensor:
     """Outputs are added up with equal weights, whatever their log-sum-exp."""
-
-    def fake(before: Tensor, new: Tensor) -> Tensor:
-        first = before.isinf()
-        return torch.where(first, new, torch.maximum(before, new) + 0.5)
-
-    with mock.patch.object(torch, "logaddexp", fake):
-        yield
+    first = before.isinf()
+    return torch.where(first, new, torch.maximum(before, new) + 0.5)
 
 
-@contextmanager
-def positions_are_counted_anew_on_each_rank() -> Iterator[None]:
+@replaces(compose.train.step, "shard_sequence")
+def positions_are_counted_anew_on_each_rank(
+    real: Any, batch: Any, mesh: Any, balance: Any
+) -> dict[str, Tensor]:
     """Rotary positions of the second piece of a sequence begin at 0 again."""
-    real = compose.train.step.shard_sequence
-
-    def fake(batch: Any, mesh: Any, balance: Any) -> dict[str, Tensor]:
-        found = real(batch, mesh, balance)
-        size = found["positions"].shape[1]
-        return {**found, "positions": torch.arange(size).expand_as(found["positions"])}
-
-    with mock.patch.object(compose.train.step, "shard_sequence", fake):
-        yield
+    found = real(batch, mesh, balance)
+    size = found["positions"].shape[1]
+    return {**found, "positions": torch.arange(size).expand_as(found["positions"])}
 
 
-@contextmanager
-def a_stage_averages_over_micro_batches() -> Iterator[None]:
+@replaces(RuntimeStage, "perform_reduce_grad")
+def a_stage_averages_over_micro_batches(_: Any, self: RuntimeStage, grad_scale_factor: int) -> None:
     """The last stage divides its gradients by the number of micro-batches: PyTorch's default."""
-
-    def fake(self: RuntimeStage, grad_scale_factor: int) -> None:
-        if self.is_last:
-            self.scale_grads(8)
-
-    with mock.patch.object(RuntimeStage, "perform_reduce_grad", fake):
-        yield
+    if self.is_last:
+        self.scale_grads(8)
 
 
-@contextmanager
-def a_tied_weight_is_summed_once_too_often() -> Iterator[None]:
-    real = PipelineRunner._sum_tied_gradients
-
-    def fake(self: PipelineRunner, earlier: Any) -> None:
-        real(self, earlier)
-        real(self, earlier)
-
-    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
-        yield
+@replaces(PipelineRunner, "_sum_tied_gradients")
+def a_tied_weight_is_summed_once_too_often(real: Any, self: PipelineRunner, earlier: Any) -> None:
+    real(self, earlier)
+    real(self, earlier)
 
 
 @contextmanager
@@ -276,43 +225,29 @@ def a_tied_weight_is_not_summed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def copies_of_a_tied_weight_are_rounded_differently() -> Iterator[None]:
+@replaces(PipelineRunner, "_sum_tied_gradients")
+def copies_of_a_tied_weight_are_rounded_differently(
+    real: Any, self: PipelineRunner, earlier: Any
+) -> None:
     """The last stage's copy of the summed gradient passes through bfloat16's eight bits."""
-    real = PipelineRunner._sum_tied_gradients
-
-    def fake(self: PipelineRunner, earlier: Any) -> None:
-        real(self, earlier)
-        if self.rank == 1:
-            gradient = self._parameter(1, "output.weight").grad
-            assert gradient is not None
-            gradient.copy_(gradient.bfloat16())
-
-    with mock.patch.object(PipelineRunner, "_sum_tied_gradients", fake):
-        yield
+    real(self, earlier)
+    if self.rank == 1:
+        gradient = self._parameter(1, "output.weight").grad
+        assert gradient is not None
+        gradient.copy_(gradient.bfloat16())
 
 
-@contextmanager
-def a_later_stage_sees_another_micro_batch() -> Iterator[None]:
+@replaces(Runtime, "_split_inputs")
+def a_later_stage_sees_another_micro_batch(real: Any, self: Any, args: Any, kwargs: Any = None) -> Any:
     """Positions and documents come to the second stage one micro-batch too early."""
-    real = Runtime._split_inputs
-
-    def fake(self: Any, args: Any, kwargs: Any = None) -> Any:
-        first, rest = real(self, args, kwargs)
-        return first, rest[1:] + rest[:1] if self.rank == 1 else rest
-
-    with mock.patch.object(Runtime, "_split_inputs", fake):
-        yield
+    first, rest = real(self, args, kwargs)
+    return first, rest[1:] + rest[:1] if self.rank == 1 else rest
 
 
-@contextmanager
-def norm_is_not_summed_over_pp() -> Iterator[None]:
-    def fake(tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
-        norm = tensor.dtype == torch.float64
-        return sum_over(tensor, mesh, [axis for axis in axes if axis != "pp" or not norm])
-
-    with mock.patch.object(compose.train.step, "sum_over", fake):
-        yield
+@replaces(compose.train.step, "sum_over")
+def norm_is_not_summed_over_pp(_: Any, tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
+    norm = tensor.dtype == torch.float64
+    return sum_over(tensor, mesh, [axis for axis in axes if axis != "pp" or not norm])
 
 
 @contextmanager
@@ -335,19 +270,13 @@ def a_parameter_is_on_no_rank() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def a_gradient_is_not_a_number_on_the_last_rank() -> Iterator[None]:
-    real = compose.train.step.finish_step
-
-    def fake(model: nn.Module, mesh: Any) -> None:
-        real(model, mesh)
-        if dist.get_rank() == dist.get_world_size() - 1:
-            gradient = model.get_parameter("norm.weight").grad
-            assert gradient is not None
-            local_tensor(gradient)[0] = math.nan
-
-    with mock.patch.object(compose.train.step, "finish_step", fake):
-        yield
+@replaces(compose.train.step, "finish_step")
+def a_gradient_is_not_a_number_on_the_last_rank(real: Any, model: nn.Module, mesh: Any) -> None:
+    real(model, mesh)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        gradient = model.get_parameter("norm.weight").grad
+        assert gradient is not None
+        local_tensor(gradient)[0] = math.nan
 
 
 def with_fault(fault: Fault, keys: dict[str, object]) -> Report:
