@@ -30,8 +30,8 @@ a sample's time is cut with its patches | CP model__image_size=8 train__seq_len=
     +
 LocalLinear: its gradient stays a part | TP | gradient | *.projection.weight
     in compose.parallel.local_parallel:_TokenLinear.forward with ranks=3 untouched='gradient/layers.*.attention.w?.weight'
-    - _whole(self.weight, summed=True)
-    + _whole(self.weight, summed=False)
+    - _local(self.weight, Partial())
+    + _local(self.weight)
 the modulation's gradient stays a part | TP | gradient | layers.*.condition.*
     in compose.parallel.tensor_parallel:_summed_gradient with ranks=3 untouched='gradient/layers.*.attention.w?.weight'
     - [Partial()]
