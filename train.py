@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from compose import init_mesh
 from compose.cli.command_line import parse, run
 from compose.cli.dry_run import describe
-from compose.parallel.processes import process_group
+from compose.train.processes import process_group
 from compose.train.trainer import Trainer
 
 

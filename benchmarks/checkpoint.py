@@ -29,7 +29,7 @@ from compose.checkpoint.state import named_tensors, parts, staged
 from compose.config.rules import check
 from compose.config.toml import load
 from compose.parallel.mesh import init_mesh
-from compose.parallel.processes import process_group
+from compose.train.processes import process_group
 from compose.train.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent

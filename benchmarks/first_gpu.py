@@ -47,7 +47,7 @@ from benchmarks import gpu_paths, gpu_report, gpu_runs  # noqa: E402
 from benchmarks.gpu_kernels import Figures, Skipped  # noqa: E402
 from benchmarks.gpu_paths import Place, free  # noqa: E402
 from benchmarks.gpu_runs import ALONE, LAUNCHER, Check  # noqa: E402
-from compose.parallel.processes import process_group  # noqa: E402
+from compose.train.processes import process_group  # noqa: E402
 
 Result = dict[str, Any]
 START = 120.0  # seconds that a process may take to start

@@ -24,7 +24,7 @@ from compose.build import build
 from compose.cli.command_line import parse
 from compose.cli.sampling import Cache, next_logits, open_cache
 from compose.composition import Composition
-from compose.parallel.processes import process_group
+from compose.train.processes import process_group
 
 TRAIN_TOML = str(Path(__file__).parent.parent / "train.toml")
 EARLY, LATE = 20, 200

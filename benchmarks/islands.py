@@ -51,7 +51,7 @@ STUDY = Study(
     },
     code={
         "2 islands, half missed": (
-            "import compose.diloco.exchange as e; e.nobody = lambda name, island: island == 1 and"
+            "import compose.diloco.messages as e; e.nobody = lambda name, island: island == 1 and"
             f" int(name.split('.')[0]) % {2 * EVERY} == 0"
         )
     },
@@ -61,7 +61,7 @@ STUDY = Study(
     ranks={"4 islands": 4, "4 islands, mean": 4},
 )
 PACED = """
-import time, compose.diloco.exchange as e
+import time, compose.diloco.messages as e
 real = e.Exchange._run
 def run(self, name, message, grace):
     begun, before = time.perf_counter(), self.sent

@@ -43,8 +43,8 @@ from compose.config.job import Job
 from compose.config.models import find_model
 from compose.config.tables import Config
 from compose.data.datasets import open_data, training_batches
-from compose.parallel.processes import process_group
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel
+from compose.train.processes import process_group
 from compose.train.trainer import Trainer
 
 WARM_UP = 1  # steps of each before any is timed

@@ -63,7 +63,7 @@ from compose.planner import estimate, memory
 from compose.planner.cluster import load_cluster
 from compose.planner.memory import categorize
 from compose.planner.trace import RankStep, trace
-from compose.profiling.memory import allocations
+from compose.profiling.summary import allocations
 from compose.profiling.trace import NOTED, Trace, step_span
 from models.layers.router import Router
 

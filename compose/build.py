@@ -12,8 +12,6 @@ from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
-from compose.checkpoint.hf_folder import config_problems, load_hf, name_of
-from compose.checkpoint.peft import load_adapters
 from compose.composition import Composition, Options
 from compose.config.job import Job
 from compose.config.models import InitialisedModel
@@ -26,7 +24,6 @@ from compose.optim.lr_schedule import set_learning_rate
 from compose.optim.offload_files import remove_left
 from compose.optim.optimizers import OPTIMIZERS, Settings, make_optimizer, stage_group
 from compose.optim.parameter_rules import parameter_rules
-from compose.parallel.islands import current
 from compose.weights import init_weights, materialize
 
 _NOWHERE = "compose-offload-"  # prefix of temporary folders for files, without a run
@@ -89,6 +86,8 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
     config, chosen = job.config, job.config.model
     lora = chosen.lora
     if config.checkpoint.load_hf:
+        from compose.checkpoint.hf_folder import config_problems, load_hf, name_of
+
         folder = Path(config.checkpoint.load_hf)
         problems = config_problems(folder, chosen.name, chosen.config)
         if problems:
@@ -99,6 +98,9 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
     else:
         init_weights(whole, _first_values(job), config.train.seed, device)
     if lora.load:
+        from compose.checkpoint.hf_folder import name_of
+        from compose.checkpoint.peft import load_adapters
+
         name = name_of(chosen.name, chosen.config)
         load_adapters(whole, Path(lora.load), lora, name, job.model)
 
@@ -117,6 +119,7 @@ def build_optimizer(
     job: Job,
     muon_dtype: torch.dtype | None = None,
     folder: Path | None = None,
+    part: str = "",
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a job; every rank must call it.
 
@@ -125,6 +128,7 @@ def build_optimizer(
         job: The job, with its tables [optimizer] and [precision].
         muon_dtype: Dtype of Muon's products; None lets Muon choose for the device.
         folder: The folder of the run; None makes a new folder if files are needed.
+        part: The part of the job that has its own optimizer; empty if that is the whole job.
 
     Returns:
         The optimizer, at the highest learning rate.
@@ -142,7 +146,7 @@ def build_optimizer(
         composition.mesh,
         stage_group(composition.mesh, config.comm.timeout) if of_matrices else None,
         muon_dtype,
-        _scratch(config, folder) if config.optimizer.offload == "nvme" else None,
+        _scratch(config, folder, part) if config.optimizer.offload == "nvme" else None,
     )
     named = [(name, p) for name, p in composition.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(named, rules, settings)
@@ -150,14 +154,14 @@ def build_optimizer(
     return optimizer
 
 
-def _scratch(config: Config, folder: Path | None) -> Path:
+def _scratch(config: Config, folder: Path | None, part: str = "") -> Path:
     """Return this rank's own folder for files that are not needed after the run."""
     given, run = config.optimizer.offload_dir, config.run.dir or folder
     if not given and not run:
         remove_left(Path(tempfile.gettempdir()).glob(f"{_NOWHERE}*"))
         return Path(tempfile.mkdtemp(prefix=_NOWHERE))
     whole = Path(given) if given else Path(run or "") / "offload"
-    base = whole / f"island-{current().index}" if current().count > 1 else whole
+    base = whole / part
     links = [path for path in (whole, base) if path.is_symlink()]
     if links and not given:  # a run writes outside its folder only if told to
         raise ConfigError(

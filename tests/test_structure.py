@@ -262,7 +262,6 @@ OTHER_INPUT = {
         " parallel.output.step_loss parallel.vocabulary_parallel._apply"
     ),
     "the mesh that a caller made": "parallel.mesh.check_same_degrees",
-    "the devices of the ranks": "parallel.processes.pick_device parallel.processes._claim",
     "the batch": "pipeline.pipeline_parallel._check_whole",
     "a schedule's file": "pipeline.schedules.refuse",
     "folders and room on a disk": ("optim.offload_files._refused"),

@@ -29,7 +29,6 @@ from compose.checkpoint.loading import (
     cause_of,
     changes,
     damage,
-    islands_of,
     load,
     load_beside,
     lora_fields,
@@ -41,8 +40,6 @@ from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.errors import ConfigError, write_whole
 from compose.memory.precision import LossScale
-from compose.parallel.islands import current, speaks
-from compose.parallel.processes import start_timeout
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,34 @@ class SaveReport:
         }
 
 
+class Peers:
+    """Other runs that keep in step with this one, and save elsewhere; here there are none.
+
+    Only first ranks call its methods, and those of all peers at the same steps.
+    """
+
+    speaks = True
+    """Whether this run prints what concerns all."""
+    prefix = ""
+    """What begins other lines."""
+
+    def candidates(self, root: Path) -> list[Path | str]:
+        """Return the checkpoints from which this run may go on, the newest first, or why none is."""
+        return [*store.newest_first(root)]
+
+    def damage(self, found: list[str]) -> list[str]:
+        """Return the damage of a checkpoint of all peers; ``found`` is this run's."""
+        return found
+
+    def others_lack(self, root: Path, folders: list[Path], step: int) -> list[Path]:
+        """Return checkpoints after ``step`` that are not among ``folders``, those of all peers."""
+        return []
+
+    def newest_common(self, root: Path) -> float:
+        """Return the newest step that all peers have saved; later ones must stay."""
+        return math.inf
+
+
 class Checkpointer:
     """Saves and resumes one run.
 
@@ -100,16 +125,17 @@ class Checkpointer:
         folder: Path,
         data: Mapping[str, Any] | None = None,
         beside: Sequence[HasState] = (),
+        peers: Peers | None = None,
     ) -> None:
-        """Prepare to save; a collective."""
+        """Prepare to save, ``beside`` too, in step with ``peers``; a collective."""
         self.data = dict(data or {})
         self.config, self.composition, self.optimizer = config, composition, optimizer
-        self.root, self.beside = folder / "checkpoints", beside
+        self.root, self.beside, self.peers = folder / "checkpoints", beside, peers or Peers()
         self.label = rank_state.label_of(config, beside)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # Saving and resuming move the same bytes, so both have this limit all the time. A rank may
         # wait long for the slowest rank's disk, while no step waits for that.
-        group = dist.new_group(backend="gloo", timeout=start_timeout(config.comm))
+        group = dist.new_group(backend="gloo", timeout=config.comm.first_step_timeout)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.lora = lora_fields(config) if self.rank == 0 else None
@@ -118,8 +144,7 @@ class Checkpointer:
         self.unreported: SaveReport | None = None  # of a save for whose end the next one has waited
         self.failures = 0
         self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
-        self.reads_files = False  # the last save, of state that is in files
-        optimizer.register_step_pre_hook(lambda *_: self._let_go())
+        self.reads_files = False  # saves do, of state that is in files
 
     def resume(self) -> Progress | None:
         """Load the newest whole checkpoint.
@@ -129,7 +154,7 @@ class Checkpointer:
         """
         if self.rank == 0:
             store.clean(self.root)
-        folders = self._agreed(self._candidates() if self.rank == 0 else [])
+        folders = self._agreed(self.peers.candidates(self.root) if self.rank == 0 else [])
         if folders and isinstance(folders[0], str):
             raise ConfigError(folders[0])
         for folder in folders:
@@ -146,7 +171,7 @@ class Checkpointer:
                 )
                 if lost:
                     self._say(lost)
-                if self.rank == 0 and current().count > 1:
+                if self.rank == 0:
                     self._set_aside(folders, progress.step)
                 if self.rank == 0 and progress.step and (changed := changes(folder, self.config)):
                     self._say(f"{folder}: goes on with {', '.join(changed)}")
@@ -173,8 +198,11 @@ class Checkpointer:
         state = parts(named_tensors(self.composition, self.optimizer))
         state |= {name: part for other in self.beside for name, part in other.tensors().items()}
         # State in files would not fit into memory. It changes only in the optimizer's step.
-        files = {n: p for n, p in state.items() if p.local.untyped_storage().filename}
-        self.reads_files = bool(files)
+        in_files = any(part.local.untyped_storage().filename for part in state.values())
+        files = {n: p for n, p in state.items() if in_files and n.startswith("optimizer.")}
+        if in_files and not self.reads_files:
+            self.reads_files = True
+            self.optimizer.register_step_pre_hook(lambda *_: self._let_go())
         self.stage = staged({n: p for n, p in state.items() if n not in files}, self.stage)
         state = self.stage | files
         kept = rank_state.copied(self.beside)
@@ -193,7 +221,7 @@ class Checkpointer:
 
     def _let_go(self) -> None:
         """Wait, before the optimizer's step, until a save has read the optimizer's files."""
-        if self.reads_files and self.thread and self.report:
+        if self.thread and self.report:
             begun = time.perf_counter()
             self.wait()
             self.report.stall += time.perf_counter() - begun
@@ -220,48 +248,19 @@ class Checkpointer:
         """Whether ``checkpoint.fail_after`` saves have failed."""
         return 0 < self.config.checkpoint.fail_after <= self.failures
 
-    def _candidates(self) -> list[Path | str]:
-        """Return the checkpoints from which this island may go on, the newest first, or why none is.
-
-        All islands go on from the same step, each from its own state. On another number of islands all
-        go on from the checkpoints of the first.
-        """
-        own, islands = store.newest_first(self.root), current()
-        names, before = [folder.name for folder in own], next(filter(None, map(islands_of, own)), 0)
-        said = islands.everyone("checkpoints", json.dumps([names, before]))
-        everyone = [names for names, _ in map(json.loads, said)]
-        before = next(filter(None, (many for _, many in map(json.loads, said))), 0)
-        common = set.intersection(*map(set, everyone))
-        if common and before in (0, islands.count):
-            return [folder for folder in own if folder.name in common]
-        first = self.root if islands.index == 0 else self.root.parents[2] / self.root.name
-        if before == islands.count > 1:
-            steps = [", ".join(str(store.step_of(Path(n))) for n in one) or "none" for one in everyone]
-            held = "; ".join(f"island {i}: {some}" for i, some in enumerate(steps))
-            return [
-                f"run.dir: {first.parent}: its islands have no checkpoint of the same step ({held}),"
-                " and none may lose what it has learned: put a folder back, or copy one into the"
-                " checkpoints of all islands to go on from it alone"
-            ]
-        return [first / name for name in everyone[0]]
-
     def _set_aside(self, folders: list[Path], step: int) -> None:
-        """Rename this island's checkpoints after ``step``, which others lack and this run will redo."""
-        for folder in store.newest_first(self.root):
-            if store.step_of(folder) > step and folder not in folders:
-                try:
-                    kept = store.set_aside(folder, "earlier")
-                except OSError as error:
-                    raise ConfigError(f"{folder}: cannot be renamed: {cause_of(error)}") from None
-                self._say(f"{folder}: other islands lack this step; kept as {kept.name}", own=True)
+        """Rename this run's checkpoints after ``step`` that its peers lack."""
+        for folder in self.peers.others_lack(self.root, folders, step):
+            try:
+                kept = store.set_aside(folder, "earlier")
+            except OSError as error:
+                raise ConfigError(f"{folder}: cannot be renamed: {cause_of(error)}") from None
+            self._say(f"{folder}: other islands lack this step; kept as {kept.name}", own=True)
 
     def _damage(self, folder: Path) -> list[str]:
-        """Return a line for each damage of a checkpoint, of any island's; the same on every rank."""
+        """Return a line for each damage of a checkpoint, its peers' too; the same on every rank."""
         found = damage(folder, self.group)
-        if current().count > 1 and self.rank == 0:
-            everyone = current().everyone("damage", json.dumps(found))
-            found = [problem for one in everyone for problem in json.loads(one)]
-        return self._agreed(found) if current().count > 1 else found
+        return self._agreed(self.peers.damage(found) if self.rank == 0 else [])
 
     def _write(
         self,
@@ -321,12 +320,7 @@ class Checkpointer:
         return ["", sum(entry["size"] for entry in everything.values())]
 
     def _prune(self, newest: Path) -> None:
-        keep, before = self.config.checkpoint, math.inf
-        if current().count > 1:  # islands go on from a step that all have
-            names = [folder.name for folder in store.newest_first(self.root)]
-            told = current().told("checkpoints", json.dumps(names))
-            common = set.intersection(*(set(json.loads(one)) for one in told)) if told else set()
-            before = max((store.step_of(Path(name)) for name in common), default=0)
+        keep, before = self.config.checkpoint, self.peers.newest_common(self.root)
         try:
             store.prune(self.root, keep.keep_last, keep.keep_every, newest, before)
         except OSError as error:
@@ -374,8 +368,8 @@ class Checkpointer:
             raise OSError(problem[0])
 
     def _say(self, text: str, own: bool = False) -> None:
-        """Print a line once for the job; one about an island's ``own`` files once for that island."""
-        if speaks():
+        """Print a line once for the job; one about this run's ``own`` files also beside its peers'."""
+        if self.rank == 0 and self.peers.speaks:
             print(text, flush=True)
-        elif own and self.rank == 0:
-            print(f"island {current().index}: {text}", flush=True)
+        elif self.rank == 0 and own:
+            print(f"{self.peers.prefix}{text}", flush=True)

@@ -31,7 +31,7 @@ from compose.errors import (
     type_name,
     whole_number,
 )
-from compose.train.folder import strangers
+from compose.train.run_folder import strangers
 
 USAGE = """\
 {program} [FILE.toml] [--table.key=value ...]{flags}

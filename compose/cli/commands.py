@@ -23,10 +23,10 @@ from compose.config import rules
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load
 from compose.errors import ConfigError, printable, whole_number
-from compose.parallel.islands import current, speaks
 from compose.parallel.mesh import AXES, init_mesh
-from compose.parallel.processes import process_group
 from compose.pipeline.schedules import build_table
+from compose.train.processes import process_group
+from compose.train.workers import this_worker
 
 if TYPE_CHECKING:
     from compose.data.token_set_writing import Counts
@@ -44,10 +44,11 @@ def verify(arguments: Sequence[str]) -> int:
         reports = [part(job, mesh, device) for part in (prove, *parts_of_add_ons("prove"))]
         report = joined([one for one in reports if one])
         if dist.get_rank() == 0:
-            verdicts = current().everyone("verify", "" if report.ok else str(report))
+            worker = this_worker()
+            verdicts = worker.everyone("verify", "" if report.ok else str(report))
             several = verdicts if job.islands > 1 else []
             wrong = [f"island {i}: {text}" for i, text in enumerate(several) if text]
-            if speaks():
+            if worker.speaks:
                 print("\n".join(wrong) or report, flush=True)
     return 0 if report.ok else 1
 

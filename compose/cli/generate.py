@@ -34,7 +34,7 @@ from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
 from compose.errors import ConfigError
 from compose.parallel.mesh import init_mesh
-from compose.parallel.processes import process_group
+from compose.train.processes import process_group
 
 Prompt = str | Chat
 """A text, or the messages before a reply."""

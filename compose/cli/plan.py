@@ -20,7 +20,6 @@ from compose.config.job import check_dealt, make_job
 from compose.config.tables import Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load
 from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
-from compose.parallel.processes import process_group
 from compose.planner.cluster import Cluster, as_toml, load_cluster
 from compose.planner.feedback import against, as_text, corrected
 from compose.planner.measure import SECONDS
@@ -30,6 +29,7 @@ from compose.planner.report import alternatives, as_data, in_words, table, write
 from compose.planner.search import DEGREES, TRIED, Candidate, Space, capacity, fewest, fits, own, search
 from compose.planner.trace import diloco_bytes, diloco_lines, diloco_wait
 from compose.train.metrics import peak_flops
+from compose.train.processes import process_group
 
 _OBJECTIVES = ("time", "memory", "devices")
 _SECONDS = 60.0

@@ -78,6 +78,11 @@ class Train:
     """Leave the weights as they are after a step whose loss or gradient is not finite, and count it;
     false stops the run."""
 
+    @property
+    def last_step(self) -> int:
+        """The step at which a run ends."""
+        return min(self.stop_after or self.steps, self.steps)
+
 
 @dataclass(frozen=True)
 class Metrics:

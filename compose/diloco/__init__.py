@@ -14,13 +14,17 @@ def islands(config: Any) -> int:
 
 def run_rules() -> list[Any]:
     """Return the rules of [outer]."""
-    from compose.diloco.rules import ISLANDS
+    from compose.diloco.options import ISLANDS
 
     return ISLANDS
 
 
 def hooks(trainer: Any) -> list[Any]:
     """Return the outer loop of a run with several workers."""
-    from compose.diloco.hook import DiLoCo
+    if trainer.job.islands == 1:
+        return []
+    from compose.diloco.loop import OuterLoop
 
-    return [DiLoCo(trainer)] if trainer.job.islands > 1 else []
+    config, layers = trainer.config, trainer.job.resolved.checkpoint
+    timeout, last = config.comm.first_step_timeout, config.train.steps
+    return [OuterLoop(config.outer, trainer.composition, layers, trainer.worker, timeout, last)]

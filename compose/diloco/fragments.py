@@ -1,4 +1,4 @@
-"""Fragments of a model: what islands exchange at a time, and which rank of an island sends which part.
+"""Fragments of a model: what workers exchange at a time, and which rank of a worker sends which part.
 
 A fragment has every F-th layer (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512). The rows
 of all other parameters are dealt to fragments so that they get as equal as can be. A row's number in
@@ -26,7 +26,7 @@ from compose.ops.tensors import local_region, local_tensor
 
 Part = tuple[int, int]
 """The rows [low, high) of a parameter, by their places in the deal, or [begin, end) of a vector."""
-Place = tuple[tuple[int, int], ...]
+Region = tuple[tuple[int, int], ...]
 """The region of a parameter that a rank holds: [begin, end) of each dim."""
 _GOLDEN = 2654435769
 """2^32 over the golden ratio: multiples of it, modulo 2^32, are spread evenly (Knuth 1973, 6.4)."""
@@ -35,8 +35,8 @@ WHOLE = 2**32
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter on this rank, with the ranks of the island that hold the same part of it."""
+class LocalParameter:
+    """A parameter on this rank, with the ranks of the worker that hold the same part of it."""
 
     name: str
     """Its name in the whole model."""
@@ -57,7 +57,7 @@ class Held:
 class Span:
     """A part of a parameter in a fragment."""
 
-    held: Held
+    parameter: LocalParameter
     rows: Tensor | EllipsisType
     """The rows of the local tensor that are in the fragment; Ellipsis if all are."""
     size: int
@@ -66,12 +66,12 @@ class Span:
     @property
     def each(self) -> int:
         """Elements that each of its ranks sends; the last ones may send fewer."""
-        return -(-self.size // len(self.held.ranks))
+        return -(-self.size // len(self.parameter.ranks))
 
     @property
     def own(self) -> Part:
         """The part of :meth:`take` that this rank sends."""
-        begin = min(self.held.ranks.index(dist.get_rank()) * self.each, self.size)
+        begin = min(self.parameter.ranks.index(dist.get_rank()) * self.each, self.size)
         return begin, min(begin + self.each, self.size)
 
     def take(self, local: Tensor) -> Tensor:
@@ -86,12 +86,7 @@ class Span:
 def shares(
     shapes: Mapping[str, Sequence[int]], layers: Sequence[str], each: int
 ) -> list[dict[str, Part]]:
-    """Deal parameters to fragments.
-
-    Args:
-        shapes: The shape of each parameter of the whole model, by name.
-        layers: Names of the layers, in order.
-        each: Layers of a fragment; 0 makes one fragment of all.
+    """Deal the whole model's parameters to fragments of ``each`` layers; 0 makes one fragment of all.
 
     Returns:
         For each fragment its part of each parameter, as :func:`rows_of` takes it.
@@ -114,20 +109,12 @@ def shares(
     return found
 
 
-def rows_of(part: Part, place: Place) -> tuple[Tensor | EllipsisType, int]:
-    """Return which rows of a region are in a part, and how many elements they have.
-
-    Args:
-        part: The part of the whole parameter.
-        place: The region.
-
-    Returns:
-        (the numbers of the rows in the region, elements of all of them).
-    """
-    size = math.prod(end - begin for begin, end in place)
-    if part == (0, WHOLE) or not place:  # a single number is in the part that has the first row
+def rows_of(part: Part, region: Region) -> tuple[Tensor | EllipsisType, int]:
+    """Return which rows of a region are in a part of a parameter, and how many elements they have."""
+    size = math.prod(end - begin for begin, end in region)
+    if part == (0, WHOLE) or not region:  # a single number is in the part that has the first row
         return ..., size if part[0] == 0 else 0
-    dealt = torch.arange(*place[0]) * _GOLDEN % WHOLE
+    dealt = torch.arange(*region[0]) * _GOLDEN % WHOLE
     rows = ((dealt >= part[0]) & (dealt < part[1])).nonzero().flatten()
     return rows, size // max(1, len(dealt)) * len(rows)
 
@@ -143,30 +130,21 @@ def _poured(filled: Sequence[int], amount: int) -> list[int]:
 
 
 def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> list[list[Span]]:
-    """Return this rank's parts of all fragments; a collective of the island.
-
-    Args:
-        composition: The composed model.
-        layers: Names of the layers of the whole model, in order.
-        each: Layers of a fragment; 0 makes one fragment of all.
-
-    Returns:
-        The spans of each fragment.
-    """
+    """Return this rank's spans of each fragment, of ``each`` layers; a collective of the worker."""
     copies: dict[str, list[nn.Parameter]] = {}
     for name, parameter in composition.named_parameters():
         if parameter.requires_grad:
             copies.setdefault(name, []).append(parameter)
-    here = {name: place_of(some[0]) for name, some in copies.items() if local_tensor(some[0]).numel()}
+    here = {name: region_of(some[0]) for name, some in copies.items() if local_tensor(some[0]).numel()}
     shapes = {name: tuple(some[0].shape) for name, some in copies.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (here, shapes))
-    holders: dict[tuple[str, Place], list[int]] = {}
+    holders: dict[tuple[str, Region], list[int]] = {}
     whole: dict[str, tuple[int, ...]] = {}
     for rank, (there, known) in enumerate(everyone):
         whole |= known
-        for name, place in there.items():
-            holders.setdefault((name, place), []).append(rank)
+        for name, region in there.items():
+            holders.setdefault((name, region), []).append(rank)
     groups = _groups(composition.mesh, {tuple(ranks) for ranks in holders.values()})
     found: list[list[Span]] = []
     for fragment in shares(dict(sorted(whole.items())), layers, each):
@@ -177,12 +155,12 @@ def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> 
             ranks = tuple(holders[name, here[name]])
             rows, size = rows_of(part, here[name])
             if size:
-                held = Held(name, copies[name], ranks, groups.get(ranks))
-                found[-1].append(Span(held, rows, size))
+                local = LocalParameter(name, copies[name], ranks, groups.get(ranks))
+                found[-1].append(Span(local, rows, size))
     return found
 
 
-def place_of(parameter: Tensor) -> Place:
+def region_of(parameter: Tensor) -> Region:
     """Return the region of a parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return tuple((0, size) for size in parameter.shape)

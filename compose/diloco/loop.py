@@ -1,10 +1,10 @@
-"""The outer loop: islands train alone, exchange what they have learned, and take an outer step.
+"""The outer loop of DiLoCo: workers train alone, exchange what they have learned, take an outer step.
 
-With theta the outer weights, which are the same on all islands, and w the weights of one island, an
+With theta the outer weights, which are the same on all workers, and w the weights of one worker, an
 exchange of a fragment begins after a step t and ends after step t + delay:
 
-    change  = theta - w(t), as each island sends it         (the outer gradient)
-    g       = the mean of the changes of all islands that take part
+    change  = theta - w(t), as each worker sends it         (the outer gradient)
+    g       = the mean of the changes of all workers that take part
     m      <- momentum m + g
     theta  <- theta - lr (g + momentum m)
     w      <- theta + mix (w(t + delay) - theta)
@@ -12,34 +12,44 @@ exchange of a fragment begins after a step t and ends after step t + delay:
 With momentum this is DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with lr 1 and momentum 0 it is
 the mean of the weights, LocalSGD (Stich 2018, arXiv:1805.09767). Fragments, delay and mix are those of
 Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512). The state of the inner optimizer stays with
-its island.
+its worker.
 """
 
 import contextlib
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
+from compose.checkpoint.state import LocalShard, local_shard_of
 from compose.composition import Composition
 from compose.compression.compressor import check
 from compose.compression.gather import Forms
-from compose.diloco.codes import Code, code_of
-from compose.diloco.exchange import Exchange
-from compose.diloco.fragments import Held, Span, fragments_of
-from compose.diloco.message import CHECK, averaged_buffers, checksum, outer_dtype
+from compose.diloco.fragments import Span, fragments_of
+from compose.diloco.messages import (
+    CHECK,
+    Code,
+    Exchange,
+    averaged_buffers,
+    checksum,
+    code_of,
+    outer_dtype,
+)
 from compose.diloco.options import Outer, best_lr
 from compose.ops.tensors import local_tensor
-from compose.parallel.islands import Islands
-from compose.parallel.processes import TrainingError
+from compose.train.hooks import Hook
+from compose.train.processes import TrainingError
+from compose.train.workers import Worker
 
 DECAY = 0.95
 """The part of what top_k has not sent that is added to what it sends next (arXiv:2508.15706)."""
-_LOOK = 0.5  # seconds between two looks at whether islands are to stop
+_LOOK = 0.5  # seconds between two looks at whether workers are to stop
 
 
 @dataclass
@@ -50,14 +60,14 @@ class Pending:
     due: int
     """The step after which it ends."""
     mix: float
-    """How much of the island's own weights stays."""
+    """How much of the worker's own weights stays."""
     messages: "Future[list[Tensor | None]]"
 
 
-class OuterLoop:
+class OuterLoop(Hook):
     """The outer weights of a model on this rank, and the exchanges that change them.
 
-    All ranks of all islands make one, and call its methods after the same steps.
+    All ranks of all workers make one, and call its methods after the same steps.
     """
 
     def __init__(
@@ -65,15 +75,19 @@ class OuterLoop:
         options: Outer,
         composition: Composition,
         layers: list[str],
-        islands: Islands,
+        worker: Worker,
         timeout: timedelta,
+        last: int,
     ) -> None:
-        """Prepare; :meth:`start` must follow when the weights are there."""
-        self.options, self.composition, self.islands = options, composition, islands
-        self.lr = options.lr or best_lr(islands.count)
+        """Prepare; the weights are not there yet. ``last`` is the last step of the whole run.
+
+        After it each fragment is exchanged once more, so that all workers end with the same weights.
+        """
+        self.options, self.composition, self.worker, self.last = options, composition, worker, last
+        self.lr = options.lr or best_lr(worker.count)
         self.fragments = fragments_of(composition, layers, options.fragments)
         self.between = options.every // len(self.fragments)
-        self.exchange = Exchange(islands, dist.get_rank(), timeout, options.grace)
+        self.exchange = Exchange(worker, dist.get_rank(), timeout, options.grace)
         self.weights: dict[str, Tensor] = {}
         self.momentum: dict[str, Tensor] = {}
         self.lost: dict[int, Tensor] = {}
@@ -81,36 +95,38 @@ class OuterLoop:
         self.pending: Pending | None = None
         self.seen: dict[str, float] = {}
         self.started = False
-        held = {span.held.name: span.held for spans in self.fragments for span in spans}
-        self.held: list[Held] = list(held.values())
+        parameters = {span.parameter.name: span.parameter for spans in self.fragments for span in spans}
+        self.parameters = list(parameters.values())
         self.buffers = averaged_buffers(composition.model)
-        for held in self.held:
-            wide = torch.promote_types(held.local.dtype, torch.float32)
-            device = "cpu" if options.offload else held.local.device
-            self.weights[held.name] = torch.zeros(held.local.shape, dtype=wide, device=device)
+        for parameter in self.parameters:
+            local = parameter.local
+            wide = torch.promote_types(local.dtype, torch.float32)
+            device = "cpu" if options.offload else local.device
+            self.weights[parameter.name] = torch.zeros(local.shape, dtype=wide, device=device)
             if options.momentum:
-                self.momentum[held.name] = torch.zeros_like(self.weights[held.name])
+                self.momentum[parameter.name] = torch.zeros_like(self.weights[parameter.name])
         self.dtype = outer_dtype(composition)
         self.code: Code = code_of(options, self.dtype)
+        # Messages of an earlier version had other parts of parameters than rows.
+        self.fingerprint = (asdict(options), *(("rows",) if options.fragments else ()))
+
+    def start(self, done: int) -> None:
+        """Let the outer weights be the model's, the same on all workers, unless they were loaded."""
+        if not self.started:
+            self._copy_weights(())
 
     @torch.no_grad()
-    def start(self, filled: Collection[str] = ()) -> None:
-        """Let the outer weights that are not ``filled`` be the model's, the same on all islands."""
-        for held in self.held:
-            if f"outer.{held.name}.weight" not in filled:
-                self.weights[held.name].copy_(held.local)
+    def _copy_weights(self, but: Collection[str]) -> None:
+        for parameter in self.parameters:
+            if f"outer.{parameter.name}.weight" not in but:
+                self.weights[parameter.name].copy_(parameter.local)
         self.started = True
 
     @torch.no_grad()
-    def after_step(self, step: int, last: int) -> None:
-        """Begin and end the exchanges that are due; a collective of the island.
-
-        Args:
-            step: Steps taken, with this one. A step that was skipped counts too.
-            last: Steps of the whole run. After the last one each fragment is exchanged once more, so
-                that all islands end with the same weights.
-        """
-        many = len(self.fragments)
+    @record_function("compose::outer")
+    def after_update(self, step: int) -> None:
+        """Begin and end the exchanges that are due, also if the step was skipped; a collective."""
+        many, last = len(self.fragments), self.last
         if self.pending and step >= min(self.pending.due, last):
             self._end(step)
         if step == last:
@@ -119,11 +135,6 @@ class OuterLoop:
         elif step % self.between == 0:
             fragment = (step // self.between - 1) % many
             self._begin(fragment, step, self.options.delay, self.options.mix)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether there is more between two steps than the outer weights and their momentum."""
-        return self.options.delay > 0 or self.options.dtype == "top_k"
 
     def _begin(self, fragment: int, step: int, delay: int, mix: float, waits: bool = False) -> None:
         theta, own = self._own(fragment, self.weights), self._own(fragment, None)
@@ -144,11 +155,11 @@ class OuterLoop:
             self._end(step)
 
     def _received(self, pending: Pending, step: int) -> list[Tensor | None]:
-        """Wait for the messages; an island that is to stop must not wait for this one meanwhile."""
-        while self.islands.count > 1 and not pending.messages.done():
+        """Wait for the messages; a worker that is to stop must not wait for this one meanwhile."""
+        while self.worker.count > 1 and not pending.messages.done():
             wait([pending.messages], _LOOK)
             if dist.get_rank() == 0:
-                self.islands.note_stop(step)
+                self.worker.note_stop(step)
         return pending.messages.result()
 
     def _end(self, step: int) -> None:
@@ -156,13 +167,13 @@ class OuterLoop:
         pending, messages = self.pending, self._received(self.pending, step)
         fragment, self.pending = pending.fragment, None
         there = [message for message in messages if message is not None]
-        took_part = messages[self.islands.index] is not None
+        took_part = messages[self.worker.index] is not None
         self.seen["islands"] = len(there)
         if not there:
             return
         if any(not torch.equal(message[:CHECK], there[0][:CHECK]) for message in there):
-            with contextlib.suppress(RuntimeError):  # another island may have ended already
-                self.exchange.close()  # all have to read this island's message, to say the same
+            with contextlib.suppress(RuntimeError):  # another worker may have ended already
+                self.exchange.close()  # all have to read this worker's message, to say the same
             raise TrainingError(
                 "the outer weights of islands differ: silent corruption; go on from the last checkpoint"
             )
@@ -184,23 +195,23 @@ class OuterLoop:
             self._step(span, values, pending.mix if took_part else None)
 
     def _step(self, span: Span, mean: Tensor, mix: float | None) -> None:
-        """Take the outer step of a span to the mean of the islands' weights.
+        """Take the outer step of a span to the mean of the workers' weights.
 
-        ``mix`` is None if this island has no part in the exchange, and keeps its own weights.
+        ``mix`` is None if this worker has no part in the exchange, and keeps its own weights.
         """
-        theta = self.weights[span.held.name]
+        theta = self.weights[span.parameter.name]
         wide, mean = span.take(theta).double(), mean.to(theta.device).double()
         # To a rate of 1 lerp returns the mean itself, bit for bit.
         new = torch.lerp(wide, mean, self.lr)
         if self.momentum:
-            kept = self.momentum[span.held.name]
+            kept = self.momentum[span.parameter.name]
             momentum = self.options.momentum * span.take(kept).double() + (wide - mean)
             span.put(kept, momentum)
             new -= self.lr * self.options.momentum * span.take(kept).double()
         span.put(theta, new)
         if mix is None:
             return
-        for parameter in span.held.copies:
+        for parameter in span.parameter.copies:
             local = local_tensor(parameter).detach()
             common = span.take(theta).to(local.device)
             span.put(local, torch.lerp(common, span.take(local).to(common.dtype), mix))
@@ -210,7 +221,7 @@ class OuterLoop:
         found = [torch.zeros(0, dtype=self.dtype)]
         for span in self.fragments[fragment]:
             begin, end = span.own
-            local = of[span.held.name] if of is not None else span.held.local
+            local = of[span.parameter.name] if of is not None else span.parameter.local
             found.append(span.take(local)[begin:end].to(self.dtype))
         device = "cpu" if self.options.offload else found[-1].device
         return torch.cat([part.to(device) for part in found])
@@ -221,7 +232,7 @@ class OuterLoop:
         at = 0
         for span in self.fragments[fragment]:
             size = span.own[1] - span.own[0]
-            together.setdefault(span.held.group, []).append((span, own[at : at + size]))
+            together.setdefault(span.parameter.group, []).append((span, own[at : at + size]))
             at += size
         for group, parts in together.items():
             if group is None:
@@ -251,42 +262,49 @@ class OuterLoop:
             buffer.copy_(part.view_as(buffer))
             at += buffer.numel()
 
-    def metrics(self) -> dict[str, float]:
-        """Return, for metrics.jsonl, what the last step has sent and found.
+    def metrics(self) -> dict[str, Any]:
+        """Return what the last step has sent and found.
 
         ``bytes`` that this rank has sent since the last call; of the last exchange the number of
         ``islands`` that took part and ``change_norm``, the norm of this rank's part of the change; and
         with top_k ``lost_norm``, the norm of what was not sent yet.
         """
-        sent, self.exchange.sent = self.exchange.sent, 0
-        lost = torch.stack([one.norm() for one in self.lost.values()]) if self.lost else None
-        return {
-            "bytes": sent,
-            **self.seen,
-            **({} if lost is None else {"lost_norm": float(lost.norm())}),
-        }
+        found: dict[str, float] = {"bytes": self.exchange.sent, **self.seen}
+        self.exchange.sent = 0
+        if self.lost:
+            norms = torch.stack([one.norm() for one in self.lost.values()])
+            found["lost_norm"] = float(norms.norm())
+        return {"outer": found}
 
-    def tensors(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Return the outer state by name: each parameter, and this rank's part of its state."""
-        found: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        for held in self.held:
-            found[f"outer.{held.name}.weight"] = held.copies[0], self.weights[held.name]
+    def tensors(self) -> dict[str, LocalShard]:
+        """Return this rank's part of the outer weights and their momentum, by name."""
+        found: dict[str, LocalShard] = {}
+        for parameter in self.parameters:
+            shard, name = local_shard_of(parameter.copies[0]), f"outer.{parameter.name}"
+            found[f"{name}.weight"] = replace(shard, local=self.weights[parameter.name])
             if self.momentum:
-                found[f"outer.{held.name}.momentum"] = held.copies[0], self.momentum[held.name]
+                found[f"{name}.momentum"] = replace(shard, local=self.momentum[parameter.name])
         return found
 
-    def state(self) -> dict[str, Tensor]:
-        """Return what else the next step depends on, of this rank alone; waits for messages."""
-        found = {f"lost.{fragment}": value for fragment, value in self.lost.items()}
+    @property
+    def keeps(self) -> bool:
+        """Whether there is more between two steps than the outer weights and their momentum."""
+        return self.options.delay > 0 or self.options.dtype == "top_k"
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Return residuals and messages on their way, which it waits for."""
+        if not self.keeps:
+            return None
+        found = {f"outer.lost.{fragment}": value for fragment, value in self.lost.items()}
         if self.pending:
-            key = f"pending.{self.pending.fragment}.{self.pending.due}"
-            for island, message in enumerate(self.pending.messages.result()):
+            key = f"outer.pending.{self.pending.fragment}.{self.pending.due}"
+            for worker, message in enumerate(self.pending.messages.result()):
                 if message is not None:
-                    found[f"{key}.{island}"] = message
+                    found[f"{key}.{worker}"] = message
         return found
 
     def _forms(self, step: int) -> Forms:
-        """Return the forms of what :meth:`state` may return after a step."""
+        """Return the forms of what :meth:`state` may return after a step, without the prefix."""
         found: Forms = {}
         for fragment, spans in enumerate(self.fragments):
             size = sum(end - begin for begin, end in (span.own for span in spans))
@@ -294,29 +312,36 @@ class OuterLoop:
                 found[f"lost.{fragment}"] = (size,), self.dtype
             message = CHECK + self.code.size(size) + 4 * self._averaged(fragment).numel()
             for due in range(step + 1, step + self.options.delay + 1):
-                for island in range(self.islands.count):
-                    found[f"pending.{fragment}.{due}.{island}"] = (message,), torch.uint8
+                for worker in range(self.worker.count):
+                    found[f"pending.{fragment}.{due}.{worker}"] = (message,), torch.uint8
         return found
 
-    def restore(self, state: dict[str, Tensor], step: int) -> None:
-        """Take what :meth:`state` returned after a step. Raises ConfigError for anything else."""
-        check(state, self._forms(step))
-        begun = [name for name in sorted(state) if name.startswith("pending.")]
+    def load(self, state: dict[str, Tensor], read: Collection[str], step: int) -> None:
+        """Go on with the outer weights that were read, and with what is this rank's own of ``state``.
+
+        Outer weights that were not read begin as the model's.
+        """
+        self._copy_weights(read)
+        names = [name for name in state if name.startswith("outer.")] if self.keeps else []
+        own = {name.removeprefix("outer."): state.pop(name) for name in names}
+        check(own, self._forms(step))
+        begun = [name for name in sorted(own) if name.startswith("pending.")]
         same = tuple(f"{name.rpartition('.')[0]}." for name in begun[:1])
-        check({name: state[name] for name in begun if not name.startswith(same)}, {})
-        messages: list[Tensor | None] = [None] * self.islands.count
-        for name, value in state.items():
+        check({name: own[name] for name in begun if not name.startswith(same)}, {})
+        messages: list[Tensor | None] = [None] * self.worker.count
+        for name, value in own.items():
             kind, *numbers = name.split(".")
             first, *others = map(int, numbers)
             if kind == "lost":
                 self.lost[first] = value
                 continue
-            due, island = others
-            messages[island] = value
+            due, worker = others
+            messages[worker] = value
             known: Future[list[Tensor | None]] = Future()
             known.set_result(messages)
             self.pending = Pending(first, due, self.options.mix, known)
 
-    def close(self) -> None:
-        """End the exchanges."""
-        self.exchange.close()
+    def close(self, failed: bool) -> None:
+        """Wait until other workers have read all messages; after an error some may be gone."""
+        if not failed:
+            self.exchange.close()

@@ -1,11 +1,16 @@
-"""The table [outer]: training on islands, which exchange weights every so many steps."""
+"""The table [outer] and its rules: training on DiLoCo workers, which messages call islands."""
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from compose.errors import Decay, NonNegative, ReadWith
+from compose.config.rule import Rule, all_keys_read
+from compose.errors import ConfigError, Decay, NonNegative, ReadWith
+
+if TYPE_CHECKING:
+    from compose.config.job import Job
 
 Density = Annotated[float, Field(gt=0, le=1)]
 Rate = Annotated[float, Field(ge=0)]
@@ -46,15 +51,73 @@ class Outer:
 
 
 def best_lr(islands: int) -> float:
-    """Return the outer learning rate that fits a number of islands.
+    """Return the outer learning rate for a number of workers: that of the largest known one below.
 
     The values are those of the scaling laws of DiLoCo (Charles et al. 2025, arXiv:2503.09799, figure
-    7): 0.4 for one island, 0.6 for two and four, 0.8 for eight.
-
-    Args:
-        islands: The number of islands.
-
-    Returns:
-        The rate for the largest of those numbers that is not above ``islands``.
+    7): 0.4 for one worker, 0.6 for two and four, 0.8 for eight.
     """
     return _BEST[max(known for known in _BEST if known <= islands)]
+
+
+def _several(job: "Job") -> None:
+    every = job.config.outer.every
+    if every and job.islands == 1:
+        raise ConfigError(
+            f"outer.every: {every} is for islands, the ranks of parallel.dp_replicate, which is 1; use"
+            " parallel.dp_replicate = 2 or more, or outer.every = 0"
+        )
+
+
+def _fragments(job: "Job") -> None:
+    outer, layers = job.config.outer, len(job.resolved.checkpoint)
+    if not outer.every:
+        return
+    count = math.ceil(layers / outer.fragments) if outer.fragments and layers else 1
+    if outer.every % count:
+        nearest = max(1, round(outer.every / count)) * count
+        raise ConfigError(
+            f"outer.every: {outer.every} is not a multiple of the {count} fragments that"
+            f" outer.fragments = {outer.fragments} makes of {layers} layers; nearest: {nearest}"
+        )
+    if outer.delay >= outer.every // count:
+        raise ConfigError(
+            f"outer.delay: {outer.delay} is not less than the {outer.every // count} steps from one"
+            f" exchange to the next (outer.every / fragments, of which there are {count}); nearest:"
+            f" {outer.every // count - 1}"
+        )
+
+
+def _density(job: "Job") -> None:
+    density = job.config.outer.density
+    kept = density * ROW
+    if kept % 4:
+        nearest = max(1, round(kept / 4)) * 4 / ROW
+        raise ConfigError(
+            f"outer.density: {density} is {kept:g} of {ROW} elements, and {ROW} are cut into fours;"
+            f" nearest: {nearest!r}"
+        )
+
+
+ISLANDS: list["Rule[Job]"] = [
+    Rule(
+        "with outer.every, dp_replicate is 2 or more",
+        "its ranks are the islands, and one alone has none to exchange with",
+        _several,
+    ),
+    Rule(
+        "the other keys of [outer] go with outer.every, and density with top_k",
+        "a key that changes nothing would look like one that works",
+        all_keys_read("outer", lambda job: job.config.outer),
+    ),
+    Rule(
+        "outer.every is a multiple of the fragments, and outer.delay is less than the steps between two"
+        " exchanges",
+        "fragments take turns, and one exchange ends before the next begins",
+        _fragments,
+    ),
+    Rule(
+        "outer.density is a multiple of 4 / 4,096",
+        "what is sent of a row fills whole bytes",
+        _density,
+    ),
+]

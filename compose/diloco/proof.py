@@ -20,18 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import fill_weights, parallelize
 from compose.config.job import Job
-from compose.diloco.codes import Code
-from compose.diloco.codes_by_definition import received
-from compose.diloco.exchange import Misses, nobody
 from compose.diloco.loop import OuterLoop
+from compose.diloco.messages import Code, Misses, nobody
 from compose.diloco.options import Outer
 from compose.ops.tensors import local_shard, local_tensor
-from compose.parallel.islands import Islands, current
-from compose.parallel.processes import start_timeout
 from compose.proof.comparison import Comparison
 from compose.proof.observers import CODES, allowed
 from compose.proof.one_process import EXACT, precision_of
 from compose.proof.report import Report, tolerance_of
+from compose.train.workers import Worker, this_worker
 from compose.weights import named_generator
 
 ROUNDS = 3
@@ -40,6 +37,11 @@ _GRACE = 1.0  # seconds, in a proof at most
 _PATIENCE = 30.0  # seconds until an island that is late on purpose goes on
 _DECAY = 0.95  # of what top_k has not sent, the part that is added to what it sends next
 _SINGLE = 1e-6  # the relative error of buffers, which are float32, also in a message
+_BLOCK = 256  # elements that share a scale in int8 and e3m0
+_ROW, _ROWS = 4096, 32  # of top_k: elements of a row, and rows that share two magnitudes
+_E3M0 = torch.tensor([0.0, *(2.0**e for e in range(-6, 1))])
+_HALFWAY = torch.tensor([2.0**-7, *(0.75 * 2.0**e for e in range(-5, 1))])
+
 Message = Sequence[tuple[str, Tensor]]
 """The elements of one rank's message of a fragment: names, and places in the flat parameter."""
 Values = dict[str, Tensor]
@@ -165,10 +167,10 @@ def messages_of(loop: OuterLoop) -> list[list[Message]]:
     for spans in loop.fragments:
         found = []
         for span in spans:
-            parameter = span.held.copies[0]
+            parameter = span.parameter.copies[0]
             places = torch.arange(parameter.numel()).view(parameter.shape)
             begin, end = span.own
-            found.append((span.held.name, span.take(local_shard(places, parameter))[begin:end]))
+            found.append((span.parameter.name, span.take(local_shard(places, parameter))[begin:end]))
         own.append(found)
     everyone: list[list[Message]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, own)
@@ -220,24 +222,18 @@ def prove_outer_loop(
 ) -> Report:
     """Compare the outer loop of a job with one process; all ranks of all islands call it.
 
-    Args:
-        job: A job with islands, for the ranks of ``mesh``, which are one island.
-        mesh: The mesh of ``compose.init_mesh``.
-        device: This rank's device.
-        misses: Tells which islands miss an exchange.
-
-    Returns:
-        The outer weights, the weights and the buffers of this island after some rounds, each beside one
-        process's.
+    The outer weights, the weights and the buffers of this island after some rounds stand each beside
+    one process's. ``misses`` tells which islands miss an exchange.
     """
-    islands, config, layers = current(), job.config, job.resolved.checkpoint
+    islands, config, layers = this_worker(), job.config, job.resolved.checkpoint
     composition = parallelize(job, mesh, device, replace(job.options, precision=precision_of(EXACT)))
     fill_weights(composition, job, device)
     options = replace(config.outer, grace=min(config.outer.grace, _GRACE))
-    loop = OuterLoop(options, composition, layers, islands, start_timeout(config.comm))
+    last, timeout = ROUNDS * options.every, config.comm.first_step_timeout
+    loop = OuterLoop(options, composition, layers, islands, timeout, last)
     loop.code = heard = Heard(loop.code, options)
     loop.exchange.misses = misses
-    loop.start()
+    loop.start(0)
     kept = job.model.state_dict(keep_vars=True)
     buffers = [(n, b) for n, b in job.model.named_buffers() if n in kept and b.is_floating_point()]
     here = dict(composition.model.named_buffers())
@@ -257,7 +253,7 @@ def prove_outer_loop(
         [name for name, _ in buffers],
         lambda exchange, island: misses(exchange, island) or _late(islands, exchange, island),
     )
-    last, between = ROUNDS * options.every, options.every // len(one.fragments)
+    between = options.every // len(one.fragments)
     at = [0, options.delay // 2, options.delay]  # moves elsewhere would show nothing else
     with torch.no_grad():
         for step in range(1, last + 1):
@@ -270,9 +266,9 @@ def prove_outer_loop(
                             local_tensor(tensor).add_(local_shard(move, tensor).to(tensor.device))
             if step == between and options.grace and islands.index == islands.count - 1:
                 _wait(islands, f"{step}.0")  # this island is late, and the others go on
-            loop.after_step(step, last)
+            loop.after_update(step)
             one.after_step(step, last)
-    loop.close()
+    loop.close(failed=False)
     comparison = Comparison(torch.device(mesh.device_type), tolerance_of(EXACT))
     own = [(name, right, held.get(name, [])) for name, right in one.islands[islands.index].items()]
     common = [
@@ -305,14 +301,14 @@ def prove_outer_loop(
     return comparison.report((), comparison.tolerance.loss)
 
 
-def _wait(islands: Islands, exchange: str) -> None:
+def _wait(islands: Worker, exchange: str) -> None:
     """Wait until the other islands have begun an exchange."""
     until = time.monotonic() + _PATIENCE
     while not islands.store.check([f"there/{exchange}"]) and time.monotonic() < until:
         time.sleep(0.02)
 
 
-def _late(islands: Islands, exchange: str, island: int) -> bool:
+def _late(islands: Worker, exchange: str, island: int) -> bool:
     """Return whether an exchange with outer.grace went on without an island."""
     key = f"there/{exchange}"
     there = islands.store.get(key).decode().split() if islands.store.check([key]) else [str(island)]
@@ -340,3 +336,59 @@ def _joined(shapes: Mapping[str, torch.Size], held: Mapping[str, Sequence[Tensor
         for other in everyone:
             value.copy_(torch.where(value == 0, other[name], value))
     return values
+
+
+def received(options: Outer, change: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what other islands get of a vector (N,), float64 in host memory, and its expected loss.
+
+    The loss is the square of the error of each element (N,). Rounding to values that are a step apart
+    has the mean square step^2 / 12. For top_k it is the error itself.
+    """
+    if options.dtype == "top_k":
+        found = _largest(_rows(change, _ROW), round(options.density * _ROW)).flatten()[: len(change)]
+        return found, (change - found).square()
+    blocks = _rows(change, _BLOCK)
+    most = blocks.abs().amax(1, keepdim=True)
+    if options.dtype == "int8":
+        # bfloat16 is the upper half of a float32. In the middle it is rounded up here.
+        steps = (((most / 127).view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+        found = (blocks * (1 / steps).nan_to_num(posinf=0.0)).round().clamp(-127, 127) * steps
+    elif options.dtype == "e3m0":
+        scales = most.bfloat16().float()
+        ratio = blocks.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)
+        found = _E3M0[torch.bucketize(ratio, _HALFWAY, right=True)] * blocks.sign() * scales
+        steps = _E3M0.diff()[torch.bucketize(ratio, _E3M0[1:-1], right=True)] * scales
+    else:  # float32 in a proof is float64, and loses nothing; bfloat16 has 8 bits of a magnitude
+        found = change.bfloat16() if options.dtype == "bfloat16" else change
+        steps = torch.exp2(torch.frexp(change).exponent - 8.0) * (options.dtype == "bfloat16")
+    found, steps = (x.expand_as(blocks) if x.ndim > 1 else x for x in (found, steps))
+    found, steps = (x.flatten()[: len(change)].double() for x in (found, steps))
+    return found, steps.square() / 12 * (change != 0)
+
+
+def _largest(rows: Tensor, kept: int) -> Tensor:
+    """Return the ``kept`` largest elements of each row, each as one of the two magnitudes of its group.
+
+    These are the means of those above and not above the mean. A row with fewer elements that are not 0
+    sends its largest in place of those that it lacks.
+    """
+    places = rows.abs().topk(kept, 1).indices
+    sent = rows.gather(1, places).double()
+    places = torch.where(sent == 0, places[:, :1], places)
+    sent = torch.where(sent == 0, sent[:, :1], sent)
+    found = torch.zeros_like(rows, dtype=torch.float64)
+    for group, where, into in zip(*(x.split(_ROWS) for x in (sent, places, found)), strict=True):
+        sizes = group.abs()
+        above = sizes > _mean(sizes[sizes > 0])
+        levels = torch.where(above, _mean(sizes[above]), _mean(sizes[~above & (sizes > 0)]))
+        into.scatter_(1, where, levels.bfloat16().double() * group.sign())
+    return found
+
+
+def _rows(x: Tensor, width: int) -> Tensor:
+    """Return a vector as float32 rows; the last one is filled up with zeros."""
+    return torch.nn.functional.pad(x, (0, -len(x) % width)).view(-1, width).float()
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.sum() / max(1, len(x))

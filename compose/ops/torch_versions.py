@@ -119,3 +119,8 @@ def enable_async_tp(group: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             enable_symm_mem_for_group(cast(Any, group))
+
+
+def default_store() -> dist.Store:
+    """Return the store that the default process group was made with, which no public call returns."""
+    return dist.distributed_c10d._get_default_store()

@@ -1,6 +1,7 @@
 """The table [comm]: timeouts, prefetching, and what is sent in fewer bits."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -50,6 +51,11 @@ class Comm:
     measure_every: NonNegative = 0
     """Steps between measurements of how alike sent and true gradients are, at the cost of sending them
     plain too; 0 is never."""
+
+    @property
+    def first_step_timeout(self) -> timedelta:
+        """How long a collective waits until the first step has ended."""
+        return timedelta(seconds=max(self.start_timeout, self.timeout))
 
     @property
     def compresses(self) -> bool:

@@ -356,7 +356,7 @@ def recorded(task: RecordTask) -> RankCosts:
     fused = task.other.fused if task.other else job.config.compile.mode != "off"
     compiled = task.other.compiled if task.other else True
     seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused, compiled)
-    grows = task.cluster.backend == "nccl"  # as parallel/processes.py sets the allocator
+    grows = task.cluster.backend == "nccl"  # as train/processes.py sets the allocator
     peaks = replay(((place, change) for _, place, change in one.record.changes), grows)
     overhead = peaks.reserved / max(1, peaks.allocated)
     return RankCosts(rank_memory(one.record, count, where), overhead, seconds)

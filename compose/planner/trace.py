@@ -19,7 +19,7 @@ from compose.compression.compressor import Compression
 from compose.config.job import Job
 from compose.config.models import batch_on_meta
 from compose.data.datasets import task_of
-from compose.diloco.message import first_rank_messages
+from compose.diloco.messages import first_rank_messages
 from compose.diloco.options import Outer
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor

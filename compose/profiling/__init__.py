@@ -9,7 +9,7 @@ TABLES = {"profile": Profile}
 
 def run_rules() -> list[Any]:
     """Return the rules of [profile]."""
-    from compose.profiling.rules import PROFILE
+    from compose.profiling.options import PROFILE
 
     return PROFILE
 

@@ -1,9 +1,13 @@
-"""The table [profile]."""
+"""The table [profile], and its rules: the steps and ranks must exist."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from compose.errors import NonNegative, ReadWith
+from compose.config.rule import Rule, all_keys_read
+from compose.errors import ConfigError, NonNegative, ReadWith
+
+if TYPE_CHECKING:
+    from compose.config.job import Job
 
 _WITH_STEPS = ReadWith("is never read; set {} too", steps=())
 
@@ -18,3 +22,54 @@ class Profile:
     """Ranks that are profiled; empty: all."""
     memory: Annotated[bool, _WITH_STEPS] = False
     """Write a memory snapshot beside each trace, for pytorch.org/memory_viz."""
+
+
+def _steps(job: "Job") -> None:
+    steps, train = job.config.profile.steps, job.config.train
+    if not steps:
+        return
+    if len(steps) != 2:
+        raise ConfigError(
+            f"profile.steps: {list(steps)} should be a first and a last step;"
+            f" nearest: {[steps[0], steps[-1]]}"
+        )
+    first, last = steps
+    end = train.last_step
+    if first > last:
+        raise ConfigError(
+            f"profile.steps: {[first, last]} ends before it begins; nearest: {[last, first]}"
+        )
+    if first < 1:
+        raise ConfigError(
+            f"profile.steps: {[first, last]} begins before the first step, 1; nearest:"
+            f" {[1, max(1, last)]}"
+        )
+    if last > end:
+        raise ConfigError(
+            f"profile.steps: {[first, last]} goes beyond the run's last step, {end}; nearest:"
+            f" {[min(first, end), end]}"
+        )
+
+
+def _ranks(job: "Job") -> None:
+    absent = [rank for rank in job.config.profile.ranks if rank >= job.world_size]
+    if absent:
+        raise ConfigError(
+            f"profile.ranks: {absent[0]} is none of the {job.world_size} ranks; nearest:"
+            f" {job.world_size - 1}"
+        )
+
+
+PROFILE: list["Rule[Job]"] = [
+    Rule(
+        "profile.steps is a first and a last step of this run, the last one not before the first",
+        "a range that is never reached would leave nothing, without a word",
+        _steps,
+    ),
+    Rule("profile.ranks are ranks", "a rank that is not there writes nothing", _ranks),
+    Rule(
+        "profile.ranks and profile.memory go with profile.steps",
+        "without it nothing is profiled",
+        all_keys_read("profile", lambda job: job.config.profile),
+    ),
+]

@@ -16,11 +16,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from compose.errors import write_whole
 from compose.ops.tensors import local_tensor
-from compose.parallel.stragglers import report_phase
-from compose.profiling.memory import GRADIENTS, OPTIMIZER, OTHER, WEIGHTS, allocations, peak, snapshot
-from compose.profiling.shares import time_shares
-from compose.profiling.text import as_text
-from compose.profiling.trace import NOTED, Trace, span, step_span
+from compose.profiling.summary import (
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    WEIGHTS,
+    allocations,
+    as_text,
+    peak,
+    snapshot,
+    time_shares,
+)
+from compose.profiling.trace import NOTED, Trace, step_span
+from compose.train.heartbeat import report_phase
 from compose.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -38,7 +46,8 @@ class Profiler(Hook):
     """
 
     def __init__(self, trainer: "Trainer") -> None:
-        self.trainer, self.chosen = trainer, trainer.config.profile
+        self.chosen, self.device = trainer.config.profile, trainer.device
+        self.model, self.optimizer = trainer.composition.model, trainer.optimizer
         self.first, self.last = self.chosen.steps
         self.folder, self.done = trainer.folder / "traces", 0
         self.begun, self.open = False, ExitStack()
@@ -46,10 +55,9 @@ class Profiler(Hook):
 
     def start(self, done: int) -> None:
         """Make ready to record, if steps are left to profile on this rank."""
-        self.done, rank, trainer, chosen = done, dist.get_rank(), self.trainer, self.chosen
+        self.done, rank, chosen = done, dist.get_rank(), self.chosen
         if done < self.last and (not chosen.ranks or rank in chosen.ranks):
-            model = trainer.composition.model
-            self.recording = Recording(model, trainer.optimizer, trainer.device, chosen.memory)
+            self.recording = Recording(self.model, self.optimizer, self.device, chosen.memory)
         elif rank == 0 and self.last <= done:
             print(f"profile.steps: {list(chosen.steps)} are over: the run goes on after step {done}")
 
@@ -238,7 +246,7 @@ def _waits_marked() -> Iterator[None]:
     real = dist.Work.wait
 
     def wait(self: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        with span("wait"):
+        with record_function("compose::wait"):
             return real(self, *args, **kwargs)
 
     dist.Work.wait = wait  # type: ignore[method-assign]

@@ -52,14 +52,6 @@ _REDUCES = "FSDP::post_backward_reduce"
 NOTED = "compose::noted"
 
 
-def span(name: str) -> record_function:
-    """Return a context that marks a range of this name in a trace, if one is made.
-
-    ``data`` and ``optimizer`` have labels.
-    """
-    return record_function(f"compose::{name}")
-
-
 def step_span(number: int) -> record_function:
     """Return a context that marks the range of one step."""
     return record_function(f"{_STEP}{number}")

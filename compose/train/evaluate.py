@@ -1,4 +1,4 @@
-"""Forward alone, on any mesh: the loss of a batch, or the model's output for it."""
+"""Forward alone, on any mesh: the loss of a batch or of all validation data, or the model's output."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,12 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from compose.build import loss_function as loss_of
 from compose.composition import Composition
+from compose.config.job import Job
+from compose.data.batches import in_order
+from compose.data.samples import Samples
 from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import LossFunction, cross_entropy
-from compose.parallel.mesh import BATCH_AXES, sum_over
+from compose.parallel.mesh import BATCH_AXES, batch_share, sum_over
 from compose.parallel.output import step_loss
-from compose.train.step import local_batch, micro_batches, samples_at_once
+from compose.train.heartbeat import report_phase
+from compose.train.step import local_batch, micro_batches, on_device, samples_at_once
 
 
 def evaluate(
@@ -64,18 +69,11 @@ def forward(
     each: Callable[[Tensor, Mapping[str, Tensor]], None],
     before: Callable[[Mapping[str, Tensor]], None] = lambda part: None,
 ) -> None:
-    """Run a batch through the model, which is left as it was.
+    """Run a batch, as ``forward_backward`` takes it, through the model, which is left as it was.
 
-    Args:
-        composition: What ``compose.apply`` returned.
-        batch: As ``forward_backward`` takes it; the model does not see ``targets``.
-        micro_batch: Samples in one forward; None is the whole share.
-        each: Called as ``each(output, part)`` for every micro-batch in order. With cp, ``part`` is this
-            rank's part of each sequence. In a pipeline it is called on the rank of the last stage.
-        before: Called with each part before its forward, on the ranks where ``each`` is called.
-
-    Raises:
-        ValueError: ``micro_batch`` is below 1.
+    ``each(output, part)`` is called for every micro-batch in order, and ``before(part)`` before its
+    forward. With cp, ``part`` is this rank's part of each sequence. In a pipeline both are called on
+    the rank of the last stage. The model does not see ``targets``.
     """
     model, pipeline = composition.model, composition.pipeline
     size = samples_at_once(batch, micro_batch)
@@ -102,3 +100,27 @@ def _evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+class Validation:
+    """Measures the loss of ``data.validation`` every ``train.validate_every`` steps, and at the end."""
+
+    def __init__(self, job: Job, samples: Samples | None, device: torch.device) -> None:
+        self.job, self.samples, self.device = job, samples, device
+        self.function = loss_of(job.config)
+
+    def loss(self, composition: Composition, step: int) -> float | None:
+        """Return the mean loss over all targets after a step, in nats; None if it is not due."""
+        train = self.job.config.train
+        if not self.samples or not (step % train.validate_every == 0 or step == train.last_step):
+            return None
+        report_phase(step, "validation")
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        for batch in in_order(self.samples, self.job.global_batch, batch_share(composition.mesh)):
+            here = on_device(batch, self.device)
+            loss, targets = evaluate(
+                composition, here, micro_batch=train.micro_batch, loss_function=self.function
+            )
+            total, count = total + loss, count + targets
+        return (total / count.clamp(min=1)).item()

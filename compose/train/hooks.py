@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from compose.checkpoint.state import HasState
 from compose.config.addons import brought
 from compose.memory.compilation import GraphCount
-from compose.parallel.processes import TrainingError
+from compose.train.processes import TrainingError
 from compose.train.replica_check import replica_mismatches
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ class Hook(HasState):
     """What a feature does around each step and at a run's ends; here it is nothing.
 
     All ranks make the same hooks, and call them alike. Steps are counted from 1. What a checkpoint
-    saves of a hook is in :class:`HasState`.
+    saves of a hook is in :class:`HasState`. No hook holds the trainer: a cycle would keep a run's
+    memory until garbage is collected.
     """
 
     def start(self, done: int) -> None:
@@ -63,11 +64,11 @@ class Graphs(Hook):
     """Reports how many graphs torch.compile has made."""
 
     def __init__(self, trainer: "Trainer") -> None:
-        self.trainer, self.count = trainer, GraphCount(trainer.config.compile.mode)
+        self.worker, self.count = trainer.worker, GraphCount(trainer.config.compile.mode)
 
     def metrics(self) -> dict[str, Any]:
         """Return ``recompiles``; nothing without a compiler."""
-        graphs = self.count.after_step(self.trainer.report.say)
+        graphs = self.count.after_step(self.worker.say)
         return {} if graphs is None else {"recompiles": graphs}
 
 

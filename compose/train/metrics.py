@@ -1,18 +1,13 @@
-"""What a run reports of each step: metrics.jsonl, the console, TensorBoard."""
+"""What a run reports of each step (sinks.py writes it), and the peaks of devices."""
 
-import contextlib
-import json
-import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from compose.errors import ConfigError, open_own, write_whole
 from compose.memory.precision import Precision
 
 # Dense peak FLOP/s by a part of torch.cuda.get_device_name(), first match wins; bfloat16 and float8
@@ -36,14 +31,9 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the dense peak of one device in FLOP/s.
+    """Return the dense peak of a device in FLOP/s, for products of a type such as "bfloat16".
 
-    Args:
-        device_name: The device's name, as torch.cuda.get_device_name() returns it.
-        dtype: The type of products, such as "bfloat16".
-
-    Returns:
-        The peak; None if it is not known, and then MFU is null.
+    None if it is not known; then MFU is null.
     """
     for name, rates in PEAK_FLOPS.items():
         if name in device_name:
@@ -52,15 +42,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def device_peak(device: torch.device, precision: Precision) -> float | None:
-    """Return the peak FLOP/s of a device in the precision of forward and backward.
-
-    Args:
-        device: The device.
-        precision: The table [precision].
-
-    Returns:
-        The peak; None if it is not known.
-    """
+    """Return the peak FLOP/s of a device in the precision of forward and backward, if it is known."""
     if device.type != "cuda":
         return None
     # float16 and bfloat16 have the same peak.
@@ -103,16 +85,15 @@ class StepMetrics:
     more: Mapping[str, Any] = field(default_factory=dict)
     """What routers, saves and hooks report, by key."""
 
+    def values(self) -> dict[str, Any]:
+        """Return the values by key, without those that say nothing."""
+        values = asdict(self)
+        more = values.pop("more")
+        values = {n: v for n, v in values.items() if n not in _OPTIONAL or v != _OPTIONAL[n]}
+        return values | {name: value for name, value in more.items() if value != {}}
+
     def console(self, steps: int, seconds_left: float) -> str:
-        """Return the step as a line for a person, with the time left.
-
-        Args:
-            steps: All steps of the run.
-            seconds_left: The time left.
-
-        Returns:
-            The line.
-        """
+        """Return the step as a line for a person, with all ``steps`` of the run and the time left."""
         minutes, seconds = divmod(round(seconds_left), 60)
         mfu = "" if self.mfu is None else f"  mfu {self.mfu:.1%}"
         loads = [report["load"] for report in self.more.get("routing", {}).values() if "load" in report]
@@ -128,145 +109,8 @@ class StepMetrics:
         )
 
 
-def _shown(value: float | None, digits: int) -> str:
-    return "not finite" if value is None else f"{value:.{digits}f}"
-
-
 _OPTIONAL = {"z_loss": None, "loss_scale": None, "epochs": {}, "validation_loss": None, "skipped": 0}
 
 
-class MetricsWriter:
-    """Writes steps into a folder; one rank makes one.
-
-    The file keeps its lines of the first ``steps`` steps, so that a resumed run leaves one line for
-    each step. If nothing can be written, the writer says so once, keeps the lines, and writes them when
-    it can.
-
-    Args:
-        folder: The run's folder.
-        tensorboard: Whether to write TensorBoard events too.
-        steps: Steps whose lines are kept.
-
-    Raises:
-        ConfigError: The file that is there cannot be read or replaced.
-    """
-
-    def __init__(self, folder: Path, tensorboard: bool, steps: int = 0) -> None:
-        self.path = folder / "metrics.jsonl"
-        try:
-            kept, strange = _lines_of(self.path, steps)
-            if strange:
-                names = (self.path.with_name(f"{self.path.name}.damaged-{i}") for i in range(1, 10**6))
-                aside = next(name for name in names if not os.path.lexists(name))
-                self.path.rename(aside)
-                _say(f"{self.path}: {strange} of its lines are no steps; it is kept as {aside}")
-            # A new file replaces the old one, so that a crash leaves one of them whole.
-            write_whole(self.path, b"".join(kept))
-            self.file: IO[bytes] = open_own(self.path, "ab", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"run.dir: {self.path}: {error.strerror}") from None
-        self.size, self.waiting, self.problem = sum(map(len, kept)), b"", ""
-        self.events: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # its import takes half a second
-
-            self.events = SummaryWriter(str(folder), purge_step=steps + 1 if steps else None)
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Append one line and one event for each number; the line is on disk on return if possible."""
-        values = asdict(metrics)
-        for name, nothing in _OPTIONAL.items():
-            if values[name] == nothing:
-                del values[name]
-        values |= {name: value for name, value in values.pop("more").items() if value != {}}
-        self._append(json.dumps(values).encode() + b"\n")
-        if self.events:
-            try:
-                for name, value in _scalars(values):
-                    if name != "step" and value is not None:
-                        self.events.add_scalar(name, value, metrics.step)
-            except OSError as error:  # an error of TensorBoard's thread, which then writes no more
-                self.events = None
-                _say(f"TensorBoard's events cannot be written: {error.strerror}; training goes on")
-
-    def _append(self, line: bytes) -> None:
-        """Write the waiting lines and ``line``, all or nothing."""
-        self.waiting += line
-        try:
-            left = memoryview(self.waiting)
-            while left:
-                left = left[self.file.write(left) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.truncate(self.file.fileno(), self.size)  # half a line would spoil the next one
-            if not self.problem:
-                self.problem = error.strerror or str(error)
-                _say(f"{self.path} cannot be written: {self.problem}; training goes on")
-            return
-        self.size += len(self.waiting)
-        self.waiting = b""
-        if self.problem:
-            self.problem = ""
-            _say(f"{self.path} is written again, no line of it is lost")
-
-    def close(self) -> None:
-        """Close the files."""
-        if self.waiting:
-            self._append(b"")
-        if self.waiting:
-            count = self.waiting.count(b"\n")
-            _say(f"{self.path}: the last {count} steps are not in it: {self.problem}")
-        self.file.close()
-        if self.events:
-            try:
-                self.events.close()
-            except OSError as error:
-                _say(f"TensorBoard's events cannot be written: {error.strerror}")
-
-
-def _scalars(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value): "table/key" for a table, and "key/name" for a table of tables by name."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and table:
-            yield from ((f"{key}/{name}", number) for key, number in value.items())
-        elif isinstance(value, Mapping):
-            yield from _scalars(value, name)
-        else:
-            yield f"{table}/{name}" if table else name, value
-
-
-def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
-    """Return the lines of the first ``steps`` steps, once each, and the number of strange lines.
-
-    A strange line has no step and is not the last line. No run leaves such a line, not even a killed
-    one.
-    """
-    try:
-        with open_own(path) as file:
-            lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return [], 0
-    kept: dict[int, bytes] = {}
-    strange = 0
-    for place, line in enumerate(lines):
-        step = _step_of(line)
-        if step is None:
-            strange += place + 1 < len(lines)  # the last line may be cut short
-        elif step <= steps:
-            strange += step in kept
-            kept.setdefault(step, line)
-    return list(kept.values()), strange
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a whole line."""
-    try:
-        values = json.loads(line.decode("utf-8")) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-    step = values.get("step") if isinstance(values, dict) else None
-    return step if type(step) is int and step > 0 else None
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+def _shown(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"

@@ -1,11 +1,14 @@
-"""One optimizer step's forward, backward and clipping, the same on every mesh."""
+"""One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -86,15 +89,7 @@ def forward_backward(
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
     """Return ``micro_batch``, or the number of samples in the batch if it is None.
 
-    Args:
-        batch: Tensors (samples, ...), by name.
-        micro_batch: Samples in one forward, or None.
-
-    Returns:
-        The number of samples.
-
-    Raises:
-        ValueError: The number is below 1.
+    Raises ValueError if the number is below 1.
     """
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
@@ -121,10 +116,8 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
 
     A model that takes ``positions`` counts them itself if the batch has none. It cannot where it sees a
     part of a sequence, so there they are added. A model that takes ``documents`` gets the documents
-    (compose.Documents) of the whole sequences in place of ``document_ids``.
-
-    Raises:
-        ConfigError: The ranks of tp cannot share the sequences.
+    (compose.Documents) of the whole sequences in place of ``document_ids``. Raises ConfigError if the
+    ranks of tp cannot share the sequences.
     """
     mesh = composition.mesh
     if axis_size(mesh, "cp") > 1 or composition.pipeline:
@@ -194,15 +187,7 @@ def _check_length(sequences: Tensor, ranks: int) -> None:
 
 
 def micro_batches(batch: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    """Cut a batch into parts of ``size`` samples; the last may have fewer.
-
-    Args:
-        batch: Tensors (samples, ...) and documents, by name.
-        size: Samples of a part.
-
-    Yields:
-        The parts.
-    """
+    """Yield parts of ``size`` samples of a batch; the last may have fewer."""
     for start in range(0, len(next(iter(batch.values()))), size):
         yield {name: value[start : start + size] for name, value in batch.items()}
 
@@ -277,3 +262,60 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
         for some in lists.values():
             torch._foreach_mul_(some, scale.to(some[0]))
     return norm
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The numbers of a step, the same on every rank."""
+
+    loss: float
+    """The mean loss."""
+    norm: float
+    """The norm of the gradients, before clipping."""
+    z_loss: float | None
+    """The z-loss, if there is one."""
+    said: tuple[int, ...]
+    """The greatest of all ranks, for each number that ranks say."""
+
+
+def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[int]) -> Reading:
+    """Read the numbers of a step from the device at once; a collective.
+
+    On a GPU the host gives work to the device ahead of time, and a read waits until the device has done
+    all of it. So a step has one read: after clipping, and before the optimizer's step, which a loss or
+    gradient that is not finite must not reach. From there on the host is ahead again. ``said`` are
+    numbers that this rank says, such as the code of a signal.
+    """
+    # A fill takes its value along. A tensor made of a list would be copied, and waited for.
+    words = torch.stack([torch.full((), float(word), device=norm.device) for word in said])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(words, dist.ReduceOp.MAX)
+    found = [loss, norm, *([] if z_loss is None else [z_loss])]
+    wide = torch.stack([each.to(norm.device, torch.float64) for each in found])
+    numbers = torch.cat([wide, words.double()]).tolist()
+    rest = tuple(map(int, numbers[len(found) :]))
+    return Reading(numbers[0], numbers[1], None if z_loss is None else numbers[2], rest)
+
+
+class StepClock:
+    """Measures steps from one reading to the next, without what goes on between two steps.
+
+    The device may still be in the optimizer's step when the host ends a step. Then that time is in the
+    next reading's.
+    """
+
+    def __init__(self) -> None:
+        self.since = self.left = time.perf_counter()
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        self.since += time.perf_counter() - self.left
+
+    def read(self) -> float:
+        """Return the seconds since the last reading."""
+        before, self.since = self.since, time.perf_counter()
+        return self.since - before
+
+    def end(self) -> None:
+        """Note that a step ends."""
+        self.left = time.perf_counter()

@@ -16,19 +16,22 @@ from compose.data.datasets import OpenData, described, open_data, training_batch
 from compose.memory.precision import first_scale
 from compose.ops.dropout import DropoutKey
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
-from compose.parallel.islands import current
 from compose.parallel.mesh import batch_share
-from compose.parallel.output import CrossEntropy
-from compose.parallel.processes import TrainingError, set_timeout, start_timeout
-from compose.parallel.stragglers import report_phase
-from compose.train.folder import RunFolder
+from compose.train.evaluate import Validation
+from compose.train.heartbeat import report_phase
 from compose.train.hooks import Hook, hooks_of
 from compose.train.metrics import StepMetrics, device_peak, peak_memory
-from compose.train.reading import Reading, StepClock, read_step
-from compose.train.report import Report
-from compose.train.signals import LAUNCHER_DIED, Signals
-from compose.train.step import clip_grad_norm_, forward_backward, on_device
-from compose.train.validation import Validation
+from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError, set_timeout
+from compose.train.run_folder import Report, RunFolder
+from compose.train.step import (
+    Reading,
+    StepClock,
+    clip_grad_norm_,
+    forward_backward,
+    on_device,
+    read_step,
+)
+from compose.train.workers import Worker, WorkerCheckpoints, this_worker
 
 
 class Trainer:
@@ -42,33 +45,28 @@ class Trainer:
     ) -> None:
         """Prepare a run; a collective.
 
-        Args:
-            job: What to train.
-            mesh: The mesh of ``compose.init_mesh``.
-            device: This rank's device.
-            data: The opened data of the job; None: it is opened here.
-
-        Raises:
-            ConfigError: The data, the checkpoint, the first weights or the folder cannot be used.
+        The job is of one DiLoCo worker; ``data`` are opened here if they are not given. Raises
+        ConfigError if the data, the checkpoint, the first weights or the folder cannot be used.
         """
-        config, islands = job.config, current()
+        config = job.config
         self.job, self.config, self.mesh, self.device = job, config, mesh, device
+        self.worker = worker = this_worker() if job.islands > 1 else Worker()
         train, shape = config.train, config.model.config
         self.composition = parallelize(job, mesh, device)
         self.loss = loss_function(config)
         data = data or open_data(config)
         index, count = batch_share(mesh)
-        share = islands.index * count + index, islands.count * count
+        share = worker.index * count + index, worker.count * count
         self.batches = training_batches(config, data, share, device)
-        self.last_step = min(train.stop_after or train.steps, train.steps)
-        self.validation = Validation(job, data.validation, device, self.last_step)
+        self.validation = Validation(job, data.validation, device)
         self.step_tokens = train.global_batch * train.seq_len
-        peak, devices = device_peak(device, config.precision), mesh.size() * islands.count
+        peak, devices = device_peak(device, config.precision), mesh.size() * worker.count
         # The tokens per second if every device ran at its peak.
         self.peak_rate = peak and peak * devices / shape.flops_per_token(train.seq_len)
-        self.held = RunFolder(config.run.dir, saves=config.checkpoint.interval > 0)
+        self.held = RunFolder(config.run.dir, config.checkpoint.interval > 0, worker)
         self.folder = self.held.path
-        self.optimizer = build_optimizer(self.composition, job, folder=self.folder)
+        part = f"island-{worker.index}" if worker.count > 1 else ""
+        self.optimizer = build_optimizer(self.composition, job, folder=self.folder, part=part)
         self.hooks: list[Hook] = hooks_of(self)
         self.checkpointer = Checkpointer(
             config,
@@ -77,6 +75,7 @@ class Trainer:
             self.folder,
             described(self.batches, config),
             self.hooks,
+            WorkerCheckpoints(worker),
         )
         frozen = bool(config.model.lora.rank)
         if frozen:  # a checkpoint holds the adapters alone
@@ -84,12 +83,12 @@ class Trainer:
         found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
         if found is None and not frozen:
             fill_weights(self.composition, job, device)
-        self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device)
+        self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device, worker)
         begun, scale = found or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         for hook in self.hooks:
             hook.start(self.progress.step)
-        self.report = Report(config, self.held, self.batches, self.progress)
+        self.report = Report(config, self.held, self.batches, self.progress.step, worker)
         self.report.begin(job, self.composition, found)
 
     def run(self) -> None:
@@ -101,7 +100,7 @@ class Trainer:
         failed = True
         try:
             with self.signals:
-                set_timeout(start_timeout(self.config.comm), but=self.checkpointer.group)
+                set_timeout(self.config.comm.first_step_timeout, but=self.checkpointer.group)
                 stopped = self._train()
                 # A signal at the end of the run waits for the last save too.
                 self.checkpointer.wait()
@@ -120,8 +119,9 @@ class Trainer:
 
     def _train(self) -> BaseException | None:
         """Take the steps that are left; return what to raise if a signal has stopped the run."""
-        comm, first = self.config.comm, self.progress.step + 1
-        while (number := self.progress.step + 1) <= self.last_step:
+        saving, last = self.config.checkpoint, self.config.train.last_step
+        first = self.progress.step + 1
+        for number in range(first, last + 1):
             for hook in self.hooks:
                 hook.before_step(number)
             metrics = self.step()
@@ -129,26 +129,21 @@ class Trainer:
                 hook.after_step(number)
             measured = self.validation.loss(self.composition, number)
             if number == first:
-                set_timeout(timedelta(seconds=comm.timeout), but=self.checkpointer.group)
+                set_timeout(timedelta(seconds=self.config.comm.timeout), but=self.checkpointer.group)
             self.report.write(replace(metrics, validation_loss=measured))
             code, failed = self.read.said
             if asked := self.signals.asked(number, code):
                 return self._stop(asked)
-            self._save(number, bool(failed))
+            if failed:
+                raise TrainingError(
+                    f"step {number}: {saving.fail_after} checkpoints could not be saved"
+                    " (checkpoint.fail_after)"
+                )
+            if saving.interval and (number % saving.interval == 0 or number == last):
+                self.checkpointer.save(self.progress)
         for hook in self.hooks:
             hook.finish()
         return None
-
-    def _save(self, done: int, failed: bool) -> None:
-        """Save the checkpoint that is due after ``done`` steps, unless saves have ``failed``."""
-        every = self.config.checkpoint.interval
-        if failed:
-            raise TrainingError(
-                f"step {done}: {self.config.checkpoint.fail_after} checkpoints could not be saved"
-                " (checkpoint.fail_after)"
-            )
-        if every and (done % every == 0 or done == self.last_step):
-            self.checkpointer.save(self.progress)
 
     def _stop(self, asked: signal.Signals) -> BaseException | None:
         """Save, and say how to resume; return KeyboardInterrupt after Ctrl-C.
@@ -174,8 +169,8 @@ class Trainer:
     def step(self) -> StepMetrics:
         """Take the next optimizer step; except those of saving, metrics are equal on all ranks."""
         self.clock.begin()
-        config, before, z_loss = self.config, self.progress, None
-        step, train, islands = before.step, config.train, current()
+        config, before, worker = self.config, self.progress, self.worker
+        step, train = before.step, config.train
         scale = before.scale.value if before.scale else 1.0
         report_phase(step + 1, "the data")
         with record_function("compose::data"):
@@ -187,12 +182,12 @@ class Trainer:
             micro_batch=train.micro_batch,
             loss_function=self.loss,
             loss_scale=scale,
-            dropout=DropoutKey(step, train.seed, islands.index * train.global_batch // islands.count),
+            dropout=DropoutKey(step, train.seed, worker.index * train.global_batch // worker.count),
         )
         with record_function("compose::optimizer"):
             norm = clip_grad_norm_(self.composition, train.max_norm, scale)
-        if train.z_loss and isinstance(self.loss, CrossEntropy):
-            z_loss = self.loss.mean_square(self.mesh)
+        mean_square = getattr(self.loss, "mean_square", None)  # a model's own loss has none
+        z_loss = mean_square(self.mesh) if train.z_loss and mean_square else None
         said = (self.signals.code, self.checkpointer.failed_too_often)
         self.read = read = read_step(loss, norm, z_loss, said)
         rate = self.step_tokens / self.clock.read()

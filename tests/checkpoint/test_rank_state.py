@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compose.checkpoint import rank_state
 from compose.checkpoint.checkpointer import Checkpointer
-from compose.diloco.hook import DiLoCo
+from compose.diloco.loop import OuterLoop
 from compose.errors import ConfigError
 from compose.train.trainer import Trainer
 from tests.diloco.cases import outer
@@ -40,7 +40,7 @@ def _faults(checkpointer: Checkpointer) -> list[tuple[State, str]]:
         found.append((right | {f"{name}x": value.clone()}, f"{short}x {NONE}"))
     strange = "7.output.weight.shards.feedback"
     found.append((right | {strange: torch.zeros(1)}, f"{strange} {NONE}"))
-    loops = [hook.loop for hook in checkpointer.beside if isinstance(hook, DiLoCo)]
+    loops = [hook for hook in checkpointer.beside if isinstance(hook, OuterLoop)]
     if not loops:
         return [*found, ({**right, "outer.lost.0": torch.zeros(1)}, f"outer.lost.0 {NONE}")]
     for name in ("lost.x", "lost.00", "pending.0.3.7", "pending.0.9.0", "pending.9.3.0", "pending"):

@@ -11,8 +11,7 @@ from compose.diloco.fragments import Part, rows_of, shares
 from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
 from compose.diloco.proof import messages_of
-from compose.parallel.islands import Islands
-from compose.parallel.processes import start_timeout
+from compose.train.workers import Worker
 from tests.diloco.cases import INSIDE
 from tests.support.helpers import Keys, make_job, tier
 from tests.support.pool import Pool, make_mesh
@@ -92,7 +91,8 @@ def _messages(keys: Keys) -> tuple[list[list[list[tuple[str, torch.Tensor]]]], d
     composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     options = Outer(every=4, fragments=1)
     layers = list(job.resolved.checkpoint)
-    loop = OuterLoop(options, composition, layers, Islands(), start_timeout(job.config.comm))
+    timeout = job.config.comm.first_step_timeout
+    loop = OuterLoop(options, composition, layers, Worker(), timeout, 1)
     found = [[list(message) for message in fragment] for fragment in messages_of(loop)]
     return found, {name: p.numel() for name, p in job.model.named_parameters()}
 

@@ -1,63 +1,236 @@
-"""The outer loop: islands on meshes of every axis are one process that is all of them."""
+"""The outer loop: exchanges that equal data parallel, what goes on inside a worker, and corruption."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.diloco.cases import EXPERTS, STREAMING, outer, prove
-from tests.support.helpers import Keys, tier
-from tests.support.lora import lora
-from tests.support.pool import Pool
+from compose.build import build
+from compose.composition import Composition
+from compose.diloco.loop import OuterLoop
+from compose.diloco.options import Outer
+from compose.parallel.mesh import batch_share
+from compose.proof.comparison import whole
+from compose.train import trainer as trainer_module
+from compose.train.metrics import StepMetrics
+from compose.train.processes import TrainingError
+from compose.train.step import forward_backward
+from compose.train.trainer import Trainer
+from compose.train.workers import this_worker
+from tests.diloco.cases import INSIDE, STREAMING, outer, proof
+from tests.support.helpers import Keys, make_job, tier
+from tests.support.mutation import mutated
+from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for
 
-BIASED: Keys = {  # type: ignore[assignment]
-    "model__name": "gpt_oss",
-    "model__n_layers": 4,
-    "model__dim": 32,
-    "model__head_dim": 16,
-} | {f"model__{key}": 2 for key in ("n_heads", "n_kv_heads", "n_experts", "top_k")}
-CASES: dict[str, tuple[int, str, Keys]] = {
-    "diloco": (2, "tp x zero 3", outer(every=3)),
-    "mean of weights": (4, "one rank", outer(every=2, lr=1.0, momentum=0.0)),
-    "fragments": (2, "pp x tp", outer(every=4, fragments=1)),
-    "streaming": (2, "zero 3", STREAMING),
-    "streaming, late": (2, "pp x tp", outer(every=8, fragments=1, delay=3, mix=0.25, lr=0.4)),
-    "uneven fragments": (2, "tp x zero 3", outer(every=6, fragments=2) | {"model__n_layers": 3}),
-    "bfloat16": (2, "tp x zero 3", outer(every=2, dtype="bfloat16")),
-    "int8": (2, "pp x tp", STREAMING | outer(dtype="int8")),
-    "e3m0": (2, "tp x zero 3", STREAMING | outer(dtype="e3m0")),
-    "top_k": (2, "zero 3", STREAMING | outer(dtype="top_k")),
-    "top_k, replicas": (2, "tp x zero 3", outer(every=2, dtype="top_k", density=0.0078125)),
-    # Of a bias that begins at zero, and moves less than the others, nothing is sent.
-    "a weight stays zero": (2, "one rank", outer(every=1, dtype="top_k", density=0.0625) | BIASED),
-    "zero 0": (2, "replicas", outer(every=2, dtype="int8")),
-    "context": (2, "cp", outer(every=2, dtype="e3m0")),
-    "experts": (2, "experts", outer(every=2, dtype="int8")),
-    "tied": (2, "pp x tp", STREAMING | {"model__tie_embeddings": True}),
-    "four islands": (4, "zero 3", STREAMING),
-    "adapters": (2, "tp x zero 3", outer(every=2) | lora(3)),
-    "frozen weights": (2, "one rank", STREAMING | lora(3)),
-    "routers' biases": (2, "one rank", STREAMING | EXPERTS | outer(dtype="bfloat16")),
-    "late islands": (4, "one rank", STREAMING | outer(grace=1)),
+SAMPLES, STEPS = 8, 4
+BATCH: Keys = {"train__global_batch": SAMPLES, "train__micro_batch": 1}
+AVERAGE = {"lr": 1.0, "momentum": 0.0}
+
+
+def trained(keys: Keys, outer: dict[str, Any] | None, same_samples: bool = False) -> dict[str, Tensor]:
+    """The weights after some steps of plain SGD, and the loss of each, on this rank's island."""
+    islands = this_worker()
+    job = make_job(dist.get_world_size(), **keys)
+    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    optimizer = torch.optim.SGD(composition.model.parameters(), lr=0.1, foreach=False)
+    loop = _loop(composition, list(job.resolved.checkpoint), outer) if outer else None
+    index, count = batch_share(composition.mesh)
+    if not same_samples:
+        index, count = islands.index * count + index, islands.count * count
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.randint(256, (SAMPLES, 33), generator=torch.Generator().manual_seed(step))
+        mine = tokens[index * SAMPLES // count : (index + 1) * SAMPLES // count]
+        share = {"tokens": mine[:, :-1], "targets": mine[:, 1:]}
+        losses.append(forward_backward(composition, share, micro_batch=1).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        if loop:
+            loop.after_update(step + 1)
+    if loop:
+        loop.close(failed=False)
+    weights = {name: whole(parameter) for name, parameter in composition.named_parameters()}
+    return weights | {"losses": torch.stack(losses)}
+
+
+def _loop(composition: Composition, layers: list[str], outer: dict[str, Any]) -> OuterLoop:
+    loop = OuterLoop(Outer(**outer), composition, layers, this_worker(), timedelta(minutes=1), STEPS)
+    loop.start(0)
+    return loop
+
+
+# Routers count the samples of their island alone.
+DENSE = [name for name, (_, mesh) in INSIDE.items() if "model__name" not in mesh]
+
+
+@pytest.mark.parametrize("inside", [pytest.param(n, marks=tier(slow=n != "zero 3")) for n in DENSE])
+def test_each_step_with_sgd_is_data_parallel(pool: Pool, inside: str) -> None:
+    ranks, mesh = INSIDE[inside]
+    keys: Keys = {**BATCH, **mesh}
+    found = pool.run(trained, 2 * ranks, keys, {"every": 1, **AVERAGE}, islands=2)
+    right = pool.run(trained, ranks, keys, None)
+    for rank, weights in enumerate(found):
+        del weights["losses"]  # of this island's samples
+        for name, value in weights.items():
+            torch.testing.assert_close(value, right[rank % ranks][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fragments", [0, 1])
+def test_one_island_that_takes_the_mean_is_bitwise_no_islands(pool: Pool, fragments: int) -> None:
+    keys: Keys = {**BATCH, "parallel__dp_shard": 2}
+    outer = {"every": 2, "fragments": fragments, **AVERAGE}
+    found, right = pool.run(trained, 2, keys, outer)[0], pool.run(trained, 2, keys, None)[0]
+    for name, value in right.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("islands", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_islands_with_the_same_samples_are_bitwise_one(pool: Pool, islands: int) -> None:
+    keys: Keys = {**BATCH, "parallel__dp_shard": 2}
+    outer = {"every": 2, "lr": 0.7, "momentum": 0.9}
+    found = pool.run(trained, 2 * islands, keys, outer, True, islands=islands)
+    right = pool.run(trained, 2, keys, outer)[0]
+    for weights in found:
+        for name, value in right.items():
+            assert torch.equal(weights[name], value), name
+
+
+TENSOR: Keys = {"parallel__tp": 2, "parallel__dp_shard": 1}
+
+
+@pytest.mark.parametrize("fragments", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "inside",
+    [
+        INSIDE["zero 3"][1],
+        pytest.param(TENSOR, marks=pytest.mark.slow),
+        pytest.param(INSIDE["pp x tp"][1], marks=pytest.mark.slow),
+    ],
+    ids=["zero 3", "tp", "pp x tp"],
+)
+def test_the_mesh_inside_islands_changes_nothing(pool: Pool, inside: Keys, fragments: int) -> None:
+    """With fragments as without: these are parts of the whole model, not of what a rank holds."""
+    outer = {"every": 2, "fragments": fragments, "mix": 0.5, "momentum": 0.9, "lr": 0.7}
+    right = pool.run(trained, 2, BATCH, outer, islands=2)
+    ranks = 8 if "parallel__pp" in inside else 4
+    found = pool.run(trained, ranks, {**BATCH, **inside}, outer, islands=2)
+    for rank, values in enumerate(found):
+        for name, value in values.items():
+            torch.testing.assert_close(value, right[rank * 2 // ranks][name], rtol=1e-6, atol=1e-6)
+
+
+STEPS = 5
+MEAN = outer(every=2, lr=1.0, momentum=0.0)
+FP16: Keys = {"precision__param": "float16", "precision__reduce": "float32"}
+OPTIONS: dict[str, tuple[str, Keys]] = {
+    "streaming": ("tp x zero 3", {**outer(every=4, fragments=1, mix=0.5)}),
+    "muon": ("zero 3", {"optimizer__name": "muon"}),
+    "adamw in host memory": ("zero 3", {"parallel__offload": "cpu"}),
+    "activation checkpointing": ("tp x zero 3", {"activation_checkpoint__mode": "full"}),
+    "chunked loss": ("zero 3", {"train__loss_chunk": 8}),
+    "compile": ("zero 3", {"compile__mode": "block"}),
+    "bfloat16": ("pp x tp", {"precision__param": "bfloat16"}),
+    "float16": ("zero 3", FP16),
+    "coded messages": ("zero 3", {"comm__weights": "int8", "comm__gradients": "int8"}),
+    "experts": ("experts", {}),
 }
-QUICK = ("streaming", "top_k", "frozen weights", "routers' biases")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n not in QUICK)) for n in CASES])
-def test_is_one_process(pool: Pool, name: str) -> None:
-    islands, inside, keys = CASES[name]
-    prove(pool, islands, inside, keys)
+def a_run(keys: Keys, skipped: bool) -> tuple[dict[str, Tensor], list[dict[str, Any]], int]:
+    """Weights, lines of metrics and skipped steps of a run, whose samples depend on the step alone."""
+    ranks, islands = dist.get_world_size(), this_worker()
+    job = make_job(ranks * islands.count, **{"parallel__dp_replicate": islands.count, **keys})
+    mesh = make_mesh(job.degrees)
+    trainer = Trainer(job, mesh, torch.device("cpu"))
+    length, share = job.config.train.seq_len, job.global_batch
+    of = job.degrees.dp_shard
 
+    def batch(_: int) -> Mapping[str, Tensor]:
+        generator = torch.Generator().manual_seed(trainer.progress.step)
+        tokens = torch.randint(256, (share, length + 1), generator=generator)
+        place = mesh["dp_shard"].get_local_rank()
+        mine = tokens[place * share // of : (place + 1) * share // of]
+        return {"tokens": mine[:, :-1].contiguous(), "targets": mine[:, 1:].contiguous()}
 
-@pytest.mark.parametrize("name", ["diloco", "streaming", "top_k", "four islands"])
-def test_an_island_that_misses_exchanges_joins_the_next(pool: Pool, name: str) -> None:
-    islands, inside, keys = CASES[name]
-    prove(pool, islands, inside, keys, missed=True)
+    real, found = trainer_module.clip_grad_norm_, list[StepMetrics]()
+
+    def norm(*arguments: Any) -> Tensor:
+        value = real(*arguments)
+        return value * torch.inf if skipped and trainer.progress.step in (1, 2) else value
+
+    with (
+        mock.patch.object(trainer.batches, "batch", batch),
+        mock.patch.object(trainer_module, "clip_grad_norm_", norm),
+    ):
+        real_step = trainer.step
+
+        def step() -> StepMetrics:
+            found.append(real_step())
+            return found[-1]
+
+        with mock.patch.object(trainer, "step", step):
+            trainer.run()
+    weights = {name: whole(p) for name, p in trainer.composition.named_parameters()}
+    return weights, [{"loss": m.loss, "scale": m.loss_scale} for m in found], trainer.skipped
 
 
 @pytest.mark.parametrize(
-    ("keys", "unused"),
-    [
-        (outer(every=2, offload=False), "outer.offload"),  # on a CPU the memory is the same
-        pytest.param(outer(every=2, fragments=2), "outer.fragments", marks=pytest.mark.slow),
-    ],
+    "name", [pytest.param(n, marks=tier(slow=True, full=n == "compile")) for n in OPTIONS]
 )
-def test_keys_that_change_nothing_are_named(pool: Pool, keys: Keys, unused: str) -> None:
-    prove(pool, 2, "one rank", keys, unused=unused)
+def test_islands_that_see_the_same_are_one_run(pool: Pool, tmp_path: Path, name: str) -> None:
+    inside, options = OPTIONS[name]
+    ranks, mesh = INSIDE[inside]
+    keys: Keys = {
+        "train__steps": STEPS,
+        "train__seq_len": 16,
+        "train__micro_batch": 1,
+        **mesh,
+        **options,
+    }
+    skips = name == "float16"
+    plain = {k: v for k, v in keys.items() if not k.startswith("outer__")}
+    one = pool.run(a_run, ranks, keys_for(tmp_path / "one", train__global_batch=4, **plain), skips)
+    many_keys = keys_for(tmp_path / "many", train__global_batch=8, **(MEAN | keys))
+    many = pool.run(a_run, 2 * ranks, many_keys, skips, islands=2)
+    for rank, (weights, steps, skipped) in enumerate(many):
+        right, right_steps, right_skipped = one[rank % ranks]
+        assert steps == right_steps
+        assert skipped == right_skipped == (2 if skips else 0)
+        for parameter, value in right.items():
+            assert torch.equal(weights[parameter], value), parameter
+
+
+END = "compose.diloco.loop:OuterLoop._end"
+
+
+def _one_island_alone() -> str:
+    keys: Keys = {"train__global_batch": 8, "train__micro_batch": 1, **STREAMING}
+    if this_worker().index == 0:
+        return _message(keys)
+    with mutated(END, "for message in there:", "for message in there[1:]:"):
+        return _message(keys)
+
+
+def _message(keys: Keys) -> str:
+    try:
+        proof(2, keys)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+def test_islands_that_differ_stop_the_run(pool: Pool) -> None:
+    """The next exchange of that fragment sees it."""
+    said = pool.run(_one_island_alone, 2, islands=2)
+    assert (
+        said
+        == ["the outer weights of islands differ: silent corruption; go on from the last checkpoint"]
+        * 2
+    )

@@ -24,8 +24,7 @@ from compose.optim import offload
 from compose.optim.offload import OffloadedAdamW
 from compose.optim.offload_files import MARK, Scratch, TensorFile, page_aligned
 from compose.optim.optimizers import make_state
-from compose.parallel.processes import TrainingError
-from compose.train.signals import Signals
+from compose.train.processes import Signals, TrainingError
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import SAVING, train_on, trained_state
 from tests.support.command_lines import QUICK, command, execute

@@ -1,6 +1,5 @@
 """Routing in training: what is counted, acted on and reported is the same on every mesh."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compose import Parallel
+from compose.config.tables import Config
 from compose.parallel.expert_parallel import RoutingMetrics
 from compose.proof import routing_trace
-from compose.train.metrics import MetricsWriter
+from compose.train.sinks import TensorBoard
 from models.layers.router import MoEConfig, Router
 from tests.support.experts import DEEPSEEK, QWEN
 from tests.support.pool import Pool, make_mesh
@@ -65,12 +65,12 @@ def test_trains_the_same_on_every_mesh(
 def test_reports_are_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer = TensorBoard(Config(), tmp_path, 0, print)
     routing = {"layers.1.moe.router": {"load": 1.25, "dropped": 3.0}}
     step = replace(STEP, more={"routing": routing})
     writer.write(step)
     writer.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["routing"] == routing
+    assert step.values()["routing"] == routing
     assert "load 1.25" in step.console(10, 1.0)
     assert "load" not in STEP.console(10, 1.0)
     events = EventAccumulator(str(tmp_path)).Reload()

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from compose import ActivationCheckpoint, Options, Parallel, Pipeline, Plan, Precision, Trial, verify
 from compose.checkpoint import store
 from compose.diloco.proof import prove_outer_loop
-from compose.parallel.islands import current
 from compose.pipeline.schedules import SCHEDULES
 from compose.proof.one_process import arithmetic_of
 from compose.proof.prove import prove
 from compose.proof.report import Report, joined, tolerance_of
+from compose.train.workers import this_worker
 from tests.support.draws import Draw, Keys, draw, one_process, other_mesh
 from tests.support.helpers import agreed, make_config, make_job, small_ones_move, tier
 from tests.support.pool import Pool, make_mesh
@@ -43,7 +43,7 @@ def drawn(number: int) -> Draw:
 
 def prove_draw(keys: Keys) -> Report:
     """On every rank of a pool: what ``verify`` does, with islands too."""
-    job = make_job(dist.get_world_size() * current().count, **keys)
+    job = make_job(dist.get_world_size() * this_worker().count, **keys)
     mesh, device = make_mesh(job.degrees), torch.device("cpu")
     with small_ones_move():
         reports = [prove(job, mesh, device)]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from compose import Parallel, init_mesh
-from compose.parallel.islands import divide
+from compose.train.workers import divide
 from tests.support.forks import forks
 from tests.support.stacks import leave_stacks, stacks_of
 
@@ -147,7 +147,7 @@ def _worker(connection: Connection, port: int, timeout: timedelta, stacks: Path)
             return
         try:
             everyone = dist.PrefixStore(f"job{job}", store)
-            own, rank, world_size = divide(everyone, rank, world_size, islands)
+            _, own, rank, world_size = divide(everyone, rank, world_size, islands)
             dist.init_process_group(
                 "gloo",
                 store=own,

@@ -8,11 +8,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compose.parallel.islands import current
-from compose.parallel.processes import TrainingError
 from compose.train import trainer as trainer_module
 from compose.train.metrics import StepMetrics
+from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
+from compose.train.workers import this_worker
 from tests.support.helpers import make_job
 from tests.support.pool import make_mesh
 
@@ -31,7 +31,7 @@ STEP = StepMetrics(
 
 def train(keys: dict[str, object]) -> None:
     """On every rank of a pool: a run of train.toml with ``keys``."""
-    job = make_job(dist.get_world_size() * current().count, **keys)
+    job = make_job(dist.get_world_size() * this_worker().count, **keys)
     Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
 
 

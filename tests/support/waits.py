@@ -31,8 +31,8 @@ from compose.parallel.mesh import init_mesh
 from compose.planner import fake_world as worlds
 from compose.planner.fake_world import OnMeta, fake_world
 from compose.planner.record import Recorder
+from compose.train import evaluate
 from compose.train import trainer as trainer_module
-from compose.train import validation
 from compose.train.trainer import Trainer
 from tests.support.helpers import ROOT
 
@@ -221,7 +221,7 @@ def _cuda(waits: Waits) -> Iterator[None]:
             (torch.cuda, "get_device_name", lambda *args: "H100"),
             (dist, "all_gather_object", gather),
             (trainer_module, "report_phase", nothing),
-            (validation, "report_phase", nothing),
+            (evaluate, "report_phase", nothing),
             (trainer_module, "set_timeout", nothing),
             (trainer_module, "parallelize", _on_meta),
             # No thread reads ahead: it would not be seen, and it needs a device.

@@ -27,9 +27,8 @@ from compose.parallel.mesh import batch_share
 from compose.parallel.output import CrossEntropy
 from compose.pipeline.schedules import SCHEDULES, Action, forwards, needs, placement
 from compose.pipeline.timeline import simulate
-from compose.train.evaluate import evaluate
+from compose.train.evaluate import Validation, evaluate
 from compose.train.step import clip_grad_norm_, forward_backward
-from compose.train.validation import Validation
 from tests.support.collectives import counted_collectives
 from tests.support.helpers import ROOT, make_job, tier
 from tests.support.pool import Pool, make_mesh
@@ -138,7 +137,7 @@ def _validation(file: Path) -> tuple[float | None, float, float | None]:
     assert samples
     assert len(samples) == 5  # of which a batch holds 4
     loss, count = on_one_process(job, stacked([samples.read(number) for number in range(5)]))
-    validation = Validation(job, samples, CPU, last_step=10)
+    validation = Validation(job, samples, CPU)
     return validation.loss(composition, 8), loss / count, validation.loss(composition, 9)
 
 

@@ -1,13 +1,10 @@
 """What a run leaves in its folder, and finds there: nothing lost, nothing outside, nothing silent."""
 
 import contextlib
-import dataclasses
-import errno
 import gc
 import io
 import json
 import os
-import resource
 import shutil
 import signal
 import threading
@@ -33,13 +30,11 @@ from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.data.datasets import open_data, training_batches
 from compose.errors import ConfigError
-from compose.train.folder import RunFolder
-from compose.train.metrics import MetricsWriter
-from compose.train.report import Report
+from compose.train.run_folder import Report, RunFolder
 from compose.train.trainer import Trainer
+from compose.train.workers import Worker
 from tests.support.helpers import ROOT, make_job
 from tests.support.pool import Pool, make_mesh
-from tests.support.training import STEP
 
 CPU = torch.device("cpu")
 SMALL = {"model__n_layers": 1, "model__dim": 16, "model__hidden_dim": 16, "model__n_heads": 2}
@@ -137,67 +132,6 @@ def test_changes_of_what_cannot_be_read(tmp_path: Path) -> None:
         assert changes(tmp_path, config) == []
 
 
-def _write(folder: Path, *steps: int, after: int = 0) -> MetricsWriter:
-    writer = MetricsWriter(folder, tensorboard=False, steps=after)
-    for step in steps:
-        writer.write(_step(step))
-    return writer
-
-
-def _step(step: int) -> Any:
-    return dataclasses.replace(STEP, step=step)
-
-
-def test_a_line_that_was_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _write(tmp_path, 1, 2).close()
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"step": 3, "lo')
-    _write(tmp_path, 3, after=2).close()
-    assert _steps(tmp_path) == [1, 2, 3]
-    path.write_bytes(path.read_bytes()[:-9])
-    _write(tmp_path, 4, after=3).close()
-    assert _steps(tmp_path) == [1, 2, 4], "what is lost is not made up"
-    assert capsys.readouterr().out == ""
-    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize(
-    "strange", [b"\xff\xfe\n", b"[1]\n", b'{"step": "2"}\n', b"\n", b"[" * 9999 + b"\n"]
-)
-def test_a_line_that_no_run_leaves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], strange: bytes
-) -> None:
-    """Is left out, said, and kept beside."""
-    _write(tmp_path, 1, 2).close()
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(strange + path.read_bytes())
-    before = path.read_bytes()
-    _write(tmp_path, 3, after=2).close()
-    assert _steps(tmp_path) == [1, 2, 3]
-    aside = tmp_path / "metrics.jsonl.damaged-1"
-    assert aside.read_bytes() == before
-    assert capsys.readouterr().out == (f"{path}: 1 of its lines are no steps; it is kept as {aside}\n")
-
-
-def test_metrics_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said once; what could not be written is, as soon as there is room."""
-    writer, path = _write(tmp_path, 1, 2), tmp_path / "metrics.jsonl"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
-    try:
-        writer.write(_step(3))
-        writer.write(_step(4))
-        assert _steps(tmp_path) == [1, 2], "nor is half a line there"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    said = capsys.readouterr().out
-    assert said == f"{path} cannot be written: {os.strerror(errno.EFBIG)}; training goes on\n"
-    writer.write(_step(5))
-    writer.close()
-    assert _steps(tmp_path) == [1, 2, 3, 4, 5]
-    assert capsys.readouterr().out == f"{path} is written again, no line of it is lost\n"
-
-
 LINKS = [".lock", "config.toml", "metrics.jsonl", ".saved", "checkpoints", "traces", "tokenizer"]
 
 
@@ -221,9 +155,7 @@ def test_a_link_in_a_runs_folder(alone: None, tmp_path: Path, name: str) -> None
     assert _run_dir(_config(run)) == [f"run.dir: {wrong} is not a {kind}; move it away"]
 
 
-def test_a_link_in_place_of_an_islands_folder(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_in_place_of_an_islands_folder(alone: None, tmp_path: Path) -> None:
     """Refused before the start, and by the island, which may be on another machine."""
     run, outside = tmp_path / "run", tmp_path / "outside"
     (run / "islands").mkdir(parents=True)
@@ -232,9 +164,8 @@ def test_a_link_in_place_of_an_islands_folder(
     words = [f"run.dir: {run}/islands/1 is no folder of an island; move it away"]
     assert _run_dir(_config(run)) == words
     island = mock.Mock(index=1, count=2, everyone=lambda *_: [str(run), ""])
-    monkeypatch.setattr("compose.train.folder.current", lambda: island)
     with pytest.raises(ConfigError) as caught:
-        RunFolder(str(run))
+        RunFolder(str(run), worker=island)
     assert caught.value.problems == words
     (run / "islands/1").unlink()
     (run / "islands/1").mkdir()
@@ -242,22 +173,19 @@ def test_a_link_in_place_of_an_islands_folder(
     link = f"run.dir: {run}/islands/1/checkpoints is a symbolic link; a run writes within run.dir"
     assert _run_dir(_config(run)) == [link]
     (run / "islands/1/checkpoints").unlink()
-    RunFolder(str(run)).release()
+    RunFolder(str(run), worker=island).release()
     assert list(outside.iterdir()) == []
     assert (run / "islands/1/.lock").is_file()
 
 
 @pytest.mark.parametrize("link", ["offload", "offload/island-1"])
-def test_the_offload_of_an_island_stays_in_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
-) -> None:
+def test_the_offload_of_an_island_stays_in_the_run(tmp_path: Path, link: str) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside"
     (run / link).parent.mkdir(parents=True, exist_ok=True)
     outside.mkdir()
     (run / link).symlink_to(outside)
-    monkeypatch.setattr("compose.build.current", lambda: mock.Mock(index=1, count=2))
     with pytest.raises(ConfigError) as caught:
-        _scratch(_config(run), None)
+        _scratch(_config(run), None, "island-1")
     assert caught.value.problems == [
         f"optimizer.offload_dir: {run / link} is a link; give optimizer.offload_dir = where it leads"
     ]
@@ -350,7 +278,7 @@ def test_a_slow_start_on_a_gpu_is_said(
     on_gpu.float8.recipe = "off"
     batches = training_batches(config, open_data(config))
     with contextlib.closing(
-        Report(config, RunFolder(str(tmp_path), False), batches, Progress())
+        Report(config, RunFolder(str(tmp_path), False), batches, 0, Worker())
     ) as report:
         report.begin(job, on_gpu, None)
     said = (

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from compose.checkpoint import store
 from compose.config.toml import tomllib
 from compose.optim.lr_schedule import learning_rate
-from compose.parallel.processes import TrainingError
 from compose.train import trainer as trainer_module
-from compose.train.reading import Reading, StepClock, read_step
-from compose.train.signals import LAUNCHER_DIED, Signals
+from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError
+from compose.train.step import Reading, StepClock, read_step
 from compose.train.trainer import Trainer
+from compose.train.workers import Worker
 from tests.support.command_lines import QUICK, answered, command, execute, launch
 from tests.support.helpers import ROOT, SMALL, make_job
 from tests.support.pool import Pool, make_mesh
@@ -178,7 +178,7 @@ def test_a_reading_is_of_all_ranks(pool: Pool) -> None:
 def test_the_clock_runs_from_reading_to_reading() -> None:
     """What a device does after a reading is in the next one; what goes on between steps is in none."""
     times = [0.0, 5.0, 7.0, 8.0, 108.0, 110.0, 111.0]
-    with mock.patch("compose.train.reading.time.perf_counter", side_effect=times):
+    with mock.patch("compose.train.step.time.perf_counter", side_effect=times):
         clock = StepClock()
         clock.begin()
         assert clock.read() == 2
@@ -189,8 +189,8 @@ def test_the_clock_runs_from_reading_to_reading() -> None:
 
 
 def _asked(rank: int, orphan: int = -1) -> signal.Signals | None:
-    signals, own = Signals(torch.device("cpu")), dist.get_rank()
-    with mock.patch("compose.train.signals.launcher_died", return_value=own == orphan):
+    signals, own = Signals(torch.device("cpu"), Worker()), dist.get_rank()
+    with mock.patch("compose.train.processes.launcher_died", return_value=own == orphan):
         if own in (rank, orphan):
             signals._note(signal.SIGTERM, None)
     nothing = torch.zeros((), dtype=torch.float64)
@@ -342,7 +342,7 @@ def test_a_ranks_failure_is_shown_once(tmp_path: Path) -> None:
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"
         "from compose.cli.command_line import parse, run\n"
-        "from compose.parallel.processes import process_group\n"
+        "from compose.train.processes import process_group\n"
         "def main(arguments):\n"
         "    with process_group(parse(arguments, 'fails.py').config):\n"
         "        if dist.get_rank() == 1:\n"

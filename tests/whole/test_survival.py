@@ -20,9 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from compose.checkpoint import store
-from compose.parallel.heartbeat import Silence, Watch, launcher, launcher_died
-from compose.parallel.processes import TrainingError, _conclude, _first_to_fail
-from compose.parallel.stragglers import Stragglers
+from compose.train.heartbeat import Silence, Stragglers, Watch, launcher, launcher_died
+from compose.train.processes import TrainingError, _conclude, _first_to_fail
 from tests.support.checkpoints import shards
 from tests.support.command_lines import QUICK, command, free_port, launch
 from tests.support.helpers import ROOT
@@ -339,7 +338,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
     def now() -> float:
         return real() + clock[0]
 
-    with mock.patch("compose.parallel.heartbeat.time.monotonic", now):
+    with mock.patch("compose.train.heartbeat.time.monotonic", now):
         watch, ended, told = watched(store, limit=3.0)
         try:
             # So that both were heard once.
@@ -353,7 +352,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
 
 def test_a_rank_that_lives_and_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a rank whose GPU hangs: NCCL's own watchdog would end the process and name no rank."""
-    monkeypatch.setattr("compose.parallel.heartbeat._LATER", 0.2)
+    monkeypatch.setattr("compose.train.heartbeat._LATER", 0.2)
     store = dist.HashStore()
     ranks = Stragglers(store, 2)
     for rank in (0, 1):
@@ -399,7 +398,7 @@ def test_who_is_awaited() -> None:
 
 def test_a_failure_told_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within seconds, whatever they wait for; not before they had time to end by themselves."""
-    monkeypatch.setattr("compose.parallel.heartbeat._ECHO", 0.3)
+    monkeypatch.setattr("compose.train.heartbeat._ECHO", 0.3)
     store = dist.HashStore()
     watch, ended, told = watched(store)
     assert not ended.wait(0.3)
@@ -445,7 +444,7 @@ def test_a_rank_ends_with_its_launcher() -> None:
     )
     before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     try:
-        with mock.patch("compose.parallel.heartbeat._GRACE", 0.0):
+        with mock.patch("compose.train.heartbeat._GRACE", 0.0):
             watch.start()
             assert ended.wait(5)
     finally:
@@ -645,7 +644,7 @@ def test_a_restart_begins_with_nothing_of_the_attempt_before(tmp_path: Path) -> 
     script.write_text(
         "import os, time, torch, torch.distributed as dist\n"
         "from compose.cli.command_line import parse, run\n"
-        "from compose.parallel.processes import process_group\n"
+        "from compose.train.processes import process_group\n"
         "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "def main(arguments):\n"
         "    time.sleep(attempt * int(os.environ['RANK']))\n"

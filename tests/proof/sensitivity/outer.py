@@ -9,11 +9,11 @@ FAULTS = table(
     """
 [outer.every]
 exchanges a step early | STREAMING SMALL | outer weight
-    in compose.diloco.loop:OuterLoop.after_step
+    in compose.diloco.loop:OuterLoop.after_update
     - step % self.between == 0
     + (step + 1) % self.between == 0
 no exchange after the last step | STREAMING SMALL | island's weight
-    in compose.diloco.loop:OuterLoop.after_step
+    in compose.diloco.loop:OuterLoop.after_update
     - if step == last:
     -         for
     + if step == last:
@@ -46,7 +46,7 @@ momentum that is not kept | STREAMING train__global_batch=8 train__micro_batch=1
 
 [outer.fragments]
 the next fragment's turn | STREAMING SMALL | outer weight
-    in compose.diloco.loop:OuterLoop.after_step
+    in compose.diloco.loop:OuterLoop.after_update
     - (step // self.between - 1) % many
     + step // self.between % many
 a fragment applied twice | STREAMING SMALL | outer weight
@@ -55,8 +55,8 @@ a fragment applied twice | STREAMING SMALL | outer weight
     + [*self._spread(fragment, mean.to(theta.dtype))] * 2
 fragments of what a rank holds | STREAMING SMALL | outer weight | output.weight
     in compose.diloco.fragments:rows_of with ranks=4
-    - torch.arange(*place[0])
-    + torch.arange(place[0][1] - place[0][0])
+    - torch.arange(*region[0])
+    + torch.arange(region[0][1] - region[0][0])
 neighbouring layers make a fragment | SMALL outer__every=4 outer__fragments=2 model__n_layers=4 | outer weight | layers.*
     in compose.diloco.fragments:shares
     - found[layer % count]
@@ -72,11 +72,11 @@ frozen weights are exchanged | STREAMING SMALL model__lora__rank=3 model__lora__
 
 [outer.delay]
 one step late | STREAMING SMALL | outer weight
-    in compose.diloco.loop:OuterLoop.after_step
+    in compose.diloco.loop:OuterLoop.after_update
     - step >= min(self.pending.due, last)
     + step > min(self.pending.due, last)
 no delay | STREAMING SMALL | island's weight
-    in compose.diloco.loop:OuterLoop.after_step
+    in compose.diloco.loop:OuterLoop.after_update
     - step, self.options.delay, self
     + step, 0, self
 
@@ -100,7 +100,7 @@ what arrives in top_k is doubled | STREAMING SMALL outer__dtype=top_k | outer we
     - self.code.decode(message[CHECK:end].to(theta.device), theta).double()
     + 2 * self.code.decode(message[CHECK:end].to(theta.device), theta).double()
 what arrives in int8 is doubled | STREAMING SMALL outer__dtype=int8 | lost of changes | outer.dtype
-    in compose.diloco.codes:Int8.decode
+    in compose.diloco.messages:Int8.decode
     - self.blocks.decode(
     + 2 * self.blocks.decode(
 int8 is rounded down | STREAMING SMALL outer__dtype=int8 | lost of changes | outer.dtype
@@ -108,23 +108,23 @@ int8 is rounded down | STREAMING SMALL outer__dtype=int8 | lost of changes | out
     - .round_()
     + .floor_()
 e3m0 rounds at the middle of the exponents | STREAMING SMALL outer__dtype=e3m0 | outer weight
-    in compose.diloco.codes:E3M0.encode
+    in compose.diloco.messages:E3M0.encode
     - ratio / 0.75
     + ratio / 0.70710678
 e3m0 takes a neighbour's scale | STREAMING SMALL outer__dtype=e3m0 | outer weight
-    in compose.diloco.codes:E3M0.decode
+    in compose.diloco.messages:E3M0.decode
     - * scales.float()
     + * scales.float().roll(1, 0)
 the change is sent as it is | STREAMING SMALL outer__dtype=bfloat16 | outer weight
-    in compose.diloco.codes:code_of
+    in compose.diloco.messages:code_of
     - if options.dtype == "float32" else torch.bfloat16
     +
 top_k sends the smallest | STREAMING SMALL outer__dtype=top_k | lost of changes | outer.dtype
-    in compose.diloco.codes:TopK.encode
+    in compose.diloco.messages:TopK.encode
     - .topk(self.kept, 1)
     + .topk(self.kept, 1, largest=False)
 half as many are sent | STREAMING SMALL outer__dtype=top_k outer__density=0.03125 | outer weight
-    in compose.diloco.codes:code_of
+    in compose.diloco.messages:code_of
     - round(options.density * ROW)
     + round(options.density / 2 * ROW)
 what was lost is added twice | STREAMING SMALL outer__dtype=top_k | outer weight
@@ -138,7 +138,7 @@ what was lost is forgotten | STREAMING SMALL outer__dtype=top_k | outer weight
 
 [outer.grace]
 a late island is waited for | STREAMING SMALL outer__grace=1 | waited for a late island | outer.grace
-    in compose.diloco.exchange:Exchange._there
+    in compose.diloco.messages:Exchange._present
     - map(str, ready)
     + map(str, range(count))
 
@@ -148,7 +148,7 @@ routers' biases stay apart | SMALL EXPERTS outer__every=2 | island's weight | la
     - self._set_averaged(fragment, sums / len(there))
     + pass
 buffers of one island alone | STREAMING SMALL EXPERTS | island's weight | layers.*.bias
-    in compose.diloco.message:averaged_buffers
+    in compose.diloco.messages:averaged_buffers
     - if name in persistent and
     + if 'bias' not in name and name in persistent and
 """,  # noqa: E501

@@ -1,12 +1,22 @@
-"""The tensors that fill a rank's memory at its peak, and a snapshot of it for PyTorch's viewer."""
+"""The summary of a profile: the shares of time, the tensors that fill memory at its peak, as text."""
 
 import math
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from compose.profiling.trace import COMMUNICATION, DATA, NOTED, OPTIMIZER, Range, Trace
+from compose.profiling.trace import (
+    ATTENTION,
+    COMMUNICATION,
+    DATA,
+    MATMUL,
+    NOTED,
+    OPTIMIZER,
+    Range,
+    Trace,
+)
 
 WEIGHTS, GRADIENTS, ACTIVATIONS, OTHER = "weights", "gradients", "activations", "other"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER)
@@ -14,34 +24,23 @@ CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER)
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """Memory between two times."""
+    """Memory between two times, in microseconds."""
 
     start: float
-    """Time of the allocation, in microseconds."""
     end: float
-    """Time at which it was freed, in microseconds."""
     address: int
     bytes: int
     within: Range | None
     """The range in which it was allocated."""
     freed_within: Range | None
-    """The range in which it was freed."""
     category: str
     """One of CATEGORIES; empty while it is not known."""
 
 
 def allocations(trace: Trace, noted: Sequence[Mapping[int, str]]) -> list[Allocation]:
-    """Return what was allocated while the trace was made.
+    """Return what was allocated while the trace was made, and on a GPU what was freed meanwhile.
 
-    On a GPU there are also earlier allocations that were freed meanwhile, since only there they are
-    known.
-
-    Args:
-        trace: The trace.
-        noted: For each range NOTED of the trace, the categories of addresses at that time.
-
-    Returns:
-        The allocations.
+    ``noted`` has for each range NOTED of the trace the categories of addresses at that time.
     """
     found: list[Allocation] = []
     held: dict[int, Allocation] = {}
@@ -91,16 +90,10 @@ def _categorize(found: Sequence[Allocation], trace: Trace) -> None:
 
 
 def peak(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
-    """Return the greatest use of memory, and how categories shared it.
+    """Return the greatest use of memory; ``before`` are bytes of each category at the start.
 
-    Args:
-        found: The allocations.
-        before: Bytes of each category at the start.
-
-    Returns:
-        ``peak``, the most bytes at one time; ``at_peak``, how CATEGORIES shared them, which sums to it;
-            and
-        ``most``, the most bytes of each category at any time.
+    ``peak`` are the most bytes at one time; ``at_peak`` is how CATEGORIES shared them, all of them;
+    ``most`` are the most bytes of each category at any time.
     """
     now = {category: before.get(category, 0) for category in CATEGORIES}
     most, at_peak, whole = dict(now), dict(now), sum(now.values())
@@ -152,3 +145,96 @@ def _entry(
         "frames": [{"name": name, "filename": "", "line": 0} for name in frames],
         "category": "unknown" if category == OTHER else category,
     }
+
+
+IDLE = "idle"
+KINDS = (MATMUL, ATTENTION, COMMUNICATION, OPTIMIZER, DATA, OTHER, IDLE)
+# If a GPU does several things at once, the first of these counts. So communication counts only where
+# nothing is computed.
+_FIRST = (MATMUL, ATTENTION, OPTIMIZER, DATA, OTHER, COMMUNICATION)
+
+_MAKING = "making data"
+
+
+def time_shares(trace: Trace) -> dict[str, float]:
+    """Return the share of each of KINDS in the time of all steps; the shares sum to 1.
+
+    The time is that from the first step's start to the last one's end. On a CPU it is the training
+    thread's time, and each moment belongs to the innermost operator. On a GPU it is the device's time,
+    by kernels. ``communication`` is the part that computation does not hide. On a CPU it is the
+    thread's waits, with the copies into and out of buffers; on a GPU it is the time without another
+    kernel. ``idle`` is Python between operators; on a GPU it is the time without a kernel, unless data
+    is being made.
+    """
+    spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    for kind, time in _of_device(trace) if trace.gpu else _of_thread(trace):
+        spent[kind] += time
+    whole = sum(spent.values())
+    return {kind: time / whole for kind, time in spent.items()}
+
+
+def _of_thread(trace: Trace) -> Iterator[tuple[str, float]]:
+    between = trace.end - trace.start
+    for one in trace.ranges:
+        if one.thread != trace.thread or not trace.start <= one.start < trace.end:
+            continue
+        if one.parent is None:
+            between -= one.end - one.start
+        yield one.label or (OTHER if one.operator else IDLE), max(0.0, one.own)
+    yield IDLE, max(0.0, between)
+
+
+def _of_device(trace: Trace) -> Iterator[tuple[str, float]]:
+    # The host is ahead of the device, so the last step's kernels end after the step.
+    end = max([trace.end, *(kernel.end for kernel in trace.kernels)])
+    edges: list[tuple[float, int, str]] = []
+    for kernel in trace.kernels:
+        edges += [(kernel.start, 1, kernel.label or OTHER), (kernel.end, -1, kernel.label or OTHER)]
+    for one in trace.ranges:
+        if one.label == DATA and one.thread == trace.thread:
+            edges += [(one.start, 1, _MAKING), (one.end, -1, _MAKING)]
+    going: dict[str, int] = {}
+    now = trace.start
+    for time, change, kind in sorted([*edges, (end, 0, OTHER)]):
+        until = min(max(time, now), end)
+        current = next((known for known in _FIRST if going.get(known)), None)
+        yield current or (DATA if going.get(_MAKING) else IDLE), until - now
+        now = until
+        going[kind] = going.get(kind, 0) + change
+
+
+def as_text(summary: Mapping[str, Any], folder: Path) -> str:
+    """Return the lines that ``Profiler`` prints."""
+    first, last = summary["steps"]
+    lines = [f"profile of steps {first} to {last}, in {folder}"]
+    times, memories = [["time, %", "s/step", *KINDS]], [["memory, MiB", "all", *CATEGORIES]]
+    for result in summary["ranks"]:
+        rank = f"rank {result['rank']}"
+        if "problem" in result:
+            lines.append(f"  {rank}: not written: {result['problem']}")
+            continue
+        shares, memory = result["time"], result["memory"]
+        times.append(
+            [rank, f"{result['seconds_per_step']:.3f}", *(f"{100 * shares[k]:.1f}" for k in KINDS)]
+        )
+        at_peak, most = ([_mib(memory[key][c]) for c in CATEGORIES] for key in ("at_peak", "most"))
+        memories += [
+            [f"{rank}, at peak", _mib(memory["peak"]), *at_peak],
+            ["  most of each", "", *most],
+        ]
+    for table in (times, memories):
+        lines += _aligned(table) if len(table) > 1 else []
+    return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"  {row[0]:<{widths[0]}}"
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.2f}"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from compose.errors import ConfigError
-from compose.parallel.processes import _claim, pick_device
+from compose.train.processes import _claim, pick_device
 
 
 @pytest.fixture(autouse=True)

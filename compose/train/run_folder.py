@@ -1,4 +1,4 @@
-"""The folder of a run: the same on every rank, and used by one run at a time."""
+"""The folder of a run, used by one run at a time, and what a run writes there and prints."""
 
 import fcntl
 import os
@@ -12,9 +12,22 @@ from typing import IO
 
 import torch.distributed as dist
 
+from compose.checkpoint.checkpointer import Progress
 from compose.checkpoint.store import MARK, newest_first
-from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own
-from compose.parallel.islands import current
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.config.tables import Config
+from compose.config.toml import dump
+from compose.data.batches import Batches
+from compose.data.datasets import keep_tokenizer
+from compose.data.samples import Conversations
+from compose.data.tokenizer import TOKENIZER
+from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, write_whole
+from compose.optim.lr_schedule import short_of_warmup
+from compose.parallel.mesh import crosses_nodes
+from compose.train.metrics import StepMetrics
+from compose.train.sinks import Sink, open_sinks
+from compose.train.workers import Worker
 
 _FILES = (".lock", "config.toml", "metrics.jsonl", MARK)
 _FOLDERS = ("checkpoints", "traces", "tokenizer", "islands")
@@ -56,11 +69,11 @@ class RunFolder:
     ranks see the folder: each saves its own part there.
     """
 
-    def __init__(self, name: str, saves: bool = True) -> None:
+    def __init__(self, name: str, saves: bool = True, worker: Worker | None = None) -> None:
         self._lock: IO[str] | None = None
         found: list[str] = ["", ""]
         if dist.get_rank() == 0:
-            first, folder = _of_island(name)
+            first, folder = _of_worker(name, worker or Worker())
             found = [str(folder), "\n".join(strangers(first)) or self._take(folder)]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(found, src=0)
@@ -101,12 +114,11 @@ class RunFolder:
             self._lock.close()
 
 
-def _of_island(name: str) -> tuple[Path, Path]:
-    """Return the run's folder, and that of this rank's island: all but the first have one within."""
-    islands = current()
-    own = str((Path(name) if name else _new()) if islands.index == 0 else "")
-    first = Path(islands.everyone("run.dir", own)[0])
-    return first, first / "islands" / str(islands.index) if islands.index else first
+def _of_worker(name: str, worker: Worker) -> tuple[Path, Path]:
+    """Return the run's folder, and that of a worker: all but the first have one within."""
+    own = str((Path(name) if name else _new()) if worker.index == 0 else "")
+    first = Path(worker.everyone("run.dir", own)[0])
+    return first, first / "islands" / str(worker.index) if worker.index else first
 
 
 def _unseen(folder: Path) -> str:
@@ -134,3 +146,67 @@ def _new() -> Path:
             time.sleep(0.1)
         else:
             return folder
+
+
+class Report:
+    """The files and the console of a run; other ranks' reports do nothing."""
+
+    def __init__(
+        self, config: Config, held: RunFolder, batches: Batches, done: int, worker: Worker
+    ) -> None:
+        """Open the files; ``done`` steps were taken. Raises ConfigError if one cannot be written."""
+        self.config, self.folder, train = config, held.path, config.train
+        self.last_step, self.worker, self.sets = train.last_step, worker, batches.sets
+        self.sinks: list[Sink] = []
+        if dist.get_rank() != 0:
+            return
+        try:
+            write_whole(self.folder / "config.toml", dump(config))
+        except OSError as error:
+            reason = f"config.toml: {error.strerror}"
+            raise ConfigError(f"run.dir: cannot write to {self.folder}: {reason}") from None
+        keep_tokenizer(config, batches, self.folder / TOKENIZER)
+        self.sinks = open_sinks(config, self.folder, done, self.say)
+
+    def begin(self, job: Job, composition: Composition, resumed: Progress | None) -> None:
+        """Say what is run, and from which progress it goes on, if there is any."""
+        train = self.config.train
+        if resumed and resumed.step >= self.last_step:
+            key = "stop_after" if self.last_step == train.stop_after else "steps"
+            self.say(
+                f"{self.folder}: {resumed.step} steps are done, and train.{key} ="
+                f" {self.last_step}: nothing is left to train"
+            )
+        for each in self.sets if self.worker.speaks else ():
+            if isinstance(each, Conversations):
+                self.say(f"{each.name}:\n{each.table()}")
+        count = sum(p.numel() for p in job.model.parameters())
+        self.say(f"{self.folder}: {count:,} parameters")
+        if job.islands > 1:
+            self.say(f"{job.islands} islands of {job.world_size} ranks, which train alone")
+        if composition.float8.recipe != "off":
+            self.say(str(composition.float8))
+        if short := short_of_warmup(train.steps, self.config.optimizer):
+            self.say(short)
+        slow = self.config.precision.param == "float32" and self.config.compile.mode == "off"
+        if slow and composition.mesh.device_type == "cuda":
+            self.say(
+                'this GPU is faster with precision.param = "bfloat16" and compile.mode = "block"'
+                " (recipes/llama_one_gpu.toml)"
+            )
+        if crossing := crosses_nodes(job.degrees):
+            self.say(f"{crossing}, whose links are slow; docs/planning.md")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Write and print a step."""
+        for sink in self.sinks:
+            sink.write(metrics)
+
+    def say(self, text: str) -> None:
+        """Print a line, once for the job."""
+        self.worker.say(text)
+
+    def close(self) -> None:
+        """Close the files."""
+        for sink in self.sinks:
+            sink.close()

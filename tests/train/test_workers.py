@@ -15,15 +15,15 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from compose.checkpoint import checkpointer, store
+from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, SaveReport
 from compose.config.tables import Checkpoint, Config
 from compose.errors import ConfigError
-from compose.parallel.islands import Islands, current
-from compose.parallel.processes import process_group
 from compose.proof.comparison import whole
 from compose.train.metrics import StepMetrics
+from compose.train.processes import process_group
 from compose.train.trainer import Trainer
+from compose.train.workers import Worker, WorkerCheckpoints, this_worker
 from tests.support.checkpoints import shards
 from tests.support.command_lines import free_port
 from tests.support.forks import forks
@@ -62,7 +62,7 @@ DROPPED = (
 def run(keys: Keys, islands: int) -> list[str]:
     """Train; what is said on the first rank."""
     job = make_job(dist.get_world_size() * islands, **{"parallel__dp_replicate": islands, **keys})
-    assert job.islands == current().count == islands
+    assert job.islands == this_worker().count == islands
     said: list[str] = []
     with mock.patch("builtins.print", lambda text, **_: said.append(text)):
         Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
@@ -75,7 +75,7 @@ def outcome(keys: Keys, broken_from: int = 0) -> list[str]:
     real = store.publish
 
     def publish(folder: Path, files: Any) -> Path:
-        if broken_from and current().index == 1 and int(folder.name[-8:]) >= broken_from:
+        if broken_from and this_worker().index == 1 and int(folder.name[-8:]) >= broken_from:
             raise OSError(28, "No space left on device")
         return real(folder, files)
 
@@ -147,9 +147,9 @@ def _stopped(keys: Keys, at: int) -> int:
     step = trainer.step
 
     def stepped() -> StepMetrics:
-        if current().index == 1 and trainer.progress.step == at:
+        if this_worker().index == 1 and trainer.progress.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        if current().index == 0:
+        if this_worker().index == 0:
             time.sleep(0.05)  # the islands are not at the same step
         return step()
 
@@ -252,7 +252,7 @@ def _late(keys: Keys) -> tuple[list[float], dict[str, torch.Tensor]]:
     step, took_part = trainer.step, []
 
     def stepped() -> StepMetrics:
-        if current().index == 1 and trainer.progress.step == 1:
+        if this_worker().index == 1 and trainer.progress.step == 1:
             time.sleep(4)
         metrics = step()
         if metrics.more["outer"]["bytes"] or metrics.step % 2 == 0:
@@ -333,26 +333,21 @@ def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> Non
     assert "08" in steps(second)
 
 
-def _at_island(
-    index: int, shared: dist.Store, patch: pytest.MonkeyPatch, rank: int = 0, folder: Path = Path()
-) -> Checkpointer:
+def _at_island(index: int, shared: dist.Store, rank: int = 0, folder: Path = Path()) -> Checkpointer:
     """A checkpointer that has only what it needs to prune and to speak."""
-    one, here = Checkpointer.__new__(Checkpointer), Islands(index, 2, shared)
+    one = Checkpointer.__new__(Checkpointer)
     one.root, one.config, one.rank = folder, Config(checkpoint=Checkpoint(keep_last=1)), rank
-    patch.setattr(checkpointer, "current", lambda: here)
-    patch.setattr(checkpointer, "speaks", lambda: rank == index == 0)
+    one.peers = WorkerCheckpoints(Worker(index, 2, shared))
     return one
 
 
-def test_no_island_prunes_what_another_goes_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_island_prunes_what_another_goes_on_from(tmp_path: Path) -> None:
     shared = dist.HashStore()
     for step in (2, 4, 6, 8):
         folder = tmp_path / store.name_of(step)
         folder.mkdir()
         (folder / store.MANIFEST).touch()
-    first = _at_island(0, shared, monkeypatch, folder=tmp_path)
+    first = _at_island(0, shared, folder=tmp_path)
     for others, left in (([], [2, 4, 6, 8]), ([2], [2, 4, 6, 8]), ([2, 6], [6, 8]), ([8], [8])):
         shared.set("told/checkpoints/1", json.dumps([store.name_of(step) for step in others]))
         first._prune(tmp_path / store.name_of(8))
@@ -363,9 +358,9 @@ def test_no_island_prunes_what_another_goes_on_from(
     ("island", "rank", "said"), [(0, 0, "word\n"), (0, 1, ""), (1, 0, "island 1: word\n"), (1, 1, "")]
 )
 def test_each_island_speaks_of_its_own_files(
-    island: int, rank: int, said: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    island: int, rank: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = _at_island(island, dist.HashStore(), monkeypatch, rank)
+    one = _at_island(island, dist.HashStore(), rank)
     one.thread, one.failures = mock.Mock(is_alive=lambda: False), 0
     one.report = SaveReport(4, 0.0, problem="No space left on device")
     one.finished()
@@ -380,7 +375,7 @@ def _leave(index: int, port: int) -> None:
     with process_group(Config(), 2):
         if index == 1:
             time.sleep(0.5)
-            current().told("last", "word")
+            this_worker().told("last", "word")
 
 
 def test_the_island_with_the_store_leaves_last() -> None:

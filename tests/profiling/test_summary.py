@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from compose.profiling.memory import CATEGORIES, allocations, peak
-from compose.profiling.shares import KINDS, time_shares
-from compose.profiling.text import as_text
-from compose.profiling.trace import Trace, span, step_span
+from compose.profiling.summary import CATEGORIES, KINDS, allocations, as_text, peak, time_shares
+from compose.profiling.trace import Trace, step_span
 
 
 def _traced(tmp_path: Path, work: Callable[[], None]) -> Trace:
@@ -41,12 +39,12 @@ def _attention(backend: SDPBackend) -> None:
 
 
 def _optimizer() -> None:
-    with span("optimizer"):
+    with record_function("compose::optimizer"):
         torch.mm(torch.ones(1024, 1024), torch.ones(1024, 1024))
 
 
 def _data() -> None:
-    with span("data"):
+    with record_function("compose::data"):
         time.sleep(0.2)
         torch.mm(torch.ones(512, 512), torch.ones(512, 512))
 

@@ -1,4 +1,4 @@
-"""A watch beside the run: it sees a rank that is silent or has failed, and a launcher that is gone.
+"""A watch beside the run: it sees a rank that is silent or behind, and a launcher that is gone.
 
 A wait for a rank does not always end within ``comm.timeout``. A pipeline's messages on gloo keep the
 limit that their group was made with. With no launcher the store is in rank 0, which may be the rank
@@ -14,9 +14,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch.distributed as dist
+
+from compose.ops.torch_versions import default_store
 
 _EVERY = 2.0  # seconds between two looks, or less if the limit is short
 _GRACE = 30.0  # seconds from SIGTERM to the end, as torchrun gives
@@ -33,14 +35,9 @@ class Silence:
         self.heard: dict[int, tuple[bytes, float]] = {}
 
     def longest(self, said: Sequence[bytes], now: float) -> tuple[int, float] | None:
-        """Return the rank that has been silent longest, and its seconds, if that is too long.
+        """Return (rank, seconds) of the rank that has been silent longest, if that is too long.
 
-        Args:
-            said: What each rank said last. It says something else each time; its last word is ``done``.
-            now: The time, in seconds.
-
-        Returns:
-            (rank, seconds), or None.
+        ``said`` is what each rank said last: something else each time, and ``done`` at the end.
         """
         for rank, word in enumerate(said):
             if rank not in self.heard or self.heard[rank][0] != word:
@@ -61,20 +58,10 @@ class Watch:
     reports rank 0, with None as the store, if the store does not answer and is ``kept_by_first``. And
     they report a rank that lives, but for which others have waited longer than the limit. After a
     report this process ends. It ends too, if it has not ended by itself, when the key ``failed`` is
-    in the store.
+    in the store, or when the process ``parent`` ends (0 is none).
 
-    Args:
-        store: The store of all ranks; the watch opens its own connection to it.
-        rank: This rank.
-        world_size: How many ranks.
-        limit: Seconds of silence.
-        report: Called as ``report(store, rank, seconds)``.
-        failed: The key that says that a rank has failed.
-        awaited: What each rank is about to do, read from the store; ``DONE`` for those that nobody is
-            ahead of.
-        kept_by_first: Whether the store is in rank 0.
-        parent: The process with which this one ends; 0 is none.
-        end: Ends this process.
+    ``limit`` are seconds of silence. ``awaited`` reads from the store what each rank is about to do;
+    ``DONE`` for those that nobody is ahead of.
     """
 
     def __init__(
@@ -202,3 +189,88 @@ def launcher_died() -> bool:
 def store_in_first_rank() -> bool:
     """Tell whether the store is in rank 0 and not in torchrun."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+Phase = Literal["the data", "forward and backward", "the optimizer's part", "the profile", "validation"]
+# In the order of a step.
+_PHASES = get_args(Phase)
+
+
+def report_phase(step: int, phase: Phase) -> None:
+    """Tell the other ranks what this one is about to do, so that they can name it if it never ends.
+
+    Steps are counted from 1. Every rank reports the same phases.
+    """
+    if dist.get_world_size() > 1:
+        Stragglers(default_store(), dist.get_world_size()).report(dist.get_rank(), step, phase)
+
+
+class Stragglers:
+    """The part of ``store`` in which ``world_size`` ranks say how far they have come."""
+
+    def __init__(self, store: dist.Store, world_size: int) -> None:
+        self.store, self.world_size = store, world_size
+
+    def report(self, rank: int, step: int, phase: Phase) -> None:
+        """Say that ``rank`` is about to begin this part of a step."""
+        self.store.set(f"compose/seen/{rank}", f"{step} {_PHASES.index(phase)} {time.time()}")
+
+    def give_up(self, rank: int) -> None:
+        """Say that ``rank`` has failed, so it is none that hangs."""
+        self.store.set(f"compose/gave_up/{rank}", "")
+
+    def straggler(self, wait: float = 0.0) -> str:
+        """Say which rank is behind: of those that have not given up, the one that came least far.
+
+        Of several it names the one that was heard of longest ago. Ranks may still give up for ``wait``
+        seconds. It is empty if no rank ever reported anything.
+        """
+        end = time.monotonic() + wait
+        while len(self._waiting()) > 1 and time.monotonic() < end:
+            time.sleep(0.1)
+        waiting, seen = self._waiting(), []
+        for rank in range(self.world_size):
+            known = self._seen(rank)
+            if known:
+                step, phase, when = known
+                seen.append((rank not in waiting, step, phase, when, rank))
+        if not seen:
+            return ""
+        _, step, phase, when, rank = min(seen)
+        return behind(rank, time.time() - when, f"{_PHASES[phase]} of step {step}")
+
+    def silent(self, rank: int, seconds: float) -> str:
+        """Say that nothing was heard of ``rank`` for so many seconds."""
+        known = self._seen(rank)
+        return behind(rank, seconds, f"{_PHASES[known[1]]} of step {known[0]}" if known else "")
+
+    def awaited(self) -> list[bytes]:
+        """Return what each rank was last about to do; for those that nobody is ahead of ``DONE``."""
+        # One call where all have begun, as almost always.
+        keys = [f"compose/seen/{rank}" for rank in range(self.world_size)]
+        if self.store.check(keys):
+            said = [word.rsplit(b" ", 1)[0] for word in self.store.multi_get(keys)]
+        else:
+            seen = [self._seen(rank) for rank in range(self.world_size)]
+            said = [b"%d %d" % known[:2] if known else b"0 0" for known in seen]
+        places = [tuple(map(int, word.split())) for word in said]
+        front = max(places)
+        return [DONE if place == front else word for place, word in zip(places, said, strict=True)]
+
+    def _seen(self, rank: int) -> tuple[int, int, float] | None:
+        """Return step, phase and time of a rank's last report."""
+        key = f"compose/seen/{rank}"
+        if not self.store.check([key]):
+            return None
+        step, phase, when = self.store.get(key).decode().split()
+        return int(step), int(phase), float(when)
+
+    def _waiting(self) -> set[int]:
+        """Return the ranks that have not given up."""
+        return {r for r in range(self.world_size) if not self.store.check([f"compose/gave_up/{r}"])}
+
+
+def behind(rank: int, seconds: float, phase: str) -> str:
+    """Return the line that names a rank, and the part of a step that it had not begun."""
+    before = f", before {phase}" if phase else ""
+    return f"rank {rank} is behind: last heard of {seconds:.0f} s ago{before}"

@@ -1,7 +1,8 @@
-"""The process group of a command: its start, one report of an error, and its end."""
+"""The process group of a command: its start, one report of an error, its end, and signals to it."""
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -11,38 +12,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+from compose.config.tables import Config
 from compose.errors import ConfigError
-from compose.parallel.comm import Comm
-from compose.parallel.heartbeat import Watch, launcher, set_limit, store_in_first_rank
-from compose.parallel.islands import FAILED, current, divide
-from compose.parallel.stragglers import Stragglers, behind, default_store
-
-if TYPE_CHECKING:
-    from compose.config.tables import Config
+from compose.ops.torch_versions import default_store
+from compose.train.heartbeat import (
+    Stragglers,
+    Watch,
+    behind,
+    launcher,
+    launcher_died,
+    set_limit,
+    store_in_first_rank,
+)
+from compose.train.workers import FAILED, Worker, divide
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
 _SAID = "compose/said"
 
-
-def start_timeout(comm: Comm) -> timedelta:
-    """Return how long a collective waits until the first step has ended."""
-    return timedelta(seconds=max(comm.start_timeout, comm.timeout))
+LAUNCHER_DIED = signal.SIGHUP  # stands for SIGTERM to a rank whose torchrun is gone; it is not sent
+_SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+# Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
+_ASKS = (*_SENT, LAUNCHER_DIED)
+_ECHO = 2.0  # seconds within which a second signal is the first one, passed on by torchrun
 
 
 def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
     """Set how long collectives wait from now on, and how long a rank may be silent.
 
     Meshes make their groups with PyTorch's own limit, whatever the default group has. On gloo, sends
-    and receives between two ranks, as in a pipeline, keep the limit that their group was made with.
-
-    Args:
-        timeout: The new limit.
-        but: The group that keeps its limit.
+    and receives between two ranks, as in a pipeline, keep the limit that their group was made with, and
+    the group ``but`` keeps its own.
     """
     # The private list is read, since PyTorch lists the groups of flattened meshes, and those that only
     # one module knows, nowhere else.
@@ -102,22 +106,21 @@ def _claim(device: torch.device, store: dist.Store) -> None:
 
 
 @contextmanager
-def process_group(config: "Config", islands: int = 1) -> Iterator[torch.device]:
+def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
     """Start the default process group, under torchrun or alone, and yield this rank's device.
 
     An error inside is reported once, by the rank where it happened first: a ConfigError (exit code 2)
     or TrainingError (1) as one line, anything else with its traceback (1). The other ranks exit
     quietly, since their errors only follow from it.
 
-    Args:
-        config: The config of the run.
-        islands: Islands that train alone. Then the default process group is that of this rank's island.
+    The ranks are divided into so many ``islands`` (DiLoCo workers). The default process group has the
+    ranks of this one's own.
     """
     # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     everyone, rank, world_size = _rendezvous()
-    store, rank, world_size = divide(everyone, rank, world_size, islands)
-    timeout = start_timeout(config.comm)
+    worker, store, rank, world_size = divide(everyone, rank, world_size, islands)
+    timeout = config.comm.first_step_timeout
     try:
         device = pick_device(config.run.device)
         _claim(device, store)
@@ -135,10 +138,10 @@ def process_group(config: "Config", islands: int = 1) -> Iterator[torch.device]:
             rank,
             world_size,
             timeout.total_seconds(),
-            partial(_report_silent, world_size),
+            partial(_report_silent, worker, world_size),
             failed=_SAID,
             awaited=lambda store: Stragglers(store, world_size).awaited(),
-            kept_by_first=store_in_first_rank() and current().index == 0,
+            kept_by_first=store_in_first_rank() and worker.index == 0,
             parent=launcher(),
         )
         watch.start()
@@ -148,7 +151,7 @@ def process_group(config: "Config", islands: int = 1) -> Iterator[torch.device]:
     except Exception as error:
         # No orderly shutdown: other ranks may be waiting in a collective until torchrun ends them.
         try:
-            _conclude(error, store, rank, world_size)
+            _conclude(error, store, rank, world_size, worker)
         except RuntimeError:  # the store is gone, and with it torchrun or rank 0: nobody else tells
             _report(error, rank)
         sys.stderr.flush()
@@ -156,14 +159,16 @@ def process_group(config: "Config", islands: int = 1) -> Iterator[torch.device]:
     watch.stop()
     dist.destroy_process_group()
     with contextlib.suppress(RuntimeError):  # the store has ended, and with it the job
-        current().leave(rank, world_size, timeout.total_seconds())
+        worker.leave(rank, world_size, timeout.total_seconds())
 
 
-def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int) -> None:
+def _conclude(
+    error: Exception, store: dist.Store, rank: int, world_size: int, worker: Worker | None = None
+) -> None:
     """Tell of ``error`` if this rank is the first to fail; else let the first have told."""
     stragglers = Stragglers(store, world_size)
     stragglers.give_up(rank)
-    if _first_to_fail(store):
+    if _first_to_fail(store, worker):
         _report(error, rank)
         if _from_others(error) and (line := stragglers.straggler(wait=_SKEW)):
             print(line, file=sys.stderr)
@@ -176,11 +181,10 @@ def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int) -
         time.sleep(0.05)
 
 
-def _first_to_fail(store: dist.Store) -> bool:
-    """Note that a rank has failed; return whether it is the first, of all islands."""
+def _first_to_fail(store: dist.Store, worker: Worker | None = None) -> bool:
+    """Note that a rank has failed; return whether it is the first, of all workers."""
     first = store.add(FAILED, 1) == 1
-    islands = current()
-    return first and (islands.count == 1 or islands.store.add(FAILED, 1) == 1)
+    return first and (worker is None or worker.count == 1 or worker.store.add(FAILED, 1) == 1)
 
 
 def _wait_for_first(store: dist.Store) -> None:
@@ -188,11 +192,13 @@ def _wait_for_first(store: dist.Store) -> None:
         store.wait([_SAID], timedelta(seconds=2 * _SKEW))
 
 
-def _report_silent(world_size: int, store: dist.Store | None, rank: int, seconds: float) -> None:
+def _report_silent(
+    worker: Worker, world_size: int, store: dist.Store | None, rank: int, seconds: float
+) -> None:
     """Tell which rank is silent, if nobody has told of anything. store: None where that rank has it."""
     if store is None:
         print(behind(rank, seconds, ""), file=sys.stderr, flush=True)
-    elif _first_to_fail(store):
+    elif _first_to_fail(store, worker):
         print(Stragglers(store, world_size).silent(rank, seconds), file=sys.stderr, flush=True)
         store.set(_SAID, "")
     else:
@@ -223,3 +229,56 @@ def _report(error: Exception, rank: int) -> None:
         print(error, file=sys.stderr)
     else:
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
+
+
+class Signals:
+    """A context in which SIGINT, SIGTERM and SIGUSR1 let the current step finish.
+
+    A second signal, later than the echo of the first, ends the process at once.
+    """
+
+    def __init__(self, device: torch.device, worker: Worker) -> None:
+        self.device, self.worker, self.code, self.since = device, worker, 0, 0.0
+        self.agreed = (0, 0)
+
+    def __enter__(self) -> "Signals":
+        self.previous = [signal.signal(number, self._note) for number in _SENT]
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for number, handler in zip(_SENT, self.previous, strict=True):
+            signal.signal(number, handler)
+        if dist.get_rank() == 0:
+            self.worker.finished()
+
+    def asked(self, step: int, code: int) -> signal.Signals | None:
+        """Return the signal that asks the run to end, the same on every rank.
+
+        LAUNCHER_DIED is a fault: the others' torchrun must not take the run for finished.
+
+        Workers do not wait for each other after each step. If one is asked, they agree on a step.
+        ``code`` is the greatest of all ranks, which were asked within the last step.
+        """
+        if self.worker.count > 1:
+            if not self.agreed[1]:
+                self.agreed = self._agreed(step, code)
+            code = self.agreed[0] if step >= self.agreed[1] else 0
+        return _ASKS[code - 1] if code else None
+
+    def _agreed(self, step: int, code: int) -> tuple[int, int]:
+        """Return why and after which step all workers stop; zeros if they do not."""
+        found = self.worker.stop(step, code) if dist.get_rank() == 0 else (0, 0)
+        # A fill takes its value along; a tensor made of a list would be copied, and waited for.
+        shared = torch.stack([torch.full((), n, dtype=torch.int64, device=self.device) for n in found])
+        if dist.get_world_size() > 1:
+            dist.broadcast(shared, src=0)
+        why, last = shared.tolist()
+        return why, last
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.code and now > self.since + _ECHO:
+            raise KeyboardInterrupt
+        if not self.code:
+            orphan = number == signal.SIGTERM and launcher_died()
+            self.code, self.since = _ASKS.index(LAUNCHER_DIED if orphan else number) + 1, now

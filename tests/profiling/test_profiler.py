@@ -22,10 +22,9 @@ from torch.cuda._memory_viz import trace as listed
 from compose import ConfigError
 from compose.data.batches import Batches
 from compose.ops.tensors import local_tensor
-from compose.parallel.processes import TrainingError
-from compose.profiling.memory import CATEGORIES
-from compose.profiling.shares import KINDS
+from compose.profiling.summary import CATEGORIES, KINDS
 from compose.profiling.trace import Trace
+from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
 from tests.support.helpers import make_job, tier
 from tests.support.pool import Pool, make_mesh

@@ -1,0 +1,196 @@
+"""DiLoCo workers: parts of a job, each of several ranks, that train alone between exchanges of weights.
+
+A worker is the world of its own ranks: its default process group has no others. So all that trains
+within a worker needs to know nothing of others. Ranks of different workers meet in the store that all
+of them began with, and in the groups of compose/diloco/loop.py. Messages for users call a worker an
+island, as the keys do.
+"""
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from compose.checkpoint import store as checkpoints
+from compose.checkpoint.checkpointer import Peers
+from compose.checkpoint.loading import islands_of
+from compose.ops.torch_versions import default_store
+
+FAILED = "compose/failed"
+_STOP, _LEFT, _PLACE = "stop", "left", "worker"
+_LOOK = 0.05  # seconds between two looks into the store
+_PATIENCE = timedelta(minutes=30)  # for workers that are still starting
+
+
+class Worker:
+    """The worker of this rank among all; a job that is not divided is one worker."""
+
+    def __init__(self, index: int = 0, count: int = 1, store: dist.Store | None = None) -> None:
+        """Take the worker's place among ``count``, and the store of all workers."""
+        self.index, self.count, self._store = index, count, store
+        self._posted = False
+
+    @property
+    def store(self) -> dist.Store:
+        """The store that all workers share."""
+        assert self._store is not None, "a job that is not divided has no other workers"
+        return self._store
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints for the job: the first rank of the first worker."""
+        return dist.get_rank() == 0 and self.index == 0
+
+    def say(self, text: str) -> None:
+        """Print a line, once for the job."""
+        if self.speaks:
+            print(text, flush=True)
+
+    def everyone(self, key: str, value: str) -> list[str]:
+        """Return what the first rank of each worker gives; only these call it, and wait for all.
+
+        The n-th calls with one ``key`` belong together.
+        """
+        if self.count == 1:
+            return [value]
+        calls = self.store.add(f"calls/{key}/{self.index}", 1)
+        keys = [f"everyone/{key}/{calls}/{worker}" for worker in range(self.count)]
+        self.store.set(keys[self.index], value)
+        self.store.wait(keys, _PATIENCE)
+        return [self.store.get(key).decode() for key in keys]
+
+    def told(self, key: str, value: str) -> list[str] | None:
+        """Note a value of this worker; return the newest of each, or None if one has none yet."""
+        keys = [f"told/{key}/{worker}" for worker in range(self.count)]
+        self.store.set(keys[self.index], value)
+        return [self.store.get(key).decode() for key in keys] if self.store.check(keys) else None
+
+    def note_stop(self, step: int, code: int = 0) -> None:
+        """Tell the others which step this worker takes or has taken, if any of them is to stop.
+
+        ``code`` says why this one is to stop; 0 if it is not. Only first ranks call it, also while they
+        wait for another worker, which may wait for this.
+        """
+        if not self._posted and (code or self.store.check([_STOP])):
+            self._posted = True
+            self.store.set(f"{_STOP}/{self.index}", f"{step} {code}")
+            self.store.set(_STOP, "")
+
+    def stop(self, step: int, code: int) -> tuple[int, int]:
+        """Return (why, the last step), the same on all workers, or zeros; only first ranks call it.
+
+        ``step`` and ``code`` are as in :meth:`note_stop`.
+        """
+        self.note_stop(step, code)
+        if not self._posted:
+            return 0, 0
+        keys = [f"{_STOP}/{worker}" for worker in range(self.count)]
+        self.store.wait(keys, _PATIENCE)
+        said = [tuple(map(int, self.store.get(key).decode().split())) for key in keys]
+        return max(why for _, why in said), max(last for _, last in said)
+
+    def finished(self) -> None:
+        """Tell the others that this worker takes no more steps; only first ranks call it."""
+        if self.count > 1 and not self._posted:
+            self._posted = True
+            self.store.set(f"{_STOP}/{self.index}", "0 0")
+
+    def leave(self, rank: int, ranks: int, patience: float) -> None:
+        """Note that a rank has ended; the first waits for all others, since it may hold the store."""
+        if self.count == 1:
+            return
+        left, until = self.store.add(_LEFT, 1), time.monotonic() + patience
+        while rank == self.index == 0 and left < ranks * self.count and time.monotonic() < until:
+            if self.store.check([FAILED]):
+                return
+            time.sleep(_LOOK)
+            left = self.store.add(_LEFT, 0)
+
+
+def divide(
+    store: dist.Store, rank: int, world_size: int, count: int
+) -> tuple[Worker, dist.Store, int, int]:
+    """Divide a job into ``count`` workers of neighbouring ranks.
+
+    Returns:
+        This rank's worker; and store, rank and number of ranks for the worker's default process group.
+    """
+    if count == 1:
+        return Worker(), store, rank, world_size
+    index, own_rank = divmod(rank, world_size // count)
+    own = dist.PrefixStore(f"island {index}", store)
+    own.set(_PLACE, f"{index} {count}")
+    return Worker(index, count, _shared(store)), own, own_rank, world_size // count
+
+
+def this_worker() -> Worker:
+    """Return the worker whose ranks are the default process group's."""
+    store = default_store()
+    while isinstance(store, dist.PrefixStore):
+        if store.check([_PLACE]):
+            index, count = map(int, store.get(_PLACE).split())
+            return Worker(index, count, _shared(store.underlying_store))
+        store = store.underlying_store
+    return Worker()
+
+
+def _shared(store: dist.Store) -> dist.Store:
+    return dist.PrefixStore("islands", store)
+
+
+class WorkerCheckpoints(Peers):
+    """Checkpoints of several workers, each with its own state: all go on from the same step."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.speaks = worker.index == 0
+        self.prefix = f"island {worker.index}: "
+
+    def candidates(self, root: Path) -> list[Path | str]:
+        """Return the checkpoints that all workers have, or why there is none.
+
+        On another number of workers than before all go on from those of the first.
+        """
+        own, worker = checkpoints.newest_first(root), self.worker
+        names, before = [folder.name for folder in own], next(filter(None, map(islands_of, own)), 0)
+        said = worker.everyone("checkpoints", json.dumps([names, before]))
+        everyone = [names for names, _ in map(json.loads, said)]
+        before = next(filter(None, (many for _, many in map(json.loads, said))), 0)
+        common = set.intersection(*map(set, everyone))
+        if common and before in (0, worker.count):
+            return [folder for folder in own if folder.name in common]
+        first = root if worker.index == 0 else root.parents[2] / root.name
+        if before == worker.count > 1:
+            steps = [", ".join(map(str, map(_step_of, one))) or "none" for one in everyone]
+            held = "; ".join(f"island {i}: {some}" for i, some in enumerate(steps))
+            return [
+                f"run.dir: {first.parent}: its islands have no checkpoint of the same step ({held}),"
+                " and none may lose what it has learned: put a folder back, or copy one into the"
+                " checkpoints of all islands to go on from it alone"
+            ]
+        return [first / name for name in everyone[0]]
+
+    def damage(self, found: list[str]) -> list[str]:
+        """Return the damage of a checkpoint on all workers."""
+        everyone = self.worker.everyone("damage", json.dumps(found))
+        return [problem for one in everyone for problem in json.loads(one)]
+
+    def others_lack(self, root: Path, folders: list[Path], step: int) -> list[Path]:
+        """Return this worker's checkpoints after ``step``: this run will take these steps again."""
+        own = checkpoints.newest_first(root) if self.worker.count > 1 else []
+        return [p for p in own if checkpoints.step_of(p) > step and p not in folders]
+
+    def newest_common(self, root: Path) -> float:
+        """Return the newest step that all workers have saved, which must stay."""
+        if self.worker.count == 1:
+            return super().newest_common(root)
+        names = [folder.name for folder in checkpoints.newest_first(root)]
+        told = self.worker.told("checkpoints", json.dumps(names))
+        common = set.intersection(*(set(json.loads(one)) for one in told)) if told else set()
+        return max(map(_step_of, common), default=0)
+
+
+def _step_of(name: str) -> int:
+    return checkpoints.step_of(Path(name))
