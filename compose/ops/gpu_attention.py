@@ -169,7 +169,8 @@ class VarlenParts(Parts):
 
     def _forward(self, how: Any, q: Tensor, k: Tensor, v: Tensor) -> Result:
         rows, seen = how
-        out, lse = self.run(*(_laid(x, rows) for x in (q, k, v)), self.task.scale, rows)
+        q, k, v = (_laid(x, rows) for x in (q, k, v))
+        out, lse = self.run(q, k, v, self.task.scale, rows)
         out = self._unlaid(out, rows)
         lse = lse if rows.q is None else lse.unflatten(1, (self.rows, -1)).transpose(0, 1)
         if seen is not None:
