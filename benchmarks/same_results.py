@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     ),
     "int8": (2, ["--comm.weights=int8", "--comm.gradients=int8", *SMALL]),
     "LoRA": (2, ["--model.lora.rank=4", '--model.lora.targets=["layers.*.attention.w*"]', *SMALL]),
-    "dit": (2, ["recipes/dit_shapes_cpu.toml"]),
+    "dit": (2, ["recipes/dit_shapes_cpu.toml", "--train.micro_batch=8"]),
     "resumed": (4, ["--parallel.tp=2", "--parallel.dp_shard=2", "--optimizer.name=muon", *SMALL]),
 }
 COMMON = ["--train.steps=20", "--checkpoint.interval=20", "--metrics.tensorboard=false"]
@@ -66,13 +66,23 @@ def trained(checkout: Path, ranks: int, keys: list[str], folder: Path) -> dict[s
     (saved,) = (folder / "checkpoints").glob("step-*")
     return {
         "steps": [[step.get(key) for key in NUMBERS] for step in steps],
-        "tensors": {path.name: digest(path) for path in sorted(saved.glob("*.safetensors"))},
+        "tensors": {path.name: digests(path) for path in sorted(saved.glob("*.safetensors"))},
     }
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def digests(path: Path) -> dict[str, str]:
+    """SHA-256 of each tensor of a file with its type and shape, by name: their order does not count."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8:start])
+    tensors.pop("__metadata__", None)
+    return {
+        name: hashlib.sha256(
+            f"{entry['dtype']} {entry['shape']}".encode()
+            + data[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]]
+        ).hexdigest()
+        for name, entry in tensors.items()
+    }
 
 
 def resumed(
