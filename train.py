@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> None:
         describe(command.job)
         return
     with process_group(command.config, command.job.islands) as device:
-        mesh = init_mesh(command.job.degrees, device.type)
+        mesh = init_mesh(command.config.parallel, device.type)
         Trainer(command.job, mesh, device, command.data).run()
 
 

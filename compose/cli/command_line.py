@@ -9,7 +9,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,8 +73,8 @@ class Command:
 
     @property
     def config(self) -> Config:
-        """The tables of the config."""
-        return self.job.config
+        """The tables of the config; its degrees are those of this rank's mesh, of one island."""
+        return replace(self.job.config, parallel=self.job.degrees)
 
 
 def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Command:
