@@ -89,7 +89,7 @@ class Worker:
         keys = [f"{_STOP}/{worker}" for worker in range(self.count)]
         self.store.wait(keys, _PATIENCE)
         said = [tuple(map(int, self.store.get(key).decode().split())) for key in keys]
-        return max(why for _, why in said), max(last for _, last in said)
+        return max(why for _, why in said), max(last for last, _ in said)
 
     def finished(self) -> None:
         """Tell the others that this worker takes no more steps; only first ranks call it."""
