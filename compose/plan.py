@@ -8,9 +8,8 @@ is an error, and so is a parameter that no pattern covers.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -26,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from compose.errors import ConfigError, did_you_mean
 from compose.ops.tensors import tied_names
 from compose.parallel import local_parallel
+from compose.parallel.patterns import around, inside, matching
 
 # Styles that only lay out activations. They do not place the parameters of their module.
 _ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
@@ -214,28 +214,6 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     return found
 
 
-def matching(pattern: str, names: Sequence[str]) -> tuple[list[str], str]:
-    """Return the names that ``pattern`` matches, and if there are none a hint at the nearest one."""
-    found = [name for name in names if _matches(name, pattern)]
-    return found, "" if found else did_you_mean(pattern, _as_patterns(names, pattern))
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
-
-
-def _as_patterns(names: Iterable[str], pattern: str) -> list[str]:
-    """Return ``names`` with ``*`` where ``pattern`` has it, so that the nearest can be suggested."""
-    stars = [part == "*" for part in pattern.split(".")]
-    starred = {
-        ".".join("*" if star else part for star, part in zip(stars, name.split("."), strict=False))
-        for name in names
-        if name.count(".") + 1 == len(stars)
-    }
-    return sorted(starred | set(names))
-
-
 def _unfit_styles(styles: Iterable[tuple[str, ParallelStyle]], model: nn.Module) -> list[str]:
     """Return one line for each module that PyTorch's column and row styles cannot cut."""
     cut = (ColwiseParallel._apply, RowwiseParallel._apply)
@@ -303,7 +281,7 @@ def _unfit_float8(
         if not isinstance(model.get_submodule(name), nn.Linear)
         and not isinstance(styles.get(name), PrepareModuleInput)
     ]
-    listed = {part for name in names for part in (name, *_around(name))}
+    listed = {part for name in names for part in (name, *around(name))}
     return problems + [
         f"plan.float8_except: {name} has nothing that plan.float8 names"
         for name in excepted
@@ -321,17 +299,6 @@ def _unfit_output(names: list[str], model: nn.Module) -> list[str]:
         for name, module in zip(names, modules, strict=True)
         if not isinstance(module, nn.Linear) or module.bias is not None
     ]
-
-
-def inside(name: str, modules: Set[str]) -> bool:
-    """Return whether a module or parameter is inside one of several modules, at any depth."""
-    return any(outer in modules for outer in _around(name))
-
-
-def _around(name: str) -> list[str]:
-    """Return the names of the modules that hold ``name``, without the root."""
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _twice(part: str, names: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose.apply import apply
+from compose.config.addons import brought
 from compose.config.job import Job
 from compose.config.tables import Config
 from compose.memory.float8 import select_layers
@@ -57,10 +58,8 @@ def describe(job: Job) -> None:
     if job.config.comm.codes:
         print("", *_messages(job), sep="\n")
     if job.islands > 1:
-        from compose.planner.trace import diloco_bytes, diloco_lines
-
-        outer = job.config.outer
-        print("", *diloco_lines(diloco_bytes(job, outer), job.islands, outer), sep="\n")
+        for _, lines in brought("between_workers"):
+            print("", *lines(job, job.config.outer, job.islands), sep="\n")
 
 
 def _stage(job: Job, rank: int) -> list[Placed]:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import Words, launched_ranks, read_arguments, read_flags, world_size_of
+from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
-from compose.config.tables import Config, without_add_ons
+from compose.config.tables import TABLES, Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load
 from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
 from compose.planner.cluster import Cluster, as_toml, load_cluster
@@ -27,7 +28,6 @@ from compose.planner.measure import measure as measure_machine
 from compose.planner.page import write_html
 from compose.planner.report import alternatives, as_data, in_words, table, write_toml
 from compose.planner.search import DEGREES, TRIED, Candidate, Space, capacity, fewest, fits, own, search
-from compose.planner.trace import diloco_bytes, diloco_lines, diloco_wait
 from compose.train.metrics import peak_flops
 from compose.train.processes import process_group
 
@@ -110,7 +110,7 @@ def _space(given: Words) -> Space:
             )
         fixed.discard(key)
     config, islands = load(given.file, given.overrides), 1
-    if config.outer.every:
+    if "outer" in TABLES and config.outer.every:
         islands, all_ranks = config.parallel.dp_replicate, world_size
         if islands < 2 or world_size % islands:
             raise ConfigError(
@@ -132,12 +132,13 @@ def _space(given: Words) -> Space:
 def _between_islands(given: Words, space: Space, best: Candidate) -> list[str]:
     """Return what islands send each other, and how long training waits for it."""
     outer = load(given.file, given.overrides).outer
-    messages = diloco_bytes(make_job(best.config, space.world_size), outer)
+    job = make_job(best.config, space.world_size)
     assert best.estimate is not None
     link, seconds = space.cluster.between, best.estimate.step_seconds
     return [
-        *diloco_lines(messages, space.islands, outer),
-        diloco_wait(messages, space.islands, outer, link, seconds),
+        line
+        for _, lines in brought("between_workers")
+        for line in lines(job, outer, space.islands, link, seconds)
     ]
 
 

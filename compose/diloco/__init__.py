@@ -19,6 +19,20 @@ def run_rules() -> list[Any]:
     return ISLANDS
 
 
+def between_workers(
+    job: Any, outer: Outer, workers: int, link: Any = None, seconds: float = 0.0
+) -> list[str]:
+    """Return lines with the bytes that workers send each other; with a link, with the time too.
+
+    ``job`` is that of one worker, and ``seconds`` are those of its step.
+    """
+    from compose.diloco.planned import as_lines, sent_bytes, wait_line
+
+    sent = sent_bytes(job, outer)
+    wait = [wait_line(sent, workers, outer, link, seconds)] if link else []
+    return [*as_lines(sent, workers, outer), *wait]
+
+
 def hooks(trainer: Any) -> list[Any]:
     """Return the outer loop of a run with several workers."""
     if trainer.job.islands == 1:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,11 @@ from torch.distributed.tensor.parallel import (
 from compose.errors import ConfigError
 from compose.parallel.local_parallel import by_dtensors
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
-from compose.plan import Resolved, inside
+from compose.parallel.patterns import inside
+
+if TYPE_CHECKING:
+    from compose.plan import Resolved
+
 
 Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"]
 
@@ -92,7 +96,7 @@ def emulated(device_type: str) -> bool:
 
 
 def select_layers(
-    model: nn.Module, plan: Resolved, tp: int, recipe: Recipe, device_type: str
+    model: nn.Module, plan: "Resolved", tp: int, recipe: Recipe, device_type: str
 ) -> Choice:
     """Choose which linear layers of a plan compute in float8.
 

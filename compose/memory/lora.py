@@ -8,7 +8,7 @@ dry run and planner see one model whose weights are frozen but for the adapters.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from pydantic import Field
@@ -17,8 +17,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from compose.errors import ConfigError, LocalPath, NonNegative
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
+from compose.parallel.patterns import inside, matching
 from compose.parallel.tensor_parallel import HeadParallel
-from compose.plan import Plan, inside, matching
+
+if TYPE_CHECKING:
+    from compose.plan import Plan
+
 
 Alpha = Annotated[float, Field(ge=0)]
 
@@ -56,7 +60,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{CHILD}.A", f".{CHILD}.B"))
 
 
-def adapt(model: nn.Module, plan: Plan, lora: Lora, tp: int = 1) -> Plan:
+def adapt(model: nn.Module, plan: "Plan", lora: Lora, tp: int = 1) -> "Plan":
     """Give each target of ``lora`` an adapter, and freeze all other parameters, in place.
 
     A model that has its adapters already gets no others.
@@ -80,7 +84,7 @@ def adapt(model: nn.Module, plan: Plan, lora: Lora, tp: int = 1) -> Plan:
     return replace(plan, tensor={**plan.tensor, **_styles(plan, targets, names, tp)})
 
 
-def find_targets(model: nn.Module, plan: Plan, lora: Lora, names: Sequence[str]) -> list[str]:
+def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str]) -> list[str]:
     """Return the layers that get adapters, in the model's order."""
     key = "model.lora.targets"
     if not lora.targets:
@@ -144,7 +148,7 @@ def _sides(layer: nn.Module) -> tuple[int, int]:
 
 
 def _styles(
-    plan: Plan, targets: Sequence[str], names: Sequence[str], tp: int
+    plan: "Plan", targets: Sequence[str], names: Sequence[str], tp: int
 ) -> dict[str, ParallelStyle]:
     """Return the styles of the adapters, by patterns where the plan has them."""
     if not plan.tensor:

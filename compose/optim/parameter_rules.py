@@ -8,7 +8,8 @@ from torch import nn
 from compose.errors import ConfigError
 from compose.optim.optimizers import OPTIMIZERS, Optimizer, ParameterRule
 from compose.parallel.expert_parallel import routers
-from compose.plan import Plan, inside, matching
+from compose.parallel.patterns import inside, matching
+from compose.plan import Plan
 
 
 def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, ParameterRule]:

@@ -13,7 +13,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,14 @@ from compose.parallel.output import StepLoss
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
 from compose.pipeline.split import Stage, Tied, balanced, split, try_first_stage
 from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
-from compose.plan import Pipeline
+
+if TYPE_CHECKING:
+    from compose.plan import Pipeline
 
 
 def apply_pipeline_parallel(
     model: nn.Module,
-    pipeline: Pipeline,
+    pipeline: "Pipeline",
     mesh: DeviceMesh,
     schedule: Schedule,
     seq_len: Sample,

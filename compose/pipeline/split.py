@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from compose.errors import ConfigError, refused_if
 from compose.ops.batch import Sample, on_meta
 from compose.ops.tensors import arrived, local_tensor, tied_names
-from compose.plan import Pipeline
+
+if TYPE_CHECKING:
+    from compose.plan import Pipeline
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Tied:
     """(stage, a name it has there), in the order of stages."""
 
 
-def layer_names(model: nn.Module, pipeline: Pipeline) -> list[str]:
+def layer_names(model: nn.Module, pipeline: "Pipeline") -> list[str]:
     """Return the layers' names within their container, in the order they run."""
     return [name for name, _ in model.get_submodule(pipeline.layers).named_children()]
 
@@ -94,7 +96,7 @@ def _made_to_fit(layers: Sequence[int], n_layers: int) -> list[int]:
     return fitted
 
 
-def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: Sample) -> tuple[int, ...]:
+def balanced(model: nn.Module, pipeline: "Pipeline", stages: int, seq_len: Sample) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage does the fewest FLOPs.
 
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
@@ -106,7 +108,7 @@ def balanced(model: nn.Module, pipeline: Pipeline, stages: int, seq_len: Sample)
     return _fewest_at_most(first, layers, last, stages)
 
 
-def _costs(model: nn.Module, pipeline: Pipeline, sample: Sample) -> tuple[float, list[float], float]:
+def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[float, list[float], float]:
     """Return the forward FLOPs of one sample, or weights: before the layers, of each, after them."""
     layers = [f"{pipeline.layers}.{name}" for name in layer_names(model, pipeline)]
     spent = dict.fromkeys([*pipeline.first, *layers, *pipeline.last], 0.0)
@@ -168,7 +170,7 @@ def _fewest_at_most(first: float, layers: Sequence[float], last: float, stages: 
 
 
 def split(
-    model: nn.Module, pipeline: Pipeline, layers: Sequence[int], mine: Sequence[int]
+    model: nn.Module, pipeline: "Pipeline", layers: Sequence[int], mine: Sequence[int]
 ) -> tuple[list[Stage], list[Tied], nn.Module]:
     """Remove from ``model``, in place, all that is not part of this rank's stages.
 
@@ -230,7 +232,7 @@ class _Elsewhere(nn.Identity):
         return args[0] if args else named[self.argument]
 
 
-def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: Pipeline) -> None:
+def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: "Pipeline") -> None:
     for name in names:
         path, _, leaf = name.rpartition(".")
         parent = model.get_submodule(path)

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import torch
@@ -15,23 +15,22 @@ import compose.pipeline.pipeline_parallel
 from compose.apply import apply
 from compose.build import build_optimizer, loss_function
 from compose.composition import Composition
-from compose.compression.compressor import Compression
 from compose.config.job import Job
 from compose.config.models import batch_on_meta
 from compose.data.datasets import task_of
-from compose.diloco.messages import first_rank_messages
-from compose.diloco.options import Outer
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.optim.optimizers import make_state
 from compose.parallel.mesh import init_mesh
 from compose.pipeline.schedules import Action, Table, build_table
 from compose.plan import Resolved, resolve
-from compose.planner.cluster import Link
-from compose.planner.fake_world import OnMeta, fake_group, fake_world, slots
+from compose.planner.fake_world import OnMeta, fake_world, slots
 from compose.planner.few_layers import few_micro_batches
 from compose.planner.record import Record, Recorder
 from compose.train.step import clip_grad_norm_, forward_backward, local_batch
+
+if TYPE_CHECKING:
+    from compose.compression.compressor import Compression
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,9 @@ def trace(step: RankStep) -> Traced:
             with _few(job, step.micro_batches), OnMeta(kernels=device_type):
                 _forward_backward(composition, batch, job, DropoutKey(0))
                 optimizer.zero_grad()
-            recorder.note(cast(Compression, composition.compression).state().values(), "communication")
+            recorder.note(
+                cast("Compression", composition.compression).state().values(), "communication"
+            )
         marks = _marks(recorder, composition, resolved)
         order = _few(job, step.micro_batches)
         with marks, order, OnMeta(kernels=device_type, on_host=recorder.on_host), recorder:
@@ -306,7 +307,7 @@ def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], i
             composition = apply(model, resolve(job.plan, model), mesh, job.options)
             optimizer = build_optimizer(composition, job)
         batch = step_batch(job, micro_batches)
-        compression = cast(Compression, composition.compression)
+        compression = cast("Compression", composition.compression)
         for _ in range(2):
             compression.begin_at(job.config.comm.start_step)
             compression.traffic.take()
@@ -314,40 +315,3 @@ def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], i
                 _forward_backward(composition, batch, job, DropoutKey(0))
             optimizer.zero_grad()
         return compression.traffic.take()
-
-
-def diloco_bytes(job: Job, outer: Outer) -> list[int]:
-    """Return what a rank of a DiLoCo worker sends to each other worker, for each fragment.
-
-    It is the rank that sends most, of the first ranks of stages.
-    """
-    shapes = {name: p.shape for name, p in job.model.named_parameters() if p.requires_grad}
-    ranks = []
-    for stage in range(job.degrees.pp):
-        with fake_group(stage * job.world_size // job.degrees.pp, job.world_size):
-            mesh, model = init_mesh(job.degrees), copy.deepcopy(job.model)
-            composition = apply(model, job.resolved, mesh, job.options)
-            ranks.append(first_rank_messages(outer, composition, shapes, job.resolved.checkpoint))
-    return max(ranks, key=sum)
-
-
-def diloco_lines(messages: list[int], workers: int, outer: Outer) -> list[str]:
-    """Return lines with the bytes of a round, and those that are sent at once."""
-    sent = [size * (workers - 1) for size in messages]
-    rows = ((f"in {outer.every} steps", sum(sent)), ("at once, at most", max(sent)))
-    return [
-        f"bytes that a rank sends to other islands ({outer.dtype}, fragments {len(sent)}):",
-        *(f"  {what:<20}{size:>18,}  {size / 2**30:9.3f} GiB" for what, size in rows),
-    ]
-
-
-def diloco_wait(
-    messages: list[int], workers: int, outer: Outer, link: Link, step_seconds: float
-) -> str:
-    """Return a line with the time that exchanges add to training; each rank has its own ``link``."""
-    takes = [size * (workers - 1) / link.usable + link.latency for size in messages]
-    waited = sum(max(0.0, seconds - outer.delay * step_seconds) for seconds in takes)
-    return (
-        f"  a round takes {sum(takes):.3g} s between nodes; training waits for {waited:.3g} s of it,"
-        f" {waited / (outer.every * step_seconds):.1%} of its steps (outer.delay {outer.delay})"
-    )
