@@ -123,18 +123,18 @@ class OuterLoop(Hook):
         self.started = True
 
     @torch.no_grad()
-    @record_function("compose::outer")
     def after_update(self, step: int) -> None:
         """Begin and end the exchanges that are due, also if the step was skipped; a collective."""
-        many, last = len(self.fragments), self.last
-        if self.pending and step >= min(self.pending.due, last):
-            self._end(step)
-        if step == last:
-            for fragment in range(many):
-                self._begin(fragment, step, 0, 0.0, waits=True)
-        elif step % self.between == 0:
-            fragment = (step // self.between - 1) % many
-            self._begin(fragment, step, self.options.delay, self.options.mix)
+        with record_function("compose::outer"):
+            many, last = len(self.fragments), self.last
+            if self.pending and step >= min(self.pending.due, last):
+                self._end(step)
+            if step == last:
+                for fragment in range(many):
+                    self._begin(fragment, step, 0, 0.0, waits=True)
+            elif step % self.between == 0:
+                fragment = (step // self.between - 1) % many
+                self._begin(fragment, step, self.options.delay, self.options.mix)
 
     def _begin(self, fragment: int, step: int, delay: int, mix: float, waits: bool = False) -> None:
         theta, own = self._own(fragment, self.weights), self._own(fragment, None)
