@@ -15,10 +15,10 @@ exchanges a step early | STREAMING SMALL | outer weight
 no exchange after the last step | STREAMING SMALL | island's weight
     in compose.diloco.loop:OuterLoop.after_update
     - if step == last:
-    -         for
+    -             for
     + if step == last:
-    +         return
-    +         for
+    +             return
+    +             for
 an island left out of the average | STREAMING SMALL | outer weight
     in compose.diloco.loop:OuterLoop._end
     - for message in there:
