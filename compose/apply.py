@@ -89,9 +89,7 @@ def apply(
     stages = [Stage(0, model, frozenset())]
     if pp > 1:
         assert resolved.pipeline is not None, "checked with the setup"
-        from compose.pipeline.pipeline_parallel import (
-            apply_pipeline_parallel,  # it imports the compiler
-        )
+        from compose.pipeline.pipeline_parallel import apply_pipeline_parallel
 
         runner = apply_pipeline_parallel(
             model, resolved.pipeline, mesh["pp"], schedule_of(parallel), options.sample

@@ -23,7 +23,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from compose.checkpoint import rank_state, store
+from compose.checkpoint import state as rank_state
+from compose.checkpoint import store
 from compose.checkpoint.dcp_storage import PartsWriter, ShardSavePlanner, alone
 from compose.checkpoint.loading import (
     cause_of,

@@ -1,19 +1,30 @@
 """The state of a run between two steps, by names that do not depend on the mesh.
 
 A rank's part of a tensor is a region of the whole one, by the cut that filled it (ops/tensors.py).
+
+Some state each rank has alone, such as residuals of compressed messages. It is in a file for each rank,
+and means something only on the same mesh with the same messages.
 """
 
+import json
 import weakref
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from compose.checkpoint import store
 from compose.composition import Composition, module_of
+from compose.config.tables import Config
+from compose.errors import ConfigError, open_own, write_whole
 from compose.ops.tensors import local_region, local_tensor
 
 
@@ -132,3 +143,81 @@ def spread(tensors: dict[str, list[Tensor]]) -> None:
     for first, *others in tensors.values():
         for other in others:
             local_tensor(other).copy_(local_tensor(first))
+
+
+PREFIX = "comm-"
+_MESSAGES = ("weights", "gradients", "block", "near", "error_feedback", "rank", "density")
+
+
+def copied(others: Sequence[HasState]) -> dict[str, Tensor] | None:
+    """Return copies in host memory of all that this rank keeps; None if nothing ever is kept."""
+    states = [state for other in others if (state := other.state()) is not None]
+    if not states:
+        return None
+    return {name: value.detach().cpu().clone() for one in states for name, value in one.items()}
+
+
+def write(folder: Path, rank: int, label: str, state: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """Write the file of a rank, if there is a state; return the manifest's entry."""
+    if state is None:
+        return {}
+    path = _file(folder, rank)
+    write_whole(path, save(dict(state), {"of": label}))
+    return store.described([path])
+
+
+def read(folder: Path, label: str, group: dist.ProcessGroup) -> dict[str, Tensor] | None:
+    """Return this rank's file, in host memory; None if a rank has none with the label; a collective."""
+    state: dict[str, Tensor] | None = None
+    path = _file(folder, group.rank())
+    try:
+        with open_own(path), safe_open(path, "pt") as file:
+            if (file.metadata() or {}).get("of") == label:
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        state = None
+    found = [False] * group.size()
+    dist.all_gather_object(found, state is not None, group=group)
+    return state if all(found) else None
+
+
+def load(
+    folder: Path,
+    label: str,
+    others: Sequence[HasState],
+    group: dist.ProcessGroup,
+    filled: Collection[str],
+    step: int,
+) -> str:
+    """Give each what it kept, ``step`` steps into a run; its tensors that are ``filled`` it has.
+
+    This is a collective.
+    """
+    state, lost = {}, ""
+    if any(other.state() is not None for other in others):
+        found = read(folder, label, group)
+        if found is None:
+            lost = (
+                f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier"
+                " version, and is dropped"
+            )
+        state = found or {}
+    try:
+        for other in others:
+            other.load(state, filled, step)
+        if state:
+            raise ConfigError(f"{next(iter(state))} is no name of what messages keep")
+    except ConfigError as error:
+        raise ConfigError(f"{_file(folder, group.rank())}: {error}") from None
+    return lost
+
+
+def label_of(config: Config, others: Sequence[HasState]) -> str:
+    """Return what must be the same for a file to be of use."""
+    messages = {key: getattr(config.comm, key) for key in _MESSAGES}
+    common = [asdict(config.parallel), messages, config.precision.param]
+    return json.dumps(common + [one for other in others for one in other.fingerprint], sort_keys=True)
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"{PREFIX}{rank:05d}.safetensors"

@@ -34,15 +34,7 @@ from compose.optim.adamw import AdamW
 from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import axis_size, batch_share
 from compose.plan import Plan, resolve
-from compose.proof.comparison import (
-    Comparison,
-    buffers_of,
-    gradient_of,
-    parameters_of,
-    shared,
-    whole,
-)
-from compose.proof.examine import examine
+from compose.proof.comparison import Comparison, buffers_of, gradient_of, parameters_of, shared, whole
 from compose.proof.observers import CODES, MemoryKeys, Messages, Observer, Subject, parts_of_add_ons
 from compose.proof.one_process import (
     EXACT,
@@ -55,7 +47,7 @@ from compose.proof.one_process import (
     precision_of,
 )
 from compose.proof.optimizers import Named, OptimizerFactory, RoundedWeights
-from compose.proof.references import Expected, References
+from compose.proof.references import Expected, References, examine
 from compose.proof.report import Report, State, Tolerance, joined, tolerance_of
 from compose.proof.routing_trace import (
     Choices,

@@ -1,13 +1,147 @@
-"""What happens beside a run's steps: a feature that the trainer does not know by name is a hook."""
+"""What happens beside a run's steps: a feature that the trainer does not know by name is a hook.
+
+One of them compares copies that must be bitwise equal, since memory and links flip bits without a sign.
+Weights, gradients and optimizer state have copies on the ranks of every axis over which they are not
+sharded: replicas, norms on the tp axis, experts on the ranks that ep leaves. A weight that several
+stages of a pipeline share has a copy on each. All copies are results of the same operations on the same
+values, or of a collective that gives every rank the same sum.
+"""
 
 import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
 from compose.checkpoint.state import HasState
+from compose.composition import Composition
 from compose.config.addons import brought
 from compose.memory.compilation import GraphCount
+from compose.ops.tensors import local_tensor
+from compose.parallel.mesh import AXES
 from compose.train.processes import TrainingError
-from compose.train.replica_check import replica_mismatches
+
+_PIECE = 2**24  # bytes
+
+
+def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """Return one line for each group of ranks whose copies differ; a collective.
+
+    A line says which ranks differ, and in what. If two copies differ, it names both ranks; if there are
+    more, it names those unlike most. Call it after gradients are complete and before the optimizer's
+    step.
+    """
+    by_axis: dict[tuple[DeviceMesh, int], list[tuple[str, Tensor]]] = {}
+    mesh, pipeline = composition.mesh, composition.pipeline
+    ties = {tied.name for tied in pipeline.ties} if pipeline else set()
+    of_stages: list[tuple[str, Tensor]] = []
+    for name, whole, tensor in _tensors(composition, optimizer):
+        if whole in ties:
+            of_stages.append((name, tensor))
+        if isinstance(tensor, DTensor):
+            for axis, placement in enumerate(tensor.placements):
+                if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
+                    local = (name, local_tensor(tensor))
+                    by_axis.setdefault((tensor.device_mesh, axis), []).append(local)
+            covered = tensor.device_mesh.mesh_dim_names != ("tp",)
+        else:
+            covered = False
+        if not covered:  # it has a copy on every other rank of a stage
+            for axis, axis_name in enumerate(AXES):
+                known = axis_name == "pp" or (axis_name == "tp" and isinstance(tensor, DTensor))
+                if not known and mesh.size(axis) > 1:
+                    by_axis.setdefault((mesh, axis), []).append((name, local_tensor(tensor)))
+    found: list[str] = []
+    for (where, axis), tensors in by_axis.items():
+        group = where.get_group(axis)
+        mine = torch.stack([checksum(tensor).to(where.device_type) for _, tensor in tensors])
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everyone, mine, group=group)
+        ranks = dist.get_process_group_ranks(group)
+        columns = zip(*(sums.tolist() for sums in everyone), strict=True)
+        found += _unlike(
+            (name, list(zip(ranks, column, strict=True)))
+            for (name, _), column in zip(tensors, columns, strict=True)
+        )
+    if ties:
+        found += _unlike(_gathered(of_stages, mesh.get_group("pp")).items())
+    shared: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(shared, found)
+    return list(dict.fromkeys(line for lines in shared for line in lines))
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a checksum of a tensor's bits, int64.
+
+    Any one flipped bit changes it, and so do two bytes that change places.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    before = 0
+    # It works in pieces, since int64 copies of the bytes take eight times as much memory.
+    for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE):
+        places = torch.arange(before + 1, before + 1 + len(piece), device=piece.device)
+        # The factors are odd: a product with an odd number loses no bit where sums wrap around.
+        found += (piece.to(torch.int64) * (2 * places + 1)).sum()
+        before += len(piece)
+    return found
+
+
+def _tensors(
+    composition: Composition, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield each tensor as (its name in a message, its name in the whole model, the tensor)."""
+    for name, parameter in composition.named_parameters():
+        yield f"weight {name}", name, parameter
+        if parameter.grad is not None:
+            yield f"gradient of {name}", name, parameter.grad
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
+            if isinstance(value, Tensor) and key != "step":  # the step may be on the host
+                yield f"{key} of {name}", name, value
+    persistent = composition.model.state_dict(keep_vars=True)
+    for name, buffer in composition.model.named_buffers():
+        if name in persistent:
+            yield f"buffer {name}", name, buffer
+
+
+def _gathered(
+    tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup
+) -> dict[str, list[tuple[int, int]]]:
+    """Return (rank, checksum) of every copy in ``group``, by name; a rank may hold several, or none."""
+    mine = [(name, int(checksum(local_tensor(tensor)))) for name, tensor in tensors]
+    everyone: list[list[tuple[str, int]]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, mine, group=group)
+    copies: dict[str, list[tuple[int, int]]] = {}
+    for rank, held in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        for name, value in held:
+            copies.setdefault(name, []).append((rank, value))
+    return copies
+
+
+def _unlike(tensors: Iterable[tuple[str, Sequence[tuple[int, int]]]]) -> list[str]:
+    """Return the lines for ``tensors``: names with the (rank, checksum) of each copy."""
+    guilty: dict[tuple[int, ...], list[str]] = {}
+    for name, held in tensors:
+        counts = Counter(value for _, value in held)
+        if len(counts) > 1:
+            (most, times), (_, second) = counts.most_common(2)
+            usual = most if times > second else None
+            ranks = tuple(dict.fromkeys(rank for rank, value in held if value != usual))
+            guilty.setdefault(ranks, []).append(name)
+    return [_line(ranks, found) for ranks, found in guilty.items()]
+
+
+def _line(ranks: Sequence[int], found: Sequence[str]) -> str:
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    who = (
+        f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} differ"
+    )
+    return f"{who} in {found[0]}{more}"
+
 
 if TYPE_CHECKING:
     from compose.train.trainer import Trainer

@@ -8,8 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from compose.checkpoint.hf_mxfp4 import Mxfp4
-from compose.checkpoint.hf_stored import Stored
+from compose.checkpoint.hf_stored import Mxfp4, Stored
 from models.layers.published import keys, number, only, rope, shown, size, truth, unpublished
 from models.layers.rope import yarn_magnitude
 

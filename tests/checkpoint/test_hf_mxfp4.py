@@ -12,8 +12,7 @@ from torch import Tensor
 from compose.__main__ import main
 from compose.checkpoint.hf_conversion import export
 from compose.checkpoint.hf_folder import fill_shard, find_hf, load_hf, name_of
-from compose.checkpoint.hf_mxfp4 import Mxfp4, dequantized
-from compose.checkpoint.hf_stored import Stored
+from compose.checkpoint.hf_stored import Mxfp4, Stored, dequantized
 from compose.checkpoint.safetensors_files import INDEX, Planned, TensorFiles, write_files
 from compose.checkpoint.state import LocalShard
 from compose.errors import ConfigError

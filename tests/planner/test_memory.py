@@ -16,14 +16,7 @@ from compose.pipeline.schedules import Action
 from compose.planner import estimate
 from compose.planner.cluster import load_cluster
 from compose.planner.few_layers import LayerRuns, few_micro_batches
-from compose.planner.memory import (
-    ActionMemory,
-    Bytes,
-    RankMemory,
-    categorize,
-    peak,
-    stand_ins,
-)
+from compose.planner.memory import ActionMemory, Bytes, RankMemory, categorize, peak, stand_ins
 from compose.planner.record import Allocation, Record, Segment
 from tests.support.helpers import ROOT, make_job, tier
 

@@ -105,7 +105,7 @@ def test_what_proves_nothing_is_refused(pool: Pool, change: str, message: str) -
 
 def _mean_unseen() -> Report:
     """As if the loss were not asked for twice the targets: what is left is the other split."""
-    with mutated("compose.proof.examine:_check_sum", "abs(twice - 2 * once) >", "0 >"):
+    with mutated("compose.proof.references:_check_sum", "abs(twice - 2 * once) >", "0 >"):
         return verify(
             layers(6, 8, 5),
             Plan(),

@@ -12,8 +12,8 @@ from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.data.samples import random_batch
 from compose.parallel.mesh import batch_share
-from compose.train import replica_check
-from compose.train.replica_check import checksum, replica_mismatches
+from compose.train import hooks as replica_check
+from compose.train.hooks import checksum, replica_mismatches
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.support.checkpoints import shards
 from tests.support.experts import DEEPSEEK
