@@ -204,7 +204,7 @@ class Signs(GradientCode):
 
 def _signs() -> tuple[int, float]:
     """How many signs the gradient of a matrix has, and the cosine with its plain gradient."""
-    keys = LARGE | {"parallel__dp_shard": 2}
+    keys = LARGE | {"train__micro_batch": 2, "parallel__dp_shard": 2}  # one reduction of a step
     plain = take_steps(keys, 1).gradients["layers.0.attention.wq.weight"]
     with mock.patch.dict(GRADIENT_CODES, {"int8": Signs}):
         found = take_steps(keys | comm("int8"), 1).gradients["layers.0.attention.wq.weight"]
