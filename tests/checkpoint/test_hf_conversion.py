@@ -215,6 +215,11 @@ def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
 
 PEAK = """
 import sys
+# Modules are imported when they are used. Here they are before memory is measured.
+import torch._dynamo
+import compose.build, compose.checkpoint.hf_conversion, compose.cli.commands
+from compose.config.models import model_names
+model_names()
 from compose.__main__ import main
 
 def peak():  # of this program alone, where getrusage has its parent's too
