@@ -63,7 +63,7 @@ def trained(checkout: Path, ranks: int, keys: list[str], folder: Path) -> dict[s
         [*torchrun, *words], cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL
     )
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (saved,) = (folder / "checkpoints").glob("step-*")
+    saved = max((folder / "checkpoints").glob("step-*"))
     return {
         "steps": [[step.get(key) for key in NUMBERS] for step in steps],
         "tensors": {path.name: digests(path) for path in sorted(saved.glob("*.safetensors"))},
