@@ -13,6 +13,7 @@ from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.state import named_tensors
 from compose.composition import Composition
+from compose.compression.hook import CompressionHook
 from compose.errors import ConfigError
 from compose.proof.comparison import whole
 from compose.train.trainer import Trainer
@@ -98,7 +99,9 @@ def resume(keys: Keys) -> tuple[Progress | None, list[str]]:
     job = make_job(dist.get_world_size(), **keys)
     composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     optimizer = build_optimizer(composition, job)
-    checkpointer = Checkpointer(job.config, composition, optimizer, Path(job.config.run.dir))
+    beside = [CompressionHook(composition.compression)] if composition.compression else []
+    folder = Path(job.config.run.dir)
+    checkpointer = Checkpointer(job.config, composition, optimizer, folder, beside=beside)
     with mock.patch("builtins.print") as said:
         progress = checkpointer.resume()
     return progress, [call.args[0] for call in said.call_args_list]
