@@ -25,7 +25,7 @@ from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_pa
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.hpz import hpz_groups
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
-from compose.parallel.output import Output
+from compose.parallel.output_projection import Output
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
 from compose.pipeline.schedules import schedule_of
 from compose.pipeline.split import Stage

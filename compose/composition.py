@@ -25,7 +25,7 @@ from compose.parallel.context_parallel import Balance
 from compose.parallel.data_parallel import DataParallel, UnitMessages
 from compose.parallel.expert_parallel import RoutingMetrics
 from compose.parallel.mesh import Parallel
-from compose.parallel.output import Output
+from compose.parallel.output_projection import Output
 
 if TYPE_CHECKING:  # it imports PyTorch's pipelines, and these the compiler
     from compose.pipeline.pipeline_parallel import PipelineRunner

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from compose.errors import ConfigError, did_you_mean
 from compose.ops.tensors import tied_names
 from compose.parallel import local_parallel
-from compose.parallel.patterns import around, inside, matching
+from compose.parallel.name_patterns import around, inside, matching
 
 # Styles that only lay out activations. They do not place the parameters of their module.
 _ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)

@@ -9,7 +9,7 @@ from compose.parallel.context_parallel import check_ulysses
 from compose.parallel.expert_parallel import check_expert_ranks, check_experts
 from compose.parallel.hpz import check_hpz
 from compose.parallel.mesh import resolve_degrees
-from compose.parallel.patterns import inside
+from compose.parallel.name_patterns import inside
 from compose.parallel.tensor_parallel import check_columns, check_heads
 from compose.pipeline.schedules import placement, stages_per_rank
 from compose.pipeline.split import check_layers, check_stages, layer_names

@@ -23,7 +23,7 @@ from compose.errors import ConfigError
 from compose.memory.lora import is_adapter
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import AXES, resolve_degrees
-from compose.parallel.patterns import inside
+from compose.parallel.name_patterns import inside
 from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import build_table, placement
 from compose.pipeline.split import balanced, layer_names

@@ -25,7 +25,7 @@ from compose.data.tokenizer import (
 )
 from compose.errors import ConfigError, write_whole
 from compose.ops.batch import count_targets
-from compose.parallel.output import CrossEntropy
+from compose.parallel.output_projection import CrossEntropy
 
 
 class LanguageModelling:

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from compose.errors import ConfigError
 from compose.parallel.local_parallel import by_dtensors
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
-from compose.parallel.patterns import inside
+from compose.parallel.name_patterns import inside
 
 if TYPE_CHECKING:
     from compose.plan import Resolved

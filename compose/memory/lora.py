@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from compose.errors import ConfigError, LocalPath, NonNegative
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
-from compose.parallel.patterns import inside, matching
+from compose.parallel.name_patterns import inside, matching
 from compose.parallel.tensor_parallel import HeadParallel
 
 if TYPE_CHECKING:

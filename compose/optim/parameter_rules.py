@@ -8,7 +8,7 @@ from torch import nn
 from compose.errors import ConfigError
 from compose.optim.optimizers import OPTIMIZERS, Optimizer, ParameterRule
 from compose.parallel.expert_parallel import routers
-from compose.parallel.patterns import inside, matching
+from compose.parallel.name_patterns import inside, matching
 from compose.plan import Plan
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from compose.errors import ConfigError
 from compose.ops.batch import Sample
 from compose.parallel.data_parallel import DataParallel
-from compose.parallel.output import StepLoss
+from compose.parallel.output_projection import StepLoss
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
 from compose.pipeline.split import Stage, Tied, balanced, split, try_first_stage
 from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream

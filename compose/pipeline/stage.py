@@ -12,7 +12,7 @@ from compose.ops.cross_entropy import logits_of
 from compose.ops.tensors import arrived
 from compose.ops.torch_versions import StageOverrides
 from compose.parallel.data_parallel import DataParallel
-from compose.parallel.output import StepLoss
+from compose.parallel.output_projection import StepLoss
 
 
 def plain_stream(output: Any) -> Tensor:

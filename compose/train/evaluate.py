@@ -15,7 +15,7 @@ from compose.data.samples import Samples
 from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.parallel.mesh import BATCH_AXES, batch_share, sum_over
-from compose.parallel.output import step_loss
+from compose.parallel.output_projection import step_loss
 from compose.train.heartbeat import report_phase
 from compose.train.step import local_batch, micro_batches, on_device, samples_at_once
 

@@ -25,7 +25,7 @@ from compose.parallel.data_parallel import DataParallel
 from compose.parallel.expert_parallel import begin_step, finish_step
 from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
-from compose.parallel.output import StepLoss, step_loss
+from compose.parallel.output_projection import StepLoss, step_loss
 
 
 def forward_backward(

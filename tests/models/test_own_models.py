@@ -31,7 +31,7 @@ from compose.config.composition_rules import check_setup
 from compose.config.rule import Setup
 from compose.errors import ConfigError
 from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwise
-from compose.parallel.output import CrossEntropy
+from compose.parallel.output_projection import CrossEntropy
 from compose.pipeline.schedules import SCHEDULES
 from compose.plan import resolve
 from compose.proof.report import Report

@@ -32,7 +32,7 @@ from compose.ops.cross_entropy import (
     log_z,
     token_losses,
 )
-from compose.parallel.output import CrossEntropy, StepLoss
+from compose.parallel.output_projection import CrossEntropy, StepLoss
 from compose.proof.one_process import PlainAttention
 from compose.proof.report import Report
 from models.llama import plan as llama_plan

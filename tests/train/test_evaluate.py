@@ -24,7 +24,7 @@ from compose.ops.batch import IGNORE
 from compose.ops.cross_entropy import cross_entropy
 from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import batch_share
-from compose.parallel.output import CrossEntropy
+from compose.parallel.output_projection import CrossEntropy
 from compose.pipeline.schedules import SCHEDULES, Action, forwards, needs, placement
 from compose.pipeline.timeline import simulate
 from compose.train.evaluate import Validation, evaluate
