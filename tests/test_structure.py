@@ -319,7 +319,7 @@ OTHER_INPUT = {
         "plan.resolve apply._tensor parallel.tensor_parallel.apply_tensor_parallel"
         " parallel.tensor_parallel._check parallel.local_parallel._apply"
         " parallel.local_parallel._become parallel.local_parallel.sent"
-        " parallel.output.step_loss parallel.vocabulary_parallel._apply"
+        " parallel.output_projection.step_loss parallel.vocabulary_parallel._apply"
     ),
     "the mesh that a caller made": "parallel.mesh.check_same_degrees",
     "the batch": "pipeline.pipeline_parallel._check_whole",
