@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from compose.composition import Composition, Messages, Options
 from compose.config.addons import brought
 from compose.config.composition_rules import check_setup
-from compose.config.rule import Setup
+from compose.config.setup import Setup
 from compose.errors import ConfigError
 from compose.memory.activation_checkpointing import apply_activation_checkpointing, recomputed_units
 from compose.memory.activation_offload import ActivationOffload

@@ -28,7 +28,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, Field
 
@@ -323,15 +323,3 @@ class ReadWith:
         key, values = next(iter(self.keys.items()))
         wanted = " = " + " or ".join(map(toml_value, values)) if values else ""
         return self.otherwise.format(f"{name}.{key}{wanted}")
-
-
-def unread_keys(name: str, table: Any) -> list[str]:
-    """Return a line for each key of the table ``name`` that is set, and that nothing reads."""
-    types, lines = get_type_hints(type(table), include_extras=True), []
-    for each in dataclasses.fields(table):
-        value = getattr(table, each.name)
-        needs = [need for need in get_args(types[each.name]) if isinstance(need, ReadWith)]
-        problems = [problem for need in needs if (problem := need.problem(name, table))]
-        if value != each.default and problems:
-            lines.append(f"{name}.{each.name}: {toml_value(value)} {problems[0]}")
-    return lines

@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from compose import ConfigError, Plan
 from compose.config.models import find_model, model_names
-from compose.config.tables import Parallel
+from compose.parallel.mesh import Parallel
 from compose.plan import resolve
 from models.llama import Config, Model, plan
 

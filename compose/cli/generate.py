@@ -24,7 +24,7 @@ from compose.composition import Composition
 from compose.config import rules
 from compose.config.job import Job
 from compose.config.models import Sampler, find_model, max_seq_len
-from compose.config.tables import Checkpoint, Comm, Compile, Config, Parallel, without_add_ons
+from compose.config.tables import Checkpoint, Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, override, typed
 from compose.config.toml import load as load_toml
 from compose.data.chat_messages import Chat, read_chat
@@ -33,7 +33,9 @@ from compose.data.documents import JSON_LINES
 from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
 from compose.errors import ConfigError
-from compose.parallel.mesh import init_mesh
+from compose.memory.compilation import Compile
+from compose.parallel.comm import Comm
+from compose.parallel.mesh import Parallel, init_mesh
 from compose.train.processes import process_group
 
 Prompt = str | Chat

@@ -6,9 +6,8 @@ A step's rules say what it may keep, recompute, compile and move, and in which d
 import torch
 
 from compose.config.addons import brought
-from compose.config.comm_rules import COMM
-from compose.config.mesh_rules import MESH
-from compose.config.rule import Rule, Setup, all_keys_read, problems_of
+from compose.config.mesh_rules import COMM, MESH
+from compose.config.setup import Rule, Setup, all_keys_read, problems_of
 from compose.errors import ConfigError
 from compose.memory.activation_checkpointing import operators
 from compose.memory.compilation import check_whole

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compose.composition import Options
 from compose.config.addons import brought
 from compose.config.models import Task, batch_on_meta, find_model
-from compose.config.rule import Setup
+from compose.config.setup import Setup
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import adapt

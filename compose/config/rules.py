@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from compose.config import rule as setup
+from compose.config import setup
 from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION
 from compose.config.job import Job, make_job
 from compose.config.models import find_model, max_seq_len
-from compose.config.rule import Rule
+from compose.config.setup import Rule
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import is_adapter

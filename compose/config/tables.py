@@ -21,24 +21,6 @@ from compose.optim.optimizers import Optimizer
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
 
-__all__ = [
-    "TABLES",
-    "ActivationCheckpoint",
-    "Checkpoint",
-    "Comm",
-    "Compile",
-    "Config",
-    "Data",
-    "Lora",
-    "Metrics",
-    "Model",
-    "Optimizer",
-    "Parallel",
-    "Precision",
-    "Run",
-    "Train",
-]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from compose.config.rule import Rule, all_keys_read
+from compose.config.setup import Rule, all_keys_read
 from compose.errors import ConfigError, Decay, NonNegative, ReadWith
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from compose.config.rule import Rule, all_keys_read
+from compose.config.setup import Rule, all_keys_read
 from compose.errors import ConfigError, NonNegative, ReadWith
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from unittest import mock
 import pytest
 
 import compose.memory.precision as loss_scale
-from compose.config.tables import Precision
-from compose.memory.precision import LossScale, first_scale
+from compose.memory.precision import LossScale, Precision, first_scale
 from tests.support.helpers import prove_case, tier
 from tests.support.pool import Pool
 from tests.support.training import keys_for, lines, train, train_until_error

@@ -28,7 +28,7 @@ from compose import (
 )
 from compose.apply import _check_types
 from compose.config.composition_rules import check_setup
-from compose.config.rule import Setup
+from compose.config.setup import Setup
 from compose.errors import ConfigError
 from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwise
 from compose.parallel.output_projection import CrossEntropy

@@ -40,7 +40,7 @@ from compose import (
 )
 from compose.config.composition_rules import check_setup
 from compose.config.models import ModelFolder, find_model
-from compose.config.rule import Setup
+from compose.config.setup import Setup
 from compose.memory.compilation import graphs_compiled
 from compose.ops.dropout import SAMPLES, Masks, dropouts
 from compose.parallel.context_parallel import ContextParallel

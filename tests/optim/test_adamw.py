@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from compose.config.tables import Parallel
 from compose.ops.tensors import local_shard
 from compose.optim.adamw import AdamW
 from compose.optim.rounding import local
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
+from compose.parallel.mesh import Parallel
 from compose.parallel.tensor_parallel import apply_tensor_parallel
 from tests.support.pool import Pool, make_mesh
 

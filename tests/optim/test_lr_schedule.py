@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from compose.config.tables import Optimizer
 from compose.optim.lr_schedule import SCHEDULES, learning_rate, set_learning_rate, short_of_warmup
+from compose.optim.optimizers import Optimizer
 
 
 def rates(steps: int, **keys: object) -> list[float]:

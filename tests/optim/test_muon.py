@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from compose.build import build_optimizer
 from compose.composition import Composition
-from compose.config.tables import Optimizer as Options
-from compose.config.tables import Parallel, Precision
+from compose.memory.precision import Precision
 from compose.optim import adamw, muon
 from compose.optim.muon import (
     MatrixLayout,
@@ -30,9 +29,11 @@ from compose.optim.muon import (
     layout_of,
     orthogonalized,
 )
+from compose.optim.optimizers import Optimizer as Options
 from compose.optim.optimizers import ParameterRule
 from compose.optim.rounding import lengths, random_bits, size, within
 from compose.parallel.expert_parallel import expert_mesh
+from compose.parallel.mesh import Parallel
 from compose.proof.optimizers import Reference
 from tests.support.experts import QWEN
 from tests.support.faults import Fault, assert_named, with_fault

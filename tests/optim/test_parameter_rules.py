@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from compose import ConfigError, Parallel, Pipeline, Plan
 from compose.config.models import find_model
-from compose.config.tables import Optimizer
-from compose.optim.optimizers import ParameterRule
+from compose.optim.optimizers import Optimizer, ParameterRule
 from compose.optim.parameter_rules import parameter_rules
 from tests.support.helpers import make_config
 

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from compose import ConfigError, Options, Parallel, Plan, apply
 from compose.config.composition_rules import check_setup
 from compose.config.models import find_model
-from compose.config.rule import Setup
+from compose.config.setup import Setup
 from compose.parallel.tensor_parallel import (
     HeadParallel,
     Replicated,

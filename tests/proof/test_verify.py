@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from compose import Plan, Trial, verify
-from compose.config.tables import Parallel
 from compose.data.samples import random_batch
+from compose.parallel.mesh import Parallel
 from compose.proof import one_process
 from compose.proof.report import Report, Row, unused
 from models.llama import Config as LlamaConfig

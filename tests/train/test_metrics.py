@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compose.config.tables import Precision
+from compose.memory.precision import Precision
 from compose.train.metrics import device_peak, peak_flops, peak_memory
 from tests.support.training import STEP
 

@@ -1,13 +1,14 @@
 """The request that ``compose.apply`` gets, and the form of a rule for it."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from torch import nn
 
 from compose.composition import Options
-from compose.errors import ConfigError, unread_keys
+from compose.errors import ConfigError, ReadWith, toml_value
 from compose.parallel.mesh import Parallel
 from compose.plan import Resolved
 
@@ -71,7 +72,15 @@ def all_keys_read(name: str, table_of: Callable[[Asked], Any]) -> Callable[[Aske
     """Return the check that each key of the table ``name`` that is set is also read (``ReadWith``)."""
 
     def check(asked: Asked) -> None:
-        if problems := unread_keys(name, table_of(asked)):
+        table, problems = table_of(asked), []
+        types = get_type_hints(type(table), include_extras=True)
+        for each in dataclasses.fields(table):
+            value = getattr(table, each.name)
+            needs = [need for need in get_args(types[each.name]) if isinstance(need, ReadWith)]
+            unread = [why for need in needs if (why := need.problem(name, table))]
+            if value != each.default and unread:
+                problems.append(f"{name}.{each.name}: {toml_value(value)} {unread[0]}")
+        if problems:
             raise ConfigError(*problems)
 
     return check
