@@ -22,11 +22,19 @@ from compose.config.tables import TABLES, Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load
 from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
 from compose.planner.cluster import Cluster, as_toml, load_cluster
-from compose.planner.feedback import against, as_text, corrected
 from compose.planner.measure import SECONDS
 from compose.planner.measure import measure as measure_machine
 from compose.planner.page import write_html
-from compose.planner.report import alternatives, as_data, in_words, table, write_toml
+from compose.planner.report import (
+    against,
+    alternatives,
+    as_data,
+    comparison_table,
+    corrected,
+    in_words,
+    table,
+    write_toml,
+)
 from compose.planner.search import DEGREES, TRIED, Candidate, Space, capacity, fewest, fits, own, search
 from compose.train.metrics import peak_flops
 from compose.train.processes import process_group
@@ -68,7 +76,7 @@ def _against(given: Words) -> int:
         raise ConfigError(f"{COMMAND_LINE}: plan: --against needs --cluster, on which the run was made")
     cluster, folder = load_cluster(given.flags["--cluster"]), Path(given.flags["--against"])
     rows = against(folder, cluster)
-    print(as_text(rows))
+    print(comparison_table(rows))
     if "--write" in given.flags:
         path = Path(given.flags["--write"])
         notes = [f"{cluster.name}, corrected by the run {folder}"]

@@ -1,25 +1,302 @@
 """The planner's result as one page: memory, timeline, the Pareto front and a table of all candidates.
 
-The page is one file and asks no network for anything: style, script and SVG are in it.
+The page is one file and asks no network for anything: style, script and SVG are in it. Places along x
+are percentages, so that a chart has the width of its page and text keeps its size.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compose.errors import write_whole
-from compose.planner.charts import (
-    COLOURS,
-    OTHER,
-    TIMES,
-    Dot,
-    front_chart,
-    memory,
-    memory_chart,
-    seconds,
-    timeline_chart,
-)
+from compose.pipeline.timeline import XMLNS, Bar, Drawing, as_svg
+from compose.planner.memory import CATEGORIES
+
+GIB = 2**30
+TIMES = "\u00d7"
+
+
+def digits(value: float) -> str:
+    """Return a number with three significant digits, or all digits before the point."""
+    size = abs(value)
+    places = 0 if size >= 99.95 or value == 0 else 1 if size >= 9.995 else 2 if size >= 0.0995 else 3
+    return f"{value:,.{places}f}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration in s, ms or µs."""
+    if value == 0 or abs(value) >= 0.9995:
+        return f"{digits(value)} s"
+    return f"{digits(value * 1e3)} ms" if abs(value) >= 0.9995e-3 else f"{digits(value * 1e6)} µs"
+
+
+def memory(value: float) -> str:
+    """Return bytes in GiB, or in MiB below one GiB."""
+    if value == 0 or abs(value) >= GIB:
+        return f"{digits(value / GIB)} GiB"
+    return f"{digits(value / 2**20)} MiB"
+
+
+HELD = "reserved, not in use"
+_WIDE = 1200  # pixels of a timeline that is not zoomed in
+COLOURS = ("#2a6fd0", "#d0551b", "#6a4fcf", "#0e8f6b", "#b07600", "#cf3b3a", "#c44a8a", "#4d7d1f")
+"""Colours on a light page; with text they have a contrast of 4.5 or more. "other" is grey."""
+OTHER = "#7d7c77"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values to percent of a chart's width or height, linearly or by their logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the place of a value in percent."""
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return 100 * (value - low) / (high - low)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Return round values inside the scale, about ``most`` of them."""
+        power = math.floor(math.log10(self.high - self.low))
+        if self.log:
+            found = [
+                factor * 10.0**power
+                for power in range(
+                    math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1
+                )
+                for factor in (1, 2, 5)
+                if self.low <= factor * 10.0**power <= self.high
+            ]
+            return found[:: -(-len(found) // most)] if found else []
+        steps = (factor * 10.0**each for each in range(power - 3, power + 2) for factor in (1, 2, 5))
+        step = next(step for step in steps if (self.high - self.low) / step < most)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        # Rounded, so that 3 steps of 0.2 are the same as 30 of 0.02.
+        return [float(f"{i * step:.9g}") for i in range(first, last + 1)]
+
+
+def scale_for(values: Sequence[float]) -> Scale:
+    """Return a scale with room around the values, by logarithm if the largest is 8 times the least."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low > 8:
+        return Scale(low / 1.15, high * 1.15, log=True)
+    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return Scale(max(0.0, low - room) if low >= 0 else low - room, high + room)
+
+
+def place(value: float) -> str:
+    """Return a percentage for an attribute."""
+    return f"{value:.3f}".rstrip("0").rstrip(".") + "%"
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return a legend of pairs of a class and a name."""
+    items = (f'<li><i class="key {kind}"></i>{escape(name)}</li>' for kind, name in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def x_axis(scale: Scale, unit: str, title: str) -> str:
+    """Return an axis under a chart, with ticks and a title."""
+    parts = []
+    for number, tick in enumerate(scale.ticks()):
+        at = scale(tick)
+        anchor = "start" if at < 4 else "end" if at > 96 else "middle"
+        parts.append(
+            f'<g class="{"odd" if number % 2 else "even"}">'
+            f'<line class="tick" x1="{place(at)}" x2="{place(at)}" y1="0" y2="5"/>'
+            f'<text x="{place(at)}" y="18" text-anchor="{anchor}">{tick:,.9g}</text></g>'
+        )
+    name = f'<p class="axis">{escape(title)} ({escape(unit)})</p>'
+    return f'<svg width="100%" height="24" aria-hidden="true">{"".join(parts)}</svg>{name}'
+
+
+def parts_of(use: Mapping[str, Any]) -> list[tuple[str, str, float]]:
+    """Return the parts of a rank's memory in the order of a bar: class, name and bytes."""
+    sizes = use["by_category"]
+    found = [(f"c{i}", name, sizes[name]) for i, name in enumerate(CATEGORIES) if sizes.get(name)]
+    held = use["reserved"] - sum(size for _, _, size in found)
+    return [*found, ("held", HELD, held)] if held > 0 else found
+
+
+def memory_chart(stages: Sequence[Mapping[str, Any]], capacity: float) -> str:
+    """Return a bar for each pipeline rank, by category, against the capacity."""
+    bars = [parts_of(stage) for stage in stages]
+    totals = [sum(size for _, _, size in bar) for bar in bars]
+    scale = Scale(0.0, 1.04 * max(*totals, capacity) / GIB)
+    at = place(scale(capacity / GIB))
+    line = f'<line class="capacity" x1="{at}" x2="{at}" y1="0" y2="28"/>'
+    rows = []
+    for i, (bar, total) in enumerate(zip(bars, totals, strict=True)):
+        drawn, start = [], 0.0
+        for kind, name, size in bar:
+            drawn.append(
+                f'<rect class="{kind}" x="{place(scale(start / GIB))}" y="4" height="20"'
+                f' width="{place(scale(size / GIB))}">'
+                f"<title>{escape(name)}: {memory(size)} of {memory(total)}</title></rect>"
+            )
+            start += size
+        over = total - capacity
+        note = f'<span class="over">over by {memory(over)}</span>' if over > 0 else ""
+        label = f"Pipeline rank {i}" if len(stages) > 1 else "Each rank"
+        said = ", ".join(f"{name} {memory(size)}" for _, name, size in bar)
+        rows.append(
+            f'<div class="row"><span class="name">{label}</span>'
+            f'<svg width="100%" height="28" role="img" aria-label="{escape(f"{label}: {said}")}">'
+            f'{"".join(drawn)}{line}</svg><span class="amount">{memory(total)}{note}</span></div>'
+        )
+    shown = {kind: name for bar in bars for kind, name, _ in bar}
+    entries = [(f"c{i}", name) for i, name in enumerate(CATEGORIES) if f"c{i}" in shown]
+    entries += [("held", HELD)] if "held" in shown else []
+    entries += [("capacity", f"capacity {memory(capacity)}")]
+    axis = f'<div class="row"><span></span><div>{x_axis(scale, "GiB", "Reserved memory")}</div></div>'
+    return f'{legend(entries)}<div class="bars">{"".join(rows)}{axis}</div>'
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of work that a name begins with: "forward" of "forward 3"."""
+    return re.split(r"[\s:#(\[./\d]", name, maxsplit=1)[0] or "other"
+
+
+def _merged(events: Iterable[Mapping[str, Any]], shortest: float) -> list[list[Any]]:
+    """Return [kind, words, start, end, count] of the pieces of a row, in order.
+
+    A piece that is too short to be seen becomes one with a piece of its kind just before it.
+    """
+    pieces: list[list[Any]] = []
+    for event in sorted(events, key=lambda event: event["start"]):
+        name, start, end = str(event["name"]), event["start"], event["end"]
+        last = pieces[-1] if pieces else ["", "", -math.inf, -math.inf, 0]
+        short = min(end - start, last[3] - last[2]) < shortest
+        if last[0] == kind_of(name) and start - last[3] < shortest and short:
+            last[3], last[4] = max(last[3], end), last[4] + 1
+            last[1] = f"{last[4]} times {last[0]}"
+        else:
+            pieces.append([kind_of(name), name, start, end, 1])
+    return pieces
+
+
+def time_unit(longest: float) -> tuple[str, float]:
+    """Return the unit of a chart's times, and how many are in a second."""
+    return ("s", 1.0) if longest >= 1 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
+
+
+def timeline_chart(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return the step with a row for each stream of each rank, as ``schedule`` draws it.
+
+    Each event has rank, stream, name, start and end; times are in seconds.
+    """
+    begin, end = (side(event[key] for event in events) for side, key in ((min, "start"), (max, "end")))
+    length = end - begin or 1.0
+    unit, factor = time_unit(length)
+    spent: dict[str, float] = defaultdict(float)
+    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for event in events:
+        spent[kind_of(str(event["name"]))] += event["end"] - event["start"]
+        rows.setdefault((str(event["rank"]), str(event["stream"])), []).append(event)
+    kinds = sorted(spent, key=lambda kind: -spent[kind])
+    colour = defaultdict(lambda: OTHER, zip(kinds, COLOURS, strict=False))
+    bars = []
+    ranks = list(dict.fromkeys(rank for rank, _ in rows))
+    names = sorted(rows, key=lambda row: ranks.index(row[0]))
+    for row, (rank, stream) in enumerate(names):
+        for kind, words, *times, _ in _merged(rows[rank, stream], length / 8000):
+            first, last = (factor * (time - begin) for time in times)
+            words += f": {seconds(times[1] - times[0])}, {digits(first)} to {digits(last)} {unit}"
+            words += f" (rank {rank}, {stream})"
+            bars.append(Bar(row, first, last, colour[kind], "", words))
+    shown = [([colour[kind]], kind) for kind in kinds[: len(COLOURS)]]
+    shown += [([OTHER], "other")] if len(kinds) > len(COLOURS) else []
+    ticks = [(tick, f"{tick:,.9g}") for tick in Scale(0.0, length * factor).ticks(12)]
+    title = f"Time in the step ({unit})"
+    wide = _WIDE / (length * factor)
+    picture = Drawing(title, [f"rank {rank}, {s}" for rank, s in names], bars, wide, ticks, shown)
+    return (
+        '<p class="zoom" hidden><button type="button" data-zoom="0.5">Zoom out</button>'
+        ' <button type="button" data-zoom="2">Zoom in</button></p>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="Timeline">'
+        f"{as_svg(picture).replace(XMLNS, '')}</div>"
+    )
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the indices of the points that no other beats, in ascending order of the first value.
+
+    A point beats another if neither of its two values is larger and one is smaller.
+    """
+    front: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if not front or points[i][1] < points[front[-1]][1] or points[i] == points[front[-1]]:
+            front.append(i)
+    return front
+
+
+class Dot(NamedTuple):
+    """A candidate in the chart of time and memory."""
+
+    seconds: float
+    bytes: float
+    fits: bool
+    best: bool
+    words: str
+
+
+def front_chart(dots: Sequence[Dot], capacity: float) -> str:
+    """Return a chart of time and memory of all candidates, with the line of those that none beats."""
+    unit, factor = time_unit(max(dot.seconds for dot in dots))
+    points = [(dot.seconds * factor, dot.bytes / GIB) for dot in dots]
+    x = scale_for([time for time, _ in points])
+    y = scale_for([size for _, size in points] + [capacity / GIB])
+    height = 320
+
+    def at(point: tuple[float, float]) -> tuple[str, str]:
+        return place(x(point[0])), f"{height * (1 - y(point[1]) / 100):.1f}"
+
+    drawn, names = [], []
+    for tick in y.ticks():
+        up = f"{height * (1 - y(tick) / 100):.1f}"
+        drawn.append(f'<line class="grid" x1="0" x2="100%" y1="{up}" y2="{up}"/>')
+        names.append(f'<text x="50" y="{up}" dy="0.35em" text-anchor="end">{tick:,.9g}</text>')
+    _, up = at((x.low, capacity / GIB))
+    drawn.append(f'<line class="capacity" x1="0" x2="100%" y1="{up}" y2="{up}"/>')
+    front = pareto_front(points)
+    for one, two in pairwise(front):
+        (x1, y1), (x2, y2) = at(points[one]), at(points[two])
+        drawn.append(f'<line class="front" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y1}"/>')
+        drawn.append(f'<line class="front" x1="{x2}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
+    unbeaten = set(front)
+    # The best is drawn last, above the others.
+    for i in sorted(range(len(dots)), key=lambda i: (dots[i].best, -i)):
+        across, up = at(points[i])
+        dot = dots[i]
+        kinds = ["fits" if dot.fits else "lacks", *["on"] * (i in unbeaten), *["best"] * dot.best]
+        drawn.append(
+            f'<circle class="dot {" ".join(kinds)}" cx="{across}" cy="{up}"'
+            f' r="{7 if dot.best else 4.5}">'
+            f"<title>{escape(dot.words)}: {seconds(dot.seconds)}, {memory(dot.bytes)}</title></circle>"
+        )
+    entries = [("dot best", "the best"), ("dot fits", "fits"), ("dot lacks", "does not fit")]
+    entries += [("front", "Pareto front: none is faster with less memory")]
+    entries += [("capacity", f"capacity {memory(capacity)}")]
+    said = f"{len(dots)} candidates by step time and reserved memory"
+    return (
+        f'{legend(entries)}<p class="axis">Reserved memory of the fullest rank (GiB)</p>'
+        f'<div class="scatter"><svg width="56" height="{height}" aria-hidden="true">'
+        f"{''.join(names)}</svg>"
+        f'<svg class="plot" width="100%" height="{height}" role="img" aria-label="{said}">'
+        f"{''.join(drawn)}</svg><span></span><div>{x_axis(x, unit, 'Step time')}</div></div>"
+    )
+
 
 LIGHT = {
     "page": "#fcfcfa",

@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 
-from compose.planner import charts
-from compose.planner.charts import CATEGORIES, Scale, kind_of, pareto_front, scale_for
-from compose.planner.page import DARK, LIGHT, page_of, write_html
+from compose.planner.page import (
+    CATEGORIES,
+    DARK,
+    LIGHT,
+    Scale,
+    kind_of,
+    memory,
+    page_of,
+    pareto_front,
+    scale_for,
+    seconds,
+    write_html,
+)
 
 GIB = 2**30
 
@@ -353,10 +363,10 @@ def test_scales(seed: int) -> None:
 
 
 def test_amounts() -> None:
-    assert [charts.seconds(value) for value in (0, 123.4, 1.5, 0.9999, 0.0123, 2e-6)] == [
+    assert [seconds(value) for value in (0, 123.4, 1.5, 0.9999, 0.0123, 2e-6)] == [
         *["0 s", "123 s", "1.50 s", "1.00 s", "12.3 ms", "2.00 µs"]
     ]
-    assert [charts.memory(value) for value in (0, 3 * 2**20, 71.25 * GIB, 1234567 * GIB)] == [
+    assert [memory(value) for value in (0, 3 * 2**20, 71.25 * GIB, 1234567 * GIB)] == [
         *["0 GiB", "3.00 MiB", "71.2 GiB", "1,234,567 GiB"]
     ]
 

@@ -14,9 +14,8 @@ from compose.config.toml import given_keys, load
 from compose.parallel.mesh import Parallel, crosses_nodes
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak, estimate
-from compose.planner.feedback import against
 from compose.planner.quick_estimate import QuickEstimate, quick
-from compose.planner.report import alternatives
+from compose.planner.report import against, alternatives
 from compose.planner.search import (
     DEGREES,
     TRIED,

@@ -10,7 +10,7 @@ import pytest
 from compose.config.toml import dump
 from compose.errors import ConfigError
 from compose.planner.cluster import Copy, Measured, Product, as_toml, load_cluster
-from compose.planner.feedback import Comparison, against, corrected
+from compose.planner.report import Comparison, against, corrected
 from tests.support.helpers import make_config
 
 STEP = b'{"step": 1, "tokens_per_second": 2048.5, "grad_norm": NaN}\n'
