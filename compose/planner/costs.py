@@ -195,19 +195,9 @@ def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, st
     an all-to-all each device sends what leaves the node by its own card, and the rest within the node
     meanwhile.
 
-    Args:
-        cluster: The cluster.
-        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or p2p.
-        bytes: Bytes of the whole result (all_gather), of the whole input (reduce_scatter, all_reduce,
-            broadcast), or of what one rank sends, its own part included (all_to_all, p2p).
-        ranks: Ranks in the group.
-        stride: Distance of neighbours of the group in ranks of the job.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        ConfigError: The kind is unknown.
+    ``bytes`` are those of the whole result (all_gather), of the whole input (reduce_scatter,
+    all_reduce, broadcast), or of what one rank sends, its own part included (all_to_all, p2p).
+    ``stride`` is the distance of neighbours of the group in ranks of the job.
     """
     if kind not in KINDS:
         raise ConfigError(f"collective: unknown kind {kind!r}{did_you_mean(kind, KINDS)}")

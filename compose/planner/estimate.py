@@ -7,7 +7,7 @@ import signal
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -59,13 +59,8 @@ def renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
     def key(of: Key) -> Key:
         return stage.get(of[0], of[0]), of[1], of[2]
 
-    memory = RankMemory(
-        rank.memory.start,
-        rank.memory.buffers,
-        {key(k): action for k, action in rank.memory.actions.items()},
-    )
-    seconds = {key(k): of_one for k, of_one in rank.seconds.items()}
-    return RankCosts(memory, rank.overhead, seconds)
+    memory = replace(rank.memory, actions={key(k): of_one for k, of_one in rank.memory.actions.items()})
+    return replace(rank, memory=memory, seconds={key(k): of_one for k, of_one in rank.seconds.items()})
 
 
 def with_all_layers(
@@ -91,9 +86,10 @@ def with_all_layers(
             if all(segment in m.peaks for _, m in steps):
                 larger.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
         memory.actions[key] = larger
-    seconds: dict[Key, Seconds] = {}
-    for key, one in base.seconds.items():
-        seconds[key] = grown(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
+    seconds = {
+        key: grown(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
+        for key, one in base.seconds.items()
+    }
     return RankCosts(memory, base.overhead, seconds)
 
 
@@ -236,15 +232,14 @@ def _summary(
     exposed: dict[str, float] = defaultdict(float)
     work = dict.fromkeys(("product", "attention", "memory"), 0.0)
     actions = [_of(ranks[slowest], action, count) for action in rows[slowest]]
-    for seconds in [*actions, ranks[slowest].seconds[STEP]]:
+    last = ranks[slowest].seconds[STEP]
+    for seconds in [*actions, last]:
         for name, value in seconds.items():
             if name.startswith("exposed "):
                 exposed[name.removeprefix("exposed ")] += value
-            elif name in work and seconds is not ranks[slowest].seconds[STEP]:
+            elif name in work and seconds is not last:
                 work[name] += value
-    exposed["optimizer"] = update - sum(
-        v for k, v in ranks[slowest].seconds[STEP].items() if k.startswith("exposed ")
-    )
+    exposed["optimizer"] = update - sum(v for k, v in last.items() if k.startswith("exposed "))
     step = length + update
     tokens = train.global_batch * train.seq_len
     flops = job.config.model.config.flops_per_token(train.seq_len) * tokens

@@ -345,13 +345,8 @@ def replay(events: Iterable[tuple[int, int]], expandable: bool = False) -> Peaks
     The replay has no second stream, no private pools of CUDA graphs, and no retry without memory. A
     new segment has a higher address than those before it; a driver may do otherwise.
 
-    Args:
-        events: Pairs of a block's id and its bytes, in order: bytes > 0 allocates the block, bytes < 0
-            frees it, 0 does nothing. An id can be used again after its block is free.
-        expandable: With ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
-
-    Raises:
-        ValueError: An id is allocated that is in use, or freed that is not.
+    ``events`` are pairs of a block's id and its bytes, in order: bytes > 0 allocates the block, bytes
+    < 0 frees it, 0 does nothing. An id can be used again after its block is free.
     """
     small, large = _Pool(True, expandable), _Pool(False, expandable)
     used: dict[int, tuple[_Pool, int, int]] = {}

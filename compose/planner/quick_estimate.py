@@ -150,6 +150,9 @@ def _seconds(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, f
     again = _AGAIN.get(mode, 0.5)
     forward = sent_tp = sent_ep = 0.0
     sequence = tokens * shape.width * width
+    attended = costs.attention_seconds(
+        cluster, shape.attention / 3 * tokens / tp, 4 * sequence / tp, dtype, 128, False
+    )
     for kind in shape.layers:
         one = sum(
             costs.product_seconds(cluster, tokens, -(-n // tp), k, 1, dtype) for n, k in kind.products
@@ -158,8 +161,7 @@ def _seconds(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, f
         for experts, n, k in kind.experts:
             local = max(1, experts // ep)
             one += costs.product_seconds(cluster, max(1, rows // local), n, k, local, dtype)
-        flops = shape.attention / 3 * tokens / tp
-        one += costs.attention_seconds(cluster, flops, 4 * sequence / tp, dtype, 128, False)
+        one += attended
         moved = _STREAM * sequence / (tp if parallel.sequence else 1)
         moved += 3 * sum(n for n, _ in kind.products) * tokens * width / tp
         one += costs.memory_seconds(cluster, moved, 12)
@@ -173,9 +175,6 @@ def _seconds(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, f
     sent_cp = 0.0
     if cp > 1:
         passed = costs.collective_seconds(cluster, "p2p", sequence / tp, 2, tp) * (cp - 1)
-        attended = costs.attention_seconds(
-            cluster, shape.attention / 3 * tokens / tp, 4 * sequence / tp, dtype, 128, False
-        )
         sent_cp = shape.count * 3 * max(0.0, passed - attended)
     virtual = stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages) if pp > 1 else 1
     head = 3 * costs.product_seconds(cluster, tokens, -(-shape.vocabulary // tp), shape.width, 1, dtype)

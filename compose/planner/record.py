@@ -247,9 +247,8 @@ class Recorder(TorchDispatchMode):
         """Begin a segment, if action, unit or phase are others than before."""
         segments = self.record_of.segments
         last = segments[-1]
-        now = Segment(action or last.action, self._phase(action or last.action), last.unit)
-        if unit is not None:
-            now = Segment(now.action, now.phase, unit)
+        action = action or last.action
+        now = Segment(action, self._phase(action), last.unit if unit is None else unit)
         if now != last:
             segments.append(now)
 
@@ -344,15 +343,12 @@ class Recorder(TorchDispatchMode):
         """Note that a storage has another size than before: FSDP frees and refills its buffers so."""
         key, size = storage._cdata, storage.nbytes()
         held = self._held.get(key)
-        if key in self._host:
+        if key in self._host or (held is not None and self.record_of.allocations[held].bytes == size):
             return
-        if held is not None and self.record_of.allocations[held].bytes == size:
-            return
-        known = held is not None
         self._free(key)
         if size:
             self._held[key] = self._allocate(size)
-            if not known:
+            if held is None:
                 weakref.finalize(storage, self._free, key)
 
     def __torch_dispatch__(
@@ -399,8 +395,7 @@ class Recorder(TorchDispatchMode):
         made: list[Tensor],
         result: Any,
     ) -> Operator:
-        packet = func.overloadpacket
-        short = packet.__name__
+        packet, short = func.overloadpacket, func.overloadpacket.__name__
         flops, kind = 0.0, "memory"
         first = made[0] if made else given[0]
         shape = tuple(first.shape)
@@ -454,10 +449,9 @@ class Recorder(TorchDispatchMode):
             return None
         group = _group(args, kwargs)
         sizes = [_bytes(t) for t in given] + [_bytes(t) for t in made]
-        if kind == "p2p" or kind == "all_to_all":
-            size = max(sizes, default=0)
-        else:
-            size = max(max(sizes, default=0), _bytes_of_lists(args))
+        if kind not in ("p2p", "all_to_all"):
+            sizes.append(_bytes_of_lists(args))
+        size = max(sizes, default=0)
         ranks = tuple(dist.get_process_group_ranks(group))
         received = plain.startswith("recv")
         return Message(self._segment(), self.stream, kind, group.group_name, ranks, size, received)
