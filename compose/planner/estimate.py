@@ -313,7 +313,7 @@ def _kept(runs: LayerRuns | None, stages: Sequence[int], ranks: int) -> list[Lay
     if runs is None or not runs.places():
         return [None]
     all_layers = sum(runs.layers()[s] for s in stages)
-    several = [runs.fewest(), *map(runs.longer, runs.places())]
+    several = [runs.fewest(), *map(runs.fewest, runs.places())]
     if ranks == 1 and all_layers <= sum(kept.layers()[s] for kept in several for s in stages):
         return [None]
     return [*several]

@@ -29,12 +29,8 @@ class LayerRuns:
     lengths: tuple[tuple[int, ...], ...]
     """The length of each run, by stage."""
 
-    def fewest(self) -> "LayerRuns":
-        """Return the runs cut to FEWEST layers."""
-        return LayerRuns(tuple(tuple(min(n, FEWEST) for n in stage) for stage in self.lengths))
-
-    def longer(self, place: int) -> "LayerRuns":
-        """Return the fewest layers, and one more in the run ``place`` of each stage that is longer."""
+    def fewest(self, place: int = -1) -> "LayerRuns":
+        """Return the runs cut to FEWEST layers, and to one more in the run ``place`` of each stage."""
         return LayerRuns(
             tuple(
                 tuple(min(n, FEWEST + (i == place)) for i, n in enumerate(stage))

@@ -557,26 +557,15 @@ def headline(result: Mapping[str, Any]) -> str:
     )
 
 
-def exposed_of(candidate: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return the exposed seconds of each axis that has any, the longest first."""
-    found = [(axis, time) for axis, time in candidate["exposed"].items() if time > 0]
-    return sorted(found, key=lambda pair: -pair[1])
-
-
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the last word of each key, or the whole key where two have the same."""
-    last = [key.rsplit(".", 1)[-1] for key in keys]
-    return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
-
-
 def table(candidates: Sequence[Mapping[str, Any]]) -> str:
     """Return all candidates as a table whose columns sort it, after the settings that all share."""
     keys = list(dict.fromkeys(key for candidate in candidates for key in candidate["keys"]))
     values = {key: {value_of(each["keys"].get(key, "")) for each in candidates} for key in keys}
     differ = [key for key in keys if len(values[key]) > 1]
     same = [f"{key} = {next(iter(values[key]))}" for key in keys if key not in differ]
-    names = short_names(differ)
-    heads = [("#", "", "")] + [(names[key], key, "") for key in differ]
+    last = [key.rsplit(".", 1)[-1] for key in differ]
+    names = [n if last.count(n) == 1 else key for key, n in zip(differ, last, strict=True)]
+    heads = [("#", "", "")] + [(name, key, "") for name, key in zip(names, differ, strict=True)]
     heads += [("fits", "", "words"), ("step time", "", ""), ("reserved", "fullest rank", "")]
     heads += [("tokens/s/device", "", ""), ("MFU", "", ""), ("bubble", "", "")]
     heads += [("exposed", "communication that nothing hides", ""), ("exposed by axis", "", "words")]
@@ -588,13 +577,13 @@ def table(candidates: Sequence[Mapping[str, Any]]) -> str:
     )
     rows = []
     for i, candidate in enumerate(candidates):
-        exposed, use = exposed_of(candidate), candidate["memory"]
+        waits = sorted(candidate["exposed"].items(), key=lambda pair: -pair[1])
+        exposed, use = [(axis, time) for axis, time in waits if time > 0], candidate["memory"]
         fits, step, rate = candidate["fits"], candidate["step_seconds"], candidate[RATE]
         total = sum(time for _, time in exposed)
         cells: list[tuple[Any, str, str]] = [(i + 1, str(i + 1), "")]
-        for key in differ:
-            value = candidate["keys"].get(key, "")
-            cells.append((value_of(value), value_of(value), ""))
+        own = [value_of(candidate["keys"].get(key, "")) for key in differ]
+        cells += [(value, value, "") for value in own]
         cells += [
             (int(fits), value_of(fits), "words"),
             (step, seconds(step), ""),

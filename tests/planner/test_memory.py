@@ -174,7 +174,7 @@ def test_garbage_of_an_earlier_profile_does_not_count(benchmark: ModuleType) -> 
 
 def _several(runs: LayerRuns | None, stages: Any, ranks: int) -> list[LayerRuns | None]:
     assert runs is not None
-    return [runs.fewest(), *map(runs.longer, runs.places())]
+    return [runs.fewest(), *map(runs.fewest, runs.places())]
 
 
 def _peaks(job: Job) -> list[tuple[int, Any]]:
