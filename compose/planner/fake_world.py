@@ -92,7 +92,7 @@ def _host_memory(recorder: Recorder, kernels: str) -> Iterator[None]:
 
     def rng_state() -> Tensor:
         state = get_rng_state()
-        recorder.made_outside(state)
+        recorder.hold(state.untyped_storage())  # no operator made it
         return state
 
     def state_on_meta(optimizer: OffloadedAdamW, parameter: Any) -> dict[str, Any]:

@@ -288,7 +288,7 @@ class Recorder(TorchDispatchMode):
     def note(self, tensors: Iterable[Tensor], category: str) -> None:
         """Give the storages of tensors a category, and count those that were not seen yet."""
         for tensor in tensors:
-            place = self._hold(_local(tensor).untyped_storage())
+            place = self.hold(_local(tensor).untyped_storage())
             if place is not None:
                 self.record_of.allocations[place].category = category
 
@@ -304,11 +304,8 @@ class Recorder(TorchDispatchMode):
         """Tell whether a tensor is in host memory."""
         return bool(self._host) and _local(tensor).untyped_storage()._cdata in self._host
 
-    def made_outside(self, tensor: Tensor) -> None:
-        """Note a tensor that no operator made."""
-        self._hold(tensor.untyped_storage())
-
-    def _hold(self, storage: torch.UntypedStorage) -> int | None:
+    def hold(self, storage: torch.UntypedStorage) -> int | None:
+        """Count a storage that was not seen yet, and return the place of its allocation."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self._held:
             if not size or key in self._host:
@@ -370,7 +367,7 @@ class Recorder(TorchDispatchMode):
         self.within = "message" if message and not self.within else self.within
         before = len(self.record_of.allocations)
         for tensor in made:
-            self._hold(tensor.untyped_storage())
+            self.hold(tensor.untyped_storage())
         self.within = "" if self.within == "message" else self.within
         if self.kernels == "cpu":
             self._take(casts(func.overloadpacket.__name__, given, _changed(func, args, kwargs), made))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compose.config import rules
-from compose.config.job import Job, make_job
+from compose.config.job import make_job
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.parallel.mesh import AXES, resolve_degrees
@@ -323,9 +323,11 @@ def search(
             except ConfigError as error:
                 refused += error.problems
                 continue
-            stream = None
-            if job.degrees.pp > 1:
-                key = _stream_key(job)
+            stream, parallel = None, job.degrees
+            train, precision = job.config.train, job.config.precision
+            if parallel.pp > 1:
+                # What decides what a pipeline's stages send.
+                key = parallel.cp, parallel.tp, parallel.sequence, train.micro_batch, precision.param
                 stream = streams[key] = streams.get(key) or stream_of(job, space.cluster)
             estimated = estimate(job, space.cluster, workers, stream)
             measured = replace(candidate, config=job.config, estimate=estimated)
@@ -338,12 +340,6 @@ def search(
     if not found:
         raise ConfigError(*dict.fromkeys(refused))
     return sorted(found, key=lambda c: order(space, c))
-
-
-def _stream_key(job: Job) -> tuple[Any, ...]:
-    """Return what decides what a pipeline's stages send."""
-    parallel, train = job.degrees, job.config.train
-    return train.micro_batch, parallel.cp, parallel.tp, parallel.sequence, job.config.precision.param
 
 
 def fewest(
