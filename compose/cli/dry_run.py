@@ -93,10 +93,9 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
                     if axis in ("tp", "ep") and not placement.is_replicate():
                         parts *= size
         whole = parameter.numel() // parts * width
-        shapes = tuple(parameter.shape), tuple(local.shape)
         held = local.numel() * parameter.itemsize
-        trained = parameter.requires_grad
-        result.append(Placed(name, stage, shapes[0], by_axis, shapes[1], whole, held, trained))
+        shapes = tuple(parameter.shape), by_axis, tuple(local.shape)
+        result.append(Placed(name, stage, *shapes, whole, held, parameter.requires_grad))
     return result
 
 
@@ -145,15 +144,14 @@ def _table(placed: list[Placed], pp: int) -> list[str]:
         pattern = re.sub(r"\.\d+\.", ".*.", p.name)
         alike = (p.pp, pattern, p.shape, tuple(p.placements.items()), p.local_shape)
         groups.setdefault(alike, []).append(p)
-    stages = pp > 1
-    rows = [("parameter", *(["pp"] if stages else []), "shape", *axes, "local shape", "bytes")]
+    rows = [("parameter", *(["pp"] if pp > 1 else []), "shape", *axes, "local shape", "bytes")]
     for group in groups.values():
         p, last = group[0], group[-1]
         name = p.name if len(group) == 1 else f"{p.name} ... {last.name} ({len(group)})"
         rows.append(
             (
                 name,
-                *([str(p.pp)] if stages else []),
+                *([str(p.pp)] if pp > 1 else []),
                 _shape(p.shape),
                 *(p.placements.get(axis, "R") for axis in axes),
                 _shape(p.local_shape),
@@ -203,11 +201,12 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
 
     fullest = max(placed, key=lambda stage: sum(size for _, size in sizes(stage)))
     *rows, (_, whole) = sizes(fullest)
+    rank = f"first of pp rank {fullest[0].pp}" if len(placed) > 1 else "first"
     lines = [
         f"parameters: {parameters:,}" + (f", of which {adapters:,} are trained" if lora.rank else ""),
         f"FLOPs per token: {config.model.config.flops_per_token(train.seq_len):,.0f}"
         f" (forward and backward, seq_len {train.seq_len})",
-        f"bytes per rank (the {_fullest(fullest, len(placed))}, which holds most):",
+        f"bytes per rank (the {rank}, which holds most):",
         *(f"  {name:<20}{_bytes(size)}" for name, size in rows),
         f"  {'state in all':<20}{_bytes(sum(size for _, size in rows))}",
     ]
@@ -232,10 +231,6 @@ def _gathered(stage: list[Placed], config: Config) -> int:
         near = experts if {"ep", "expert_shard"} & p.placements.keys() else parallel.zero3_reshard
         found += p.whole_bytes // near if near else 0
     return found
-
-
-def _fullest(stage: list[Placed], pp: int) -> str:
-    return f"first of pp rank {stage[0].pp}" if pp > 1 else "first"
 
 
 def _bytes(size: int) -> str:

@@ -18,7 +18,7 @@ from compose.build import fill_weights, parallelize
 from compose.checkpoint.hf_folder import checkpoints, is_hugging_face, kept_tokenizer, model_in
 from compose.checkpoint.loading import damage, load
 from compose.cli import COMMANDS
-from compose.cli.command_line import device_problems, launched_ranks, named_path, read_words
+from compose.cli.command_line import Words, device_problems, launched_ranks, named_path, read_words
 from compose.cli.sampling import Sampling, sample, text_of
 from compose.composition import Composition
 from compose.config import rules
@@ -51,19 +51,23 @@ ranks hold the model together.
 
 def generate(arguments: Sequence[str]) -> int:
     """Continue a text with a trained model, or make the samples of its task."""
-    source = _source(arguments)
-    sampler = _sampler(source) if source else None
-    if sampler is None:
-        return _generate_text(arguments)
-    assert source is not None
+    first = _source(arguments)
+    sampler = _sampler(first) if first else None
     if {"--help", "-h"} & set(arguments):
+        if sampler is None:
+            print(COMMANDS["generate"].text, end="")
+            return 0
         flags = " ".join(f"[{flag} ...]" for flag in sampler.flags)
         print(_SAMPLES_USAGE.format(flags=flags))
         print(*(f"  {name:<13}{words}" for name, words in sampler.flags.items()), sep="\n")
         return 0
-    words = read_words(arguments, sampler.flags)
+    words = read_words(arguments, sampler.flags if sampler else COMMANDS["generate"].flags)
     if len(words.plain) != 1:
-        raise ConfigError(f"command line: generate: needs one CHECKPOINT, got {len(words.plain)}")
+        raise ConfigError(f"{COMMAND_LINE}: generate: needs one CHECKPOINT, got {len(words.plain)}")
+    source = Path(words.plain[0])
+    if sampler is None:
+        _generate_text(source, words)
+        return 0
     folders = checkpoints(source)
     job = job_of(source, folders, words.overrides, grows=False)
     make = sampler.prepare(job.config, words.flags)
@@ -87,27 +91,28 @@ def _source(arguments: Sequence[str]) -> Path | None:
 def _sampler(source: Path) -> Sampler | None:
     """Return how the model of a folder makes samples; None: it continues a text, or is not known."""
     try:
-        if is_hugging_face(source):
-            name = model_in(source).name
-        else:
-            files = [folder / "config.toml" for folder in checkpoints(source)]
-            found = next(filter(os.path.lexists, files), None)
-            name = load_toml(str(found), alone=True).model.name if found else ""
-        task = find_model(name).task if name else None
+        folders = [] if is_hugging_face(source) else checkpoints(source)
+        task = find_model(_stored_config(source, folders).model.name).task
     except ConfigError:
         return None  # the command for text says what is wrong
     return task.sampler if task else None
 
 
-def _generate_text(arguments: Sequence[str]) -> int:
+def _stored_config(source: Path, folders: Sequence[Path]) -> Config:
+    """Return the config of the newest checkpoint that has one; Hugging Face's folder has none."""
+    if folders:
+        files = [folder / "config.toml" for folder in folders]
+        return load_toml(str(next(filter(os.path.lexists, files), files[0])), alone=True)
+    return Config(
+        model=model_in(source),
+        checkpoint=Checkpoint(load_hf=str(source)),
+        source=str(source / "config.json"),
+    )
+
+
+def _generate_text(source: Path, words: Words) -> None:
     """Continue a text with a trained model."""
-    if {"--help", "-h"} & set(arguments):
-        print(COMMANDS["generate"].text, end="")
-        return 0
-    words = read_words(arguments, COMMANDS["generate"].flags)
-    if len(words.plain) != 1:
-        raise ConfigError(f"{COMMAND_LINE}: generate: needs one CHECKPOINT, got {len(words.plain)}")
-    prompts, source = given_prompts(words.given), Path(words.plain[0])
+    prompts = given_prompts(words.given)
     sampling = _sampling(words.flags)
     folders = [] if is_hugging_face(source) else checkpoints(source)
     job = job_of(source, folders, words.overrides)
@@ -134,7 +139,6 @@ def _generate_text(arguments: Sequence[str]) -> int:
                     print(piece, end="", flush=True)
             if speaks:
                 print(flush=True)
-    return 0
 
 
 def _sampling(flags: Mapping[str, str]) -> Sampling:
@@ -178,17 +182,9 @@ def job_of(
     ``folders`` are its checkpoints, newest first; Hugging Face's folder has none. Sequences that do not
     grow are of train.seq_len.
     """
-    if folders:
-        files = [folder / "config.toml" for folder in folders]
-        config = load_toml(str(next(filter(os.path.lexists, files), files[0])), alone=True)
-    else:
-        config = Config(
-            model=model_in(source),
-            checkpoint=Checkpoint(load_hf=str(source)),
-            source=str(source / "config.json"),
-        )
+    config = without_add_ons(_stored_config(source, folders))
     # The length grows with each token, and each length would need a new graph.
-    config = replace(without_add_ons(config), parallel=Parallel(), compile=Compile(), comm=Comm())
+    config = replace(config, parallel=Parallel(), compile=Compile(), comm=Comm())
     config = override(config, overrides)
     ranks = launched_ranks()
     # There are no batches here, so choose sizes that are legal on every mesh.

@@ -24,7 +24,7 @@ from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
 from compose.planner.cluster import Cluster, as_toml, load_cluster
 from compose.planner.measure import SECONDS
 from compose.planner.measure import measure as measure_machine
-from compose.planner.page import write_html
+from compose.planner.page import page_of
 from compose.planner.report import (
     against,
     alternatives,
@@ -78,14 +78,8 @@ def _against(given: Words) -> int:
     rows = against(folder, cluster)
     print(comparison_table(rows))
     if "--write" in given.flags:
-        path = Path(given.flags["--write"])
         notes = [f"{cluster.name}, corrected by the run {folder}"]
-        try:
-            write_whole(path, as_toml(corrected(cluster, rows), notes).encode())
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"{COMMAND_LINE}: --write: cannot write {path}: {reason}") from None
-        print(f"{path}: written", flush=True)
+        _write_file("--write", Path(given.flags["--write"]), as_toml(corrected(cluster, rows), notes))
     return 0
 
 
@@ -151,12 +145,12 @@ def _between_islands(given: Words, space: Space, best: Candidate) -> list[str]:
 
 
 def _fewest(given: Words, space: Space) -> tuple[Space, list[Candidate]]:
-    amounts = {flag: _amount(given, flag) for flag in ("--tokens", "--days")}
-    found = fewest(space, amounts["--tokens"], amounts["--days"], _progress())
+    tokens, days = _amount(given, "--tokens"), _amount(given, "--days")
+    found = fewest(space, tokens, days, _progress())
     if not found[1]:
         raise ConfigError(
             f"{given.file}: {space.world_size} devices of {space.cluster.name} do not see"
-            f" {amounts['--tokens']:g} tokens in {amounts['--days']:g} days; give more of --world-size"
+            f" {tokens:g} tokens in {days:g} days; give more of --world-size"
             " or --days"
         )
     return found
@@ -216,20 +210,24 @@ def _write(given: Words, space: Space, found: Sequence[Candidate]) -> None:
         if flag not in given.flags:
             continue
         path = Path(given.flags[flag])
-        try:
-            if flag == "--json":
-                write_whole(path, json.dumps(data, indent=1).encode())
-            elif flag == "--report":
-                write_html(data, path)
-            else:
-                config = load(given.file, given.overrides)
-                set_there = {name: _value(config, name) for name, _ in given.overrides}
-                text = write_toml(space, found[0], given.file, set_there, path)
-                write_whole(path, text.encode())
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"{COMMAND_LINE}: {flag}: cannot write {path}: {reason}") from None
-        print(f"{path}: written", flush=True)
+        if flag == "--json":
+            text = json.dumps(data, indent=1)
+        elif flag == "--report":
+            text = page_of(data)
+        else:
+            config = load(given.file, given.overrides)
+            set_there = {name: _value(config, name) for name, _ in given.overrides}
+            text = write_toml(space, found[0], given.file, set_there, path)
+        _write_file(flag, path, text)
+
+
+def _write_file(flag: str, path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"{COMMAND_LINE}: {flag}: cannot write {path}: {reason}") from None
+    print(f"{path}: written", flush=True)
 
 
 def _value(config: Config, name: str) -> object:
@@ -244,12 +242,11 @@ def _value(config: Config, name: str) -> object:
 def measure(arguments: Sequence[str], seconds: float = SECONDS) -> int:
     """Measure this machine for the planner."""
     given = read_flags("measure", arguments)
-    plain, flags = given.plain, given.flags
-    if plain:
-        raise ConfigError(f"{COMMAND_LINE}: measure: takes no {plain[0]}; --out names the file")
-    if not flags.get("--out"):
+    if given.plain:
+        raise ConfigError(f"{COMMAND_LINE}: measure: takes no {given.plain[0]}; --out names the file")
+    if not given.flags.get("--out"):
         raise ConfigError(f"{COMMAND_LINE}: measure: needs --out FILE.toml, the file to write")
-    out = Path(flags["--out"])
+    out = Path(given.flags["--out"])
     launched_ranks()
     if os.environ.get("RANK", "0") == "0":
         _check_out(out)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from compose.composition import Options
 from compose.config.addons import brought
 from compose.config.models import Task, batch_on_meta, find_model
-from compose.config.setup import Setup
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import adapt
@@ -69,18 +68,6 @@ class Job:
         task = find_model(self.config.model.name).task
         inputs = partial(_inputs_on_meta, task, self.config) if task else None
         return replace(self.config.options, parallel=self.degrees, inputs=inputs)
-
-    @property
-    def setup(self) -> Setup:
-        """The request that ``compose.apply`` will get."""
-        return Setup(
-            self.model,
-            self.resolved,
-            self.options,
-            self.world_size,
-            self.device_type,
-            self.micro_batches,
-        )
 
 
 def make_job(config: Config, world_size: int, model: nn.Module | None = None) -> Job:

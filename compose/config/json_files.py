@@ -107,13 +107,14 @@ def _line(error: ValidationError) -> str:
 
 def _field(place: Sequence[int | str]) -> str:
     """Return the path of a field, such as ``shards[3].tokens``."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{_plain(part)}" for part in place]
+    parts = [
+        # The text of a key must not move a terminal's cursor.
+        f"[{part}]"
+        if isinstance(part, int)
+        else f".{_cut(part if part.isprintable() else ascii(part))}"
+        for part in place
+    ]
     return "".join(parts).removeprefix(".")
-
-
-def _plain(key: str) -> str:
-    """Return a key without characters that would move a terminal's cursor."""
-    return _cut(key if key.isprintable() else ascii(key))
 
 
 def _value(value: Any) -> str:

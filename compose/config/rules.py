@@ -17,7 +17,7 @@ from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION
 from compose.config.job import Job, make_job
 from compose.config.models import find_model, max_seq_len
-from compose.config.setup import Rule
+from compose.config.setup import Rule, Setup
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import is_adapter
@@ -247,10 +247,10 @@ RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 
 def problems_of(job: Job) -> list[str]:
     """Return all problems of a job, one line each."""
-    return [
-        *setup.problems_of(COMPOSITION, job.setup),
-        *setup.problems_of(RUN, job),
-    ]
+    asked = Setup(
+        job.model, job.resolved, job.options, job.world_size, job.device_type, job.micro_batches
+    )
+    return [*setup.problems_of(COMPOSITION, asked), *setup.problems_of(RUN, job)]
 
 
 def check(config: Config, world_size: int) -> Job:
@@ -264,17 +264,13 @@ def check(config: Config, world_size: int) -> Job:
         raise ConfigError(*problems)
     if degrees.pp == 1:
         return job
-    job = job if degrees.pp_layers else _with_layers(job)
+    if not degrees.pp_layers:
+        stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
+        assert job.plan.pipeline is not None
+        layers = balanced(job.model, job.plan.pipeline, stages, job.options.sample)
+        job = replace(job, config=replace(job.config, parallel=replace(degrees, pp_layers=layers)))
     check_adapters(job)
     return job
-
-
-def _with_layers(job: Job) -> Job:
-    config, degrees = job.config, job.config.parallel
-    stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
-    assert job.plan.pipeline is not None
-    layers = balanced(job.model, job.plan.pipeline, stages, job.options.sample)
-    return replace(job, config=replace(config, parallel=replace(degrees, pp_layers=layers)))
 
 
 def meshes(world_size: int) -> Iterator[dict[str, int]]:

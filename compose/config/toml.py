@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -218,8 +218,8 @@ def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[s
         if key not in known:
             keys.problem(table, key, f"unknown key{nearest_key(key, table, known)}")
             continue
-        vanished = [one for one in (value if isinstance(value, list) else [value]) if _vanishes(one)]
-        if vanished:
+        several = value if isinstance(value, list) else [value]
+        if vanished := [one for one in several if isinstance(one, _Vanished)]:
             keys.problem(table, key, f"{vanished[0].text} is too near 0 for a float, which would be 0")
             continue
         try:
@@ -247,10 +247,6 @@ def typed(kind: Any, value: Any, text: bool = False) -> Any:
         raise ValueError(f"expected {type_name(kind)}, got {shown}")
     reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
     raise ValueError(f"{shown} {reason.partition(', unable')[0]}")
-
-
-def _vanishes(value: Any) -> TypeGuard[_Vanished]:
-    return isinstance(value, _Vanished)
 
 
 def _table(table: str, kind: type, keys: Keys) -> Any:

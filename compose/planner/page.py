@@ -11,10 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from compose.errors import write_whole
 from compose.pipeline.timeline import XMLNS, Bar, Drawing, as_svg
 from compose.planner.memory import CATEGORIES
 
@@ -646,8 +644,3 @@ def page_of(result: Mapping[str, Any]) -> str:
         f'<body><main>{"".join(parts)}</main><div id="tip" role="status" hidden></div>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
-
-
-def write_html(result: Mapping[str, Any], path: Path | str) -> None:
-    """Write a result as one page that needs no network."""
-    write_whole(Path(path), page_of(result))
