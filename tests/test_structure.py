@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from unittest import mock
 
@@ -402,3 +402,85 @@ def test_a_start_loads_nothing_that_it_may_not_use(module: str) -> None:
         [sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True
     )
     assert done.stdout.split() == []
+
+
+# Modules without a test module of their name, and the test module that tests each.
+NO_TEST_MODULE = {
+    "__main__": "cli/test_commands",
+    "build": "test_apply",
+    "checkpoint/loading": "train/test_run_folder",
+    "checkpoint/metadata": "checkpoint/test_store",
+    "checkpoint/safetensors_files": "checkpoint/test_hf_folder",
+    "cli/plan": "planner/test_measure",
+    "composition": "test_structure",
+    "compression/gather": "compression/test_reduce",
+    "config/addons": "diloco/test_options",
+    "config/composition_rules": "config/test_rules",
+    "config/job": "test_structure",
+    "config/mesh_rules": "config/test_rules",
+    "config/models": "test_plan",
+    "config/setup": "config/test_rules",
+    "config/tables": "config/test_toml",
+    "data/chat_messages": "data/test_chat_replies",
+    "data/documents": "data/test_token_set_writing",
+    "data/generation_config": "cli/test_prompts",
+    "data/special_tokens": "data/test_tokenizer",
+    "diloco/bytes_sent": "diloco/test_messages",
+    "ops/attention_kernels": "ops/test_attention",
+    "ops/attention_layout": "parallel/test_context_parallel",
+    "ops/batch": "ops/test_cross_entropy",
+    "ops/gpu_attention": "ops/test_kernel_table",
+    "ops/operators": "ops/test_layers",
+    "ops/tensors": "optim/test_adamw",
+    "optim/offload_files": "optim/test_offload",
+    "parallel/comm": "compression/test_compressor",
+    "parallel/lora_parallel": "memory/test_lora",
+    "parallel/mesh": "test_plan",
+    "parallel/name_patterns": "test_plan",
+    "parallel/output_projection": "ops/test_cross_entropy",
+    "parallel/ring_attention": "parallel/test_context_parallel",
+    "pipeline/stage": "pipeline/test_pipeline_parallel",
+    "planner/charts": "planner/test_page",
+    "planner/costs": "planner/test_cluster",
+    "planner/estimate": "planner/test_search",
+    "planner/fake_world": "planner/test_memory",
+    "planner/few_layers": "planner/test_memory",
+    "planner/quick_estimate": "planner/test_search",
+    "planner/report": "planner/test_search",
+    "planner/trace": "planner/test_step_time",
+    "profiling/options": "profiling/test_profiler",
+    "profiling/trace": "profiling/test_summary",
+    "proof/one_process": "proof/test_verify",
+    "proof/optimizers": "optim/test_muon",
+    "proof/report": "proof/test_verify",
+    "train/heartbeat": "whole/test_survival",
+}
+# Test modules in the folder of a room that bear the name of no module, and why.
+NAMED_OTHERWISE = {
+    "cli/test_prompts": "prompts come from three modules: generate, sampling and the data's",
+    "config/test_paths": "every key and flag that names a path, of all commands",
+    "planner/test_allocator": "the replay of the allocator in planner/memory.py, against a slow one",
+    "proof/test_faults": "the table of faults of a user's own model",
+    "proof/test_sensitivity": "the table of single faults over every technique",
+    "proof/test_sensitivity_keys": "every key has a row in that table",
+}
+
+
+def test_tests_mirror_the_sources() -> None:
+    tests = {
+        path.relative_to(ROOT / "tests").with_suffix("").as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    modules = {
+        path.relative_to(ROOT / "compose").with_suffix("").as_posix()
+        for path in SOURCES
+        if path.name != "__init__.py"
+    }
+    own = {
+        name: str(PurePosixPath(name).with_name(f"test_{PurePosixPath(name).name}")) for name in modules
+    }
+    assert {name for name in modules if own[name] not in tests} == set(NO_TEST_MODULE)
+    assert set(NO_TEST_MODULE.values()) <= tests
+    rooms = {path.parent.name for path in SOURCES} - {"compose"}
+    others = {name for name in tests - set(own.values()) if name.partition("/")[0] in rooms}
+    assert others == set(NAMED_OTHERWISE)
