@@ -99,7 +99,8 @@ def resume(keys: Keys) -> tuple[Progress | None, list[str]]:
     job = make_job(dist.get_world_size(), **keys)
     composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     optimizer = build_optimizer(composition, job)
-    beside = [CompressionHook(composition.compression)] if composition.compression else []
+    compression: Any = composition.compression
+    beside = [CompressionHook(compression)] if compression else []
     folder = Path(job.config.run.dir)
     checkpointer = Checkpointer(job.config, composition, optimizer, folder, beside=beside)
     with mock.patch("builtins.print") as said:
