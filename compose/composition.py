@@ -40,9 +40,9 @@ class Options:
     precision: Precision = field(default_factory=Precision)
     """Types of forward, backward, reduction and master weights."""
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    """What backward computes again, and what waits for it in host memory."""
+    """The results that backward computes again, and those that wait for it in host memory."""
     compile: Compile = field(default_factory=Compile)
-    """What torch.compile makes graphs of."""
+    """The parts that torch.compile makes graphs of."""
     comm: Comm = field(default_factory=Comm)
     """When FSDP begins its gathers, and in how many bits it sends; the limits of time are the
     trainer's."""
@@ -103,7 +103,7 @@ class Composition:
     float8: Choice = NOTHING
     """The layers that compute in float8."""
     data: Sequence[DataParallel] = ()
-    """What data parallel does around forward and backward, for each stage of this rank."""
+    """The work of data parallel around forward and backward, for each stage of this rank."""
     compression: Messages | None = None
     """The messages that an add-on sends in fewer bytes, if any are."""
     dropout: Masks | None = None

@@ -93,7 +93,7 @@ class Peers:
     speaks = True
     """Whether this run prints what concerns all."""
     prefix = ""
-    """What begins other lines."""
+    """Begins other lines."""
 
     def candidates(self, root: Path) -> list[Path | str]:
         """Return the checkpoints from which this run may go on, the newest first, or why none is."""

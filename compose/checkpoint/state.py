@@ -56,10 +56,10 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
 
 
 class HasState:
-    """What checkpoints save beside the model and its optimizer; here it is nothing."""
+    """Has state that checkpoints save beside the model and its optimizer; here it is nothing."""
 
     fingerprint: tuple[Any, ...] = ()
-    """What must be the same, beside the mesh and the messages, where :meth:`state` is to be of use."""
+    """Values that must be the same, beside the mesh and the messages, for :meth:`state` to be used."""
 
     def tensors(self) -> dict[str, LocalShard]:
         """Return this rank's parts of tensors that do not depend on the mesh, by name."""

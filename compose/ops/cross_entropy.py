@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from compose.errors import ConfigError
 from compose.ops import operators
 from compose.ops.batch import IGNORE
-from compose.ops.operators import compiles, run_compiled
+from compose.ops.compiled import compiles, run_compiled
 
 # Logits that are worked on at once: on a CPU they should stay in its caches, a GPU needs many.
 AT_ONCE = {"cpu": 2**17}
