@@ -86,13 +86,21 @@ def finished(place: Place, *words: str) -> Program:
     return program
 
 
+def _with_mark(mark: str) -> list[Path]:
+    """Return the test modules that name a mark: to collect all others takes a while."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    return sorted(file for file in files if f"mark.{mark}" in file.read_text())
+
+
 def marked_tests(place: Place) -> Figures:
     """Run the tests that are marked gpu, as many as there is time for."""
     if not place.gpu:
         raise Skipped("these tests need a GPU")
     if not importlib.util.find_spec("pytest"):
         raise Skipped("pytest is not installed")
-    words = ["-m", "pytest", "-m", "gpu", "-v", "-rfE", "--tb=line", "-p", "no:cacheprovider", "tests"]
+    words = ["-m", "pytest", "-o", "addopts=", "-m", "gpu", "-v", "-rfE", "--tb=line"]
+    words += ["-p", "no:cacheprovider", *map(str, _with_mark("gpu"))]
+    words += ["-n", "4"] if importlib.util.find_spec("xdist") else []
     end = time.monotonic() + place.seconds - 10
     with started(place, *words) as program:
         while program.process.poll() is None and time.monotonic() < end:
@@ -100,7 +108,7 @@ def marked_tests(place: Place) -> Figures:
         cut = program.process.poll() is None
     said = program.said
     passed = sum("PASSED" in line for line in said)
-    bad = [line for line in said if re.search("::.* (FAILED|ERROR)", line)]
+    bad = [line for line in said if "::" in line and re.search(r"\b(FAILED|ERROR)\b", line)]
     why = [line for line in said if line.startswith(("FAILED", "ERROR"))]
     assert not bad, f"{len(bad)} tests fail, {passed} pass: {(why or bad)[0]}"
     if cut:

@@ -210,6 +210,11 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def product_dtype(device_type: str) -> torch.dtype:
+    """Return the type in which a device orthogonalizes: a GPU's matrix units are for bfloat16."""
+    return torch.float32 if device_type == "cpu" else torch.bfloat16
+
+
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024), with the scale of Moonlight (Liu et al. 2025, arXiv:2502.16982).
 
@@ -256,7 +261,7 @@ class Muon(torch.optim.Optimizer):
             if parameter.ndim not in (2, 3):
                 raise ValueError(f"{name} is no matrix or stack of matrices: {tuple(parameter.shape)}")
         self.device = self.matrices[0][1].device
-        self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
+        self.dtype = dtype or product_dtype(self.device.type)
         self.layouts: list[MatrixLayout] = []
         known: dict[Any, MatrixLayout] = {}  # many layers have the same layout
         for _, parameter, _ in self.matrices:

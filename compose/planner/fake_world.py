@@ -419,6 +419,9 @@ def fake_world(
             (torch.cuda, "get_device_capability", lambda *args: (9, 0)),  # it has products of 8 bits
             (torch.autograd, "_engine_run_backward", backward),
             (torch.accelerator, "current_stream", streams.current_stream),
+            # Optimizers ask this machine's GPU, if it has one, whether it captures a graph. A forked
+            # copy of a process that has used CUDA cannot ask.
+            (torch.accelerator, "current_accelerator", _nothing),
             (dist, "broadcast_object_list", broadcast),
             (dist, "batch_isend_irecv", send),
             (schedules, "_batch_p2p", send),

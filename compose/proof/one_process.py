@@ -350,8 +350,37 @@ def plain_attention(
     if sinks is not None:
         column = sinks.to(scores)[:, None, None].expand(len(q), -1, q.shape[1], 1)
         scores = torch.cat([scores, column], -1)
-    weights = scores.softmax(-1)[..., : k.shape[1]].to(q.dtype)
-    return (weights @ heads[2]).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
+    output = _MeanOfValues.apply(scores, heads[2])
+    return output.transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
+
+
+class _MeanOfValues(torch.autograd.Function):
+    """The mean of values (..., S, V) by the softmax of scores (..., L, S or S + 1 with a sink).
+
+    Backward needs sum_j P_ij dP_ij. Flash kernels take dO_i . O_i for it (Dao et al. 2022,
+    arXiv:2205.14135, appendix B.2), with the output O as it was rounded. The error is the same for all
+    keys, so that it is multiplied with their mean, which the true gradient does not contain. Keys with
+    a large bias make this the largest error of a step in bfloat16, and one process has to show it too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, values: Tensor) -> Tensor:
+        """Return the output (..., L, V), in the type of the values."""
+        shares = scores.softmax(-1)
+        output = shares[..., : values.shape[-2]].to(values.dtype) @ values
+        ctx.save_for_backward(shares, values, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the gradients of scores and values."""
+        shares, values, output = ctx.saved_tensors
+        wide = gradient.to(shares.dtype)
+        of_shares = torch.zeros_like(shares)  # a sink has no value
+        of_shares[..., : values.shape[-2]] = wide @ values.to(wide).mT
+        mean = (wide * output.to(wide)).sum(-1, keepdim=True)
+        of_values = shares[..., : values.shape[-2]].to(values.dtype).mT @ gradient
+        return shares * (of_shares - mean), of_values
 
 
 def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, causal: bool, window: int) -> Tensor:

@@ -100,11 +100,12 @@ class Reference(torch.optim.Optimizer):
         precision: Precision,
         seed: int,
         rates: Sequence[float] = (),
+        products: torch.dtype = torch.float64,
     ) -> None:
         super().__init__(list(named.values()), {"lr": options.lr})
         self.named, self.rules = named, rules
         self.options, self.precision, self.seed = options, precision, seed
-        self.rates, self.taken = rates, 0
+        self.rates, self.taken, self.products = rates, 0, products
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -140,8 +141,8 @@ class Reference(torch.optim.Optimizer):
         state["momentum"] = _rounded(momentum, bits, kind)
         ahead = gradient + factor * momentum
         if ahead.ndim == 3:
-            return torch.stack([_muon_step(matrix) for matrix in ahead])
-        return _muon_step(ahead)
+            return torch.stack([_muon_step(matrix, self.products) for matrix in ahead])
+        return _muon_step(ahead, self.products)
 
     def _bits(self, name: str, state: dict[str, Any], what: str, like: Tensor) -> Tensor:
         whole = [slice(0, size) for size in like.shape]
@@ -157,10 +158,10 @@ def _rounded(value: Tensor, bits: Tensor, kind: str) -> Tensor:
     return target.float()
 
 
-def _muon_step(matrix: Tensor) -> Tensor:
-    """Return the step of a matrix, in float64, by its Gram matrix on the smaller side."""
+def _muon_step(matrix: Tensor, products: torch.dtype) -> Tensor:
+    """Return the step of a matrix, by its Gram matrix on the smaller side; products are of a type."""
     a, b, c = _COEFFICIENTS
-    x = matrix.double() / (matrix.double().norm() + _MUON_EPS)
+    x = (matrix.double() / (matrix.double().norm() + _MUON_EPS)).to(products)
     one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     for _ in range(_ITERATIONS):
         gram = x.mT @ x

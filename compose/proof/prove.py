@@ -16,6 +16,7 @@ from compose.memory.float8 import select_layers
 from compose.memory.lora import Lora
 from compose.memory.precision import Precision, first_scale
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
+from compose.optim.muon import product_dtype
 from compose.optim.optimizers import Optimizer
 from compose.proof.observers import parts_of_add_ons
 from compose.proof.one_process import EXACT, Arithmetic, arithmetic_of, precision_of
@@ -77,7 +78,10 @@ def prove(
     def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
         here = _in(arithmetic, job).config
         rates = [stated_rate(step, train.steps, config.optimizer) for step in proved]
-        return Reference(dict(named), rules, here.optimizer, here.precision, train.seed, rates)
+        products = product_dtype(device.type) if arithmetic.reduced else torch.float64
+        return Reference(
+            dict(named), rules, here.optimizer, here.precision, train.seed, rates, products
+        )
 
     def begin_step(step: int, optimizer: torch.optim.Optimizer) -> None:
         set_learning_rate(optimizer, learning_rate(proved[step], train.steps, config.optimizer))
