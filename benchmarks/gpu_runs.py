@@ -109,8 +109,8 @@ def marked_tests(place: Place) -> Figures:
     said = program.said
     passed = sum("PASSED" in line for line in said)
     bad = [line for line in said if "::" in line and re.search(r"\b(FAILED|ERROR)\b", line)]
-    why = [line for line in said if line.startswith(("FAILED", "ERROR"))]
-    assert not bad, f"{len(bad)} tests fail, {passed} pass: {(why or bad)[0]}"
+    why = [line for line in said if line.startswith(("FAILED", "ERROR"))]  # at the end, once a test
+    assert not bad, f"{len(why or bad)} tests fail, {passed} pass: {(why or bad)[0]}"
     if cut:
         raise Skipped(f"{passed} tests have passed; the others had no time left")
     assert passed, f"no test has passed: {program.last}"

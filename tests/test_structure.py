@@ -459,7 +459,6 @@ NO_TEST_MODULE = {
     "parallel/ring_attention": "parallel/test_context_parallel",
     "pipeline/stage": "pipeline/test_pipeline_parallel",
     "planner/costs": "planner/test_cluster",
-    "planner/estimate": "planner/test_search",
     "planner/fake_world": "planner/test_memory",
     "planner/few_layers": "planner/test_memory",
     "planner/quick_estimate": "planner/test_search",

@@ -3,13 +3,16 @@
 Pipeline ranks whose stages are equal have equal estimates, so one of them is recorded.
 """
 
+import os
 import signal
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import BaseContext
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -283,7 +286,7 @@ def rank_costs(
         RecordTask(job, cluster, rank, runs, k, stream, other) for rank in plans for k in plans[rank]
     ]
     # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
-    with get_context("fork").Pool(min(workers, len(tasks)), _begin, (), 1) as pool:
+    with _processes().Pool(min(workers, len(tasks)), _begin, (), 1) as pool:
         made = iter(pool.map(recorded, tasks, chunksize=1))
     found: dict[int, RankCosts] = {}
     for kind, source in chosen.items():
@@ -325,12 +328,27 @@ def stream_of(
     """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch."""
     runs = runs_of(job)
     task = RecordTask(job, cluster, 0, runs, runs and runs.fewest(), other=other)
-    with get_context("fork").Pool(1, _begin) as pool:
+    with _processes().Pool(1, _begin) as pool:
         return pool.apply(_stream, (task,))
 
 
 def _stream(task: RecordTask) -> tuple[torch.Size, torch.dtype]:
     return _record(task, only_stream=True).broadcast[0]
+
+
+def _processes() -> BaseContext:
+    """Return how to start the processes that make records. They see no GPU.
+
+    PyTorch's optimizers ask CUDA even for tensors without data, and a forked copy of a process that has
+    used CUDA cannot call it.
+    """
+    if not torch.cuda.is_available():
+        return get_context("fork")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()
+    return context
 
 
 def _begin() -> None:

@@ -419,8 +419,7 @@ def fake_world(
             (torch.cuda, "get_device_capability", lambda *args: (9, 0)),  # it has products of 8 bits
             (torch.autograd, "_engine_run_backward", backward),
             (torch.accelerator, "current_stream", streams.current_stream),
-            # Optimizers ask this machine's GPU, if it has one, whether it captures a graph. A forked
-            # copy of a process that has used CUDA cannot ask.
+            # Optimizers ask a machine's GPU whether its current stream captures a graph.
             (torch.accelerator, "current_accelerator", _nothing),
             (dist, "broadcast_object_list", broadcast),
             (dist, "batch_isend_irecv", send),

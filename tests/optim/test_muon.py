@@ -35,6 +35,7 @@ from compose.optim.rounding import lengths, random_bits, size, within
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import Parallel
 from compose.proof.optimizers import Reference
+from compose.proof.report import Report
 from tests.support.experts import QWEN
 from tests.support.faults import Fault, assert_named, with_fault
 from tests.support.helpers import agreed, prove_case, tier
@@ -361,6 +362,21 @@ SLOW = (
 def test_equals_one_process(pool: Pool, case: str) -> None:
     ranks, keys = PROOFS[case]
     report = agreed(pool.run(prove_case, ranks, {**MUON, **keys}))
+    assert report.ok, str(report)
+
+
+def _proved_as_on_a_gpu() -> Report:
+    """Products in bfloat16, in the composition and on one process."""
+    kind = mock.Mock(return_value=torch.bfloat16)
+    with (
+        mock.patch("compose.optim.muon.product_dtype", kind),
+        mock.patch("compose.proof.prove.product_dtype", kind),
+    ):
+        return prove_case({**MUON, "parallel__dp_shard": 2, "precision__param": "bfloat16"})
+
+
+def test_products_in_bfloat16_equal_one_process_s(pool: Pool) -> None:
+    report = agreed(pool.run(_proved_as_on_a_gpu, 2))
     assert report.ok, str(report)
 
 

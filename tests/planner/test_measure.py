@@ -10,7 +10,7 @@ import torch
 from compose.planner.cluster import KINDS, Cluster, Collective, as_toml, cluster_names, load_cluster
 from compose.planner.costs import attention_seconds, collective_seconds, memory_seconds, product_seconds
 from compose.planner.measure import Shape, _shapes, fit, kinds_of, link_of, measure
-from tests.support.command_lines import answered, execute
+from tests.support.command_lines import answered, execute, launch
 from tests.support.pool import Pool
 
 CPU = torch.device("cpu")
@@ -99,10 +99,10 @@ def test_ranks_agree_on_axes_and_times(pool: Pool) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu(pool: Pool, tmp_path: Path) -> None:
+def test_gpu(tmp_path: Path) -> None:
     script, out = tmp_path / "short.py", tmp_path / "here.toml"
     script.write_text(SHORT.replace("1.0", "20.0"))
-    answer = execute(str(script), "--out", str(out))
+    answer = launch(str(script), "--out", str(out))
     assert answer.returncode == 0, answer.stderr
     cluster = load_cluster(str(out))
     assert cluster.device.memory == torch.cuda.get_device_properties(0).total_memory

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.helpers import prove_case, tier
+from tests.support.helpers import agreed, prove_case, tier
 from tests.support.pool import Pool
 
 # Sides of parts that float8 takes; several micro-batches.
@@ -199,3 +199,12 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
     batch = {key: BASE[key] for key in ("train__global_batch", "train__micro_batch")}
     for report in pool.run(prove_case, ranks, batch | sizes | keys):
         assert report.ok, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_a_bias_of_all_keys_is_in_both_errors(pool: Pool, kind: str) -> None:
+    """AdamW takes a full step along the keys' bias, whose gradient is rounding alone."""
+    shape = {"model__name": "gpt2", "precision__param": kind, "model__dim": 128, "model__n_layers": 5}
+    report = agreed(pool.run(prove_case, 1, shape | {"train__seq_len": 256, "train__global_batch": 16}))
+    assert report.ok, str(report)
