@@ -19,7 +19,7 @@ from compose.cli.command_line import Words, launched_ranks, read_arguments, read
 from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
 from compose.config.tables import TABLES, Config, without_add_ons
-from compose.config.toml import COMMAND_LINE, given_keys, load
+from compose.config.toml import COMMAND_LINE, given_keys, load, values_of
 from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
 from compose.planner.cluster import Cluster, as_toml, load_cluster
 from compose.planner.measure import SECONDS
@@ -205,38 +205,34 @@ def _short(space: Space, best: Candidate) -> str:
 
 
 def _write(given: Words, space: Space, found: Sequence[Candidate]) -> None:
-    data = as_data(space, found)
-    for flag in ("--json", "--report", "--write"):
-        if flag not in given.flags:
-            continue
-        path = Path(given.flags[flag])
-        if flag == "--json":
-            text = json.dumps(data, indent=1)
-        elif flag == "--report":
-            text = page_of(data)
-        else:
-            config = load(given.file, given.overrides)
-            set_there = {name: _value(config, name) for name, _ in given.overrides}
-            text = write_toml(space, found[0], given.file, set_there, path)
-        _write_file(flag, path, text)
+    texts: dict[str, Callable[[Path], str]] = {
+        "--json": lambda path: json.dumps(as_data(space, found), indent=1),
+        "--report": lambda path: page_of(as_data(space, found)),
+        "--write": lambda path: write_toml(space, found[0], given.file, _set_there(given), path),
+    }
+    for flag, text in texts.items():
+        if flag in given.flags:
+            path = Path(given.flags[flag])
+            _write_file(flag, path, text(path))
+
+
+def _set_there(given: Words) -> dict[str, object]:
+    """Return the values of the keys that the command line sets; a table's are those of its keys."""
+    values = {f"{t}.{k}": v for t, k, v in values_of(load(given.file, given.overrides))}
+    names = [name for name, _ in given.overrides]
+    return {key: values[key] for name in names for key in values if f"{key}.".startswith(f"{name}.")}
 
 
 def _write_file(flag: str, path: Path, text: str) -> None:
     try:
-        write_whole(path, text)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(text, encoding="utf-8")  # a device or a pipe must stay what it is
+        else:
+            write_whole(path, text)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"{COMMAND_LINE}: {flag}: cannot write {path}: {reason}") from None
     print(f"{path}: written", flush=True)
-
-
-def _value(config: Config, name: str) -> object:
-    """Return the value of a key of the config."""
-    head, _, key = name.partition(".")
-    held = getattr(config, head)
-    if head == "model" and not hasattr(held, key):
-        held = held.config
-    return getattr(held, key)
 
 
 def measure(arguments: Sequence[str], seconds: float = SECONDS) -> int:

@@ -97,7 +97,7 @@ def given_keys(file: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str
 def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
     """Return ``config`` with overrides applied, checked as in :func:`load`."""
     keys = Keys()
-    for table, key, value in _values(config):
+    for table, key, value in values_of(config):
         keys.set(table, key, value, config.source)
     return _config(keys, overrides, config.source)
 
@@ -295,12 +295,12 @@ def _model_config(folder: ModelFolder, preset: ModelConfig, keys: Keys) -> Any:
 def dump(config: Config) -> str:
     """Return ``config`` as TOML, with every key of every table, so that no default matters."""
     tables: dict[str, list[str]] = {}
-    for table, key, value in _values(config):
+    for table, key, value in values_of(config):
         tables.setdefault(table, []).append(f"{key} = {toml_value(value)}")
     return "\n".join("\n".join([f"[{table}]", *lines, ""]) for table, lines in tables.items())
 
 
-def _values(config: Config) -> Iterator[tuple[str, str, Any]]:
+def values_of(config: Config) -> Iterator[tuple[str, str, Any]]:
     """Yield (table, key, value) of every key, with those of the model's own config."""
     for table, kind in TABLES.items():
         values = table_of(config, table)

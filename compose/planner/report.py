@@ -239,15 +239,13 @@ def _neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, 
                 f"{axis} {degree * 2}{leaves}",
                 {f"parallel.{axis}": degree * 2, "parallel.dp_shard": parallel.dp_shard // 2},
             )
-        if degree > 1:
-            name = f"no {axis}" if degree == 2 else f"{axis} {degree // 2}"
-            yield (
-                name,
-                {f"parallel.{axis}": degree // 2, "parallel.dp_shard": parallel.dp_shard * 2},
-            )
-        if degree > 2:
-            keys = {f"parallel.{axis}": 1, "parallel.dp_shard": parallel.dp_shard * degree}
-            yield f"no {axis}", keys
+        for less in dict.fromkeys([1] if degree % 2 else [degree // 2, 1]):
+            if less < degree:
+                keys = {
+                    f"parallel.{axis}": less,
+                    "parallel.dp_shard": parallel.dp_shard * degree // less,
+                }
+                yield f"no {axis}" if less == 1 else f"{axis} {less}", keys
     for zero in (1, 2, 3):
         if zero != parallel.zero and parallel.dp_shard * parallel.cp > 1:
             yield f"zero {zero}", {"parallel.zero": zero}

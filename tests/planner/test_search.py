@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from compose.cli.command_line import read_words
+from compose.cli.plan import _write, _write_file
 from compose.config.rules import check
 from compose.config.toml import given_keys, load
 from compose.parallel.mesh import Parallel, crosses_nodes
@@ -144,15 +147,26 @@ def test_quick_estimates_are_near_the_recorded_ones() -> None:
     assert candidate.rough.memory == pytest.approx(most, rel=0.35)
 
 
-def test_explanations_name_what_decides() -> None:
-    where = space(TRAIN, "h100_sxm", 16, **LLAMA_8B)
+def _alternatives(tp: int) -> list[str]:
+    where = space(TRAIN, "h100_sxm", 2 * tp, **LLAMA_8B)
     facts = shape_for(where)
     keys = {f"parallel.{axis}": 1 for axis in ("pp", "dp_replicate", "cp", "ep")}
-    config = with_keys(where.config, {**keys, "parallel.dp_shard": 2, "parallel.tp": 8})
-    lines = alternatives(where, Candidate(config, {}, quick(facts, config, where.cluster)))
-    line = next(line for line in lines if line.startswith("tp 16"))
+    config = with_keys(where.config, {**keys, "parallel.dp_shard": 2, "parallel.tp": tp})
+    return alternatives(where, Candidate(config, {}, quick(facts, config, where.cluster)))
+
+
+def test_explanations_name_what_decides() -> None:
+    line = next(line for line in _alternatives(tp=8) if line.startswith("tp 16"))
     assert line.startswith("tp 16 leaves the node: +")
     assert "messages of tp" in line
+
+
+@pytest.mark.parametrize(
+    ("tp", "names"), [(4, ["tp 8", "tp 2", "no tp"]), (3, ["tp 6", "no tp"]), (2, ["tp 4", "no tp"])]
+)
+def test_explanations_halve_even_degrees_alone(tp: int, names: list[str]) -> None:
+    lines = [line.partition(":")[0] for line in _alternatives(tp)]
+    assert [line for line in lines if "tp" in line.split()] == names
 
 
 @pytest.mark.slow
@@ -225,6 +239,35 @@ def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
     assert {key: getattr(written, key.partition(".")[2]) for key in DEGREES} == {
         key: keys[key] for key in DEGREES
     }
+
+
+def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "stdout"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, link):
+        _write_file("--json", path, "[]")
+        assert os.read(reader, 100) == b"[]"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+
+
+def test_keys_of_every_table_are_written(tmp_path: Path) -> None:
+    file, lora = tmp_path / "best.toml", ["--model.lora.rank=4", '--model.lora.targets=["layers.*.w*"]']
+    given = read_words(
+        [TRAIN, f"--write={file}", "--checkpoint.async=false", *lora], {"--write": "FILE"}
+    )
+    where = space(TRAIN, "cpu", 1)
+    _write(
+        given,
+        where,
+        [Candidate(where.config, {}, quick(shape_for(where), where.config, where.cluster))],
+    )
+    config = load(str(file))
+    assert not config.checkpoint.async_
+    assert (config.model.lora.rank, config.model.lora.targets) == (4, ("layers.*.w*",))
 
 
 def test_as_is_estimates_the_files_own_mesh() -> None:
