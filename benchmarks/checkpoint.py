@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from compose.checkpoint import store
-from compose.checkpoint.state import named_tensors, parts, staged
+from compose.checkpoint.local_shards import named_tensors, parts, staged
 from compose.config.rules import check
 from compose.config.toml import load
 from compose.parallel.mesh import init_mesh

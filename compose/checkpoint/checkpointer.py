@@ -23,8 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from compose.checkpoint import state as rank_state
-from compose.checkpoint import store
+from compose.checkpoint import rank_state, store
 from compose.checkpoint.dcp_storage import PartsWriter, ShardSavePlanner, alone
 from compose.checkpoint.loading import (
     cause_of,
@@ -35,7 +34,8 @@ from compose.checkpoint.loading import (
     lora_fields,
     model_fields,
 )
-from compose.checkpoint.state import HasState, LocalShard, named_tensors, parts, staged
+from compose.checkpoint.local_shards import LocalShard, named_tensors, parts, staged
+from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump

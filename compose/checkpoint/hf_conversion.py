@@ -43,6 +43,7 @@ from compose.checkpoint.hf_folder import (
 )
 from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
+from compose.checkpoint.local_shards import LocalShard, named_tensors
 from compose.checkpoint.peft import (
     MergedWeights,
     adapted,
@@ -52,7 +53,6 @@ from compose.checkpoint.peft import (
     write_adapters,
 )
 from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
-from compose.checkpoint.state import LocalShard, named_tensors
 from compose.config.json_files import parse_json, read_json
 from compose.config.models import find_model, model_names
 from compose.config.tables import Config, Model

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from compose.checkpoint import store
+from compose.checkpoint.dcp_storage import METADATA
 from compose.checkpoint.hf_stored import Named, Stored, stored
-from compose.checkpoint.metadata import METADATA
+from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.checkpoint.safetensors_files import DTYPES, INDEX, WHOLE, TensorEntry, TensorFiles
-from compose.checkpoint.state import LocalShard, local_shard_of
 from compose.composition import Composition, module_of
 from compose.config.job import Job
 from compose.config.json_files import read_json

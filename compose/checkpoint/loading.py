@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
 from compose.checkpoint.dcp_storage import PartsReader, ShardLoadPlanner, mismatches
+from compose.checkpoint.local_shards import LocalShard, named_tensors, parts, spread
 from compose.checkpoint.peft import base_identity, name_of_base
-from compose.checkpoint.state import HasState, LocalShard, named_tensors, parts, spread
+from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.models import training_fields
 from compose.config.tables import Config

@@ -25,8 +25,8 @@ from compose.checkpoint.hf_folder import (
     published,
 )
 from compose.checkpoint.hf_stored import stored
+from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.checkpoint.safetensors_files import TensorFiles
-from compose.checkpoint.state import LocalShard, local_shard_of
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.json_files import read_json

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from compose.checkpoint.metadata import METADATA, read_metadata, shards
+from compose.checkpoint.dcp_storage import METADATA, read_metadata, shards
 from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, open_own, write_whole
 

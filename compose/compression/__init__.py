@@ -18,7 +18,7 @@ def compress(options: Any, mesh: Any) -> Any:
 
 def hooks(trainer: Any) -> list[Any]:
     """Return what reports and saves compressed messages, if any are sent."""
-    from compose.compression.hook import CompressionHook
+    from compose.compression.compressor import CompressionHook
 
     compression = trainer.composition.compression
     return [CompressionHook(compression)] if compression else []

@@ -1,7 +1,7 @@
 """All that a composition sends in fewer bytes: its units, its steps, and what it keeps between them."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.compression.activations import Activations, RowCode
-from compose.compression.gather import GATHERS, Forms, Levels, QuantizedGather, Sender, Traffic
+from compose.compression.error_feedback import Scratch
+from compose.compression.gather import GATHERS, QuantizedGather, Sender, Traffic, check, levels_of
 from compose.compression.packing import UnitLayout
 from compose.compression.reduce import (
     GRADIENT_CODES,
@@ -22,13 +23,12 @@ from compose.compression.reduce import (
     GradientCode,
     Losses,
     Plain,
-    Scratch,
     Settings,
 )
-from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
 from compose.parallel.hpz import OwnMemory
+from compose.train.hooks import Hook
 
 
 class Compression:
@@ -349,38 +349,6 @@ def _in_order(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     yield from module.named_parameters(recurse=False)
 
 
-def levels_of(mesh: DeviceMesh, near: int, zero: int) -> Levels | None:
-    """Return the groups of ``near`` neighbours among the ranks of data parallel, and across them.
-
-    In ZeRO stage 0 the ranks are replicas. There is nothing to return if there is only one level. The
-    call creates process groups, so every rank makes it.
-    """
-    ranks: Tensor = mesh.mesh.flatten(1, 3) if zero == 0 else mesh.mesh.flatten(2, 3)
-    rows = ranks.movedim(1 if zero == 0 else 2, -1)
-    count = rows.shape[-1]
-    if near in (1, count):
-        return None
-    placed = rows.reshape(-1, count // near, near)
-    groups = [
-        dist.new_subgroups_by_enumeration(some.reshape(-1, some.shape[-1]).tolist())[0]
-        for some in (placed, placed.transpose(1, 2))
-    ]
-    near_group, far_group = (cast(dist.ProcessGroup, group) for group in groups)
-    return Levels(near_group, far_group)
-
-
-def check(state: Mapping[str, Tensor], forms: Forms) -> None:
-    """Raise ConfigError for a tensor of a state that has another form, or none."""
-    for name, value in state.items():
-        if name not in forms:
-            raise ConfigError(f"{name} is no name of what messages keep")
-        shape, dtype = forms[name]
-        right = value.dtype == dtype if dtype else value.is_floating_point()
-        if tuple(value.shape) != shape or not right:
-            wanted = f"{dtype or 'floats'} {list(shape)}"
-            raise ConfigError(f"{name} is {value.dtype} {list(value.shape)}, not {wanted}")
-
-
 class ShardSum(OwnMemory):
     """The reduce-scatter of one unit, for ``FSDPModule.set_custom_reduce_scatter``."""
 
@@ -448,3 +416,30 @@ class ReplicaSum:
         plain = 2 * -(-flat.nbytes // ranks) * (ranks - 1)
         self.code.traffic.add("gradients", "plain", plain)
         progress.chosen(self.code).all_reduce(flat, self.group, progress.scale)
+
+
+class CompressionHook(Hook):
+    """Reports what messages send, and keeps what they have not sent."""
+
+    def __init__(self, compression: Compression) -> None:
+        self.compression = compression
+        self.sent: dict[str, float] = {}
+
+    def before_update(self, step: int) -> None:
+        """Note what the step has sent."""
+        self.sent = self.compression.metrics()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what the step has sent."""
+        return {"comm": self.sent}
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Return residuals, factors and what was sent last."""
+        return self.compression.state()
+
+    def load(self, state: dict[str, Tensor], read: Collection[str], step: int) -> None:
+        """Go on with what was kept; the names of all begin with the number of a stage."""
+        self.compression.begin_at(step)
+        own = [name for name in state if name.partition(".")[0].isdecimal()]
+        device = self.compression.device
+        self.compression.restore({name: state.pop(name).to(device) for name in own})

@@ -4,16 +4,18 @@ A rank computes with the weights that the others received, so all of them comput
 Master weights stay exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from compose.compression.codec import Blocks
 from compose.compression.packing import Packing, UnitLayout
+from compose.errors import ConfigError
 from compose.ops import operators
 from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.hpz import OwnMemory
@@ -221,3 +223,35 @@ def gathered(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     # It is looked up at each call, as FSDP does: a measurement may have replaced it.
     getattr(dist, ALL_GATHER)(out.view(-1), row.contiguous(), group)
     return out
+
+
+def levels_of(mesh: DeviceMesh, near: int, zero: int) -> Levels | None:
+    """Return the groups of ``near`` neighbours among the ranks of data parallel, and across them.
+
+    In ZeRO stage 0 the ranks are replicas. There is nothing to return if there is only one level. The
+    call creates process groups, so every rank makes it.
+    """
+    ranks: Tensor = mesh.mesh.flatten(1, 3) if zero == 0 else mesh.mesh.flatten(2, 3)
+    rows = ranks.movedim(1 if zero == 0 else 2, -1)
+    count = rows.shape[-1]
+    if near in (1, count):
+        return None
+    placed = rows.reshape(-1, count // near, near)
+    groups = [
+        dist.new_subgroups_by_enumeration(some.reshape(-1, some.shape[-1]).tolist())[0]
+        for some in (placed, placed.transpose(1, 2))
+    ]
+    near_group, far_group = (cast(dist.ProcessGroup, group) for group in groups)
+    return Levels(near_group, far_group)
+
+
+def check(state: Mapping[str, Tensor], forms: Forms) -> None:
+    """Raise ConfigError for a tensor of a state that has another form, or none."""
+    for name, value in state.items():
+        if name not in forms:
+            raise ConfigError(f"{name} is no name of what messages keep")
+        shape, dtype = forms[name]
+        right = value.dtype == dtype if dtype else value.is_floating_point()
+        if tuple(value.shape) != shape or not right:
+            wanted = f"{dtype or 'floats'} {list(shape)}"
+            raise ConfigError(f"{name} is {value.dtype} {list(value.shape)}, not {wanted}")

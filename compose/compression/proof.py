@@ -7,9 +7,9 @@ they are. What was lost is compared with what the code is expected to lose.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
-from compose.compression.activations import LARGEST_FLOAT8, RowCode, Sends
-from compose.compression.codec import Blocks, block_scales, block_steps, top_code
 from compose.compression.compressor import Compression, Unit
-from compose.compression.gather import Sender
-from compose.compression.packing import Packing
-from compose.compression.reduce import LOSSY, GradientCode, Losses
+from compose.compression.proof_accounts import Account, ActivationAccount, Lost
+from compose.compression.reduce import LOSSY
 from compose.config.tables import Config
 from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
@@ -37,8 +34,6 @@ _ADDED = 0.2
 """The part of a residual that int4 adds to a gradient."""
 # Kernels of a GPU add in any order, and a code may make one of its steps of such rounding.
 _ON_GPU = 1e-2
-_FLOAT8_MANTISSA, _FLOAT8_EXPONENT = 3, -6
-"""The bits of a number in e4m3 behind the leading one, and the exponent of its least normal number."""
 
 
 def extra_steps(config: Config) -> int:
@@ -53,172 +48,6 @@ def shortened(config: Config, steps: int) -> tuple[Config, tuple[str, ...]]:
         return config, ()
     note = f"comm.start_step: {config.comm.start_step}, and here {start}: {steps} steps are taken"
     return replace(config, comm=replace(config.comm, start_step=start)), (note,)
-
-
-def expected_of_blocks(code: Blocks, x: Tensor) -> Tensor:
-    """Return the expected square of the norm of what each block (N, size) loses, (N,), float64.
-
-    Rounding to values that are a step apart makes an error of up to half of it. If all remainders are
-    equally likely, its mean square is step^2 / 12. What is beyond the largest code loses the rest.
-    """
-    if code.bits == 0:
-        return torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    wide = x.float()
-    if code.bits == 16:
-        return (wide.abs().amax(1).double() * 2.0**-8).square() * code.size / 12
-    wide = code.rotated(wide)
-    steps, top = block_steps(wide, code.bits).double(), top_code(code.bits)
-    beyond = wide.double().abs() - top * steps
-    return torch.where(beyond > steps / 2, beyond.square(), steps.square() / 12).sum(1)
-
-
-def expected_of_rows(code: RowCode, rows: Tensor) -> Tensor:
-    """Return the expected square of the norm of what rows (..., D) lose, a float64 scalar."""
-    x = code.cut(rows).flatten(0, -2).float()
-    scales = block_scales(x, 127 if code.kind == "int8" else LARGEST_FLOAT8)
-    steps = scales.expand_as(x)
-    if code.kind == "float8":
-        _, exponents = torch.frexp(x / scales.clamp(min=torch.finfo(torch.float32).tiny))
-        exponents = (exponents - 1).clamp(min=_FLOAT8_EXPONENT)
-        steps = torch.exp2(exponents - float(_FLOAT8_MANTISSA)) * scales
-    return steps.double().square().sum() / 12
-
-
-class Account(Losses):
-    """Observes the messages of one unit's weights or gradients, in one step after another."""
-
-    def __init__(self, sender: Sender) -> None:
-        super().__init__()
-        feedback = sender.feedback if isinstance(sender, GradientCode) else None
-        self.added: float = feedback.added if feedback else 0.0
-        """With error feedback in blocks: the part of what was not sent yet that a message adds."""
-        self.received: Tensor | None = None
-        """(S,): this rank's shard of the weights, as all ranks received it last."""
-        self.squares = self.unsent = torch.zeros(0)
-        """(parts,): the expected square of the norm of what this rank's messages lost; of what earlier
-        messages have not sent."""
-        self.before: tuple[Tensor, Tensor] | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a step."""
-        if self.added and len(self.squares):
-            rest = (1 - self.added) ** 2 * self.unsent if len(self.unsent) else 0.0
-            self.unsent = rest + self.squares
-        self.missing, self.squares = None, torch.zeros(0)
-        self.strayed = torch.zeros(2, 0)
-        """(2, parts): the square of the norm by which residuals are not what messages lost: as found,
-        and as the rounding of residuals is expected to make it."""
-        self.given = torch.zeros(2, dtype=torch.float64)
-        """The product of residuals with what messages added to gradients; the residuals' square."""
-
-    @property
-    def expected(self) -> list[Tensor]:
-        """The expected squares of the norm of what this step's gradients lack, (parts,) each."""
-        return [self.squares, self.added**2 * self.unsent]
-
-    def gathers(self, gather: Any, own: Tensor, rank: int) -> None:
-        """Note what a step's first gather is expected to lose."""
-        if not gather.sent:
-            self.squares = torch.zeros(0)
-        sent = gather.to_send(own, rank)
-        if sent is not None:
-            self.rounds(gather.packing, sent[None])
-
-    def gathered(self, own: Tensor) -> None:
-        """Note this rank's shard as it was received."""
-        self.received = own.clone()
-
-    def begins(self, code: GradientCode, rows: Tensor) -> None:
-        """Note the residual before rows (R, S) are sent."""
-        self.before = _residual(code, rows) if code.feedback else None
-
-    def rounds(self, packing: Packing, rows: Tensor) -> None:
-        """Note what rounding is expected to lose of rows (R, S)."""
-        blocks = packing.blocks_of(rows)
-        lost = expected_of_blocks(packing.code, blocks.flatten(0, 1)).view(blocks.shape[:2])
-        begin, found = 0, []
-        for part in packing.layout.parts:
-            count = -(-part.numel // packing.code.size) if part.compressed else 0
-            found.append(lost[:, begin : begin + count].sum())
-            begin += count
-        squares = torch.stack(found).cpu()
-        self.squares = squares if not len(self.squares) else self.squares + squares
-
-    def loses(self, rows: Tensor, groups: Sequence[dist.ProcessGroup], whole: bool = False) -> None:
-        """Note what messages lost."""
-        super().loses(rows, groups, whole)
-        self.lost = rows
-
-    def ends(self, code: GradientCode, scale: float) -> None:
-        """Note what messages have added to the residual."""
-        if self.before is None:
-            return
-        lost, (before, _) = self.lost / scale, self.before
-        after, rounded = _residual(code, before)
-        squares = (after - before - lost).double().square(), rounded.double()
-        parts = [[x.sum() for x in code.layout.pieces(some)] for some in squares]
-        strayed = torch.stack([torch.stack(some) for some in parts]).cpu()
-        self.strayed = strayed if not self.strayed.numel() else self.strayed + strayed
-        rest = before.double()
-        self.given += torch.stack([-(lost * rest).sum(), rest.square().sum()]).cpu()
-
-
-def _residual(code: GradientCode, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the residual of rows as ``like``, and the expected square of its rounding."""
-    feedback = code.feedback
-    blocks = feedback.blocks()
-    if not blocks.numel():
-        return torch.zeros_like(like), torch.zeros_like(like)
-    square = expected_of_blocks(feedback.code, blocks)[:, None] / feedback.code.size
-    return feedback.rows(feedback.plain(blocks), like), feedback.rows(square.expand_as(blocks), like)
-
-
-@dataclass
-class Lost:
-    """What the messages of a module's activations have lost, as squares of norms."""
-
-    lost: float = 0.0
-    expected: float = 0.0
-    whole: float = 0.0
-    """The square of the norm of what plain messages bring."""
-    elements: int = 0
-
-    def plus(self, other: "Lost") -> "Lost":
-        """Return what both have lost."""
-        return Lost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-class ActivationAccount:
-    """Observes activations: what was lost by module, and whether it was a gradient.
-
-    If it is ``exact``, messages bring what plain messages bring, so that a composition is compared with
-    one process to the last digits. If it only notes, results are bitwise those of training, which a
-    proof checks.
-    """
-
-    def __init__(self, exact: bool = True) -> None:
-        self.exact = exact
-        self.by_module: dict[tuple[str, bool], Lost] = {}
-
-    def __call__(
-        self,
-        module: Sends,
-        found: Tensor,
-        gradient: bool,
-        plain: Callable[[], Tensor],
-        encoded: Sequence[Tensor],
-        times: int,
-    ) -> Tensor:
-        """Note what a message lost, and return what it brings."""
-        right = plain()
-        expected = torch.stack([expected_of_rows(module.owner.code, part) for part in encoded]).sum()
-        own = self.by_module.setdefault((module.name, gradient), Lost())
-        own.lost += float((found.double() - right.double()).square().sum())
-        own.expected += float(times * expected)
-        own.whole += float(right.double().square().sum())
-        own.elements += right.numel()
-        return right if self.exact else found
 
 
 def observe(subject: Subject) -> Observer | None:

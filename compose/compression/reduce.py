@@ -3,13 +3,6 @@
 A sum takes rows (n, S), what this rank has for each of the n ranks of a group, and writes the sum of
 the ranks' rows for this rank, (S,). Or it makes a flat tensor (S,) the sum of all ranks'. Sums are made
 in float32 or wider; nothing is summed in a code.
-
-Error feedback adds what a lossy message left out to the next ones (Seide et al. 2014, "1-bit stochastic
-gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847). The residual is kept in 8 bits, as LoCo
-does (Xie et al. 2024, arXiv:2407.04480). If all of a residual R is added to the next message, gradients
-get noise twice: that of this rounding, and that of the last one. AdamW divides by the root of their
-mean square, and so takes smaller steps. Blocks of 4 bits add a part of R, as LoCo's moving average
-does. They send g + R / 5, and keep what was not sent, R + g - sent. In the end everything is sent too.
 """
 
 import math
@@ -22,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.compression.codec import ADDED, Blocks, encode_with_residual, keep_blocks, numbers
+from compose.compression.codec import Blocks, numbers
+from compose.compression.error_feedback import BlockFeedback, Feedback, Scratch
 from compose.compression.gather import Levels, Sender, Traffic, gathered
 from compose.compression.packing import Packing, Part, UnitLayout
 from compose.ops.torch_versions import REDUCE_SCATTER
@@ -72,26 +66,6 @@ class Losses:
         """Note how all ranks have received them."""
 
 
-class Scratch:
-    """Memory that one message after another is written to.
-
-    A host zeroes each page of new memory at its first use, which takes longer than a message's codes.
-    CUDA's allocator keeps memory, and a stream may still read the last message. So on a GPU each call
-    returns memory of its own.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[torch.dtype, Tensor] = {}
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor (numel,), which is valid until the next call."""
-        if device.type != "cpu":
-            return torch.empty(numel, dtype=dtype, device=device)
-        if dtype not in self.kept or self.kept[dtype].numel() < numel:
-            self.kept[dtype] = torch.empty(numel, dtype=dtype, device=device)
-        return self.kept[dtype][:numel]
-
-
 @dataclass(frozen=True)
 class Settings:
     """What all sums of a stage have in common."""
@@ -112,101 +86,6 @@ class Settings:
         """Return the residual of a code for messages of any form, if there is to be one."""
         numel = code.layout.ranks * code.layout.numel
         return Feedback(code, numel, self.wanted, self.compiled) if self.comm.error_feedback else None
-
-
-class Residual:
-    """What the messages of a sender have left out, in blocks of 8 bits."""
-
-    added = 0.0
-    """The part of it that a message adds, if not all."""
-
-    def __init__(self, sender: Sender, code: Blocks, blocks: int) -> None:
-        """Take so many blocks of what the sender keeps."""
-        self.kept, self.code = sender.kept, code
-        self.shape = blocks, code.width(torch.float32)
-        sender.forms["feedback"] = self.shape, torch.uint8
-
-    def codes(self, like: Tensor) -> Tensor:
-        """Return its codes (N, width), on the device of ``like``."""
-        if "feedback" not in self.kept:
-            self.kept["feedback"] = like.new_zeros(*self.shape, dtype=torch.uint8)
-        return self.kept["feedback"]
-
-    def blocks(self) -> Tensor:
-        """Return its blocks (N, size), float32; none before the first message."""
-        codes = self.kept.get("feedback")
-        return torch.zeros(0) if codes is None else self.code.decode(codes, torch.float32)
-
-    def plain(self, blocks: Tensor) -> Tensor:
-        """Return blocks of it without a rotation."""
-        return blocks
-
-    def rows(self, blocks: Tensor, like: Tensor) -> Tensor:
-        """Return blocks (N, size) of it in the shape of what was sent."""
-        return blocks.reshape(-1)[: like.numel()].view(like.shape)
-
-
-class BlockFeedback(Residual):
-    """The residual of rows of blocks, as :func:`encode_with_residual` has it."""
-
-    added = ADDED
-
-    def __init__(self, sender: Sender, packing: Packing, rows: int) -> None:
-        code = Blocks(8, packing.code.size, compiled=packing.code.compiled)
-        super().__init__(sender, code, rows * packing.blocks)
-        self.packing = packing
-
-    def encode(self, scale: float, x: Tensor, first: int = 0) -> Tensor:
-        """Return the codes (R, N, width) of blocks (R, N, size) of a loss scale, with the residual.
-
-        ``first`` is the number of the first of these blocks within a row.
-        """
-        code = self.packing.code
-        kept = self.codes(x).view(len(x), self.packing.blocks, -1)[:, first : first + x.shape[1]]
-        return encode_with_residual(x, kept, scale, code.bits, code.rotate, code.compiled)
-
-    def plain(self, blocks: Tensor) -> Tensor:
-        """Return blocks of it without a rotation."""
-        return self.packing.code.rotated(blocks)
-
-    def rows(self, blocks: Tensor, like: Tensor) -> Tensor:
-        """Return blocks (N, size) of it as rows like those that were sent."""
-        return self.packing.rows_of(blocks.reshape(len(like), self.packing.blocks, -1))
-
-
-class Feedback(Residual):
-    """The residual of one unit's messages of any form, for gradients without a loss scale."""
-
-    def __init__(self, sender: Sender, numel: int, scratch: Scratch, compiled: bool = False) -> None:
-        """Take the memory of what is to be sent. Other units may share it."""
-        code = Blocks(8, 4096, compiled=compiled)
-        super().__init__(sender, code, -(-numel // code.size))
-        self.scratch = scratch
-        self.memory: Tensor | None = None
-
-    def added_to(self, x: Tensor, scale: float) -> Tensor:
-        """Return ``x``, of any shape and of a loss scale, with the residual, float32 or wider.
-
-        The memory is what :meth:`keep` reads. It is valid until the next call for any unit.
-        """
-        wide = torch.promote_types(x.dtype, torch.float32)
-        self.memory = self.scratch.empty(self.shape[0] * self.code.size, wide, x.device)
-        blocks = self.memory.view(-1, self.code.size)
-        self.code.sum_into(blocks, self.codes(x)[None], wide)
-        if scale != 1:
-            blocks.mul_(scale)
-        return self.memory[: x.numel()].view(x.shape).add_(x)
-
-    def keep(self, scale: float) -> None:
-        """Keep what the caller has left in the tensor of :meth:`added_to`: what was not sent.
-
-        If a value is not finite, its block's residual stays what it was. Such a step is skipped, and
-        it must not spoil those that follow.
-        """
-        assert self.memory is not None
-        blocks = self.memory.view(-1, self.code.size)
-        keep_blocks(blocks, self.codes(blocks), scale, self.code.compiled)
-        self.memory = None
 
 
 class GradientCode(Sender):

@@ -26,7 +26,7 @@ def between_workers(
 
     ``job`` is that of one worker, and ``seconds`` are those of its step.
     """
-    from compose.diloco.bytes_sent import as_lines, sent_bytes, wait_line
+    from compose.diloco.messages import as_lines, sent_bytes, wait_line
 
     sent = sent_bytes(job, outer)
     wait = [wait_line(sent, workers, outer, link, seconds)] if link else []

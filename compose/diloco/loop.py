@@ -27,10 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from compose.checkpoint.state import LocalShard, local_shard_of
+from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition import Composition
-from compose.compression.compressor import check
-from compose.compression.gather import Forms
+from compose.compression.gather import Forms, check
 from compose.diloco.fragments import Span, fragments_of
 from compose.diloco.messages import (
     CHECK,

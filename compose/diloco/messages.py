@@ -6,25 +6,31 @@ DiLoCo, Douillard et al. 2025, arXiv:2501.18512), and the largest elements in 2 
 (SparseLoCo, Sarfi et al. 2025, arXiv:2508.15706).
 """
 
+import copy
 import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compose.apply import apply
 from compose.composition import Composition
 from compose.compression.codec import SCALE_BYTES, Blocks, numbers
 from compose.diloco.fragments import Region, region_of, rows_of, shares
 from compose.diloco.options import ROW, Outer
-from compose.parallel.mesh import axis_size
+from compose.parallel.mesh import axis_size, init_mesh
 from compose.train.workers import Worker
+
+if TYPE_CHECKING:
+    from compose.config.job import Job
+    from compose.planner.cluster import Link
 
 CHECK = 8
 """Bytes at the front of a message: a checksum of the outer weights."""
@@ -345,3 +351,42 @@ def first_rank_messages(
         found.append(CHECK + code.size(elements))
     found[-1] += 4 * sum(buffer.numel() for buffer in averaged_buffers(composition.model))
     return found
+
+
+def sent_bytes(job: "Job", outer: Outer) -> list[int]:
+    """Return what a rank of a DiLoCo worker sends to each other worker, for each fragment.
+
+    It is the rank that sends most, of the first ranks of stages.
+    """
+    from compose.planner.fake_world import fake_group
+
+    shapes = {name: p.shape for name, p in job.model.named_parameters() if p.requires_grad}
+    ranks = []
+    for stage in range(job.degrees.pp):
+        with fake_group(stage * job.world_size // job.degrees.pp, job.world_size):
+            mesh, model = init_mesh(job.degrees), copy.deepcopy(job.model)
+            composition = apply(model, job.resolved, mesh, job.options)
+            ranks.append(first_rank_messages(outer, composition, shapes, job.resolved.checkpoint))
+    return max(ranks, key=sum)
+
+
+def as_lines(messages: list[int], workers: int, outer: Outer) -> list[str]:
+    """Return lines with the bytes of a round, and those that are sent at once."""
+    sent = [size * (workers - 1) for size in messages]
+    rows = ((f"in {outer.every} steps", sum(sent)), ("at once, at most", max(sent)))
+    return [
+        f"bytes that a rank sends to other islands ({outer.dtype}, fragments {len(sent)}):",
+        *(f"  {what:<20}{size:>18,}  {size / 2**30:9.3f} GiB" for what, size in rows),
+    ]
+
+
+def wait_line(
+    messages: list[int], workers: int, outer: Outer, link: "Link", step_seconds: float
+) -> str:
+    """Return a line with the time that exchanges add to training; each rank has its own ``link``."""
+    takes = [size * (workers - 1) / link.usable + link.latency for size in messages]
+    waited = sum(max(0.0, seconds - outer.delay * step_seconds) for seconds in takes)
+    return (
+        f"  a round takes {sum(takes):.3g} s between nodes; training waits for {waited:.3g} s of it,"
+        f" {waited / (outer.every * step_seconds):.1%} of its steps (outer.delay {outer.delay})"
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compose.checkpoint.state import HasState
+from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.addons import brought
 from compose.memory.compilation import GraphCount

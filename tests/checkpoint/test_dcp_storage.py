@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import dcp_storage, store
 from compose.checkpoint.dcp_storage import PartsReader, PartsWriter, ShardLoadPlanner, ShardSavePlanner
-from compose.checkpoint.state import LocalShard
+from compose.checkpoint.local_shards import LocalShard
 from tests.support.pool import Pool
 
 Box = tuple[slice, ...]

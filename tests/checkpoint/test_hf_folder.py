@@ -16,8 +16,8 @@ from torch import Tensor
 
 from compose.build import build, fill_weights
 from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
+from compose.checkpoint.local_shards import local_shard_of, named_tensors
 from compose.checkpoint.safetensors_files import INDEX, Planned, TensorFiles, write_files
-from compose.checkpoint.state import local_shard_of, named_tensors
 from compose.cli.command_line import parse
 from compose.config.models import model_names
 from compose.errors import ConfigError

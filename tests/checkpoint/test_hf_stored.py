@@ -13,8 +13,8 @@ from compose.__main__ import main
 from compose.checkpoint.hf_conversion import export
 from compose.checkpoint.hf_folder import fill_shard, find_hf, load_hf, name_of
 from compose.checkpoint.hf_stored import Mxfp4, Stored, dequantized
+from compose.checkpoint.local_shards import LocalShard
 from compose.checkpoint.safetensors_files import INDEX, Planned, TensorFiles, write_files
-from compose.checkpoint.state import LocalShard
 from compose.errors import ConfigError
 from models import gpt_oss
 from tests.support.hugging_face import assert_same, read_tensors

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from compose.checkpoint import store
 from compose.checkpoint.dcp_storage import PartsReader, PartsWriter, ShardLoadPlanner, ShardSavePlanner
 from compose.checkpoint.hf_conversion import export
-from compose.checkpoint.state import LocalShard
+from compose.checkpoint.local_shards import LocalShard
 from compose.errors import ConfigError
 from tests.support.helpers import ROOT
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from compose.build import build, build_optimizer
-from compose.checkpoint.state import named_tensors
+from compose.checkpoint.local_shards import named_tensors
 from compose.config.rules import meshes
 from compose.errors import ConfigError
 from compose.optim.optimizers import make_state

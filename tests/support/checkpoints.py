@@ -11,9 +11,9 @@ import torch.distributed as dist
 from compose.build import build, build_optimizer, parallelize
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
-from compose.checkpoint.state import named_tensors
+from compose.checkpoint.local_shards import named_tensors
 from compose.composition import Composition
-from compose.compression.hook import CompressionHook
+from compose.compression.compressor import CompressionHook
 from compose.errors import ConfigError
 from compose.proof.comparison import whole
 from compose.train.trainer import Trainer

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compose.build import build, build_optimizer, fill_weights
-from compose.checkpoint.state import local_shard_of
+from compose.checkpoint.local_shards import local_shard_of
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.tables import Config

@@ -23,7 +23,7 @@ from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.hf_conversion import export
 from compose.checkpoint.loading import changes
-from compose.checkpoint.state import LocalShard, named_tensors, staged
+from compose.checkpoint.local_shards import LocalShard, named_tensors, staged
 from compose.cli.command_line import _run_dir
 from compose.config.job import Job
 from compose.config.tables import Config

@@ -111,7 +111,7 @@ another block | INT8 comm__block=64 | form of messages | comm.block
 
 [comm.near]
 there are no near ranks | NEAR | option | comm.near
-    in compose.compression.compressor:levels_of with ranks=4
+    in compose.compression.gather:levels_of with ranks=4
     - near in (1, count)
     + near in (1, 2, count)
 near ranks sum one row twice | NEAR | gradient
@@ -129,11 +129,11 @@ the residual of blocks is doubled | INT4 | lost of remainders 2
     - .mul_(kept_steps * scale)
     + .mul_(2 * kept_steps * scale)
 PowerSGD forgets the residual | LOW_RANK | lost of remainders 2
-    in compose.compression.reduce:Feedback.added_to with untouched='gradient/*'
+    in compose.compression.error_feedback:Feedback.added_to with untouched='gradient/*'
     - self.code.sum_into(blocks, self.codes(x)[None], wide)
     + blocks.zero_()
 top_k adds the residual twice | TOP_K | lost of remainders 2
-    in compose.compression.reduce:Feedback.added_to
+    in compose.compression.error_feedback:Feedback.added_to
     - self.code.sum_into(blocks, self.codes(x)[None], wide)
     + self.code.sum_into(blocks, self.codes(x)[None], wide); blocks.mul_(2)
 error feedback is off all the same | INT4 | form of messages | comm.error_feedback

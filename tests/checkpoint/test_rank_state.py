@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.checkpoint import state as rank_state
+from compose.checkpoint import rank_state
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.diloco.loop import OuterLoop
 from compose.errors import ConfigError

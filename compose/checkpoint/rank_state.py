@@ -1,0 +1,119 @@
+"""State that each rank has alone, such as residuals of compressed messages: a file for each rank.
+
+It means something only on the same mesh with the same messages.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from compose.checkpoint import store
+from compose.checkpoint.local_shards import LocalShard
+from compose.config.tables import Config
+from compose.errors import ConfigError, open_own, write_whole
+
+PREFIX = "comm-"
+_MESSAGES = ("weights", "gradients", "block", "near", "error_feedback", "rank", "density")
+
+
+class HasState:
+    """Has state that checkpoints save beside the model and its optimizer; here it is nothing."""
+
+    fingerprint: tuple[Any, ...] = ()
+    """Values that must be the same, beside the mesh and the messages, for :meth:`state` to be used."""
+
+    def tensors(self) -> dict[str, LocalShard]:
+        """Return this rank's parts of tensors that do not depend on the mesh, by name."""
+        return {}
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Return tensors of this rank alone by name; None if there never are any."""
+        return None
+
+    def load(self, state: dict[str, Tensor], read: Collection[str], step: int) -> None:
+        """Take out of ``state`` what is its own, all of it; there may be nothing.
+
+        ``read`` are the names of :meth:`tensors` that are filled now; ``step`` steps were taken. Raises
+        ConfigError for what :meth:`state` cannot have returned.
+        """
+
+
+def copied(others: Sequence[HasState]) -> dict[str, Tensor] | None:
+    """Return copies in host memory of all that this rank keeps; None if nothing ever is kept."""
+    states = [state for other in others if (state := other.state()) is not None]
+    if not states:
+        return None
+    return {name: value.detach().cpu().clone() for one in states for name, value in one.items()}
+
+
+def write(folder: Path, rank: int, label: str, state: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """Write the file of a rank, if there is a state; return the manifest's entry."""
+    if state is None:
+        return {}
+    path = _file(folder, rank)
+    write_whole(path, save(dict(state), {"of": label}))
+    return store.described([path])
+
+
+def read(folder: Path, label: str, group: dist.ProcessGroup) -> dict[str, Tensor] | None:
+    """Return this rank's file, in host memory; None if a rank has none with the label; a collective."""
+    state: dict[str, Tensor] | None = None
+    path = _file(folder, group.rank())
+    try:
+        with open_own(path), safe_open(path, "pt") as file:
+            if (file.metadata() or {}).get("of") == label:
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        state = None
+    found = [False] * group.size()
+    dist.all_gather_object(found, state is not None, group=group)
+    return state if all(found) else None
+
+
+def load(
+    folder: Path,
+    label: str,
+    others: Sequence[HasState],
+    group: dist.ProcessGroup,
+    filled: Collection[str],
+    step: int,
+) -> str:
+    """Give each what it kept, ``step`` steps into a run; its tensors that are ``filled`` it has.
+
+    This is a collective.
+    """
+    state, lost = {}, ""
+    if any(other.state() is not None for other in others):
+        found = read(folder, label, group)
+        if found is None:
+            lost = (
+                f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier"
+                " version, and is dropped"
+            )
+        state = found or {}
+    try:
+        for other in others:
+            other.load(state, filled, step)
+        if state:
+            raise ConfigError(f"{next(iter(state))} is no name of what messages keep")
+    except ConfigError as error:
+        raise ConfigError(f"{_file(folder, group.rank())}: {error}") from None
+    return lost
+
+
+def label_of(config: Config, others: Sequence[HasState]) -> str:
+    """Return what must be the same for a file to be of use."""
+    messages = {key: getattr(config.comm, key) for key in _MESSAGES}
+    common = [asdict(config.parallel), messages, config.precision.param]
+    return json.dumps(common + [one for other in others for one in other.fingerprint], sort_keys=True)
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"{PREFIX}{rank:05d}.safetensors"
