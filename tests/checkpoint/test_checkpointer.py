@@ -22,9 +22,9 @@ from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.errors import ConfigError
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import MESHES, SAVING, refusal, resume, train_on, trained_state
-from tests.support.experts import DEEPSEEK, QWEN
 from tests.support.helpers import ROOT, Keys, tier
 from tests.support.pool import Pool
+from tests.support.small_models import DEEPSEEK, QWEN
 from tests.support.training import keys_for, lines
 
 TIED: Keys = {"model__tie_embeddings": True, "model__n_layers": 3}

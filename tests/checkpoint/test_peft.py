@@ -30,8 +30,8 @@ from tests.support.checkpoints import refusal
 from tests.support.command_lines import execute
 from tests.support.helpers import Keys, make_job
 from tests.support.hugging_face import save_model
-from tests.support.lora import ALL, ATTENTION, lora
 from tests.support.pool import Pool
+from tests.support.small_models import ALL, ATTENTION, lora
 from tests.support.training import keys_for, train
 
 MODULES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

@@ -24,10 +24,10 @@ from compose.errors import ConfigError
 from compose.weights import materialize
 from models import llama
 from tests.support.command_lines import execute
-from tests.support.experts import QWEN
 from tests.support.helpers import make_config, make_job
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import QWEN
 from tests.support.tokenizers_made import save_tokenizer
 
 Keys = dict[str, object]

@@ -31,9 +31,9 @@ from compose.composition import Composition
 from compose.data.tokenizer import Bytes
 from compose.ops.attention import attention
 from models.layers.attention import AttentionCore
-from tests.support.experts import DEEPSEEK, MIXTRAL, QWEN
 from tests.support.helpers import Keys, make_job, parallel, tier
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import DEEPSEEK, MIXTRAL, QWEN
 
 CPU = torch.device("cpu")
 TEXT = [(i * i * 7 + 3) % 250 for i in range(40)]

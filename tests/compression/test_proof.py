@@ -11,11 +11,10 @@ from compose.proof.observers import CODES as ROUNDING
 from compose.proof.prove import prove
 from compose.proof.report import Report
 from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given
-from tests.models.dit.shapes import DIT
-from tests.support.experts import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
 from tests.support.helpers import agreed, make_job, prove_case, prove_whole, tier
 from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import DEEPSEEK, DIT, GPT_OSS, MIXTRAL, QWEN
 
 ROWS: dict[str, Keys] = {kind: {"comm__activations": kind} for kind in ("int8", "float8")}
 CASES: dict[str, tuple[int, Keys]] = {

@@ -8,8 +8,8 @@ from compose.config import rules
 from compose.config.toml import load
 from tests.diloco.cases import EXPERTS, STREAMING, outer, proof, prove
 from tests.support.helpers import ROOT, SMALL, Keys, tier
-from tests.support.lora import lora
 from tests.support.pool import Pool
+from tests.support.small_models import lora
 
 BIASED: Keys = {  # type: ignore[assignment]
     "model__name": "gpt_oss",

@@ -19,10 +19,9 @@ from compose.optim.optimizers import make_state
 from compose.parallel import lora_parallel
 from compose.proof.report import Report
 from tests.support.checkpoints import refusal, shards, train_on
-from tests.support.experts import AXES, DEEPSEEK, MIXTRAL, QWEN, keys_of
 from tests.support.helpers import Keys, agreed, make_job, parallel, prove_case, tier
-from tests.support.lora import ALL, ATTENTION, lora
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import ALL, ATTENTION, AXES, DEEPSEEK, MIXTRAL, QWEN, keys_of, lora
 from tests.support.training import keys_for
 
 # Odd sizes: a hidden width and a rank that ranks do not divide, and key/value heads that they share.

@@ -19,9 +19,9 @@ from models.gemma3 import PRESETS, Config, Model
 from models.gemma3.hf import hf_config, hf_name
 from models.gemma3.model import Scale, Softcap
 from tests.support.command_lines import execute
-from tests.support.experts import GEMMA3
 from tests.support.helpers import make_job
 from tests.support.hugging_face import save_model
+from tests.support.small_models import GEMMA3
 from tests.support.transformers_models import GEMMA3 as ODD
 from tests.support.transformers_models import published, randomize
 

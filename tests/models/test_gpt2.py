@@ -14,8 +14,8 @@ from compose.optim.optimizers import Optimizer
 from compose.optim.parameter_rules import parameter_rules
 from models.gpt2 import Model
 from models.gpt2.hf import hf_config, hf_name
-from tests.support.experts import GPT2
 from tests.support.helpers import make_config, make_job
+from tests.support.small_models import GPT2
 from tests.support.transformers_models import GPT2 as ODD
 from tests.support.transformers_models import published
 

@@ -21,10 +21,10 @@ from compose.parallel import local_parallel
 from compose.parallel.local_parallel import _LocalRMSNorm
 from compose.plan import resolve
 from compose.proof.report import Report
-from tests.support.experts import AXES, GEMMA3, GPT2, GPT_OSS, MIXTRAL, keys_of
 from tests.support.faults import Fault, assert_named, partial_gradients_are_taken_as_whole, with_fault
 from tests.support.helpers import Keys, agreed, parallel, prove_case, prove_step, tier
 from tests.support.pool import Pool
+from tests.support.small_models import AXES, GEMMA3, GPT2, GPT_OSS, MIXTRAL, keys_of
 
 KEYS: dict[str, Keys] = {
     "gpt2": GPT2,

@@ -24,7 +24,7 @@ from compose.ops.attention import attention_forward, tensors_of
 from compose.proof.one_process import PlainAttention
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
 from tests.support.helpers import agreed, make_job, parallel, prove_step, tier
-from tests.support.plain import plain
+from tests.support.plain_attention import plain
 from tests.support.pool import Pool, make_mesh
 
 

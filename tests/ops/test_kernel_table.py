@@ -19,7 +19,7 @@ from compose.ops.attention_layout import task_of
 from compose.ops.kernel_table import TABLE, Device, Kernel, Problem, device_of, kernel_of, widths_of
 from compose.planner.record import Recorder
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
-from tests.support.plain import plain
+from tests.support.plain_attention import plain
 
 BLACKWELL = Device((10, 0), cudnn=91900)
 HALF, SINGLE = torch.bfloat16, torch.float32

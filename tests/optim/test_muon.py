@@ -36,10 +36,10 @@ from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import Parallel
 from compose.proof.optimizers import Reference
 from compose.proof.report import Report
-from tests.support.experts import QWEN
 from tests.support.faults import Fault, assert_named, with_fault
 from tests.support.helpers import agreed, prove_case, tier
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import QWEN
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 16, 30), (1, 9)], ids=str)

@@ -31,7 +31,7 @@ from compose.parallel.context_parallel import (
     shard_sequence,
 )
 from models.layers.attention import AttentionCore
-from tests.support.plain import plain
+from tests.support.plain_attention import plain
 from tests.support.pool import Pool
 
 METHODS: list[Method] = ["ring", "allgather", "ulysses"]

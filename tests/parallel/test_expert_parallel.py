@@ -20,9 +20,9 @@ from compose.data.samples import random_batch
 from compose.errors import ConfigError
 from compose.parallel.expert_parallel import ExpertParallel, _transposed, expert_mesh
 from models.layers.moe import Experts
-from tests.support.experts import AXES, DEEPSEEK, QWEN, Tiny, keys_of
 from tests.support.helpers import agreed, make_config, make_job, prove_case, tier
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import AXES, DEEPSEEK, QWEN, Tiny, keys_of
 
 MODELS = {"qwen3": QWEN, "deepseek_v3": DEEPSEEK}
 

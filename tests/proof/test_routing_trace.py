@@ -25,7 +25,6 @@ from compose.proof.report import Report
 from compose.proof.verify import ProofRun, Setup, compare
 from models.layers.moe import Experts, MoE
 from models.layers.router import count_rows
-from tests.support.experts import DEEPSEEK, QWEN, Tiny, keys_of
 from tests.support.faults import (
     EVERYTHING,
     Fault,
@@ -34,6 +33,7 @@ from tests.support.faults import (
     with_fault,
 )
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import DEEPSEEK, QWEN, Tiny, keys_of
 
 # What the router of the last layer (the second) has an influence on.
 BEFORE_ROUTERS = {

@@ -25,8 +25,8 @@ import torch
 import compose.__main__
 import train
 from compose.cli import command_line as cli
-from tests.support.forks import forks
 from tests.support.helpers import ROOT, SMALL
+from tests.support.pool import forks
 
 QUICK = [f"--{key}={value}" for key, value in SMALL.items()]
 TIMEOUT = 300.0

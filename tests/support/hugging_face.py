@@ -13,8 +13,8 @@ from compose.build import fill_weights
 from compose.checkpoint.hf_folder import find_hf, name_of, published
 from compose.checkpoint.safetensors_files import Planned, write_files
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
-from tests.support.experts import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
 from tests.support.helpers import make_job
+from tests.support.small_models import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
 from tests.support.transformers_models import as_files
 
 FOLDERS: dict[str, ModuleType] = {

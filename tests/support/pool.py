@@ -1,17 +1,24 @@
 """A pool of gloo ranks, started once, that serves the whole test run."""
 
 import contextlib
+import faulthandler
 import gc
+import multiprocessing as mp
 import os
+import shutil
+import signal
+import subprocess
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -21,12 +28,22 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from compose import Parallel, init_mesh
 from compose.train.workers import divide
-from tests.support.forks import forks
-from tests.support.stacks import leave_stacks, stacks_of
 
 TIMEOUT = timedelta(seconds=120)
 MOST_THREADS = 100  # of a rank, each group having three
+PATIENCE = 3.0  # seconds in which a process writes its stacks, unless it is stopped
 GRACE = 1.0  # seconds in which other ranks may end too when one has failed
+
+
+def forks() -> ForkServerContext:
+    """The context whose ``Process`` is a fork of a process that has imported torch and compose.
+
+    A process that starts anew imports them for about 4 seconds of one core. A fork copies no threads,
+    so the process that forks has none: it computes no gradient and runs no test.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    return context
 
 
 class Pool:
@@ -163,6 +180,56 @@ def _worker(connection: Connection, port: int, timeout: timedelta, stacks: Path)
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
+
+
+def leave_stacks(path: Path) -> TextIO:
+    """Let this process write the stacks of all threads to ``path`` if it crashes or gets SIGUSR1.
+
+    The file must be kept: the C code that writes knows its number alone.
+    """
+    file = path.open("w")
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file)
+    return file
+
+
+def stacks_of(processes: Mapping[int, BaseProcess], folder: Path) -> str:
+    """The stacks of those ``processes`` that have crashed or run, each with a title, by rank.
+
+    Each has called ``leave_stacks`` for a file of ``folder`` with its rank's number. Where py-spy is
+    installed, the stacks of C++ follow.
+    """
+    for process in processes.values():
+        if process.exitcode is None and process.pid:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid, signal.SIGUSR1)
+    end = time.monotonic() + PATIENCE
+    while (before := _sizes(processes, folder)) and time.monotonic() < end:
+        time.sleep(0.1)
+        if all(before) and before == _sizes(processes, folder):
+            break
+    found = []
+    for rank, process in sorted(processes.items()):
+        written = (folder / str(rank)).read_text(errors="replace").strip()
+        if process.exitcode is None:
+            found.append(f"rank {rank} is here:\n{written or 'it does not say'}{_native(process)}")
+        elif written:
+            found.append(f"rank {rank} ended here:\n{written}")
+    return "\n\n".join(found)
+
+
+def _sizes(processes: Mapping[int, BaseProcess], folder: Path) -> list[int]:
+    running = [rank for rank, process in processes.items() if process.exitcode is None]
+    return [(folder / str(rank)).stat().st_size for rank in running]
+
+
+def _native(process: BaseProcess) -> str:
+    spy = shutil.which("py-spy")
+    if not spy:
+        return ""
+    command = [spy, "dump", "--native", "--nonblocking", "--pid", str(process.pid)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return f"\n{done.stdout}{done.stderr}"
 
 
 _last: tuple[int, ...] = ()

@@ -16,9 +16,9 @@ from compose.train import hooks as replica_check
 from compose.train.hooks import checksum, replica_mismatches
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.support.checkpoints import shards
-from tests.support.experts import DEEPSEEK
 from tests.support.helpers import make_job
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import DEEPSEEK
 from tests.support.training import keys_for, lines, train_until_error
 
 Keys = dict[str, object]

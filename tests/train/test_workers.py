@@ -26,9 +26,8 @@ from compose.train.trainer import Trainer
 from compose.train.workers import Worker, WorkerCheckpoints, this_worker
 from tests.support.checkpoints import shards
 from tests.support.command_lines import free_port
-from tests.support.forks import forks
 from tests.support.helpers import Keys, make_job
-from tests.support.pool import Pool, make_mesh
+from tests.support.pool import Pool, forks, make_mesh
 from tests.support.training import keys_for, lines
 
 RUN: Keys = {

@@ -61,9 +61,9 @@ def test_the_other_ranks_end(tmp_path: Path, way: str, schedule: str, kind: str,
 
 
 def started(words: list[str], environment: dict[str, str], ranks: int = 0) -> Any:
-    """tests/support/failing.py, in a session of its own."""
+    """tests/support/train_with_fault.py, in a session of its own."""
     return subprocess.Popen(
-        command("tests/support/failing.py", *words, ranks=ranks),
+        command("tests/support/train_with_fault.py", *words, ranks=ranks),
         cwd=ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,

@@ -17,8 +17,8 @@ from compose.parallel.expert_parallel import RoutingMetrics
 from compose.proof import routing_trace
 from compose.train.sinks import TensorBoard
 from models.layers.router import MoEConfig, Router
-from tests.support.experts import DEEPSEEK, QWEN
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import DEEPSEEK, QWEN
 from tests.support.training import STEP, keys_for, lines, train
 
 

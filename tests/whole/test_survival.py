@@ -163,7 +163,7 @@ def killed(folder: Path, whole: Path, phases: Sequence[str], seed: int) -> Count
     chance, ledger = random.Random(seed), folder / "ledger"
     ledger.mkdir(parents=True)
     words = [f"--run.dir={folder / 'run'}", f"--train.steps={len(lines(whole))}"]
-    arguments = command("tests/support/ledger.py", *SAVING, *words, ranks=2)
+    arguments = command("tests/support/train_with_ledger.py", *SAVING, *words, ranks=2)
     at = arguments.index("--nproc-per-node")
     arguments[at:at] = [f"--max-restarts={len(phases)}"]
     found: Counter[str] = Counter()
@@ -574,7 +574,7 @@ def test_an_agent_is_killed_and_a_node_comes_back(tmp_path: Path) -> None:
         with (tmp_path / f"node-{len(nodes)}").open("w") as output:
             nodes.append(
                 subprocess.Popen(
-                    ["examples/launch.sh", *words, *conf, "tests/support/ledger.py", *run],
+                    ["examples/launch.sh", *words, *conf, "tests/support/train_with_ledger.py", *run],
                     cwd=ROOT,
                     env={**os.environ, **scripts, "LEDGER": str(ledger), "PYTHONPATH": str(ROOT)},
                     stdout=output,

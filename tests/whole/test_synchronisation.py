@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.dit.shapes import DIT
 from tests.support.helpers import Keys, make_job, parallel, tier
+from tests.support.small_models import DIT
 from tests.support.waits import waits_of
 
 # Where the host may wait in a step, by the beginning of what is found, and why.

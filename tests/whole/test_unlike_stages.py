@@ -15,9 +15,9 @@ from compose import Composition
 from compose.build import parallelize
 from compose.ops.tensors import local_tensor
 from compose.train.trainer import Trainer
-from tests.support.experts import DEEPSEEK, QWEN, keys_of
 from tests.support.helpers import agreed, make_job, prove_step, tier
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import DEEPSEEK, QWEN, keys_of
 from tests.support.training import keys_for, lines
 
 CONTENTS: dict[str, dict[str, object]] = {

@@ -19,10 +19,10 @@ from models.dit.flow import squared_error
 from models.dit.images import Images, from_patches, to_patches
 from models.dit.model import TICKS
 from models.dit.shapes import KINDS, Shapes
-from tests.models.dit.shapes import DIT
 from tests.support.helpers import make_config
 from tests.support.mutation import mutated
 from tests.support.pool import Pool
+from tests.support.small_models import DIT
 
 
 def config_of(**keys: object) -> Config:

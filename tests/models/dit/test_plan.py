@@ -16,10 +16,9 @@ from compose.train.step import forward_backward
 from models.dit import PRESETS, Config, Model
 from models.dit.model import TICKS
 from models.layers.attention import AttentionCore
-from tests.models.dit.shapes import DIT
-from tests.support.experts import AXES, keys_of
 from tests.support.helpers import Keys, agreed, make_config, make_job, prove_case, tier
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import AXES, DIT, keys_of
 
 CASES = {
     "cp 2 tp 2 cp_balance headtail": "slow",

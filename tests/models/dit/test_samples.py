@@ -10,11 +10,11 @@ from PIL import Image
 
 from compose.build import build
 from models.dit.sampler import Grid, sample, velocity
-from tests.models.dit.shapes import DIT
 from tests.support.checkpoints import ranks_of, train_on
 from tests.support.command_lines import answered, execute
 from tests.support.helpers import Keys, make_job, tier
 from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import DIT
 from tests.support.training import keys_for, lines, train
 
 RUN: Keys = DIT | {"model__label_dropout": 0.5, "data__path": "shapes", "optimizer__warmup": 1}

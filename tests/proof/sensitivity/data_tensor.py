@@ -1,7 +1,7 @@
 """Faults of data and tensor parallel."""
 
 from tests.proof.sensitivity.row import TP, Keys, table
-from tests.support.experts import DEEPSEEK
+from tests.support.small_models import DEEPSEEK
 
 PLAIN_TP: Keys = TP | {"parallel__sequence": False}
 

@@ -1,7 +1,7 @@
 """Faults in what a diffusion transformer uses."""
 
-from tests.models.dit.shapes import DIT
 from tests.proof.sensitivity.row import Keys, table
+from tests.support.small_models import DIT
 
 SMALL: Keys = DIT | {"train__global_batch": 4}
 CP: Keys = SMALL | {"parallel__cp": 2, "parallel__dp_shard": 1}

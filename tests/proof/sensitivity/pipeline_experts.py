@@ -1,7 +1,7 @@
 """Faults of pipeline and expert parallel."""
 
 from tests.proof.sensitivity.row import FEW, Keys, table
-from tests.support.experts import DEEPSEEK, QWEN
+from tests.support.small_models import DEEPSEEK, QWEN
 
 PP: Keys = {"parallel__pp": 2, "train__global_batch": 8}
 VIRTUAL: Keys = PP | {"model__n_layers": 4}

@@ -1,4 +1,4 @@
-"""Keys of small models of odd sizes, and a mesh in a few words."""
+"""Keys of small models of odd sizes, of adapters, and of a mesh in a few words."""
 
 import math
 from dataclasses import replace
@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
+from tests.support.helpers import Keys
 
-QWEN: dict[str, object] = {
+QWEN: Keys = {
     "model__name": "qwen3",
     "model__preset": "debug_moe",
     "model__dim": 32,
@@ -17,7 +18,7 @@ QWEN: dict[str, object] = {
     "model__expert_dim": 24,
     "model__z_weight": 1e-3,
 }
-DEEPSEEK: dict[str, object] = {
+DEEPSEEK: Keys = {
     "model__name": "deepseek_v3",
     "model__preset": "debug",
     "model__dim": 32,
@@ -27,7 +28,7 @@ DEEPSEEK: dict[str, object] = {
     "model__balance_loss": "sequence",
     "model__balance_weight": 0.05,
 }
-MIXTRAL: dict[str, object] = {
+MIXTRAL: Keys = {
     "model__name": "mixtral",
     "model__preset": "debug",
     "model__dim": 32,
@@ -37,7 +38,7 @@ MIXTRAL: dict[str, object] = {
     "model__z_weight": 1e-3,
     "model__window": 5,
 }
-GPT_OSS: dict[str, object] = {
+GPT_OSS: Keys = {
     "model__name": "gpt_oss",
     "model__preset": "debug",
     "model__dim": 32,
@@ -50,14 +51,14 @@ GPT_OSS: dict[str, object] = {
     "model__swiglu_limit": 0.1,
 }
 # Odd sizes: tp divides neither the vocabulary nor the hidden width.
-GPT2: dict[str, object] = {
+GPT2: Keys = {
     "model__name": "gpt2",
     "model__max_seq_len": 16,
     "model__dim": 36,
     "model__n_heads": 4,
     "model__hidden_dim": 51,
 }
-GEMMA3: dict[str, object] = {
+GEMMA3: Keys = {
     "model__name": "gemma3",
     "model__dim": 36,
     "model__n_heads": 4,
@@ -70,14 +71,28 @@ GEMMA3: dict[str, object] = {
     "model__rope_local_theta": 50.0,
     "model__query_pre_attn_scalar": 7,
 }
+# 9 patches: an odd number, which no two ranks can share evenly.
+DIT: Keys = {
+    "model__name": "dit",
+    "model__image_size": 6,
+    "model__dim": 24,
+    "model__n_heads": 2,
+    "model__hidden_dim": 36,
+    "model__n_layers": 2,
+    "train__seq_len": 9,
+    "train__micro_batch": 1,
+}
+# Patterns of weights that get adapters.
+ATTENTION = "['layers.*.attention.w*']"
+ALL = "['layers.*.attention.w*','layers.*.feed_forward.w*']"
 AXES = {"dr": "dp_replicate", "ds": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp"}
 
 
-def keys_of(model: dict[str, object], case: str) -> tuple[int, dict[str, object]]:
+def keys_of(model: Keys, case: str) -> tuple[int, Keys]:
     """The number of ranks and the config's keys of, say, 'ds 2 tp 2 ep 4'. Other words are keys."""
     words = case.split()
     degrees = dict(zip(words[::2], words[1::2], strict=True))
-    keys: dict[str, object] = {
+    keys: Keys = {
         "train__seq_len": 16,
         "model__n_layers": 2,
         "parallel__dp_shard": 1,
@@ -92,6 +107,12 @@ def keys_of(model: dict[str, object], case: str) -> tuple[int, dict[str, object]
     data = math.prod(int(degrees.get(axis, 1)) for axis in ("dr", "ds"))
     micro_batches = 4 if "pp" in degrees else 2
     return ranks, {"train__global_batch": 2 * data * micro_batches} | keys
+
+
+def lora(rank: int = 3, targets: str = ALL, **more: object) -> Keys:
+    """Keys of [model.lora]; the rank divides nothing."""
+    keys = {"rank": rank, "targets": targets, **more}
+    return {f"model__lora__{key}": value for key, value in keys.items()}
 
 
 class Tiny(nn.Module):

@@ -9,32 +9,37 @@ import os
 from pathlib import Path
 from typing import Any
 
-RANK = os.environ["RANK"]
-_now = os.open(f"{os.environ['LEDGER']}/{RANK}.now", os.O_RDWR | os.O_CREAT)
-_doing = {"start"}
 
+class Now:
+    """The file that says what this process is doing."""
 
-def say() -> None:
-    os.pwrite(_now, f"{os.getpid()} {' '.join(sorted(_doing))}".ljust(60).encode(), 0)
+    def __init__(self, path: str) -> None:
+        self.file, self.doing = os.open(path, os.O_RDWR | os.O_CREAT), {"start"}
+        self.say()
 
+    def say(self) -> None:
+        os.pwrite(self.file, f"{os.getpid()} {' '.join(sorted(self.doing))}".ljust(60).encode(), 0)
 
-def during(owner: Any, name: str, what: str) -> None:
-    """Say that it does ``what`` while ``owner.name`` runs."""
-    real = getattr(owner, name)
+    def during(self, owner: Any, name: str, what: str) -> None:
+        """Say that it does ``what`` while ``owner.name`` runs."""
+        real = getattr(owner, name)
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _doing.add(what)
-        say()
-        try:
-            return real(*args, **kwargs)
-        finally:
-            _doing.discard(what)
-            say()
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.doing.add(what)
+            self.say()
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self.doing.discard(what)
+                self.say()
 
-    setattr(owner, name, wrapped)
+        setattr(owner, name, wrapped)
 
 
 def main() -> None:
+    path = f"{os.environ['LEDGER']}/{os.environ['RANK']}"
+    now = Now(f"{path}.now")  # before the imports, which take seconds
+
     import hashlib
     import json
     import runpy
@@ -47,7 +52,7 @@ def main() -> None:
     loaded = [0]
 
     def enter(entry: dict[str, Any]) -> None:
-        with open(f"{os.environ['LEDGER']}/{RANK}.jsonl", "a") as file:
+        with open(f"{path}.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def batch(self: Batches, first: int) -> Any:
@@ -62,17 +67,16 @@ def main() -> None:
 
     def started(self: Trainer) -> None:
         enter({"from": loaded[0]})
-        _doing.discard("start")
+        now.doing.discard("start")
         run(self)
 
     Batches.batch, Trainer.run, checkpointer.load = batch, started, loading
-    during(checkpointer, "damage", "load")
-    during(checkpointer, "load", "load")
-    during(checkpointer.Checkpointer, "_write", "save")
-    during(Trainer, "step", "step")
+    now.during(checkpointer, "damage", "load")
+    now.during(checkpointer, "load", "load")
+    now.during(checkpointer.Checkpointer, "_write", "save")
+    now.during(Trainer, "step", "step")
     runpy.run_path("train.py", run_name="__main__")
 
 
 if __name__ == "__main__":
-    say()
     main()
