@@ -38,8 +38,7 @@ int8 weights are 2% too large | SHARDED comm__weights=int8 | lost of weights
     + self.packing.unpack(gathered(message, group), rows); rows.mul_(1.02)
 differences of weights are doubled | SHARDED comm__weights=int4_diff | lost of weights 2
     in compose.compression.gather:DifferenceGather._received
-    - own.to(wide) - sent
-    + 2 * (own.to(wide) - sent)
+    own.to(wide) - sent => 2 * (own.to(wide) - sent)
 weights are another where no account is open | SHARDED comm__weights=int8 | unwatched update
     in compose.compression.gather:QuantizedGather.__call__ with untouched='gradient/*'
     - self.fill(rows, input_tensor, group)
@@ -48,16 +47,13 @@ weights are another where no account is open | SHARDED comm__weights=int8 | unwa
 [comm.gradients]
 PowerSGD doubled | LATE | gradient 2
     in compose.compression.reduce:LowRank.reduce_scatter with untouched='gradient/*'
-    - (left[i][me] @ q.T).view(1, -1)
-    + 2 * (left[i][me] @ q.T).view(1, -1)
+    (left[i][me] @ q.T).view(1, -1) => 2 * (left[i][me] @ q.T).view(1, -1)
 PowerSGD zeroed | LATE | gradient 2
     in compose.compression.reduce:LowRank.reduce_scatter with untouched='gradient/*'
-    - (left[i][me] @ q.T).view(1, -1)
-    + 0 * (left[i][me] @ q.T).view(1, -1)
+    (left[i][me] @ q.T).view(1, -1) => 0 * (left[i][me] @ q.T).view(1, -1)
 PowerSGD doubled where no account is open | LOW_RANK | unwatched update
     in compose.compression.reduce:LowRank.reduce_scatter with untouched='gradient/*'
-    - (left[i][me] @ q.T).view(1, -1)
-    + (1 if self.observer else 2) * (left[i][me] @ q.T).view(1, -1)
+    (left[i][me] @ q.T).view(1, -1) => (1 if self.observer else 2) * (left[i][me] @ q.T).view(1, -1)
 integers of 8 bits are 2% too large | INT8 | lost of gradients
     in compose.compression.codec:_decode_into
     - codes.float() * steps
@@ -66,20 +62,17 @@ integers of 8 bits are 2% too large | INT8 | lost of gradients
     +
 the halves of a block of 4 bits change places | INT4 | lost of gradients
     in compose.compression.codec:_packed
-    - (low & 15) | (high << 4)
-    + (high & 15) | (low << 4)
+    (low & 15) | (high << 4) => (high & 15) | (low << 4)
 bfloat16 cuts off what it should round | SHARDED comm__gradients=bfloat16 | lost of gradients
     in compose.compression.codec:Blocks.encode
     - x.to(torch.bfloat16).contiguous()
     + (x.float().view(torch.int32) & -0x200000).view(torch.float32).to(torch.bfloat16).contiguous()
 the largest elements go to the next one's place | TOP_K | gradient
     in compose.compression.reduce:TopK.unpack
-    - out.scatter_(1, places,
-    + out.scatter_(1, places.roll(1, 1),
+    out.scatter_(1, places, => out.scatter_(1, places.roll(1, 1),
 the smallest elements are sent | TOP_K | gradient
     in compose.compression.reduce:TopK.pack
-    - .topk(count, 1, sorted=False)
-    + .topk(count, 1, sorted=False, largest=False)
+    .topk(count, 1, sorted=False) => .topk(count, 1, sorted=False, largest=False)
 
 [comm.activations]
 activations doubled where no account is open | ROWS | unwatched update
@@ -96,24 +89,20 @@ rows of experts doubled where no account is open | EXPERTS | unwatched update
     +
 activations doubled | ROWS | lost of activations
     in compose.compression.activations:_send
-    - found.to(tensor.dtype), gradient
-    + 2 * found.to(tensor.dtype), gradient
+    found.to(tensor.dtype), gradient => 2 * found.to(tensor.dtype), gradient
 no activations are sent in codes | ROWS | option | comm.activations
     in compose.compression.activations:_moved
-    - return send(tensor, kind, group, key, gradient)
-    + return send_plain(tensor, kind, group)
+    return send(tensor, kind, group, key, gradient) => return send_plain(tensor, kind, group)
 
 [comm.block]
 another block | INT8 comm__block=64 | form of messages | comm.block
     in compose.compression.reduce:Settings.blocks
-    - self.comm.block
-    + 256
+    self.comm.block => 256
 
 [comm.near]
 there are no near ranks | NEAR | option | comm.near
     in compose.compression.gather:levels_of with ranks=4
-    - near in (1, count)
-    + near in (1, 2, count)
+    near in (1, count) => near in (1, 2, count)
 near ranks sum one row twice | NEAR | gradient
     in compose.compression.reduce:BlockSum.reduce_scatter with ranks=4
     - self.near_packing.sum(got[:, k], rows.dtype) for k in
@@ -122,24 +111,20 @@ near ranks sum one row twice | NEAR | gradient
 [comm.error_feedback]
 no residual is added to blocks | INT4 | added | comm.error_feedback
     in compose.compression.codec:_round_with_residual with untouched='gradient/*'
-    - x + rest * ADDED
-    + x + rest * 0
+    x + rest * ADDED => x + rest * 0
 the residual of blocks is doubled | INT4 | lost of remainders 2
     in compose.compression.codec:_round_with_residual
-    - .mul_(kept_steps * scale)
-    + .mul_(2 * kept_steps * scale)
+    .mul_(kept_steps * scale) => .mul_(2 * kept_steps * scale)
 PowerSGD forgets the residual | LOW_RANK | lost of remainders 2
     in compose.compression.error_feedback:Feedback.added_to with untouched='gradient/*'
-    - self.code.sum_into(blocks, self.codes(x)[None], wide)
-    + blocks.zero_()
+    self.code.sum_into(blocks, self.codes(x)[None], wide) => blocks.zero_()
 top_k adds the residual twice | TOP_K | lost of remainders 2
     in compose.compression.error_feedback:Feedback.added_to
     - self.code.sum_into(blocks, self.codes(x)[None], wide)
     + self.code.sum_into(blocks, self.codes(x)[None], wide); blocks.mul_(2)
 error feedback is off all the same | INT4 | form of messages | comm.error_feedback
     in compose.compression.reduce:BlockSum.__init__
-    - settings.comm.error_feedback and bits == 4
-    + False
+    settings.comm.error_feedback and bits == 4 => False
 error feedback is on all the same | TOP_K comm__error_feedback=False | form of messages | comm.error_feedback
     in compose.compression.reduce:Settings.feedback
     - if self.comm.error_feedback else None
@@ -148,24 +133,20 @@ error feedback is on all the same | TOP_K comm__error_feedback=False | form of m
 [comm.rank]
 another rank | LOW_RANK comm__rank=2 | form of messages | comm.rank
     in compose.compression.reduce:LowRank.__init__
-    - settings.comm.rank
-    + 1
+    settings.comm.rank => 1
 
 [comm.density]
 another density | TOP_K | form of messages | comm.density
     in compose.compression.reduce:TopK.__init__
-    - density * part.numel
-    + 0.5 * density * part.numel
+    density * part.numel => 0.5 * density * part.numel
 
 [comm.start_step]
 start_step is passed over | LATE | form of messages | comm.start_step
     in compose.compression.compressor:Progress.chosen with untouched='gradient/*'
-    - self.step >= self.start_step
-    + True
+    self.step >= self.start_step => True
 codes begin a step late | LATE | form of messages | comm.start_step
     in compose.compression.compressor:Progress.chosen with untouched='gradient/*'
-    - self.step >= self.start_step
-    + self.step > self.start_step
+    self.step >= self.start_step => self.step > self.start_step
 """,  # noqa: E501
     globals(),
 )

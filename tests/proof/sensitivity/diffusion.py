@@ -16,12 +16,10 @@ the mean of a rank's own targets, not of all | SMALL parallel__dp_shard=2 | loss
     + count_targets(targets).clamp(min=1) * 2
 a patch is lost at each border of cp | CP model__image_size=8 train__seq_len=16 | gradient | layers.*.attention.w?.weight
     in compose.parallel.context_parallel:shard_sequence
-    - pieces = value.chunk(count, 1)
-    + pieces = [piece[:, :-1] for piece in value.chunk(count, 1)]
+    pieces = value.chunk(count, 1) => pieces = [piece[:, :-1] for piece in value.chunk(count, 1)]
 patches attend to padding | CP | gradient | layers.*.attention.w?.weight
     in compose.train.step:_padded
-    - takes and
-    + not takes and
+    takes and => not takes and
 a sample's time is cut with its patches | CP model__image_size=8 train__seq_len=16 | gradient | layers.*.condition.*
     in compose.parallel.context_parallel:shard_sequence
     - result[name] = value
@@ -30,12 +28,10 @@ a sample's time is cut with its patches | CP model__image_size=8 train__seq_len=
     +
 LocalLinear: its gradient stays a part | TP | gradient | *.projection.weight
     in compose.parallel.local_parallel:_TokenLinear.forward with ranks=3 untouched='gradient/layers.*.attention.w?.weight'
-    - _local(self.weight, Partial())
-    + _local(self.weight)
+    _local(self.weight, Partial()) => _local(self.weight)
 the modulation's gradient stays a part | TP | gradient | layers.*.condition.*
     in compose.parallel.tensor_parallel:_summed_gradient with ranks=3 untouched='gradient/layers.*.attention.w?.weight'
-    - [Partial()]
-    + [Replicate()]
+    [Partial()] => [Replicate()]
 """,  # noqa: E501
     globals(),
 )

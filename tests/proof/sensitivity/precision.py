@@ -32,20 +32,16 @@ LOGIC = table(
 [logic]
 an auxiliary loss doubled | ROUTED | gradient | layers.*.moe.router.gate.weight
     in compose.parallel.expert_parallel:begin_step
-    - = tokens, loss_scale
-    + = tokens // 2, loss_scale
+    = tokens, loss_scale => = tokens // 2, loss_scale
 no weight decay | SHARDED | update
     in compose.optim.optimizers:grouped with untouched='gradient/*'
-    - "weight_decay": rule.weight_decay}
-    + "weight_decay": 0.0}
+    "weight_decay": rule.weight_decay} => "weight_decay": 0.0}
 no clipping | SHARDED | update
     in compose.train.step:clip_grad_norm_ with untouched='gradient/*'
-    - .clamp(max=1.0) if max_norm > 0 else
-    + .clamp(max=1.0) if max_norm > 1e9 else
+    .clamp(max=1.0) if max_norm > 0 else => .clamp(max=1.0) if max_norm > 1e9 else
 another beta2 | SHARDED | update
     in compose.optim.optimizers:_adamw with untouched='gradient/*'
-    - (options.beta1, options.beta2)
-    + (options.beta1, options.beta2 + 0.01)
+    (options.beta1, options.beta2) => (options.beta1, options.beta2 + 0.01)
 positions off by one on a rank | CP | gradient
     in compose.parallel.context_parallel:shard_sequence
     - pieces = value.chunk(count, 1)
@@ -83,34 +79,27 @@ FAULTS = table(
 [precision.param]
 no bias correction in bfloat16 | KEPT | update
     in compose.optim.adamw:AdamW._update
-    - lr / (1 - beta1**step)
-    + lr
+    lr / (1 - beta1**step) => lr
 ring sums dq in bfloat16 | CP precision__param=bfloat16 | float64 gradient | layers.*.attention.wq.weight
     in compose.ops.attention:Sums.__init__
-    - torch.promote_types(x.dtype, torch.float32)
-    + torch.bfloat16
+    torch.promote_types(x.dtype, torch.float32) => torch.bfloat16
 the gradient stays scaled | SHARDED precision__param=float16 | float64 update
     in compose.train.step:clip_grad_norm_ with untouched='float64 gradient/*'
-    - scale = clipped / loss_scale
-    + scale = clipped
+    scale = clipped / loss_scale => scale = clipped
 the norm stays scaled | SHARDED precision__param=float16 | grad_norm
     in compose.train.step:clip_grad_norm_
-    - .sqrt() / loss_scale
-    + .sqrt()
+    .sqrt() / loss_scale => .sqrt()
 the loss is not scaled | SHARDED precision__param=float16 | float64 gradient
     in compose.train.step:forward_backward
-    - count / loss_scale,
-    + count,
+    count / loss_scale, => count,
 an auxiliary loss is not scaled | ROUTED precision__param=float16 | float64 gradient | layers.*.moe.router.gate.weight
     in compose.parallel.expert_parallel:begin_step
-    - = tokens, loss_scale
-    + = tokens, 1.0
+    = tokens, loss_scale => = tokens, 1.0
 
 [precision.reduce]
 the sum of gradients in bfloat16, float32 | SHARDED | gradient
     in compose.apply:apply
-    - precision.reduce_dtype,
-    + torch.bfloat16,
+    precision.reduce_dtype, => torch.bfloat16,
 bfloat16 for the sum of gradients is not applied | SHARDED precision__reduce=bfloat16 | rounding
     in compose.apply:apply
     - precision.reduce_dtype,
@@ -119,40 +108,32 @@ bfloat16 for the sum of gradients is not applied | SHARDED precision__reduce=bfl
 [precision.float8]
 rowwise float8 is not applied | SHARDED precision__float8=rowwise | rounding
     in compose.apply:apply
-    - == "cpu", precision.float8
-    + == "cpu", "off"
+    == "cpu", precision.float8 => == "cpu", "off"
 what is gathered in 8 bits has another scale | FLOAT8_SHAPE TP | gradient
     in compose.memory.float8:send_as_bytes
-    - given._scale,
-    + given._scale * 2,
+    given._scale, => given._scale * 2,
 
 [precision.master]
 weights stay float32 between steps | PURE_BFLOAT16 SHARDED | initial weight | layers.*.attention.wq.weight
     in compose.apply:apply
-    - kept = precision.master_dtype if
-    + kept = torch.float32 if precision.master == 'bfloat16' and
+    kept = precision.master_dtype if => kept = torch.float32 if precision.master == 'bfloat16' and
 
 [precision.optimizer_state]
 running means stay float32 | KEPT | rounding | all updates
     in compose.optim.optimizers:_adamw with untouched='gradient/*'
-    - settings.state_dtype
-    + torch.float32
+    settings.state_dtype => torch.float32
 a mean is rounded to the nearest | KEPT | rounding | all updates
     in compose.optim.adamw:AdamW._update with untouched='gradient/*'
-    - store(mean[here], m, bits)
-    + store(mean[here], m, 0 * bits + 0x8000)
+    store(mean[here], m, bits) => store(mean[here], m, 0 * bits + 0x8000)
 AdamW rounds by another seed's bits | KEPT | rounding | all updates
     in compose.optim.optimizers:_adamw with untouched='gradient/*'
-    - seed=settings.seed
-    + seed=0
+    seed=settings.seed => seed=0
 Muon rounds by another seed's bits | KEPT optimizer__name=muon | rounding | all updates
     in compose.optim.optimizers:_muon with untouched='gradient/*'
-    - seed=settings.seed
-    + seed=0
+    seed=settings.seed => seed=0
 both of Adam's means are rounded by the same bits | KEPT | rounding | all updates
     in compose.optim.adamw:AdamW._update with untouched='gradient/*'
-    - bits >> 16
-    + bits
+    bits >> 16 => bits
 """,  # noqa: E501
     globals() | {"FLOAT8_SHAPE": FLOAT8_SHAPE},
 )

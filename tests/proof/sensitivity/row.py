@@ -53,8 +53,9 @@ def table(text: str, keys: Mapping[str, Any], **defaults: Any) -> dict[str, list
         [group]
         name | keys of the run, as SHARDED comm__block=64 | quantity, or - | names
             in module:function with ranks=4 untouched='gradient/*'
-            - what stands there
-            + what stands there instead
+            what stands there => what stands there instead
+
+    Where these take several lines, or white space at an end counts, their lines begin with - or +.
     """
     keys = globals() | dict(keys)
     groups: dict[str, list[Row]] = {}
@@ -66,9 +67,11 @@ def table(text: str, keys: Mapping[str, Any], **defaults: Any) -> dict[str, list
         elif not head.startswith("#"):
             name, run, *expected = head.split(" | ")
             place, _, more = lines[0].strip().removeprefix("in ").partition(" with ")
-            old, new = (
-                "\n".join(line[6:] for line in lines if line[4:5] == mark) for mark in ("-", "+")
-            )
+            old, arrow, new = lines[1].strip().partition(" => ")
+            if not arrow:
+                old, new = (
+                    "\n".join(line[6:] for line in lines if line[4:5] == mark) for mark in ("-", "+")
+                )
             fields: dict[str, Any] = {**defaults}
             for word in shlex.split(more):
                 field, _, value = word.partition("=")

@@ -11,40 +11,32 @@ FAULTS = table(
 [loss]
 the loss is that of the last chunk | train__global_batch=8 train__loss_chunk=16 | loss
     in compose.ops.cross_entropy:_in_chunks with ranks=1 untouched='gradient/*'
-    - loss + losses.sum()
-    + losses.sum()
+    loss + losses.sum() => losses.sum()
 the output's gradient is that of the last chunk | train__global_batch=8 train__loss_chunk=16 | gradient | output.weight
     in compose.ops.cross_entropy:_add_product with ranks=1 untouched='gradient/layers.*'
-    - total.addmm_(a, b)
-    + total.addmm_(a, b, beta=0)
+    total.addmm_(a, b) => total.addmm_(a, b, beta=0)
 half the z-loss, in chunks | train__global_batch=8 train__loss_chunk=16 train__z_loss=0.1 | gradient
     in compose.ops.cross_entropy:_differentiate with ranks=1 untouched='loss/step 1'
-    - (1 + 2 * z_loss * log_zs)
-    + (1 + z_loss * log_zs)
+    (1 + 2 * z_loss * log_zs) => (1 + z_loss * log_zs)
 
 [activation_checkpoint.mode]
 recomputed layers hand no gradient back | train__global_batch=8 activation_checkpoint__mode=full | gradient | tok_embeddings.weight
     in compose.memory.activation_checkpointing:_recomputing with ranks=1 untouched='loss/step 1'
-    - *args,
-    + *(x.detach() if hasattr(x, 'detach') else x for x in args),
+    *args, => *(x.detach() if hasattr(x, 'detach') else x for x in args),
 no layer runs again | train__global_batch=8 activation_checkpoint__mode=full | option | activation_checkpoint.mode
     in compose.memory.activation_checkpointing:apply_activation_checkpointing with ranks=1
-    - in units.items()
-    + in ()
+    in units.items() => in ()
 the last layer does not run again, on stages | train__global_batch=8 parallel__pp=2 parallel__dp_shard=1 model__n_layers=4 activation_checkpoint__mode=selective | runs again | layers.3
     in compose.memory.activation_checkpointing:recomputed_units with untouched='runs again/layers.[012]'
-    - dict.fromkeys(units, operators(options.keep))
-    + dict.fromkeys(units[:-1], operators(options.keep))
+    dict.fromkeys(units, operators(options.keep)) => dict.fromkeys(units[:-1], operators(options.keep))
 
 [activation_checkpoint.every]
 the first layers run again, not the second ones | train__global_batch=8 activation_checkpoint__mode=every_k activation_checkpoint__every=2 | runs again | layers.0
     in compose.memory.activation_checkpointing:recomputed_units with ranks=1
-    - units[options.every - 1 ::
-    + units[options.every - 2 ::
+    units[options.every - 1 :: => units[options.every - 2 ::
 a layer that runs again has another input, every_k | train__global_batch=8 activation_checkpoint__mode=every_k activation_checkpoint__every=2 | gradient | layers.0.*
     in compose.memory.activation_checkpointing:_recomputing with ranks=1 untouched='loss/step 1'
-    - *args,
-    + *(x.detach() if hasattr(x, 'detach') else x for x in args),
+    *args, => *(x.detach() if hasattr(x, 'detach') else x for x in args),
 
 [activation_checkpoint.keep]
 backward finds other products than forward kept | train__global_batch=8 activation_checkpoint__mode=selective activation_checkpoint__keep='["matmul"]' | gradient | layers.*
@@ -55,32 +47,26 @@ backward finds other products than forward kept | train__global_batch=8 activati
 [activation_checkpoint.budget]
 no layer runs again, budget | train__global_batch=8 activation_checkpoint__mode=budget activation_checkpoint__budget=0.1 | option | activation_checkpoint.mode
     in compose.memory.activation_checkpointing:apply_activation_checkpointing with ranks=1
-    - in units.items()
-    + in ()
+    in units.items() => in ()
 a layer that runs again has another input, budget | train__global_batch=8 activation_checkpoint__mode=budget activation_checkpoint__budget=0.1 | gradient | tok_embeddings.weight
     in compose.memory.activation_checkpointing:_recomputing with ranks=1 untouched='loss/step 1'
-    - *args,
-    + *(x.detach() if hasattr(x, 'detach') else x for x in args),
+    *args, => *(x.detach() if hasattr(x, 'detach') else x for x in args),
 
 [activation_checkpoint.offload]
 activations stay where they are | LARGE activation_checkpoint__offload=True activation_checkpoint__mode=full | kept in place | layers.*
     in compose.apply:apply with ranks=1 untouched='runs again/*'
-    - activations.wrap(model.get_submodule(name))
-    + pass
+    activations.wrap(model.get_submodule(name)) => pass
 no activation is worth a copy | LARGE activation_checkpoint__offload=True | option | activation_checkpoint.offload
     in compose.memory.activation_offload:_Unit.pack with ranks=1
-    - local.nbytes < LEAST or
-    + True or
+    local.nbytes < LEAST or => True or
 activations are rounded on their way to the host | LARGE activation_checkpoint__offload=True | gradient | layers.*
     in compose.memory.activation_offload:ActivationOffload.out_of with ranks=1 untouched='loss/step 1'
-    - copy = tensor.clone()
-    + copy = tensor.bfloat16().to(tensor.dtype)
+    copy = tensor.clone() => copy = tensor.bfloat16().to(tensor.dtype)
 
 [parallel.offload]
 weights stay on the device | SHARDED parallel__offload=cpu | on the host | parallel.offload
     in compose.parallel.data_parallel:apply_data_parallel with untouched='gradient/*'
-    - if how.offload:
-    + if False:
+    if how.offload: => if False:
 
 [compile]
 a compiled layer gets no documents | TP compile__mode=block model__n_layers=1 | loss | step 1
