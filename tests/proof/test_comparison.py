@@ -1,6 +1,7 @@
 """The proof sees whether it proves something, and in reduced precisions too."""
 
 import copy
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +21,6 @@ from compose import (
     ActivationCheckpoint,
     Comm,
     Compile,
-    Composition,
     Options,
     Parallel,
     Plan,
@@ -30,7 +30,6 @@ from compose import (
 )
 from compose.__main__ import main
 from compose.data.samples import random_batch
-from compose.errors import ConfigError
 from compose.parallel.expert_parallel import ExpertParallel
 from compose.proof.comparison import Comparison
 from compose.proof.one_process import Arithmetic, OneProcess
@@ -39,7 +38,7 @@ from compose.proof.report import Report, Row, tolerance_of
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.support.faults import Fault, reduce_scatter_keeps_own_part
-from tests.support.helpers import small_ones_move, tier
+from tests.support.helpers import refusal, small_ones_move, tier
 from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
 
@@ -55,31 +54,29 @@ def layers(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*parts[:-1])
 
 
-def batch_of(samples: int, width: int, classes: int) -> dict[str, Tensor]:
+def batch_of(shape: tuple[int, ...], classes: int, targets: tuple[int, ...]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
-        "input": torch.randn(samples, width, generator=generator),
-        "targets": torch.randint(classes, (samples,), generator=generator),
+        "input": torch.randn(shape, generator=generator),
+        "targets": torch.randint(classes, targets, generator=generator),
     }
 
 
+BATCH = batch_of((8, 6), 5, (8,))
+SEQUENCES = batch_of((8, 7, 8), 5, (8,))
+
+
 def _refused(change: str) -> str:
-    batch, trial = batch_of(8, 6, 5), Trial(loss_function=SUM)
+    batch, trial = dict(BATCH), Trial(loss_function=SUM)
     if change == "ignored":
-        batch["targets"].fill_(-100)
+        batch["targets"] = torch.full((8,), -100)
     elif change == "lacking":
         del batch["targets"]
     elif change == "mean":
         trial = Trial(loss_function=nn.CrossEntropyLoss(), micro_batch=2)
-    with pytest.raises(ConfigError) as error:
-        verify(
-            layers(6, 8, 5),
-            Plan(),
-            make_mesh(Parallel(dp_shard=-1)),
-            [] if change == "nothing" else batch,
-            trial=trial,
-        )
-    return str(error.value)
+    mesh = make_mesh(Parallel(dp_shard=-1))
+    batches = [] if change == "nothing" else batch
+    return refusal(verify, layers(6, 8, 5), Plan(), mesh, batches, trial=trial)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +103,8 @@ def test_what_proves_nothing_is_refused(pool: Pool, change: str, message: str) -
 def _mean_unseen() -> Report:
     """As if the loss were not asked for twice the targets: what is left is the other split."""
     with mutated("compose.proof.references:_check_sum", "abs(twice - 2 * once) >", "0 >"):
-        return verify(
-            layers(6, 8, 5),
-            Plan(),
-            make_mesh(Parallel()),
-            batch_of(8, 6, 5),
-            trial=Trial(micro_batch=2, loss_function=nn.CrossEntropyLoss()),
-        )
+        trial = Trial(micro_batch=2, loss_function=nn.CrossEntropyLoss())
+        return verify(layers(6, 8, 5), Plan(), make_mesh(Parallel()), BATCH, trial=trial)
 
 
 def test_one_process_splits_the_batch_otherwise(pool: Pool) -> None:
@@ -148,7 +140,7 @@ def _proof(
 
 
 def test_an_unused_parameter_is_not_proved(pool: Pool) -> None:
-    report = pool.run(_proof, 2, Unused, nullcontext, batch_of(8, 6, 5))[0]
+    report = pool.run(_proof, 2, Unused, nullcontext, BATCH)[0]
     assert not report.ok
     assert not report.failed
     assert {row.name for row in report.not_proved} == {"unused.weight", "unused.bias"}
@@ -160,7 +152,7 @@ def test_an_unused_parameter_is_not_proved(pool: Pool) -> None:
 def test_a_learning_rate_of_0_is_no_lack(pool: Pool) -> None:
     """What stays as it is on both sides was exercised: its gradient says so."""
     proof = partial(_proof, trial=Trial(loss_function=SUM, optimizer=partial(torch.optim.SGD, lr=0.0)))
-    report = pool.run(proof, 1, partial(layers, 6, 8, 5), nullcontext, batch_of(8, 6, 5))[0]
+    report = pool.run(proof, 1, partial(layers, 6, 8, 5), nullcontext, BATCH)[0]
     assert report.ok, str(report)
 
 
@@ -172,10 +164,9 @@ def zero_output() -> nn.Module:
 
 
 def test_weights_of_zero_hide_nothing(pool: Pool) -> None:
-    batch = batch_of(8, 6, 5)
-    report = pool.run(_proof, 2, zero_output, nullcontext, batch)[0]
+    report = pool.run(_proof, 2, zero_output, nullcontext, BATCH)[0]
     assert report.ok, str(report)
-    report = pool.run(_proof, 2, zero_output, reduce_scatter_keeps_own_part, batch)[0]
+    report = pool.run(_proof, 2, zero_output, reduce_scatter_keeps_own_part, BATCH)[0]
     named = {row.name for row in report.failed if row.quantity == "gradient"}
     assert named == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
@@ -192,14 +183,6 @@ class Attend(nn.Module):
         q, k, v = (w(input).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         return self.out(heads.flatten(2)).mean(1)
-
-
-def sequences() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        "input": torch.randn(8, 7, 8, generator=generator),
-        "targets": torch.randint(5, (8,), generator=generator),
-    }
 
 
 ATTEND = Plan(
@@ -221,7 +204,7 @@ def test_a_gradient_that_cancels_is_compared_with_zero(
     pool: Pool, parallel: Parallel, types: str
 ) -> None:
     proof = partial(_proof, plan=ATTEND, options=Options(parallel, TYPES[types]))
-    report = pool.run(proof, 2, Attend, nullcontext, sequences())[0]
+    report = pool.run(proof, 2, Attend, nullcontext, SEQUENCES)[0]
     assert report.ok, str(report)
     assert {row.name for row in report.not_proved} == {"wk.bias"}
     assert report.verdict.endswith(
@@ -238,7 +221,7 @@ def the_keys_bias_moves() -> Any:
 def test_a_fault_in_what_cancels_is_seen(pool: Pool) -> None:
     options = Options(Parallel(dp_shard=2))
     proof = partial(_proof, plan=ATTEND, options=options, trial=Trial(loss_function=SUM, max_norm=0.0))
-    report = pool.run(proof, 2, Attend, the_keys_bias_moves, sequences())[0]
+    report = pool.run(proof, 2, Attend, the_keys_bias_moves, SEQUENCES)[0]
     assert {row.name for row in report.failed if row.quantity == "gradient"} == {"wk.bias"}
 
 
@@ -304,19 +287,13 @@ class TopOne(nn.Module):
 
 @pytest.mark.parametrize("types", ["float32", "bfloat16"])
 def test_a_router_that_cannot_learn(pool: Pool, types: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    batch = {
-        "input": torch.randn(4, 6, 5, generator=generator),
-        "targets": torch.randint(7, (4, 6), generator=generator),
-    }
-
     proof = partial(
         _proof,
         plan=Plan(expert={"moe.experts": ExpertParallel()}),
         options=Options(Parallel(dp_shard=2, ep=2), TYPES[types]),
         trial=Trial(loss_function=token_loss),
     )
-    report = pool.run(proof, 2, TopOne, nullcontext, batch)[0]
+    report = pool.run(proof, 2, TopOne, nullcontext, batch_of((4, 6, 5), 7, (4, 6)))[0]
     assert not report.failed, str(report)
     assert {row.name for row in report.not_proved} == {"moe.router.gate.weight"}
 
@@ -365,7 +342,7 @@ def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
     """Of a user's own model. That the option is applied is seen by leaving it out of ``apply``."""
     ranks = 4 if option == "parallel.zero3_reshard" else 2
     proof = partial(_proof, plan=DEEP, options=OPTIONS[option])
-    batch = batch_of(8, 16, 5)
+    batch = batch_of((8, 16), 5, (8,))
     report = pool.run(proof, ranks, Deep, nullcontext, batch)[0]
     assert report.ok, str(report)
     assert pool.run(_reaches, ranks, option, batch) == [True] * ranks
@@ -373,21 +350,11 @@ def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
 
 def _reaches(option: str, batch: dict[str, Tensor]) -> bool:
     """Whether ``apply`` is given what ``verify`` is."""
-    seen: list[Options] = []
-    module = __import__("importlib").import_module("compose.proof.verify")
-    real = module.apply
-
-    def spy(model: nn.Module, plan: Any, mesh: Any, options: Options) -> Composition:
-        seen.append(options)
-        return real(model, plan, mesh, options)
-
-    module.apply = spy
-    try:
+    module = importlib.import_module("compose.proof.verify")  # the package has a function of this name
+    with mock.patch.object(module, "apply", side_effect=module.apply) as spy:
         _proof(Deep, nullcontext, batch, DEEP, OPTIONS[option])
-    finally:
-        module.apply = real
     given = attrgetter(option)
-    return given(seen[-1]) == given(OPTIONS[option])
+    return given(spy.call_args.args[-1]) == given(OPTIONS[option])
 
 
 def test_random_batch_reaches_from_end_to_end() -> None:

@@ -1,185 +1,59 @@
 """Techniques of memory and speed together, on meshes of several axes: each equals one process."""
 
-from typing import Any
-
 import pytest
 
-from tests.support.helpers import agreed, prove_case, tier
+from tests.support.helpers import agreed, keys_in, prove_case, ranks_in, tier
 from tests.support.pool import Pool
 
-# Sides of parts that float8 takes; several micro-batches.
-BASE: dict[str, Any] = {
-    "model__dim": 128,
-    "model__hidden_dim": 192,
-    "train__global_batch": 8,
-    "train__micro_batch": 2,
-}
-EXPERTS: dict[str, Any] = {"model__name": "qwen3", "model__preset": "debug_moe"}
-LATENT: dict[str, Any] = {"model__name": "deepseek_v3", "model__preset": "debug"}
-
-
-def mesh(**degrees: Any) -> dict[str, Any]:
-    return {f"parallel__{name}": value for name, value in degrees.items()}
-
-
-# By name: ranks, keys. Their faults are those of their parts (test_faults.py, test_float8.py).
-MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
-    "float8 x tp x zero 3 x compile x selective": (
-        4,
-        mesh(dp_shard=2, tp=2)
-        | {
-            "precision__float8": "tensorwise",
-            "compile__mode": "block",
-            "activation_checkpoint__mode": "selective",
-        },
-    ),
-    "fp16 x ZBVZeroBubble x full": (
-        2,
-        mesh(pp=2, pp_schedule="ZBVZeroBubble")
-        | {
-            "precision__param": "float16",
-            "model__n_layers": 4,
-            "activation_checkpoint__mode": "full",
-        },
-    ),
-    "offload x tp x accumulation": (4, mesh(dp_shard=2, tp=2, offload="cpu")),
-    "chunks x loss parallel x pp x tied": (
-        4,
-        mesh(pp=2, tp=2) | {"train__loss_chunk": 13, "model__tie_embeddings": True},
-    ),
-    "muon x tp x zero 3 x ep": (
-        4,
-        mesh(dp_shard=2, tp=2, ep=2)
-        | EXPERTS
-        | {"optimizer__name": "muon", "model__dim": 64, "model__hidden_dim": 96},
-    ),
-    "float8 rowwise x ring x zero 2 x chunks": (
-        4,
-        mesh(dp_shard=2, cp=2, zero=2) | {"precision__float8": "rowwise", "train__loss_chunk": 11},
-    ),
-    "float8 x 1F1B x every_k x bf16": (
-        4,
-        mesh(pp=2, dp_shard=2)
-        | {
-            "precision__float8": "tensorwise",
-            "precision__param": "bfloat16",
-            "model__n_layers": 4,
-            "activation_checkpoint__mode": "every_k",
-        },
-    ),
-    "float8 gw_hp x experts x ep x tp": (
-        4,
-        mesh(dp_shard=2, tp=2, ep=4) | EXPERTS | {"precision__float8": "rowwise_gw_hp"},
-    ),
-    "float8 x hsdp x offload x fp16": (
-        4,
-        mesh(dp_replicate=2, dp_shard=2, offload="cpu")
-        | {"precision__float8": "tensorwise", "precision__param": "float16"},
-    ),
-    "fp16 x ring x tp x z-loss": (
-        4,
-        mesh(cp=2, tp=2) | {"precision__param": "float16", "train__z_loss": 1e-3},
-    ),
-    "fp16 x zero 1 x experts x router losses": (
-        4,
-        mesh(dp_shard=4, zero=1, ep=2)
-        | EXPERTS
-        | {
-            "precision__param": "float16",
-            "model__balance_weight": 0.1,
-            "model__z_weight": 0.01,
-            "train__micro_batch": 1,
-        },
-    ),
-    "pure bf16 x tp x zero 3 x budget": (
-        4,
-        mesh(dp_shard=2, tp=2)
-        | {
-            "precision__param": "bfloat16",
-            "precision__master": "bfloat16",
-            "precision__optimizer_state": "bfloat16",
-            "activation_checkpoint__mode": "budget",
-        },
-    ),
-    "bf16 states x Interleaved1F1B x selective": (
-        2,
-        mesh(pp=2, pp_schedule="Interleaved1F1B")
-        | {
-            "precision__optimizer_state": "bfloat16",
-            "model__n_layers": 4,
-            "activation_checkpoint__mode": "selective",
-        },
-    ),
-    "state on the host x hsdp x tied x z-loss": (
-        4,
-        mesh(dp_replicate=2, dp_shard=2)
-        | {"optimizer__offload": "cpu", "model__tie_embeddings": True, "train__z_loss": 1e-3},
-    ),
-    "state in files x tp x zero 2": (
-        4,
-        mesh(dp_shard=2, tp=2, zero=2) | {"optimizer__offload": "nvme"},
-    ),
-    "activations on the host x ring x chunks": (
-        2,
-        mesh(cp=2)
-        | {
-            "activation_checkpoint__mode": "full",
-            "activation_checkpoint__offload": True,
-            "train__loss_chunk": 17,
-        },
-    ),
-    "activations on the host x DualPipeV x fp16": (
-        2,
-        mesh(pp=2, pp_schedule="DualPipeV")
-        | {
-            "model__n_layers": 4,
-            "train__micro_batch": 1,
-            "precision__param": "float16",
-            "activation_checkpoint__mode": "full",
-            "activation_checkpoint__offload": True,
-        },
-    ),
-    "everything on the host x tp x every_k": (
-        4,
-        mesh(dp_shard=2, tp=2, offload="cpu")
-        | {
-            "activation_checkpoint__mode": "every_k",
-            "activation_checkpoint__offload": True,
-            "train__loss_chunk": 29,
-        },
-    ),
-    "muon x pp x bf16 states x tied": (
-        4,
-        mesh(pp=2, tp=2)
-        | {
-            "optimizer__name": "muon",
-            "precision__optimizer_state": "bfloat16",
-            "model__tie_embeddings": True,
-        },
-    ),
-    "muon x ring x compile": (2, mesh(cp=2) | {"optimizer__name": "muon", "compile__mode": "block"}),
-    "compile x pp x every_k x fp16": (
-        2,
-        mesh(pp=2)
-        | {
-            "compile__mode": "block",
-            "precision__param": "float16",
-            "activation_checkpoint__mode": "every_k",
-            "model__n_layers": 4,
-        },
-    ),
-    "latent attention x float8 x selective x cp x ep": (
-        4,
-        mesh(dp_shard=2, cp=2, ep=2)
-        | LATENT
-        | {"precision__float8": "rowwise", "activation_checkpoint__mode": "selective"},
-    ),
-    "latent attention x muon x chunks x tp x ZBVZeroBubble": (
-        4,
-        mesh(pp=2, tp=2, pp_schedule="ZBVZeroBubble")
-        | LATENT
-        | {"optimizer__name": "muon", "train__loss_chunk": 19, "model__n_layers": 4},
-    ),
+BATCH = keys_in("train.global_batch=8 train.micro_batch=2")
+# Sides of parts that float8 takes, for models that bring none of their own.
+SIZES = keys_in("model.dim=128 model.hidden_dim=192")
+EXPERTS = "model.name=qwen3 model.preset=debug_moe"
+LATENT = "model.name=deepseek_v3 model.preset=debug"
+# Keys by name. Their faults are those of their parts (test_faults.py, test_float8.py).
+MIXTURES = {
+    "float8 x tp x zero 3 x compile x selective": "dp_shard=2 tp=2 precision.float8=tensorwise"
+    " compile.mode=block activation_checkpoint.mode=selective",
+    "fp16 x ZBVZeroBubble x full": "pp=2 pp_schedule=ZBVZeroBubble precision.param=float16"
+    " model.n_layers=4 activation_checkpoint.mode=full",
+    "offload x tp x accumulation": "dp_shard=2 tp=2 offload=cpu",
+    "chunks x loss parallel x pp x tied": "pp=2 tp=2 train.loss_chunk=13 model.tie_embeddings=true",
+    "muon x tp x zero 3 x ep": f"dp_shard=2 tp=2 ep=2 {EXPERTS} optimizer.name=muon model.dim=64"
+    " model.hidden_dim=96",
+    "float8 rowwise x ring x zero 2 x chunks": "dp_shard=2 cp=2 zero=2 precision.float8=rowwise"
+    " train.loss_chunk=11",
+    "float8 x 1F1B x every_k x bf16": "pp=2 dp_shard=2 precision.float8=tensorwise"
+    " precision.param=bfloat16 model.n_layers=4 activation_checkpoint.mode=every_k",
+    "float8 gw_hp x experts x ep x tp": f"dp_shard=2 tp=2 ep=4 {EXPERTS}"
+    " precision.float8=rowwise_gw_hp",
+    "float8 x hsdp x offload x fp16": "dp_replicate=2 dp_shard=2 offload=cpu"
+    " precision.float8=tensorwise precision.param=float16",
+    "fp16 x ring x tp x z-loss": "cp=2 tp=2 precision.param=float16 train.z_loss=1e-3",
+    "fp16 x zero 1 x experts x router losses": f"dp_shard=4 zero=1 ep=2 {EXPERTS}"
+    " precision.param=float16 model.balance_weight=0.1 model.z_weight=0.01 train.micro_batch=1",
+    "pure bf16 x tp x zero 3 x budget": "dp_shard=2 tp=2 precision.param=bfloat16"
+    " precision.master=bfloat16 precision.optimizer_state=bfloat16 activation_checkpoint.mode=budget",
+    "bf16 states x Interleaved1F1B x selective": "pp=2 pp_schedule=Interleaved1F1B model.n_layers=4"
+    " precision.optimizer_state=bfloat16 activation_checkpoint.mode=selective",
+    "state on the host x hsdp x tied x z-loss": "dp_replicate=2 dp_shard=2 optimizer.offload=cpu"
+    " model.tie_embeddings=true train.z_loss=1e-3",
+    "state in files x tp x zero 2": "dp_shard=2 tp=2 zero=2 optimizer.offload=nvme",
+    "activations on the host x ring x chunks": "cp=2 activation_checkpoint.mode=full"
+    " activation_checkpoint.offload=true train.loss_chunk=17",
+    "activations on the host x DualPipeV x fp16": "pp=2 pp_schedule=DualPipeV model.n_layers=4"
+    " train.micro_batch=1 precision.param=float16 activation_checkpoint.mode=full"
+    " activation_checkpoint.offload=true",
+    "everything on the host x tp x every_k": "dp_shard=2 tp=2 offload=cpu train.loss_chunk=29"
+    " activation_checkpoint.mode=every_k activation_checkpoint.offload=true",
+    "muon x pp x bf16 states x tied": "pp=2 tp=2 optimizer.name=muon"
+    " precision.optimizer_state=bfloat16 model.tie_embeddings=true",
+    "muon x ring x compile": "cp=2 optimizer.name=muon compile.mode=block",
+    "compile x pp x every_k x fp16": "pp=2 compile.mode=block precision.param=float16"
+    " activation_checkpoint.mode=every_k model.n_layers=4",
+    "latent attention x float8 x selective x cp x ep": f"dp_shard=2 cp=2 ep=2 {LATENT}"
+    " precision.float8=rowwise activation_checkpoint.mode=selective",
+    "latent attention x muon x chunks x tp x ZBVZeroBubble": "pp=2 tp=2 pp_schedule=ZBVZeroBubble"
+    f" {LATENT} optimizer.name=muon train.loss_chunk=19 model.n_layers=4",
 }
 IN_THE_SUITE = (
     "offload x tp x accumulation",
@@ -194,10 +68,9 @@ IN_THE_SUITE = (
     [pytest.param(name, marks=tier(slow=True, full=name not in IN_THE_SUITE)) for name in MIXTURES],
 )
 def test_equals_one_process(pool: Pool, name: str) -> None:
-    ranks, keys = MIXTURES[name]
-    sizes = {} if "model__name" in keys else BASE
-    batch = {key: BASE[key] for key in ("train__global_batch", "train__micro_batch")}
-    for report in pool.run(prove_case, ranks, batch | sizes | keys):
+    keys = keys_in(MIXTURES[name])
+    sizes = {} if "model__name" in keys else SIZES
+    for report in pool.run(prove_case, ranks_in(keys), BATCH | sizes | keys):
         assert report.ok, str(report)
 
 
@@ -205,6 +78,7 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_a_bias_of_all_keys_is_in_both_errors(pool: Pool, kind: str) -> None:
     """AdamW takes a full step along the keys' bias, whose gradient is rounding alone."""
-    shape = {"model__name": "gpt2", "precision__param": kind, "model__dim": 128, "model__n_layers": 5}
-    report = agreed(pool.run(prove_case, 1, shape | {"train__seq_len": 256, "train__global_batch": 16}))
+    shape = "model.name=gpt2 model.dim=128 model.n_layers=5 train.seq_len=256 train.global_batch=16"
+    keys = keys_in(f"{shape} precision.param={kind}")
+    report = agreed(pool.run(prove_case, 1, keys))
     assert report.ok, str(report)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compose import Options, Parallel, Plan, Precision, Trial, verify
-from compose.errors import ConfigError
 from compose.proof.one_process import Widened
 from compose.proof.report import LOOSE, Report
 from tests.support.faults import reduce_scatter_keeps_own_part
+from tests.support.helpers import refusal
 from tests.support.pool import Pool, make_mesh
-
-SUM = nn.CrossEntropyLoss(reduction="sum")
 
 
 class Around(nn.Module):
@@ -106,42 +105,33 @@ class Kernel(nn.Module):
         return No64.apply(x)  # type: ignore[return-value]
 
 
-def batch() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        "input": torch.randn(8, 6, generator=generator),
-        "targets": torch.randint(5, (8,), generator=generator),
-    }
-
-
 def weighted_loss() -> Callable[..., Tensor]:
     weight = torch.linspace(0.5, 2.0, 5)
     return nn.CrossEntropyLoss(weight=weight, reduction="sum")
 
 
 def plain_loss() -> Callable[..., Tensor]:
-    return SUM
+    return nn.CrossEntropyLoss(reduction="sum")
 
 
 def _proof(
     part: Callable[[], nn.Module],
     loss: Callable[[], Callable[..., Tensor]] = plain_loss,
-    parallel: Parallel = Parallel(dp_shard=-1),  # noqa: B008
     precision: Precision = Precision(),  # noqa: B008
     broken: bool = False,
-) -> Report | str:
+) -> Report:
     torch.manual_seed(0)
     model, trial = Around(part()), Trial(loss_function=loss(), micro_batch=2)
-    plan = Plan()
-    try:
-        if broken:
-            with reduce_scatter_keeps_own_part():
-                return verify(
-                    model, plan, make_mesh(parallel), batch(), Options(parallel, precision), trial
-                )
-        return verify(model, plan, make_mesh(parallel), batch(), Options(parallel, precision), trial)
-    except ConfigError as error:
-        return str(error)
+    options = Options(Parallel(dp_shard=-1), precision)
+    generator = torch.Generator().manual_seed(1)
+    batch = {"input": torch.randn(8, 6, generator=generator)}
+    batch["targets"] = torch.randint(5, (8,), generator=generator)
+    with reduce_scatter_keeps_own_part() if broken else nullcontext():
+        return verify(model, Plan(), make_mesh(options.parallel), batch, options, trial)
+
+
+def _refused(part: Callable[[], nn.Module]) -> str:
+    return refusal(_proof, part)
 
 
 RANDOM = (
@@ -169,7 +159,7 @@ RANDOM = (
     ],
 )
 def test_what_cannot_be_compared_is_refused(pool: Pool, part: Any, line: str) -> None:
-    assert pool.run(_proof, 2, part) == [line] * 2
+    assert pool.run(_refused, 2, part) == [line] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Faults of routing and of expert parallel: each is put in on purpose, and named by what it harmed."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ import compose.parallel.tensor_parallel
 import compose.proof.prove
 import compose.train.step
 from compose import Composition, Options, Parallel, Plan, Trial, apply
-from compose.build import parallelize
 from compose.parallel.expert_parallel import ExpertParallel, begin_step, finish_step, routers
 from compose.proof.one_process import Arithmetic
 from compose.proof.report import Report
@@ -26,71 +23,47 @@ from compose.proof.verify import ProofRun, Setup, compare
 from models.layers.moe import Experts, MoE
 from models.layers.router import count_rows
 from tests.support.faults import (
-    EVERYTHING,
     Fault,
     assert_named,
     partial_gradients_are_taken_as_whole,
+    replaces,
     with_fault,
 )
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK, QWEN, Tiny, keys_of
 
 # What the router of the last layer (the second) has an influence on.
-BEFORE_ROUTERS = {
-    "tok_embeddings.weight",
-    "layers.0.*",
-    "layers.1.attention*",
-    "layers.1.ffn_norm.weight",
-    "layers.1.moe.router.*",
-}
+BEFORE_ROUTERS = (
+    "tok_embeddings.weight layers.0.* layers.1.attention* layers.1.ffn_norm.weight"
+    " layers.1.moe.router.*"
+)
 
 
-@contextmanager
-def an_experts_gradient_is_summed_over_too_many_ranks() -> Iterator[None]:
+@replaces(compose.train.step, "finish_step")
+def an_experts_gradient_is_summed_over_too_many_ranks(_: Any, model: nn.Module, mesh: Any) -> None:
     """Over the ranks that hold other experts too."""
-
-    def fake(model: nn.Module, mesh: Any) -> None:
-        for module in model.modules():
-            for parameter in module.parameters() if isinstance(module, Experts) else ():
-                assert isinstance(parameter.grad, DTensor)
-                dist.all_reduce(parameter.grad.to_local())
-        finish_step(model, mesh)
-
-    with mock.patch.object(compose.train.step, "finish_step", fake):
-        yield
+    for module in model.modules():
+        for parameter in module.parameters() if isinstance(module, Experts) else ():
+            assert isinstance(parameter.grad, DTensor)
+            dist.all_reduce(parameter.grad.to_local())
+    finish_step(model, mesh)
 
 
-@contextmanager
-def rows_come_back_in_another_order() -> Iterator[None]:
-    real = compose.parallel.expert_parallel._run_where_they_are
-
-    def fake(*args: Any) -> Tensor:
-        return real(*args).roll(1, 0)
-
-    with mock.patch.object(compose.parallel.expert_parallel, "_run_where_they_are", fake):
-        yield
+@replaces(compose.parallel.expert_parallel, "_run_where_they_are")
+def rows_come_back_in_another_order(real: Any, *args: Any) -> Tensor:
+    return real(*args).roll(1, 0)
 
 
-@contextmanager
-def a_sequence_is_balanced_in_parts() -> Iterator[None]:
+@replaces(compose.parallel.expert_parallel, "_gather_sequence")
+def a_sequence_is_balanced_in_parts(_: Any, group: Any, inner: Any, tensor: Tensor) -> Tensor:
     """The balancing loss of a sequence is the mean of those of the ranks' parts."""
-
-    def fake(group: Any, inner: Any, tensor: Tensor) -> Tensor:
-        return inner(tensor)
-
-    with mock.patch.object(compose.parallel.expert_parallel, "_gather_sequence", fake):
-        yield
+    return inner(tensor)
 
 
-@contextmanager
-def the_auxiliary_loss_is_a_mean_of_each_rank() -> Iterator[None]:
+@replaces(compose.train.step, "begin_step")
+def the_auxiliary_loss_is_a_mean_of_each_rank(_: Any, model: Any, tokens: int, scale: float) -> None:
     """Divided by the tokens of the rank, and summed over ranks."""
-
-    def fake(model: nn.Module, tokens: int, loss_scale: float) -> None:
-        begin_step(model, tokens // dist.get_world_size(), loss_scale)
-
-    with mock.patch.object(compose.train.step, "begin_step", fake):
-        yield
+    begin_step(model, tokens // dist.get_world_size(), scale)
 
 
 def _weights_first(moe: MoE, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
@@ -103,58 +76,46 @@ def _weights_first(moe: MoE, x_BLD: Tensor, real_BL: Tensor | None = None) -> Te
     return y.view_as(x_BLD) + (0 if moe.shared is None else moe.shared(x_BLD))
 
 
-@contextmanager
-def weights_are_applied_before_the_experts() -> Iterator[None]:
-    def fake(*args: Any) -> Composition:
-        composition = parallelize(*args)
-        for module in composition.model.modules():
-            if isinstance(module, MoE):
-                module.forward = partial(_weights_first, module)
-        return composition
-
-    with mock.patch.object(compose.proof.prove, "parallelize", fake):
-        yield
+@replaces(compose.proof.prove, "parallelize")
+def weights_are_applied_before_the_experts(real: Any, *args: Any) -> Composition:
+    composition = real(*args)
+    for module in composition.model.modules():
+        if isinstance(module, MoE):
+            module.forward = partial(_weights_first, module)
+    return composition
 
 
-@contextmanager
-def routers_act_on_their_own_counts() -> Iterator[None]:
+@replaces(compose.train.step, "finish_step")
+def routers_act_on_their_own_counts(_: Any, model: nn.Module, mesh: Any) -> None:
     """The bias is updated, and the load remembered, from each rank's own tokens."""
-
-    def fake(model: nn.Module, mesh: Any) -> None:
-        for router in routers(model).values():
-            router.finish_step(router.tally)
-
-    with mock.patch.object(compose.train.step, "finish_step", fake):
-        yield
+    for router in routers(model).values():
+        router.finish_step(router.tally)
 
 
-@contextmanager
-def what_heads_share_is_summed_over_this_ranks_alone() -> Iterator[None]:
-    with mock.patch.object(
-        compose.parallel.tensor_parallel, "_summed_gradient", lambda *args: args[-1]
-    ):
-        yield
+@replaces(compose.parallel.tensor_parallel, "_summed_gradient")
+def what_heads_share_is_summed_over_this_ranks_alone(_: Any, *args: Any) -> Any:
+    return args[-1]
 
 
-FAULTS: list[tuple[Fault, dict[str, object], str, str, set[str]]] = [
+FAULTS: list[tuple[Fault, dict[str, object], str, str, str]] = [
     (
         an_experts_gradient_is_summed_over_too_many_ranks,
         QWEN,
         "ds 2 ep 2",
         "gradient",
-        {"layers.*.moe.experts.*"},
+        "layers.*.moe.experts.*",
     ),
-    (rows_come_back_in_another_order, QWEN, "ds 2 ep 2", "gradient", EVERYTHING),
+    (rows_come_back_in_another_order, QWEN, "ds 2 ep 2", "gradient", "*"),
     (a_sequence_is_balanced_in_parts, DEEPSEEK, "cp 2", "gradient", BEFORE_ROUTERS),
     (a_sequence_is_balanced_in_parts, DEEPSEEK, "tp 2", "gradient", BEFORE_ROUTERS),
     (the_auxiliary_loss_is_a_mean_of_each_rank, DEEPSEEK, "ds 2", "gradient", BEFORE_ROUTERS),
-    (weights_are_applied_before_the_experts, QWEN, "ds 2 ep 2", "gradient", EVERYTHING),
+    (weights_are_applied_before_the_experts, QWEN, "ds 2 ep 2", "gradient", "*"),
     (
         routers_act_on_their_own_counts,
         DEEPSEEK,
         "ds 2 ep 2",
         "buffer after",
-        {"layers.*.moe.router.bias", "layers.*.moe.router.load"},
+        "layers.*.moe.router.bias layers.*.moe.router.load",
     ),
     (
         what_heads_share_is_summed_over_this_ranks_alone,
@@ -162,23 +123,15 @@ FAULTS: list[tuple[Fault, dict[str, object], str, str, set[str]]] = [
         "tp 2",
         "gradient",
         # Its own weight, and all that lies before the last layer's.
-        {
-            "tok_embeddings.weight",
-            "layers.0.*",
-            "layers.1.attention_norm.weight",
-            "layers.1.attention.wkv_a.weight",
-        },
+        "tok_embeddings.weight layers.0.* layers.1.attention_norm.weight"
+        " layers.1.attention.wkv_a.weight",
     ),
     (
         partial_gradients_are_taken_as_whole,
         QWEN,
         "tp 2",
         "gradient",
-        {
-            "layers.*_norm.weight",
-            "layers.*.moe.router.gate.weight",
-            "norm.weight",
-        },
+        "layers.*_norm.weight layers.*.moe.router.gate.weight norm.weight",
     ),
 ]
 
@@ -189,15 +142,10 @@ FAULTS: list[tuple[Fault, dict[str, object], str, str, set[str]]] = [
     ids=[f"{fault.__name__}-{case}" for fault, _, case, _, _ in FAULTS],
 )
 def test_fault_is_named(
-    pool: Pool,
-    fault: Fault,
-    model: dict[str, object],
-    case: str,
-    quantity: str,
-    names: set[str],
+    pool: Pool, fault: Fault, model: dict[str, object], case: str, quantity: str, names: str
 ) -> None:
     ranks, keys = keys_of(model, case)
-    assert_named(pool.run(with_fault, ranks, fault, keys)[0], quantity, names)
+    assert_named(pool.run(with_fault, ranks, fault, keys)[0], quantity, set(names.split()))
 
 
 def _routes_elsewhere(change: float, gate_rows_alike: bool) -> Report:
@@ -255,26 +203,40 @@ def _compare_changed(
     return compare(model, composition, [batch], ProofRun(Arithmetic(), setup), trial)
 
 
-def test_routing_that_differs_is_reported(pool: Pool) -> None:
-    report = pool.run(_routes_elsewhere, 2, 0.05, False)[0]
-    (row,) = (row for row in report.failed if row.quantity == "routing")
+def _proof(
+    pool: Pool, changed: Callable[..., Report], change: float, alike: bool
+) -> tuple[Report, str]:
+    """A proof where the composition differs, and its one note."""
+    report = pool.run(changed, 2, change, alike)[0]
+    (note,) = report.notes
+    return report, note
+
+
+@pytest.mark.parametrize(
+    ("changed", "change", "quantity", "words"),
+    [
+        (_routes_elsewhere, 0.05, "routing", "chose other experts than one process would"),
+        (_drops_elsewhere, 0.2, "capacity", "had other rows dropped than one process would"),
+    ],
+)
+def test_routing_that_differs_is_reported(
+    pool: Pool, changed: Callable[..., Report], change: float, quantity: str, words: str
+) -> None:
+    report, note = _proof(pool, changed, change, False)
+    (row,) = (row for row in report.failed if row.quantity == quantity)
     assert row.name == "moe.router, step 1"
     assert 0.001 < row.error < 0.3
-    (note,) = report.notes
     assert note.startswith("moe.router, step 1: ")
-    assert note.endswith(
-        " of 24 tokens chose other experts than one process would, for a margin of at most"
-        f" {row.error:.1e}"
-    )
+    assert note.endswith(f" of 24 tokens {words}, for a margin of at most {row.error:.1e}")
     assert note in str(report)
+    assert quantity == "routing" or "moe.experts.w1" in {row.name for row in report.failed}
 
 
 def test_a_tie_is_told_from_a_fault(pool: Pool) -> None:
     """Two experts that score alike: which one runs is chance, and the one process then follows."""
-    report = pool.run(_routes_elsewhere, 2, -1e-7, True)[0]
+    report, note = _proof(pool, _routes_elsewhere, -1e-7, True)
     (row,) = (row for row in report.rows if row.quantity == "routing")
     assert row.error <= 1e-6
-    (note,) = report.notes
     assert note.endswith(": a tie")
     # All but the bias that was moved to break it.
     assert {(row.quantity, row.name) for row in report.failed} == {
@@ -283,24 +245,10 @@ def test_a_tie_is_told_from_a_fault(pool: Pool) -> None:
     }
 
 
-def test_rows_that_are_dropped_elsewhere_are_reported(pool: Pool) -> None:
-    report = pool.run(_drops_elsewhere, 2, 0.2, False)[0]
-    (row,) = (row for row in report.failed if row.quantity == "capacity")
-    assert row.name == "moe.router, step 1"
-    assert 0.001 < row.error < 0.3
-    (note,) = report.notes
-    assert note.endswith(
-        " of 24 tokens had other rows dropped than one process would, for a margin of at most"
-        f" {row.error:.1e}"
-    )
-    assert "moe.experts.w1" in {row.name for row in report.failed}
-
-
 def test_a_tie_at_the_capacity_is_told_from_a_fault(pool: Pool) -> None:
     """Tokens that score alike, of which an expert drops some: the one process drops the same ones."""
-    report = pool.run(_drops_elsewhere, 2, 1e-6, True)[0]
+    report, note = _proof(pool, _drops_elsewhere, 1e-6, True)
     assert report.ok, str(report)
     (row,) = (row for row in report.rows if row.quantity == "capacity")
     assert row.error <= 1e-5
-    (note,) = report.notes
     assert note.endswith(": a tie")

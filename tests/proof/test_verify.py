@@ -1,6 +1,5 @@
 """The matrix of compositions, each proved equal to one process."""
 
-import math
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -18,7 +17,7 @@ from compose.proof.report import Report, Row, unused
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.support.helpers import agreed, prove_step, tier
+from tests.support.helpers import Keys, agreed, keys_in, prove_step, ranks_in, tier
 from tests.support.meshes import MESHES, name_of, ranks_of
 from tests.support.pool import Pool, make_mesh
 
@@ -67,107 +66,68 @@ def test_equals_one_process(
     assert sum(row.quantity == "gradient" for row in report.rows) == parameters
 
 
-CONTEXT: list[dict[str, object]] = [
+CONTEXT = [
     *(
-        {"parallel__cp": cp, "parallel__cp_method": method, "parallel__cp_balance": balance}
+        f"cp={cp} cp_method={method} cp_balance={balance}"
         for cp in (2, 4)
         for method in ("ring", "allgather", "ulysses")
         for balance in ("headtail", "none")
     ),
     # One key/value head, as many as query heads; lengths that the chunks do not divide.
     *(
-        {
-            "parallel__cp": 4,
-            "parallel__cp_method": method,
-            "model__n_kv_heads": heads,
-            "train__seq_len": 37,
-        }
+        f"cp=4 cp_method={method} model.n_kv_heads={heads} train.seq_len=37"
         for method in ("ring", "allgather", "ulysses")
         for heads in (1, 8)
     ),
-    {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__zero": 0},
-    {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__zero": 1, "train__global_batch": 12},
-    {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__zero": 2, "train__global_batch": 12},
-    {"parallel__cp": 2, "parallel__tp": 2, "parallel__cp_method": "ulysses"},
-    {"parallel__cp": 2, "parallel__tp": 2, "train__seq_len": 30},
-    {"parallel__cp": 2, "activation_checkpoint__mode": "full"},
-    {"parallel__cp": 2, "parallel__dp_replicate": 2, "parallel__dp_shard": 2},
-    {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__tp": 2},
-    {"parallel__cp": 8},
+    "cp=2 dp_shard=2 zero=0",
+    "cp=2 dp_shard=2 zero=1 train.global_batch=12",
+    "cp=2 dp_shard=2 zero=2 train.global_batch=12",
+    "cp=2 tp=2 cp_method=ulysses",
+    "cp=2 tp=2 train.seq_len=30",
+    "cp=2 activation_checkpoint.mode=full",
+    "cp=2 dp_replicate=2 dp_shard=2",
+    "cp=2 dp_shard=2 tp=2",
+    "cp=8",
 ]
 
 
-def _tier_of_context(keys: dict[str, object]) -> list[pytest.MarkDecorator]:
+def _context_case(line: str) -> Any:
     """Seen elsewhere with other degrees, heads or lengths: full. Larger, or with ZeRO: slow."""
-    heads, method = keys.get("model__n_kv_heads"), keys.get("parallel__cp_method")
-    uncut = keys.get("parallel__cp_balance") == "none" and keys["parallel__cp"] == 4
-    axes = keys.keys() & {"parallel__tp", "parallel__dp_replicate", "parallel__dp_shard"}
-    large = keys["parallel__cp"] != 2 or len(axes) > 1
-    return tier(
-        slow=large or "parallel__zero" in keys,
-        full=uncut or (heads == 8 and method != "ulysses"),
-    )
+    uncut = "cp=4" in line and "cp_balance=none" in line
+    many_heads = "n_kv_heads=8" in line and "ulysses" not in line
+    axes = sum(f" {axis}=" in line for axis in ("tp", "dp_replicate", "dp_shard"))
+    large = "cp=2" not in line or axes > 1
+    marks = tier(slow=large or "zero" in line, full=uncut or many_heads)
+    words = (word.rpartition(".")[2].replace("=", " ") for word in line.split())
+    return pytest.param(keys_in(line), id=" ".join(words), marks=marks)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        pytest.param(
-            keys,
-            id=" ".join(f"{k.split('__')[1]} {v}" for k, v in keys.items()),
-            marks=_tier_of_context(keys),
-        )
-        for keys in CONTEXT
-    ],
-)
-def test_context_parallel(pool: Pool, keys: dict[str, object]) -> None:
+@pytest.mark.parametrize("keys", [_context_case(line) for line in CONTEXT])
+def test_context_parallel(pool: Pool, keys: Keys) -> None:
     """On random documents of 8 tokens in the mean, many of which span ranks."""
-    keys = {"train__global_batch": 8, **keys}
-    degrees = [keys.get(f"parallel__{axis}", 1) for axis in ("cp", "dp_replicate", "dp_shard", "tp")]
-    report = agreed(pool.run(prove_step, math.prod(map(int, map(str, degrees))), keys))
+    report = agreed(pool.run(prove_step, ranks_in(keys), {"train__global_batch": 8, **keys}))
     assert report.ok, str(report)
 
 
-ODD: dict[str, dict[str, object]] = {
+# Ranks and keys.
+ODD = {
     # 257 rows over 3 ranks; batch 1 per rank.
-    "three ranks": {
-        "ranks": 3,
-        "parallel__dp_shard": 3,
-        "train__micro_batch": 1,
-        "train__global_batch": 3,
-    },
-    "uneven feed-forward": {"ranks": 4, "parallel__tp": 4, "model__hidden_dim": 90},
-    "three heads each": {
-        "ranks": 4,
-        "parallel__tp": 4,
-        "model__n_heads": 12,
-        "model__n_kv_heads": 4,
-        "model__dim": 96,
-    },
-    "odd length": {
-        "ranks": 4,
-        "parallel__tp": 2,
-        "parallel__sequence": False,
-        "train__seq_len": 31,
-    },
-    "one key/value head": {"ranks": 4, "parallel__tp": 2, "model__n_kv_heads": 1},
-    "a layer smaller than the ranks": {
-        "ranks": 4,
-        "model__vocab_size": 257,
-        "model__dim": 16,
-        "model__n_heads": 2,
-        "model__n_kv_heads": 1,
-        "model__hidden_dim": 3,
-    },
-    "no clipping": {"ranks": 2, "train__max_norm": 0.0},
-    "checkpointing": {"ranks": 4, "parallel__tp": 2, "activation_checkpoint__mode": "full"},
-    "one head each": {"ranks": 8, "parallel__tp": 8},
+    "three ranks": (3, "dp_shard=3 train.micro_batch=1 train.global_batch=3"),
+    "uneven feed-forward": (4, "tp=4 model.hidden_dim=90"),
+    "three heads each": (4, "tp=4 model.n_heads=12 model.n_kv_heads=4 model.dim=96"),
+    "odd length": (4, "tp=2 sequence=false train.seq_len=31"),
+    "one key/value head": (4, "tp=2 model.n_kv_heads=1"),
+    "a layer smaller than the ranks": (
+        4,
+        "model.vocab_size=257 model.dim=16 model.n_heads=2 model.n_kv_heads=1 model.hidden_dim=3",
+    ),
+    "no clipping": (2, "train.max_norm=0.0"),
+    "checkpointing": (4, "tp=2 activation_checkpoint.mode=full"),
+    "one head each": (8, "tp=8"),
     # 257 rows over dp_shard 4 x tp 2: shards that distribute_tensor would cut elsewhere.
-    "strided and uneven": {"ranks": 8, "parallel__dp_shard": 4, "parallel__tp": 2},
-    "alone": {"ranks": 1},
+    "strided and uneven": (8, "dp_shard=4 tp=2"),
+    "alone": (1, ""),
 }
-
-
 # Of eight ranks, or of sizes that another case has too.
 SLOW = (
     "checkpointing",
@@ -181,10 +141,8 @@ SLOW = (
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=tier(slow=case in SLOW)) for case in ODD])
 def test_odd_sizes(pool: Pool, case: str) -> None:
-    keys = {"train__global_batch": 8, **ODD[case]}
-    count = keys.pop("ranks")
-    assert isinstance(count, int)
-    report = agreed(pool.run(prove_step, count, keys))
+    ranks, line = ODD[case]
+    report = agreed(pool.run(prove_step, ranks, {"train__global_batch": 8, **keys_in(line)}))
     assert report.ok, str(report)
 
 

@@ -1,6 +1,7 @@
 """Configs for tests: train.toml with a model and a batch small enough for a matrix of runs."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from compose.config.job import Job
 from compose.config.models import find_model
 from compose.config.tables import Config
 from compose.config.toml import load
+from compose.errors import ConfigError
 from compose.memory import activation_offload
 from compose.proof.one_process import arithmetic_of
 from compose.proof.prove import prove
@@ -50,6 +52,28 @@ def in_turn(cases: Sequence[Any], quick: Callable[..., bool]) -> list[Any]:
         pytest.param(*case, marks=tier(slow=not quick(*case), full=i % 2 == 1))
         for i, case in enumerate(tuples)
     ]
+
+
+def keys_in(line: str) -> Keys:
+    """The keys of a line as ``tp=2 model.name=qwen3``; names without a table are of ``[parallel]``."""
+    pairs = [word.split("=", 1) for word in line.split()]
+    names = [name.replace(".", "__") if "." in name else f"parallel__{name}" for name, _ in pairs]
+    return {name: value for name, (_, value) in zip(names, pairs, strict=True)}
+
+
+def ranks_in(keys: Keys) -> int:
+    """The number of ranks that the degrees of ``[parallel]`` ask for."""
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    return math.prod(int(str(keys.get(f"parallel__{axis}", 1))) for axis in axes)
+
+
+def refusal(action: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """What a call is refused with, its problems one a line; nothing if it is not."""
+    try:
+        action(*arguments, **named)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def make_config(world_size: int, **keys: object) -> Config:
