@@ -2,7 +2,6 @@
 
 import copy
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +16,7 @@ from compose.config.job import Job
 from compose.config.models import InitialisedModel
 from compose.config.tables import Config
 from compose.data.datasets import task_of
-from compose.errors import ConfigError
+from compose.errors import ConfigError, whole_number
 from compose.memory.lora import init_adapter, is_adapter
 from compose.ops.cross_entropy import LossFunction
 from compose.optim.lr_schedule import set_learning_rate
@@ -37,34 +36,17 @@ def loss_function(config: Config) -> LossFunction:
 def parallelize(
     job: Job, mesh: DeviceMesh, device: torch.device, options: Options | None = None
 ) -> Composition:
-    """Cut the job's model over ``mesh``, with memory on ``device`` but without values for the weights.
+    """Cut a copy of the job's model over ``mesh``, with memory on ``device`` but no values in it.
 
-    Args:
-        job: The job. Its own model is not changed.
-        mesh: The mesh of ``compose.init_mesh``.
-        device: The device of the parameters, unless they are offloaded.
-        options: Options of ``compose.apply``; None takes those of the job's config.
-
-    Returns:
-        The composition.
+    ``options`` of None are those of the job's config.
     """
-    model = copy.deepcopy(job.model)
-    composition = apply(model, job.resolved, mesh, options or job.options)
+    composition = apply(copy.deepcopy(job.model), job.resolved, mesh, options or job.options)
     materialize(composition, device)
     return composition
 
 
 def build(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
-    """Cut the job's model over ``mesh``, and give it its first weights.
-
-    Args:
-        job: The job. Its own model is not changed.
-        mesh: The mesh of ``compose.init_mesh``.
-        device: The device of the parameters, unless they are offloaded.
-
-    Returns:
-        The composition.
-    """
+    """Cut a copy of the job's model over ``mesh``, and give it its first weights."""
     composition = parallelize(job, mesh, device)
     fill_weights(composition, job, device)
     return composition
@@ -73,15 +55,8 @@ def build(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
 def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
     """Give a model its first weights, from ``checkpoint.load_hf`` or drawn by ``train.seed``.
 
-    Adapters come from ``model.lora.load``, or are drawn.
-
-    Args:
-        whole: The job's model, on meta or on ``device``, or the composition of it.
-        job: The job that names the weights.
-        device: The device of the weights.
-
-    Raises:
-        ConfigError: The published weights do not fit.
+    Adapters come from ``model.lora.load``, or are drawn. ``whole`` is the job's model, on meta or on
+    ``device``, or the composition of it. Raises ConfigError if published weights do not fit.
     """
     config, chosen = job.config, job.config.model
     lora = chosen.lora
@@ -89,29 +64,24 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
         from compose.checkpoint.hf_folder import config_problems, load_hf, name_of
 
         folder = Path(config.checkpoint.load_hf)
-        problems = config_problems(folder, chosen.name, chosen.config)
-        if problems:
+        if problems := config_problems(folder, chosen.name, chosen.config):
             raise ConfigError(*problems)
         materialize(whole, device)
         load_hf(whole, folder, name_of(chosen.name, chosen.config), job.model)
         init_weights(whole, init_adapter, config.train.seed, device, only=is_adapter)
     else:
-        init_weights(whole, _first_values(job), config.train.seed, device)
+        model = cast(InitialisedModel, job.model)
+
+        def fill(name: str, tensor: Tensor, generator: Generator) -> None:
+            (init_adapter if is_adapter(name) else model.init_parameter)(name, tensor, generator)
+
+        init_weights(whole, fill, config.train.seed, device)
     if lora.load:
         from compose.checkpoint.hf_folder import name_of
         from compose.checkpoint.peft import load_adapters
 
         name = name_of(chosen.name, chosen.config)
         load_adapters(whole, Path(lora.load), lora, name, job.model)
-
-
-def _first_values(job: Job) -> Callable[[str, Tensor, Generator], None]:
-    model = cast(InitialisedModel, job.model)
-
-    def fill(name: str, tensor: Tensor, generator: Generator) -> None:
-        (init_adapter if is_adapter(name) else model.init_parameter)(name, tensor, generator)
-
-    return fill
 
 
 def build_optimizer(
@@ -121,20 +91,11 @@ def build_optimizer(
     folder: Path | None = None,
     part: str = "",
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of a job; every rank must call it.
+    """Make the optimizer of a job, at the highest learning rate; a collective.
 
-    Args:
-        composition: The composition of the job's model.
-        job: The job, with its tables [optimizer] and [precision].
-        muon_dtype: Dtype of Muon's products; None lets Muon choose for the device.
-        folder: The folder of the run; None makes a new folder if files are needed.
-        part: The part of the job that has its own optimizer; empty if that is the whole job.
-
-    Returns:
-        The optimizer, at the highest learning rate.
-
-    Raises:
-        ConfigError: As in ``parameter_rules``.
+    ``muon_dtype`` is that of Muon's products; None lets Muon choose for the device. ``folder`` is the
+    run's; None makes a new one if files are needed. ``part`` names the part of the job that has its own
+    optimizer, if that is not the whole job.
     """
     config = job.config
     rules = parameter_rules(job.model, job.plan, config.optimizer)
@@ -167,11 +128,6 @@ def _scratch(config: Config, folder: Path | None, part: str = "") -> Path:
         raise ConfigError(
             f"optimizer.offload_dir: {links[0]} is a link; give optimizer.offload_dir = where it leads"
         )
-    remove_left(p for p in base.glob("rank-*") if _number(p) >= dist.get_world_size())
+    ranks = dist.get_world_size()
+    remove_left(p for p in base.glob("rank-*") if whole_number(p.name.removeprefix("rank-")) >= ranks)
     return base / f"rank-{dist.get_rank()}"
-
-
-def _number(folder: Path) -> int:
-    """Return the rank in a folder's name; -1 if that is no number."""
-    digits = folder.name.removeprefix("rank-")
-    return int(digits) if digits.isdecimal() else -1

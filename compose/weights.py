@@ -14,18 +14,10 @@ from compose.ops.tensors import local_shard, local_tensor, tie, tied_names
 
 @torch.no_grad()
 def materialize(whole: nn.Module | Composition, device: torch.device) -> None:
-    """Move a model from meta to ``device``.
+    """Move a model that was not cut, or a composition, from meta to ``device``, if it is not there.
 
-    Parameters get memory without values, and buffers keep their values. A model that is on the device
-    already does not change. Offloaded parameters go into host memory.
-
-    Args:
-        whole: A model that was not cut, or what ``compose.apply`` returned.
-        device: The device to move to.
-
-    Raises:
-        ConfigError: A buffer is on meta, so its values are unknown. Or ``whole`` is a module that was
-            cut.
+    Parameters get memory without values, in host memory if they are offloaded; buffers keep their
+    values. Raises ConfigError if a buffer is on meta, or if ``whole`` is a module that was cut.
     """
     model = module_of(whole)
     if model is whole and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -94,14 +86,6 @@ def named_generator(seed: int, name: str, device: torch.device | str = "cpu") ->
     """Return a generator for one name, independent of all others.
 
     Its seed is 63 bits of the SHA-256 of ``seed`` and ``name``.
-
-    Args:
-        seed: The seed of the run.
-        name: The name.
-        device: The device of the generator.
-
-    Returns:
-        The generator.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -7,7 +7,7 @@ import torch
 
 from compose.config.addons import brought
 from compose.config.mesh_rules import COMM, MESH
-from compose.config.setup import Rule, Setup, all_keys_read, problems_of
+from compose.config.setup import Rule, Rules, Setup, all_keys_read, problems_of
 from compose.errors import ConfigError
 from compose.memory.activation_checkpointing import operators
 from compose.memory.compilation import check_whole
@@ -16,7 +16,13 @@ from compose.ops.torch_versions import splits_functions
 from compose.parallel.data_parallel import check_offload
 from compose.pipeline.schedules import splits_backward
 
+STEP = Rules[Setup]()
 
+
+@STEP.add(
+    "activation_checkpoint.offload goes without torch.compile",
+    "hooks on saved tensors cannot be traced",
+)
 def _offload_compiled(setup: Setup) -> None:
     if setup.options.activation_checkpoint.offload and setup.options.compile.mode != "off":
         raise ConfigError(
@@ -25,6 +31,16 @@ def _offload_compiled(setup: Setup) -> None:
         )
 
 
+STEP.add(
+    "activation_checkpoint.every, keep and budget go with the mode of that name (keep: selective)",
+    "the other modes would not read it",
+)(all_keys_read("activation_checkpoint", lambda setup: setup.options.activation_checkpoint))
+
+
+@STEP.add(
+    "activation_checkpoint.keep names operators, and every is at most the plan's units",
+    "anything else would quietly keep or recompute nothing",
+)
 def _recompute_units(setup: Setup) -> None:
     chosen = setup.options.activation_checkpoint
     operators(chosen.keep)
@@ -46,6 +62,13 @@ def _backward_in_two_parts(setup: Setup) -> bool:
     )
 
 
+@STEP.add(
+    "with modes selective and budget, the schedule runs backward in one piece (not the zero-bubble"
+    " schedules and DualPipeV)",
+    "its second part would ask again for what was kept for the first",
+    upstream="torch/utils/checkpoint.py, _CachedTorchDispatchMode, which hands each kept result out"
+    " once",
+)
 def _recompute_split(setup: Setup) -> None:
     degrees, mode = setup.degrees, setup.options.activation_checkpoint.mode
     if mode in ("selective", "budget") and _backward_in_two_parts(setup):
@@ -56,6 +79,12 @@ def _recompute_split(setup: Setup) -> None:
         )
 
 
+@STEP.add(
+    "where the plan's pipeline says two_parts=False, the schedule runs backward in one piece (not"
+    " the zero-bubble schedules and DualPipeV)",
+    "the part of weights would run through what an earlier part has freed",
+    upstream="torch/distributed/pipelining/_backward.py, stage_backward_weight",
+)
 def _split(setup: Setup) -> None:
     pipeline = setup.resolved.pipeline
     if pipeline and not pipeline.two_parts and _backward_in_two_parts(setup):
@@ -66,6 +95,10 @@ def _split(setup: Setup) -> None:
         )
 
 
+@STEP.add(
+    "with selective or budget and torch.compile, every layer is one graph: no experts",
+    "what a part compiled alone computes is not seen operator by operator",
+)
 def _recompute_compiled(setup: Setup) -> None:
     mode = setup.options.activation_checkpoint.mode
     if setup.options.compile.mode == "off" or mode not in ("selective", "budget"):
@@ -78,6 +111,21 @@ def _recompute_compiled(setup: Setup) -> None:
         )
 
 
+@STEP.add(
+    'compile.mode "model" goes without tp',
+    "Dynamo cannot trace the hooks by which styles change tensors between modules; block compiles"
+    " what is between them",
+    upstream="torch/_dynamo, of hooks that torch.distributed.tensor.distribute_module adds",
+)
+def _compiled_whole(setup: Setup) -> None:
+    check_whole(setup.options.compile.mode, setup.degrees.tp)
+
+
+@STEP.add(
+    "with torch.compile, the schedule runs backward in one piece",
+    "a graph's backward overwrites what it reads, and gives wrong gradients where it may not",
+    upstream="torch/_functorch/config.py, donated_buffer",
+)
 def _compiled_in_two_parts(setup: Setup) -> None:
     mode = setup.options.compile.mode
     if mode != "off" and _backward_in_two_parts(setup):
@@ -88,10 +136,11 @@ def _compiled_in_two_parts(setup: Setup) -> None:
         )
 
 
-def _compiled_whole(setup: Setup) -> None:
-    check_whole(setup.options.compile.mode, setup.degrees.tp)
-
-
+@STEP.add(
+    "compile.async_tp has CUDA, tp and torch.compile",
+    "Inductor splits products for tp's messages by symmetric memory",
+    upstream="torch/distributed/_symmetric_memory, enable_symm_mem_for_group",
+)
 def _async_tp(setup: Setup) -> None:
     chosen = setup.options.compile
     if chosen.async_tp and (not setup.on_cuda or chosen.mode == "off" or setup.degrees.tp == 1):
@@ -101,6 +150,10 @@ def _async_tp(setup: Setup) -> None:
         raise ConfigError(f"compile.async_tp: true needs {lack}; use compile.async_tp = false")
 
 
+@STEP.add(
+    "precision.master is float32 or precision.param",
+    "what is kept in fewer bits than it is used in gains nothing from more",
+)
 def _master(setup: Setup) -> None:
     precision = setup.options.precision
     if precision.master not in ("float32", precision.param):
@@ -110,6 +163,13 @@ def _master(setup: Setup) -> None:
         )
 
 
+@STEP.add(
+    "with precision.float8, torchao is installed, and some layer's sides on a tp rank are multiples"
+    " of 16 and large enough to gain",
+    "the kernels take rows of 16 bytes, and small products lose more by the scaling than they gain;"
+    " where float8 is emulated, small ones are taken too",
+    upstream="aten/src/ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_cuda",
+)
 def _float8(setup: Setup) -> None:
     recipe = setup.options.precision.float8
     if recipe == "off" or not setup.resolved.float8:
@@ -125,6 +185,11 @@ def _float8(setup: Setup) -> None:
         )
 
 
+@STEP.add(
+    "on CUDA, precision.float8 tensorwise keeps sharded weights on the device",
+    "one collective finds the scales of all of them, and NCCL sends nothing from host memory",
+    upstream="torchao/float8/fsdp_utils.py, precompute_float8_dynamic_scale_for_fsdp",
+)
 def _float8_offloaded(setup: Setup) -> None:
     degrees, recipe = setup.degrees, setup.options.precision.float8
     shared = degrees.dp_shard * degrees.cp > 1
@@ -135,6 +200,11 @@ def _float8_offloaded(setup: Setup) -> None:
         )
 
 
+@STEP.add(
+    "with precision.float8 and torch before 2.13, the schedule runs backward in one piece",
+    "a float8 layer is one function of its input and weight, which the split cannot enter",
+    upstream="torch/distributed/pipelining/_backward.py, stage_backward_input",
+)
 def _float8_split(setup: Setup) -> None:
     recipe = setup.options.precision.float8
     if recipe != "off" and not splits_functions() and _backward_in_two_parts(setup):
@@ -145,101 +215,16 @@ def _float8_split(setup: Setup) -> None:
         )
 
 
+@STEP.add(
+    "with parallel.offload, zero is 3, and every parameter has dims",
+    "other stages hold whole parameters on the device, and a parameter without dims has no shards",
+)
 def _offload(setup: Setup) -> None:
     check_offload(setup.model, setup.degrees.zero, setup.degrees.offload)
 
 
-STEP: list[Rule[Setup]] = [
-    Rule(
-        "activation_checkpoint.offload goes without torch.compile",
-        "hooks on saved tensors cannot be traced",
-        _offload_compiled,
-    ),
-    Rule(
-        "activation_checkpoint.every, keep and budget go with the mode of that name (keep: selective)",
-        "the other modes would not read it",
-        all_keys_read("activation_checkpoint", lambda setup: setup.options.activation_checkpoint),
-    ),
-    Rule(
-        "activation_checkpoint.keep names operators, and every is at most the plan's units",
-        "anything else would quietly keep or recompute nothing",
-        _recompute_units,
-    ),
-    Rule(
-        "with modes selective and budget, the schedule runs backward in one piece (not the zero-bubble"
-        " schedules and DualPipeV)",
-        "its second part would ask again for what was kept for the first",
-        _recompute_split,
-        upstream="torch/utils/checkpoint.py, _CachedTorchDispatchMode, which hands each kept result out"
-        " once",
-    ),
-    Rule(
-        "where the plan's pipeline says two_parts=False, the schedule runs backward in one piece (not"
-        " the zero-bubble schedules and DualPipeV)",
-        "the part of weights would run through what an earlier part has freed",
-        _split,
-        upstream="torch/distributed/pipelining/_backward.py, stage_backward_weight",
-    ),
-    Rule(
-        "with selective or budget and torch.compile, every layer is one graph: no experts",
-        "what a part compiled alone computes is not seen operator by operator",
-        _recompute_compiled,
-    ),
-    Rule(
-        'compile.mode "model" goes without tp',
-        "Dynamo cannot trace the hooks by which styles change tensors between modules; block compiles"
-        " what is between them",
-        _compiled_whole,
-        upstream="torch/_dynamo, of hooks that torch.distributed.tensor.distribute_module adds",
-    ),
-    Rule(
-        "with torch.compile, the schedule runs backward in one piece",
-        "a graph's backward overwrites what it reads, and gives wrong gradients where it may not",
-        _compiled_in_two_parts,
-        upstream="torch/_functorch/config.py, donated_buffer",
-    ),
-    Rule(
-        "compile.async_tp has CUDA, tp and torch.compile",
-        "Inductor splits products for tp's messages by symmetric memory",
-        _async_tp,
-        upstream="torch/distributed/_symmetric_memory, enable_symm_mem_for_group",
-    ),
-    Rule(
-        "precision.master is float32 or precision.param",
-        "what is kept in fewer bits than it is used in gains nothing from more",
-        _master,
-    ),
-    Rule(
-        "with precision.float8, torchao is installed, and some layer's sides on a tp rank are multiples"
-        " of 16 and large enough to gain",
-        "the kernels take rows of 16 bytes, and small products lose more by the scaling than they gain;"
-        " where float8 is emulated, small ones are taken too",
-        _float8,
-        upstream="aten/src/ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_cuda",
-    ),
-    Rule(
-        "on CUDA, precision.float8 tensorwise keeps sharded weights on the device",
-        "one collective finds the scales of all of them, and NCCL sends nothing from host memory",
-        _float8_offloaded,
-        upstream="torchao/float8/fsdp_utils.py, precompute_float8_dynamic_scale_for_fsdp",
-    ),
-    Rule(
-        "with precision.float8 and torch before 2.13, the schedule runs backward in one piece",
-        "a float8 layer is one function of its input and weight, which the split cannot enter",
-        _float8_split,
-        upstream="torch/distributed/pipelining/_backward.py, stage_backward_input",
-    ),
-    Rule(
-        "with parallel.offload, zero is 3, and every parameter has dims",
-        "other stages hold whole parameters on the device, and a parameter without dims has no shards",
-        _offload,
-    ),
-]
-
-COMPOSITION: list[Rule[Setup]] = [
-    *(MESH + STEP + COMM),
-    *(rule for _, rules in brought("composition_rules") for rule in rules()),
-]
+_OF_ADD_ONS = [rule for _, rules in brought("composition_rules") for rule in rules()]
+COMPOSITION: list[Rule[Setup]] = MESH + STEP + COMM + _OF_ADD_ONS
 
 
 def check_setup(setup: Setup) -> None:

@@ -4,7 +4,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParalle
 from torch.nn.utils.parametrize import is_parametrized
 
 from compose.config.addons import brought
-from compose.config.setup import Rule, Setup, all_keys_read
+from compose.config.setup import Rules, Setup, all_keys_read
 from compose.errors import ConfigError
 from compose.ops.dropout import dropouts
 from compose.parallel.context_parallel import check_ulysses
@@ -17,22 +17,37 @@ from compose.parallel.tensor_parallel import check_columns, check_heads
 from compose.pipeline.schedules import placement, stages_per_rank
 from compose.pipeline.split import check_layers, check_stages, layer_names
 
+MESH = Rules[Setup]()
 
+
+@MESH.add(
+    "dp_replicate x dp_shard x cp x tp x pp is the number of ranks; one may be -1",
+    "every rank has one place in the mesh",
+)
 def _degrees(setup: Setup) -> None:
     resolve_degrees(setup.degrees, setup.world_size)
 
 
+@MESH.add(
+    "ep divides dp_replicate x dp_shard x cp x tp",
+    "expert parallel is laid over these ranks, which hold different tokens anyway",
+)
 def _expert_ranks(setup: Setup) -> None:
     degrees = setup.degrees
     ranks = degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp
     check_expert_ranks(degrees.ep, ranks)
 
 
+@MESH.add("ep divides the experts", "every rank holds as many")
 def _experts(setup: Setup) -> None:
     for name, _ in setup.resolved.expert:
         check_experts(len(next(setup.model.get_submodule(name).parameters())), setup.degrees.ep)
 
 
+@MESH.add(
+    "the plan says how to do what the degrees ask for",
+    "a plan without styles for an axis would leave its ranks doing the same work",
+)
 def _plan_names(setup: Setup) -> None:
     degrees, plan, recompute = setup.degrees, setup.resolved, setup.options.activation_checkpoint
     compiled, float8 = setup.options.compile.mode, setup.options.precision.float8
@@ -60,15 +75,28 @@ def _plan_names(setup: Setup) -> None:
         raise ConfigError(*problems)
 
 
+@MESH.add(
+    "tp divides the query heads, and divides or is divided by the key/value heads",
+    "a rank computes whole heads; fewer key/value heads than ranks are shared by neighbours",
+)
 def _heads(setup: Setup) -> None:
     if setup.resolved.heads:
         check_heads(*setup.resolved.heads, setup.degrees.tp)
 
 
+@MESH.add(
+    "every tp rank gets a column of each weight that is cut by columns",
+    "a rank without one has an empty shard, whose shape FSDP gets wrong",
+    upstream="torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _get_dim_chunked_size",
+)
 def _columns(setup: Setup) -> None:
     check_columns(setup.model, setup.resolved.tensor, setup.degrees.tp)
 
 
+@MESH.add(
+    "with tp, no weight is computed from others, as weight_norm does",
+    "styles cut a module's own parameters, and DTensor does not know such functions",
+)
 def _parametrized(setup: Setup) -> None:
     model, placed = setup.model, {*dict(setup.resolved.tensor), *setup.resolved.replicate}
     computed = [name for name, module in model.named_modules() if is_parametrized(module)]
@@ -80,6 +108,10 @@ def _parametrized(setup: Setup) -> None:
         )
 
 
+@MESH.add(
+    "with tp, the plan places each dropout",
+    "a mask belongs to the whole tensor, and a plain tensor does not tell which part of it it is",
+)
 def _dropouts(setup: Setup) -> None:
     placed = {*dict(setup.resolved.tensor), *setup.resolved.replicate}
     unplaced = [name for name in dropouts(setup.model) if name not in placed]
@@ -91,22 +123,41 @@ def _dropouts(setup: Setup) -> None:
         )
 
 
+@MESH.add(
+    "with cp_method ulysses, cp divides the query heads that tp leaves, and divides or is divided"
+    " by the key/value heads",
+    "ranks trade sequence for whole heads; ring and allgather do not",
+)
 def _ulysses(setup: Setup) -> None:
     degrees = setup.degrees
     if setup.resolved.heads and degrees.cp_method == "ulysses":
         check_ulysses(*setup.resolved.heads, degrees.cp, degrees.tp)
 
 
+@MESH.add(
+    "zero3_reshard, where it is not 0, goes with zero 3 and divides dp_shard x cp; it is not 1",
+    "the ranks that share parameters are cut into equal groups; other stages free nothing between"
+    " forward and backward, and nor would groups of one",
+)
 def _zero3_reshard(setup: Setup) -> None:
     degrees = setup.degrees
     check_hpz(degrees.zero3_reshard, degrees.zero, degrees.dp_shard * degrees.cp)
 
 
+@MESH.add(
+    "pp_schedule is known, and pp_virtual_stages what it is defined for",
+    "GPipe and 1F1B run one stage on each rank, V-schedules two; the others any number",
+)
 def _schedule(setup: Setup) -> None:
     if setup.degrees.pp > 1:
         stages_per_rank(setup.degrees.pp_schedule, setup.degrees.pp_virtual_stages)
 
 
+@MESH.add(
+    "pp_layers has a number for each stage and adds up to the layers; no stage between the ends has"
+    " none",
+    "each layer runs once, and an idle stage only costs",
+)
 def _layers(setup: Setup) -> None:
     degrees, pipeline = setup.degrees, setup.resolved.pipeline
     if degrees.pp == 1 or pipeline is None:
@@ -122,68 +173,7 @@ def _layers(setup: Setup) -> None:
         check_stages(stages, degrees.pp, n_layers)
 
 
-MESH: list[Rule[Setup]] = [
-    Rule(
-        "dp_replicate x dp_shard x cp x tp x pp is the number of ranks; one may be -1",
-        "every rank has one place in the mesh",
-        _degrees,
-    ),
-    Rule(
-        "ep divides dp_replicate x dp_shard x cp x tp",
-        "expert parallel is laid over these ranks, which hold different tokens anyway",
-        _expert_ranks,
-    ),
-    Rule("ep divides the experts", "every rank holds as many", _experts),
-    Rule(
-        "the plan says how to do what the degrees ask for",
-        "a plan without styles for an axis would leave its ranks doing the same work",
-        _plan_names,
-    ),
-    Rule(
-        "tp divides the query heads, and divides or is divided by the key/value heads",
-        "a rank computes whole heads; fewer key/value heads than ranks are shared by neighbours",
-        _heads,
-    ),
-    Rule(
-        "every tp rank gets a column of each weight that is cut by columns",
-        "a rank without one has an empty shard, whose shape FSDP gets wrong",
-        _columns,
-        upstream="torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _get_dim_chunked_size",
-    ),
-    Rule(
-        "with tp, no weight is computed from others, as weight_norm does",
-        "styles cut a module's own parameters, and DTensor does not know such functions",
-        _parametrized,
-    ),
-    Rule(
-        "with tp, the plan places each dropout",
-        "a mask belongs to the whole tensor, and a plain tensor does not tell which part of it it is",
-        _dropouts,
-    ),
-    Rule(
-        "with cp_method ulysses, cp divides the query heads that tp leaves, and divides or is divided"
-        " by the key/value heads",
-        "ranks trade sequence for whole heads; ring and allgather do not",
-        _ulysses,
-    ),
-    Rule(
-        "zero3_reshard, where it is not 0, goes with zero 3 and divides dp_shard x cp; it is not 1",
-        "the ranks that share parameters are cut into equal groups; other stages free nothing between"
-        " forward and backward, and nor would groups of one",
-        _zero3_reshard,
-    ),
-    Rule(
-        "pp_schedule is known, and pp_virtual_stages what it is defined for",
-        "GPipe and 1F1B run one stage on each rank, V-schedules two; the others any number",
-        _schedule,
-    ),
-    Rule(
-        "pp_layers has a number for each stage and adds up to the layers; no stage between the ends has"
-        " none",
-        "each layer runs once, and an idle stage only costs",
-        _layers,
-    ),
-]
+COMM = Rules[Setup]()
 
 
 def _ranks(setup: Setup) -> tuple[int, int]:
@@ -193,6 +183,10 @@ def _ranks(setup: Setup) -> tuple[int, int]:
     return (copies * parts, 1) if degrees.zero == 0 else (copies, parts)
 
 
+@COMM.add(
+    "compressed messages of comm go with the add-on that sends them",
+    "compose/compression/ can be taken out, with its line in compose/config/addons.py",
+)
 def _add_on(setup: Setup) -> None:
     if setup.options.comm.codes and not any(brought("compress")):
         raise ConfigError(
@@ -201,6 +195,10 @@ def _add_on(setup: Setup) -> None:
         )
 
 
+@COMM.add(
+    "with comm.weights or comm.gradients, there are ranks that such messages go to",
+    "a key that changes nothing would look like one that works",
+)
 def _receivers(setup: Setup) -> None:
     comm, (replicas, shards) = setup.options.comm, _ranks(setup)
     problems = []
@@ -220,6 +218,11 @@ def _receivers(setup: Setup) -> None:
         raise ConfigError(*problems)
 
 
+@COMM.add(
+    "comm.activations goes with tp or ep, with the styles of compose.parallel.local_parallel, and"
+    " without float8 over tp",
+    "PyTorch's styles and torchao's send by themselves",
+)
 def _activations(setup: Setup) -> None:
     kind, degrees = setup.options.comm.activations, setup.degrees
     if kind == "off":
@@ -250,6 +253,7 @@ def _activations(setup: Setup) -> None:
         )
 
 
+@COMM.add("comm.block is a power of two, 16 or more", "a Hadamard matrix has such a size")
 def _block(setup: Setup) -> None:
     block = setup.options.comm.block
     if block < 16 or block & (block - 1):
@@ -257,6 +261,11 @@ def _block(setup: Setup) -> None:
         raise ConfigError(f"comm.block: {block} is no power of two from 16; nearest: {nearest}")
 
 
+@COMM.add(
+    "comm.near divides dp_shard x cp (dp_replicate x cp with zero 0), and is 1 with several"
+    " replicas of shards",
+    "ranks are cut into equal groups of neighbours; replicas are such groups already",
+)
 def _near(setup: Setup) -> None:
     near, zero, (replicas, shards) = setup.options.comm.near, setup.degrees.zero, _ranks(setup)
     if near == 1:
@@ -277,6 +286,16 @@ def _near(setup: Setup) -> None:
         )
 
 
+COMM.add(
+    "comm.rank goes with powersgd, density with top_k, near with what is sent in blocks",
+    "other messages would not read it",
+)(all_keys_read("comm", lambda setup: setup.options.comm))
+
+
+@COMM.add(
+    "comm.weights int4_diff goes without parallel.offload and zero3_reshard",
+    "it keeps what it sent last on the device, and shares it among comm.near ranks itself",
+)
 def _kept(setup: Setup) -> None:
     if setup.options.comm.weights != "int4_diff":
         return
@@ -293,6 +312,12 @@ def _kept(setup: Setup) -> None:
         )
 
 
+@COMM.add(
+    "what is compressed is a unit of numbers of one type",
+    "float8 with one scale for a tensor sends bytes, which have no blocks",
+    upstream="torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,"
+    " _get_all_gather_input_metadatas",
+)
 def _types(setup: Setup) -> None:
     comm, precision = setup.options.comm, setup.options.precision
     if comm.weights != "off" and precision.float8 == "tensorwise":
@@ -307,47 +332,3 @@ def _types(setup: Setup) -> None:
             f"comm: the unit of {odd[0]} has parameters of several types, of which {kind} has no code;"
             ' use comm.weights = "off" and comm.gradients = "off"'
         )
-
-
-COMM: list[Rule[Setup]] = [
-    Rule(
-        "compressed messages of comm go with the add-on that sends them",
-        "compose/compression/ can be taken out, with its line in compose/config/addons.py",
-        _add_on,
-    ),
-    Rule(
-        "with comm.weights or comm.gradients, there are ranks that such messages go to",
-        "a key that changes nothing would look like one that works",
-        _receivers,
-    ),
-    Rule(
-        "comm.activations goes with tp or ep, with the styles of compose.parallel.local_parallel, and"
-        " without float8 over tp",
-        "PyTorch's styles and torchao's send by themselves",
-        _activations,
-    ),
-    Rule("comm.block is a power of two, 16 or more", "a Hadamard matrix has such a size", _block),
-    Rule(
-        "comm.near divides dp_shard x cp (dp_replicate x cp with zero 0), and is 1 with several"
-        " replicas of shards",
-        "ranks are cut into equal groups of neighbours; replicas are such groups already",
-        _near,
-    ),
-    Rule(
-        "comm.rank goes with powersgd, density with top_k, near with what is sent in blocks",
-        "other messages would not read it",
-        all_keys_read("comm", lambda setup: setup.options.comm),
-    ),
-    Rule(
-        "comm.weights int4_diff goes without parallel.offload and zero3_reshard",
-        "it keeps what it sent last on the device, and shares it among comm.near ranks itself",
-        _kept,
-    ),
-    Rule(
-        "what is compressed is a unit of numbers of one type",
-        "float8 with one scale for a tensor sends bytes, which have no blocks",
-        _types,
-        upstream="torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,"
-        " _get_all_gather_input_metadatas",
-    ),
-]

@@ -17,7 +17,7 @@ from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION
 from compose.config.job import Job, make_job
 from compose.config.models import find_model, max_seq_len
-from compose.config.setup import Rule, Setup
+from compose.config.setup import Rule, Rules, Setup
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import is_adapter
@@ -29,39 +29,44 @@ from compose.pipeline.schedules import build_table, placement
 from compose.pipeline.split import balanced, layer_names
 
 _TRIED = 1_000_000  # most sizes to try for a size that divides
+RUN = Rules[Job]()
 
 
+@RUN.add(
+    "the keys suit what the model learns",
+    "the task of the model's folder reads some keys otherwise, or not at all",
+)
 def _task(job: Job) -> None:
     task = find_model(job.config.model.name).task
     if task and (problems := task.check(job.config)):
         raise ConfigError(*problems)
 
 
+@RUN.add(
+    "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
+    "every rank runs the same number of equal micro-batches, since collectives must match",
+)
 def _global_batch(job: Job) -> None:
     train, degrees = job.config.train, job.config.parallel
     ranks = degrees.dp_replicate * degrees.dp_shard
     unit = ranks * train.micro_batch
     if train.global_batch % unit == 0:
         return
-    nearest = max(1, round(train.global_batch / unit)) * unit
+    nearest, smaller = max(1, round(train.global_batch / unit)) * unit, ""
+    share, rest = divmod(train.global_batch, ranks)
+    if not rest and (most := min(train.micro_batch, share)) <= _TRIED:
+        best = max(size for size in range(1, most + 1) if share % size == 0)
+        smaller = f", or train.micro_batch = {best}"
     raise ConfigError(
         f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
-        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}"
-        + _smaller_micro_batch(train.global_batch, ranks, train.micro_batch)
+        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}{smaller}"
     )
 
 
-def _smaller_micro_batch(global_batch: int, ranks: int, micro_batch: int) -> str:
-    if global_batch % ranks:
-        return ""
-    share = global_batch // ranks
-    most = min(micro_batch, share)
-    if most > _TRIED:
-        return ""
-    best = max(size for size in range(1, most + 1) if share % size == 0)
-    return f", or train.micro_batch = {best}"
-
-
+@RUN.add(
+    "with sequence, or with experts, and without cp, seq_len is a multiple of tp",
+    "a local tensor carries no global shape, so every rank must hold an equal part",
+)
 def _sequence(job: Job) -> None:
     seq_len, tp = job.config.train.seq_len, job.degrees.tp
     # With cp, a sequence is padded to a length that both degrees divide.
@@ -76,6 +81,10 @@ def _sequence(job: Job) -> None:
     )
 
 
+@RUN.add(
+    "seq_len is at most model.max_seq_len, if the model has this key",
+    "a table of positions has no row for a later token",
+)
 def _positions(job: Job) -> None:
     seq_len, most = job.config.train.seq_len, max_seq_len(job.config.model.config)
     if most is not None and seq_len > most:
@@ -85,6 +94,12 @@ def _positions(job: Job) -> None:
         )
 
 
+@RUN.add(
+    "the schedule can run as many micro-batches as global_batch and micro_batch make",
+    "interleaved schedules go in rounds of equal length; DualPipeV fills every stage first",
+    upstream="torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,"
+    " ScheduleInterleavedZeroBubble and ScheduleDualPipeV, __init__",
+)
 def _micro_batches(job: Job) -> None:
     degrees, count = job.degrees, job.micro_batches
     if degrees.pp == 1 or not count:
@@ -99,18 +114,9 @@ def _micro_batches(job: Job) -> None:
         ) from None
 
 
-def _validation(job: Job) -> None:
-    every, path = job.config.train.validate_every, job.config.data.validation
-    if every and not path:
-        raise ConfigError(f"train.validate_every: {every} has nothing to measure; set data.validation")
-    if path and not every:
-        raise ConfigError(f"data.validation: {path} is never read; set train.validate_every too")
-
-
-def _optimizer(job: Job) -> None:
-    parameter_rules(job.model, job.plan, job.config.optimizer)
-
-
+@RUN.add(
+    "with train.loss_chunk, the plan names the output projection", "a loss in chunks takes its place"
+)
 def _output(job: Job) -> None:
     if job.config.train.loss_chunk and not job.plan.output:
         raise ConfigError(
@@ -119,6 +125,32 @@ def _output(job: Job) -> None:
         )
 
 
+@RUN.add(
+    "data.validation and train.validate_every go together",
+    "one says on what the loss is measured, the other when",
+)
+def _validation(job: Job) -> None:
+    every, path = job.config.train.validate_every, job.config.data.validation
+    if every and not path:
+        raise ConfigError(f"train.validate_every: {every} has nothing to measure; set data.validation")
+    if path and not every:
+        raise ConfigError(f"data.validation: {path} is never read; set train.validate_every too")
+
+
+@RUN.add(
+    "the patterns of lr_scale, weight_decay_scale and muon_except name parameters; with muon,"
+    " layers hold matrices",
+    "a mistyped pattern would leave what it means as it is, and muon without matrices is AdamW",
+)
+def _optimizer(job: Job) -> None:
+    parameter_rules(job.model, job.plan, job.config.optimizer)
+
+
+@RUN.add(
+    "with optimizer.offload, the optimizer is the fused AdamW, its state and the weights float32",
+    "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
+    " written",
+)
 def _optimizer_offload(job: Job) -> None:
     options, precision = job.config.optimizer, job.config.precision
     if options.offload == "none":
@@ -139,15 +171,23 @@ def _optimizer_offload(job: Job) -> None:
         raise ConfigError(*problems)
 
 
-def _muon_offload(job: Job) -> None:
-    if job.degrees.offload != "none" and job.config.optimizer.name != "adamw":
+@RUN.add(
+    "with model.lora, routers keep their biases",
+    "an export of adapters could not hold what else has changed",
+)
+def _frozen_routers(job: Job) -> None:
+    rate = getattr(job.config.model.config, "bias_rate", 0.0)
+    if job.config.model.lora.rank and rate:
         raise ConfigError(
-            f"optimizer.name: {job.config.optimizer.name} sends matrices from device to device, and"
-            f' parallel.offload = "cpu" has them in host memory; use "adamw", or parallel.offload ='
-            ' "none"'
+            f"model.bias_rate: {rate:g} moves the biases of routers, and model.lora freezes all but"
+            " adapters; use model.bias_rate = 0.0"
         )
 
 
+@RUN.add(
+    "with model.lora and pp, every stage has an adapter",
+    "a stage that trains nothing has no backward, for which the stages after it wait",
+)
 def check_adapters(job: Job) -> None:
     """Raise ConfigError if a stage of the pipeline, whose layers are known, has no adapter."""
     pipeline, layers = job.plan.pipeline, job.degrees.pp_layers
@@ -165,82 +205,17 @@ def check_adapters(job: Job) -> None:
             )
 
 
-def _frozen_routers(job: Job) -> None:
-    rate = getattr(job.config.model.config, "bias_rate", 0.0)
-    if job.config.model.lora.rank and rate:
+@RUN.add("with parallel.offload, the optimizer is AdamW", "Muon's messages are the device's")
+def _muon_offload(job: Job) -> None:
+    if job.degrees.offload != "none" and job.config.optimizer.name != "adamw":
         raise ConfigError(
-            f"model.bias_rate: {rate:g} moves the biases of routers, and model.lora freezes all but"
-            " adapters; use model.bias_rate = 0.0"
+            f"optimizer.name: {job.config.optimizer.name} sends matrices from device to device, and"
+            f' parallel.offload = "cpu" has them in host memory; use "adamw", or parallel.offload ='
+            ' "none"'
         )
 
 
-RUN: list[Rule[Job]] = [
-    Rule(
-        "the keys suit what the model learns",
-        "the task of the model's folder reads some keys otherwise, or not at all",
-        _task,
-    ),
-    Rule(
-        "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
-        "every rank runs the same number of equal micro-batches, since collectives must match",
-        _global_batch,
-    ),
-    Rule(
-        "with sequence, or with experts, and without cp, seq_len is a multiple of tp",
-        "a local tensor carries no global shape, so every rank must hold an equal part",
-        _sequence,
-    ),
-    Rule(
-        "seq_len is at most model.max_seq_len, if the model has this key",
-        "a table of positions has no row for a later token",
-        _positions,
-    ),
-    Rule(
-        "the schedule can run as many micro-batches as global_batch and micro_batch make",
-        "interleaved schedules go in rounds of equal length; DualPipeV fills every stage first",
-        _micro_batches,
-        upstream="torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,"
-        " ScheduleInterleavedZeroBubble and ScheduleDualPipeV, __init__",
-    ),
-    Rule(
-        "with train.loss_chunk, the plan names the output projection",
-        "a loss in chunks takes its place",
-        _output,
-    ),
-    Rule(
-        "data.validation and train.validate_every go together",
-        "one says on what the loss is measured, the other when",
-        _validation,
-    ),
-    Rule(
-        "the patterns of lr_scale, weight_decay_scale and muon_except name parameters; with muon,"
-        " layers hold matrices",
-        "a mistyped pattern would leave what it means as it is, and muon without matrices is AdamW",
-        _optimizer,
-    ),
-    Rule(
-        "with optimizer.offload, the optimizer is the fused AdamW, its state and the weights float32",
-        "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
-        " written",
-        _optimizer_offload,
-    ),
-    Rule(
-        "with model.lora, routers keep their biases",
-        "an export of adapters could not hold what else has changed",
-        _frozen_routers,
-    ),
-    Rule(
-        "with model.lora and pp, every stage has an adapter",
-        "a stage that trains nothing has no backward, for which the stages after it wait",
-        check_adapters,
-    ),
-    Rule(
-        "with parallel.offload, the optimizer is AdamW",
-        "Muon's messages are the device's",
-        _muon_offload,
-    ),
-    *(rule for _, rules in brought("run_rules") for rule in rules()),
-]
+RUN += [rule for _, rules in brought("run_rules") for rule in rules()]
 
 RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 

@@ -57,6 +57,21 @@ class Rule(Generic[Asked]):
     """The place in PyTorch that requires it; empty if arithmetic requires it."""
 
 
+class Rules(list[Rule[Asked]]):
+    """Rules in their order."""
+
+    def add(
+        self, condition: str, reason: str, upstream: str = ""
+    ) -> Callable[[Callable[[Asked], None]], Callable[[Asked], None]]:
+        """Return a decorator that makes a check the next rule."""
+
+        def note(check: Callable[[Asked], None]) -> Callable[[Asked], None]:
+            self.append(Rule(condition, reason, check, upstream))
+            return check
+
+        return note
+
+
 def problems_of(rules: Sequence[Rule[Asked]], asked: Asked) -> list[str]:
     """Return one line for each problem of the setup, or the run, without repetition."""
     found: list[str] = []

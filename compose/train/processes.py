@@ -72,9 +72,6 @@ def pick_device(name: str) -> torch.device:
     """Return the device of this rank for ``run.device``: one GPU per local rank, or the CPU.
 
     A launcher may show each process its own GPU alone, as Slurm does with ``--gpu-bind``.
-
-    Raises:
-        ConfigError: The process sees several GPUs, and fewer than there are processes on the node.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

@@ -114,8 +114,7 @@ def divide(
 ) -> tuple[Worker, dist.Store, int, int]:
     """Divide a job into ``count`` workers of neighbouring ranks.
 
-    Returns:
-        This rank's worker; and store, rank and number of ranks for the worker's default process group.
+    Returns this rank's worker; and store, rank and number of ranks of its default process group.
     """
     if count == 1:
         return Worker(), store, rank, world_size
