@@ -133,11 +133,9 @@ def test_refusals(
     monkeypatch.delattr("compose.cli.plan.process_group")
     folder = tmp_path / "some.toml"
     folder.mkdir()
-    words, message = (
-        [w.replace("FOLDER", str(folder)) for w in words],
-        message.replace("FOLDER", str(folder)),
-    )
+    words = [word.replace("FOLDER", str(folder)) for word in words]
     answer = answered("-m", "compose", "measure", *words)
+    message = message.replace("FOLDER", str(folder))
     assert (answer.returncode, answer.stderr, answer.stdout) == (2, message + "\n", "")
 
 
@@ -180,14 +178,12 @@ def test_fit_is_never_negative(seconds: list[float]) -> None:
     assert latency >= 0
     assert inverse >= 0
     # No other such line is nearer.
-    for other in [
+    for base, slope in [
         (latency * 1.01 + 1e-9, inverse),
         (latency * 0.99, inverse),
         (latency, inverse * 1.01 + 1e-9),
     ]:
-        squares = [
-            ((other[0] + other[1] * s) / t - 1) ** 2 for s, t in zip(sizes, seconds, strict=True)
-        ]
+        squares = [((base + slope * s) / t - 1) ** 2 for s, t in zip(sizes, seconds, strict=True)]
         assert (sum(squares) / len(squares)) ** 0.5 >= error - 1e-12
 
 

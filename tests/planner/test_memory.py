@@ -18,25 +18,13 @@ from compose.planner.cluster import load_cluster
 from compose.planner.few_layers import LayerRuns, few_micro_batches
 from compose.planner.memory import ActionMemory, Bytes, RankMemory, categorize, peak, stand_ins
 from compose.planner.record import Allocation, Record, Segment
-from tests.support.helpers import ROOT, make_job, tier
+from tests.support.helpers import ROOT, keys_in, make_job, ranks_in, tier
 
-MOE = {
-    "model__name": "qwen3",
-    "model__n_experts": 4,
-    "model__expert_dim": 64,
-    "model__head_dim": 16,
-}
-MIXED = {
-    "model__name": "deepseek_v3",
-    "model__n_experts": 4,
-    "model__n_groups": 1,
-    "model__top_groups": 1,
-    "model__expert_dim": 64,
-    "model__kv_rank": 32,
-    "model__nope_dim": 16,
-    "model__rope_dim": 16,
-    "model__v_dim": 16,
-}
+MOE = "model.name=qwen3 model.n_experts=4 model.expert_dim=64 model.head_dim=16"
+MIXED = (
+    "model.name=deepseek_v3 model.n_experts=4 model.n_groups=1 model.top_groups=1 model.expert_dim=64"
+    " model.kv_rank=32 model.nope_dim=16 model.rope_dim=16 model.v_dim=16"
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,105 +37,36 @@ def benchmark() -> Iterator[ModuleType]:
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
-ROWS: dict[str, tuple[int, dict[str, Any]]] = {
-    "a stage of each schedule's kinds": (
-        2,
-        {"parallel.pp": 2, "parallel.pp_schedule": "DualPipeV", "model.n_layers": 4},
-    ),
-    "zero 1, bfloat16, several micro-batches": (
-        2,
-        {
-            "parallel.dp_shard": 2,
-            "parallel.zero": 1,
-            "precision.param": "bfloat16",
-            "activation_checkpoint.mode": "full",
-            "train.global_batch": 6,
-        },
-    ),
-    "offloaded": (
-        1,
-        {
-            "parallel.offload": "cpu",
-            "activation_checkpoint.offload": True,
-            "optimizer.implementation": "foreach",
-        },
-    ),
-    "experts": (
-        2,
-        {
-            "parallel.dp_shard": 2,
-            "parallel.ep": 2,
-            "optimizer.name": "muon",
-            **{name.replace("__", "."): value for name, value in MIXED.items()},
-        },
-    ),
-    "tp and chunks of the loss": (
-        2,
-        {
-            "parallel.tp": 2,
-            "train.loss_chunk": 20,
-            "optimizer.offload": "nvme",
-            "model.vocab_size": 777,
-        },
-    ),
-    "cp": (2, {"parallel.cp": 2, "activation_checkpoint.mode": "selective"}),
-    "1F1B with tied ends": (
-        2,
-        {"parallel.pp": 2, "model.n_layers": 4, "model.tie_embeddings": True},
-    ),
-    "halves": (
-        2,
-        {"parallel.pp": 2, "model.n_layers": 4, "parallel.pp_schedule": "InterleavedZeroBubble"},
-    ),
-    "the turn of a V": (
-        4,
-        {
-            "parallel.pp": 4,
-            "parallel.pp_schedule": "ZBVZeroBubble",
-            "model.n_layers": 8,
-            "model.n_heads": 2,
-            "model.n_kv_heads": 2,
-            "train.global_batch": 16,
-        },
-    ),
-    "budget": (
-        1,
-        {
-            "model.name": "qwen3",
-            "model.n_layers": 3,
-            "model.dim": 128,
-            "model.hidden_dim": 331,
-            "model.n_heads": 4,
-            "model.n_kv_heads": 2,
-            "model.head_dim": 16,
-            "activation_checkpoint.mode": "budget",
-            "activation_checkpoint.budget": 0.8,
-            "precision.param": "bfloat16",
-            "precision.master": "bfloat16",
-            "precision.reduce": "bfloat16",
-            "optimizer.implementation": "fused",
-            "train.seq_len": 144,
-        },
-    ),
-    "hsdp": (4, {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero": 2}),
+BASE = (
+    "model.n_layers=2 model.dim=64 model.hidden_dim=192 train.seq_len=64 train.micro_batch=1"
+    " train.global_batch=4 model.vocab_size=1000"
+)
+ROWS = {
+    "a stage of each schedule's kinds": "pp=2 pp_schedule=DualPipeV model.n_layers=4",
+    "zero 1, bfloat16, several micro-batches": "dp_shard=2 zero=1 precision.param=bfloat16"
+    " activation_checkpoint.mode=full train.global_batch=6",
+    "offloaded": "offload=cpu activation_checkpoint.offload=true optimizer.implementation=foreach",
+    "experts": f"dp_shard=2 ep=2 optimizer.name=muon {MIXED}",
+    "tp and chunks of the loss": "tp=2 train.loss_chunk=20 optimizer.offload=nvme model.vocab_size=777",
+    "cp": "cp=2 activation_checkpoint.mode=selective",
+    "1F1B with tied ends": "pp=2 model.n_layers=4 model.tie_embeddings=true",
+    "halves": "pp=2 model.n_layers=4 pp_schedule=InterleavedZeroBubble",
+    "the turn of a V": "pp=4 pp_schedule=ZBVZeroBubble model.n_layers=8 model.n_heads=2"
+    " model.n_kv_heads=2 train.global_batch=16",
+    "budget": "model.name=qwen3 model.n_layers=3 model.dim=128 model.hidden_dim=331 model.n_heads=4"
+    " model.n_kv_heads=2 model.head_dim=16 activation_checkpoint.mode=budget train.seq_len=144"
+    " activation_checkpoint.budget=0.8 precision.param=bfloat16 precision.master=bfloat16"
+    " precision.reduce=bfloat16 optimizer.implementation=fused",
+    "hsdp": "dp_replicate=2 dp_shard=2 zero=2",
 }
 LONG = ("the turn of a V", "budget", "tp and chunks of the loss", "experts")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=True, full=n in LONG)) for n in ROWS])
 def test_equal_to_what_ranks_allocate(benchmark: ModuleType, name: str) -> None:
-    ranks, more = ROWS[name]
-    keys = {
-        "model.n_layers": 2,
-        "model.dim": 64,
-        "model.hidden_dim": 192,
-        "train.seq_len": 64,
-        "train.micro_batch": 1,
-        "train.global_batch": 4,
-        "model.vocab_size": 1000,
-        **more,
-    }
-    for line in benchmark.row_lines(keys, ranks):
+    keys = keys_in(BASE) | keys_in(ROWS[name])
+    dotted = {key.replace("__", "."): value for key, value in keys.items()}
+    for line in benchmark.row_lines(dotted, ranks_in(keys)):
         for how in ("table", "replay"):
             if how in line:
                 assert abs(line[how]["error"]) < 0.002, (how, line)
@@ -183,41 +102,21 @@ def _peaks(job: Job) -> list[tuple[int, Any]]:
     return [peak(r.memory, row, job.micro_batches) for r, row in zip(ranks, rows, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        pytest.param({"model__n_layers": 6}, id="dense", marks=tier(slow=True)),
-        pytest.param(
-            {
-                "model__name": "gemma3",
-                "model__n_layers": 10,
-                "model__global_every": 5,
-                "model__window": 4,
-            },
-            id="local and global",
-            marks=tier(slow=True),
-        ),
-        pytest.param({"model__n_layers": 6, **MOE}, id="moe", marks=tier(slow=True)),
-        pytest.param(
-            {"model__n_layers": 9, "model__n_dense_layers": 4, **MIXED},
-            id="mixed",
-            marks=tier(slow=True),
-        ),
-        pytest.param(
-            {
-                "model__n_layers": 20,
-                "parallel__pp": 2,
-                "parallel__pp_schedule": "Interleaved1F1B",
-                "parallel__pp_virtual_stages": 2,
-                "train__global_batch": 8,
-            },
-            id="virtual stages",
-            marks=tier(slow=True),
-        ),
-    ],
-)
-def test_few_layers_stand_for_all(keys: dict[str, Any]) -> None:
-    job = make_job(2, **({"parallel__dp_shard": 2} if "parallel__pp" not in keys else {}), **keys)
+FEW = {
+    "dense": "dp_shard=2 model.n_layers=6",
+    "local and global": "dp_shard=2 model.name=gemma3 model.n_layers=10 model.global_every=5"
+    " model.window=4",
+    "moe": f"dp_shard=2 model.n_layers=6 {MOE}",
+    "mixed": f"dp_shard=2 model.n_layers=9 model.n_dense_layers=4 {MIXED}",
+    "virtual stages": "pp=2 pp_schedule=Interleaved1F1B pp_virtual_stages=2 model.n_layers=20"
+    " train.global_batch=8",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW)
+def test_few_layers_stand_for_all(name: str) -> None:
+    job = make_job(2, **keys_in(FEW[name]))
     with mock.patch.object(estimate, "_kept", return_value=[None]):
         whole = _peaks(job)
     with mock.patch.object(estimate, "_kept", _several):
@@ -260,21 +159,14 @@ def test_both_halves_stand_for_a_backward() -> None:
 
 def test_micro_batches_with_each_kind_of_action() -> None:
     assert few_micro_batches(make_job(1, train__global_batch=16)) == [0, 1, 7]
-    keys = {"parallel__pp": 2, "model__n_layers": 4, "train__global_batch": 16}
-    job = make_job(2, parallel__pp_schedule="DualPipeV", **keys)
+    line = "pp=2 model.n_layers=4 train.global_batch=16 pp_schedule=DualPipeV"
+    job = make_job(2, **keys_in(line))
     chosen = few_micro_batches(job)
-    between = {
-        (a.stage, a.kind)
-        for row in estimate.schedule_rows(job)
-        for a in row
-        if 0 < a.micro_batch < job.micro_batches - 1
-    }
-    kept = {
-        (a.stage, a.kind)
-        for row in estimate.schedule_rows(job)
-        for a in row
-        if a.micro_batch in chosen[1:-1]
-    }
+    actions = [action for row in estimate.schedule_rows(job) for action in row]
+    between, kept = (
+        {(a.stage, a.kind) for a in actions if a.micro_batch in some}
+        for some in (range(1, job.micro_batches - 1), chosen[1:-1])
+    )
     assert kept == between
     assert len(chosen) < job.micro_batches
 

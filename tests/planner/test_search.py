@@ -33,7 +33,7 @@ from compose.planner.search import (
     with_keys,
 )
 from tests.support.command_lines import execute
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, keys_in
 
 TRAIN = str(ROOT / "train.toml")
 SMALL = ["--model.n_layers=2", "--model.dim=64", "--train.seq_len=64", "--train.global_batch=8"]
@@ -55,12 +55,7 @@ def picks(where: Space, count: int = 1, offload: bool = False) -> list[Candidate
     return sorted(found, key=lambda c: c.rough.step)[:count]
 
 
-LLAMA_8B: dict[str, object] = {
-    "model__preset": "8b",
-    "precision__param": "bfloat16",
-    "train__global_batch": 64,
-    "train__seq_len": 4096,
-}
+LLAMA_8B = keys_in("model.preset=8b precision.param=bfloat16 train.global_batch=64 train.seq_len=4096")
 
 
 def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
@@ -95,20 +90,15 @@ def test_one_node_holds_a_7b_by_zero_alone() -> None:
 
 
 def test_long_sequences_take_context_parallel() -> None:
-    keys = LLAMA_8B | {"train__seq_len": 131072, "train__global_batch": 8}
-    best = picks(space(TRAIN, "h100_sxm", 8, **keys))[0].config
+    shape = keys_in("train.seq_len=131072 train.global_batch=8")
+    best = picks(space(TRAIN, "h100_sxm", 8, **(LLAMA_8B | shape)))[0].config
     assert best.parallel.cp >= 2
     assert best.activation_checkpoint.mode == "full"
 
 
 def test_a_70b_keeps_tp_in_the_node_and_the_pipeline_short() -> None:
-    keys = LLAMA_8B | {
-        "model__preset": "70b",
-        "train__seq_len": 8192,
-        "train__global_batch": 512,
-        "parallel__cp": 1,
-    }
-    where = space(TRAIN, "h100_sxm", 512, **keys)
+    shape = keys_in("model.preset=70b train.seq_len=8192 train.global_batch=512 cp=1")
+    where = space(TRAIN, "h100_sxm", 512, **(LLAMA_8B | shape))
     best = picks(where)[0]
     assert 1 < best.config.parallel.tp <= 8
     assert best.config.parallel.pp <= 8
@@ -171,35 +161,18 @@ def test_explanations_halve_even_degrees_alone(tp: int, names: list[str]) -> Non
 
 @pytest.mark.slow
 def test_memory_ranks_candidates_when_asked() -> None:
-    where = space(
-        TRAIN,
-        "h100_sxm",
-        4,
-        model__n_layers=2,
-        model__dim=64,
-        train__seq_len=64,
-        train__global_batch=8,
-        train__micro_batch=1,
-        activation_checkpoint__mode="none",
-    )
-    fast = search(where, most=4)
-    lean = search(replace(where, objective="memory"), most=4)
-    assert [c.estimate.step_seconds for c in fast if c.estimate] == sorted(
-        c.estimate.step_seconds for c in fast if c.estimate
-    )
-    assert [c.reserved for c in lean] == sorted(c.reserved for c in lean)
+    shape = "model.n_layers=2 model.dim=64 train.seq_len=64 train.global_batch=8 train.micro_batch=1"
+    keys = keys_in(f"{shape} activation_checkpoint.mode=none")
+    where = space(TRAIN, "h100_sxm", 4, **keys)
+    fast = [c.estimate.step_seconds for c in search(where, most=4) if c.estimate]
+    lean = [c.reserved for c in search(replace(where, objective="memory"), most=4)]
+    assert fast == sorted(fast)
+    assert lean == sorted(lean)
 
 
 CANDIDATE = {
-    "keys",
-    "fits",
-    "step_seconds",
-    "tokens_per_second_per_device",
-    "mfu",
-    "bubble",
-    "exposed",
-    "memory",
-    "why",
+    *("keys", "fits", "step_seconds", "tokens_per_second_per_device", "mfu", "bubble", "exposed"),
+    *("memory", "why"),
 }
 
 
@@ -209,17 +182,9 @@ def run(*arguments: str) -> Any:
 
 def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("plan.json", "plan.html", "best.toml")]
-    done = run(
-        TRAIN,
-        *SMALL,
-        "--cluster=h100_sxm",
-        "--world-size=4",
-        "--candidates=2",
-        "--explain",
-        f"--json={files[0]}",
-        f"--report={files[1]}",
-        f"--write={files[2]}",
-    )
+    words = ["--cluster=h100_sxm", "--world-size=4", "--candidates=2", "--explain"]
+    written = [f"--json={files[0]}", f"--report={files[1]}", f"--write={files[2]}"]
+    done = run(TRAIN, *SMALL, *words, *written)
     assert done.returncode == 0, done.stderr
     data = json.loads(files[0].read_text())
     assert set(data) >= {"cluster", "world_size", "capacity", "candidates"}
@@ -234,11 +199,8 @@ def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
     assert "<html" in files[1].read_text()
     dry = execute("train.py", str(files[2]), "--dry-run", "--world-size=4")
     assert dry.returncode == 0, dry.stderr
-    written = load(str(files[2])).parallel
-    keys = data["candidates"][0]["keys"]
-    assert {key: getattr(written, key.partition(".")[2]) for key in DEGREES} == {
-        key: keys[key] for key in DEGREES
-    }
+    best, keys = load(str(files[2])).parallel, data["candidates"][0]["keys"]
+    assert all(getattr(best, key.partition(".")[2]) == keys[key] for key in DEGREES)
 
 
 def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
@@ -280,27 +242,25 @@ def test_as_is_estimates_the_files_own_mesh() -> None:
     assert row.split()[:3] == ["2", "2", "2"]
 
 
+ON_8 = ["--cluster=h100_sxm", "--world-size=8"]
 BAD = [
     (["--world-size=8"], "command line: plan: needs --cluster; see --help"),
     (["--cluster=h100_sxm"], "command line: plan: needs --world-size; see --help"),
     (
-        ["--cluster=h100_sxm", "--world-size=8", "--objective=tim"],
+        [*ON_8, "--objective=tim"],
         "command line: --objective: tim is none of time, memory, devices; did you mean time?",
     ),
+    ([*ON_8, "--candidates=0"], "command line: --candidates: 0 is not a number of candidates"),
     (
-        ["--cluster=h100_sxm", "--world-size=8", "--candidates=0"],
-        "command line: --candidates: 0 is not a number of candidates",
-    ),
-    (
-        ["--cluster=h100_sxm", "--world-size=8", "--objective=devices", "--tokens=many"],
+        [*ON_8, "--objective=devices", "--tokens=many"],
         "command line: --tokens: many is not a number above 0, as 15e12",
     ),
     (
-        ["--cluster=h100_sxm", "--world-size=8", "--objective=devices", "--tokens=1e9"],
+        [*ON_8, "--objective=devices", "--tokens=1e9"],
         "command line: --days: --objective devices needs a number above 0, as 15e12",
     ),
     (
-        ["--cluster=h100_sxm", "--world-size=8", "--as-is", "--parallel.tp=3"],
+        [*ON_8, "--as-is", "--parallel.tp=3"],
         f"{TRAIN}: parallel: the degrees' product tp 3 does not divide the world size 8; nearest:"
         " parallel.tp = 2",
     ),
@@ -314,7 +274,7 @@ def test_bad_input_is_one_line(words: list[str], line: str) -> None:
 
 
 def test_an_unknown_free_key_is_named() -> None:
-    done = run(TRAIN, "--cluster=h100_sxm", "--world-size=8", "--free=parallel.zeros")
+    done = run(TRAIN, *ON_8, "--free=parallel.zeros")
     assert done.returncode == 2
     assert done.stderr.startswith("command line: --free: parallel.zeros is no key that is tried")
     assert "did you mean parallel.zero?" in done.stderr

@@ -63,10 +63,15 @@ def seconds_of(
     return action_seconds(record, cluster, Parallel(dp_shard=8), 1, False)[0, "F", "last"]
 
 
+def product_and_gather(cluster: Cluster, size: int) -> tuple[float, float]:
+    """The seconds of a product, and of the all-gather beside it."""
+    compute = costs.product_seconds(cluster, size, size, size, 1, "bfloat16")
+    return compute, costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
+
+
 def test_a_gather_behind_enough_compute_costs_nothing() -> None:
     cluster = cluster_of()
-    compute = costs.product_seconds(cluster, 16384, 16384, 16384, 1, "bfloat16")
-    sent = costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
+    compute, sent = product_and_gather(cluster, 16384)
     assert sent < compute
     found = seconds_of([gather(1), product(16384), Wait(1, 0, 0)], cluster, at=1)
     assert found["all"] == pytest.approx(compute)
@@ -76,8 +81,7 @@ def test_a_gather_behind_enough_compute_costs_nothing() -> None:
 
 def test_of_a_gather_behind_little_compute_the_rest_is_exposed() -> None:
     cluster = cluster_of()
-    compute = costs.product_seconds(cluster, 2048, 2048, 2048, 1, "bfloat16")
-    sent = costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
+    compute, sent = product_and_gather(cluster, 2048)
     found = seconds_of([gather(1), product(2048), Wait(1, 0, 0)], cluster, at=1)
     assert found["all"] == pytest.approx(sent)
     assert found["exposed dp_shard"] == pytest.approx(sent - compute)
@@ -85,8 +89,7 @@ def test_of_a_gather_behind_little_compute_the_rest_is_exposed() -> None:
 
 def test_a_gather_that_is_waited_for_at_once_is_exposed() -> None:
     cluster = cluster_of()
-    compute = costs.product_seconds(cluster, 16384, 16384, 16384, 1, "bfloat16")
-    sent = costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
+    compute, sent = product_and_gather(cluster, 16384)
     for work, at in (
         ([gather(1), Wait(1, 0, 0), product(16384)], 1),
         ([gather(0), product(16384)], None),  # it was issued on the stream that computes
@@ -112,8 +115,7 @@ def test_complex_numbers_are_not_fused() -> None:
 def test_a_message_keeps_units_while_it_runs() -> None:
     """A quarter of the units: three quarters of the work are done meanwhile."""
     cluster = cluster_of(message_units=33)
-    sent = costs.collective_seconds(cluster, "all_gather", 2**30, 8, 1)
-    long, short = (costs.product_seconds(cluster, n, n, n, 1, "bfloat16") for n in (16384, 2048))
+    (long, sent), (short, _) = (product_and_gather(cluster, size) for size in (16384, 2048))
     found = seconds_of([gather(1), product(16384), product(2048), Wait(1, 0, 0)], cluster, at=1)
     assert found["product"] == pytest.approx(long + sent / 4 + short)
     found = seconds_of([gather(1), product(2048), Wait(1, 0, 0)], cluster, at=1)
