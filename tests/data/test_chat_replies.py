@@ -100,6 +100,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
+@pytest.fixture
+def ours(folder: Path) -> JsonTokenizer:
+    return tokenizers(folder, "llama 3")[0]
+
+
 def written(ours: JsonTokenizer, source: str, row: dict[str, Any]) -> list[Rendered]:
     (ours.path.parent / "chat_template.jinja").write_text(source)
     return Replies(ours, ours.end).render(read_chat(row, "messages"))
@@ -179,9 +184,10 @@ def learnt(ours: JsonTokenizer, text: Rendered) -> str:
         ("glm", ["\nb", "\nd"]),
     ],
 )
-def test_a_reply_that_the_template_does_not_end(folder: Path, name: str, replies: list[str]) -> None:
+def test_a_reply_that_the_template_does_not_end(
+    ours: JsonTokenizer, name: str, replies: list[str]
+) -> None:
     """It is learnt with the end token, which is not in the text of a later reply."""
-    ours, _ = tokenizers(folder, "llama 3")
     row = {"messages": [user("a"), reply("b"), user("c"), reply("d\n\n")]}
     texts = written(ours, plain(FAMILIES[name]), row)
     assert [learnt(ours, text) for text in texts] == [f"{each}</s>" for each in replies]
@@ -212,9 +218,8 @@ AS_TEXT = [CALLED[0], with_texts(CALLED[1]), CALLED[2]]
 @pytest.mark.parametrize(
     "name", ["qwen_2.5", "qwen_3", "qwen_3_coder", "deepseek_v3", "harmony", "hermes"]
 )
-def test_forms_of_one_chat_are_one(folder: Path, name: str) -> None:
+def test_forms_of_one_chat_are_one(ours: JsonTokenizer, name: str) -> None:
     """Arguments and tools as JSON text, content as parts, keys without a value."""
-    ours, _ = tokenizers(folder, "llama 3")
     parts = [
         {**m, "content": m["content"] and [{"type": "text", "text": m["content"]}]} for m in AS_TEXT
     ]
@@ -234,8 +239,7 @@ def test_forms_of_one_chat_are_one(folder: Path, name: str) -> None:
     assert "'type'" not in text.text
 
 
-def test_a_text_is_kept_as_it_is_where_the_template_takes_texts(folder: Path) -> None:
-    ours, _ = tokenizers(folder, "llama 3")
+def test_a_text_is_kept_as_it_is_where_the_template_takes_texts(ours: JsonTokenizer) -> None:
     row = {"messages": [user("a"), reply("", tool_calls=[call('{"city":"x"}')])]}
     for name in ("qwen_3", "deepseek_v3"):
         (text,) = written(ours, plain(FAMILIES[name]), row)
@@ -244,8 +248,7 @@ def test_a_text_is_kept_as_it_is_where_the_template_takes_texts(folder: Path) ->
     assert '{"city": "x"}' in learnt(ours, text)
 
 
-def test_values_that_a_template_finds(folder: Path) -> None:
-    ours, _ = tokenizers(folder, "llama 3")
+def test_values_that_a_template_finds(ours: JsonTokenizer) -> None:
     source = (
         "{{ tools is none }}{{ documents is none }}{{ 'content' in messages[0] }}"
         "{% for m in messages %}{{ '|' ~ m.role ~ m.reasoning_content ~ m.thinking ~ m.content }}"
@@ -306,9 +309,9 @@ def test_an_empty_reply_that_ends_otherwise_within_a_chat(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen_3", "mistral_1"])
-def test_replies_that_are_not_learnt(folder: Path, name: str) -> None:
+def test_replies_that_are_not_learnt(ours: JsonTokenizer, name: str) -> None:
     """Those of weight 0, and those of a prompt."""
-    ours, source = tokenizers(folder, "llama 3")[0], plain(FAMILIES[name])
+    source = plain(FAMILIES[name])
     messages = [user("a"), reply("b"), user("c"), reply("d")]
     whole = {"messages": [messages[0], reply("b", weight=0), messages[2], reply("d", weight=1)]}
     (text,) = written(ours, source, whole)
@@ -325,8 +328,7 @@ def test_a_chat_that_begins_with_a_reply(folder: Path) -> None:
         assert check_row(both, name, {"messages": [reply("hello"), user("a"), reply("b")]}), name
 
 
-def test_a_prompt_that_opens_a_thought(folder: Path) -> None:
-    ours, _ = tokenizers(folder, "llama 3")
+def test_a_prompt_that_opens_a_thought(ours: JsonTokenizer) -> None:
     (ours.path.parent / "chat_template.jinja").write_text(plain(FAMILIES["qwq"]))
     replies = Replies(ours)
     (text,) = replies.render(read_chat({"messages": [user("a"), reply("<t>")]}, "messages"))
@@ -334,9 +336,8 @@ def test_a_prompt_that_opens_a_thought(folder: Path) -> None:
     assert replies.notes == {"replies do not begin with the '<think>' of the template's prompt": 1}
 
 
-def test_a_system_message_that_stands_in_the_prompt_alone(folder: Path) -> None:
+def test_a_system_message_that_stands_in_the_prompt_alone(ours: JsonTokenizer) -> None:
     """Mistral's templates write it before the last message, if this is the user's."""
-    ours, _ = tokenizers(folder, "llama 3")
     row = {"messages": [{"role": "system", "content": "s"}, user("a"), reply("b")]}
     (ours.path.parent / "chat_template.jinja").write_text(plain(FAMILIES["mistral_3"]))
     replies = Replies(ours)
@@ -449,14 +450,14 @@ def test_a_template_that_writes_no_reply_where_it_asks_for_one(tmp_path: Path) -
         ),
     ],
 )
-def test_rows_that_cannot_be_used(folder: Path, row: dict[str, Any], words: str) -> None:
+def test_rows_that_cannot_be_used(ours: JsonTokenizer, row: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words follow)
-        written(tokenizers(folder, "llama 3")[0], plain(FAMILIES["chatml"]), row)
+        written(ours, plain(FAMILIES["chatml"]), row)
     assert str(caught.value).startswith(words)
 
 
-def test_a_reply_whose_content_is_not_written(folder: Path) -> None:
+def test_a_reply_whose_content_is_not_written(ours: JsonTokenizer) -> None:
     source = "{% for m in messages %}{{ m.role ~ ':</s>' }}{% endfor %}"
     source += "{% if add_generation_prompt %}assistant:{% endif %}"
     with pytest.raises(ValueError, match=r"^message 2: the chat template does not write its content$"):
-        written(tokenizers(folder, "llama 3")[0], source, {"messages": [user("a"), reply("b")]})
+        written(ours, source, {"messages": [user("a"), reply("b")]})

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import pytest
 
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.config.tables import Train
 from compose.data.datasets import described, open_data, training_batches
-from compose.errors import ConfigError
 from tests.support.data_made import sets_of
+from tests.support.helpers import refusal
 
 
 def test_a_file_of_other_tokens_is_told_from_the_one_before(tmp_path: Path) -> None:
@@ -52,31 +51,26 @@ def test_a_set_without_a_target_is_refused(tmp_path: Path) -> None:
     for key in ("path", "validation"):
         config = sets_of(**{"path": "stdlib", "separator": 7} | {key: str(path)})
         config = replace(config, train=Train(seq_len=4, validate_every=1))
-        with pytest.raises(ConfigError) as caught:
-            open_data(config)
-        assert caught.value.problems == [f"data.{key}: {message}"]
+        assert refusal(open_data, config) == f"data.{key}: {message}"
     tokens[20] = 8  # one sample of nine has something to learn
     tokens.tofile(path)
     assert open_data(replace(sets_of(**keys), train=Train(seq_len=4))).sets
 
 
 def test_bad_mixtures(tmp_path: Path) -> None:
-    def problems(**keys: Any) -> list[str]:
-        try:
-            open_data(sets_of(**keys))
-        except ConfigError as error:
-            return error.problems
-        return []
-
     (tmp_path / "a.txt").write_text("some text")
     a = str(tmp_path / "a.txt")
-    assert problems(path=(a, "stdlib"), weights=(1.0, 2.0)) == []
-    assert problems(path=(a, a)) == [f"data.path: {a} is named twice"]
-    assert problems(path=()) == ["data.path: names nothing"]
-    assert problems(path=(a,), weights=(1.0, 2.0)) == [
-        "data.weights: has 2 numbers for the 1 of data.path"
-    ]
-    assert problems(path=(a, "no1"), validation="no2") == [
-        "data.path: no file at no1",
-        "data.validation: no file at no2",
-    ]
+    for keys, problems in (
+        ({"path": (a, "stdlib"), "weights": (1.0, 2.0)}, ""),
+        ({"path": (a, a)}, f"data.path: {a} is named twice"),
+        ({"path": ()}, "data.path: names nothing"),
+        (
+            {"path": (a,), "weights": (1.0, 2.0)},
+            "data.weights: has 2 numbers for the 1 of data.path",
+        ),
+        (
+            {"path": (a, "no1"), "validation": "no2"},
+            "data.path: no file at no1\ndata.validation: no file at no2",
+        ),
+    ):
+        assert refusal(open_data, sets_of(**keys)) == problems

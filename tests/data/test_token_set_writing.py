@@ -25,6 +25,7 @@ from compose.data.tokenizer import open_tokenizer
 from compose.errors import LEADS_OUT, ConfigError
 from compose.ops.batch import IGNORE
 from tests.support.data_made import sets_of
+from tests.support.helpers import refusal
 from tests.support.tokenizer_kinds import KINDS, save_kind, text_of
 from tests.support.tokenizers_made import SPECIAL, TEXT, save_tokenizer
 
@@ -32,11 +33,12 @@ END = SPECIAL.index("<|end|>")
 
 
 def problems_of(config: Config) -> list[str]:
-    try:
-        open_data(config)
-    except ConfigError as error:
-        return error.problems
-    return []
+    return refusal(open_data, config).splitlines()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def documents(count: int, seed: int = 0) -> list[str]:
@@ -69,8 +71,7 @@ def row_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("unit", "workers"), [(1 << 20, 1), (997, 2), (50, 1)])
-def test_units_make_no_difference(tmp_path: Path, unit: int, workers: int) -> None:
-    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+def test_units_make_no_difference(tmp_path: Path, tokenizer: Path, unit: int, workers: int) -> None:
     texts = [*documents(60), "", "last"]
     file = json_lines(tmp_path / "a.jsonl", texts)
     counts = make(tokenizer, tmp_path / "out", file, unit=unit, workers=workers)
@@ -82,8 +83,7 @@ def test_units_make_no_difference(tmp_path: Path, unit: int, workers: int) -> No
     assert [made.tokens.read(int(end) - 1, int(end))[0] for end in made.ends] == [END] * 61
 
 
-def test_text_files_are_documents_that_may_span_units(tmp_path: Path) -> None:
-    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+def test_text_files_are_documents_that_may_span_units(tmp_path: Path, tokenizer: Path) -> None:
     one = tmp_path / "one.txt"
     one.write_text("".join(f"{i}: {text}\n" for i, text in enumerate(documents(40))))
     (tmp_path / "two.md").write_text("no newline at the end")
@@ -100,8 +100,7 @@ def test_text_files_are_documents_that_may_span_units(tmp_path: Path) -> None:
     assert len(units_of(describe_job(open_tokenizer(tokenizer), "text", "text", END, files, 300))) > 5
 
 
-def test_parquet(tmp_path: Path) -> None:
-    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+def test_parquet(tmp_path: Path, tokenizer: Path) -> None:
     texts = documents(30)
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(
@@ -112,9 +111,11 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before a shard", "between shards", "before the manifest"])
-def test_goes_on_where_it_was(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goes_on_where_it_was(
+    tmp_path: Path, tokenizer: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed at any moment, the same command ends with the same folder, and does no shard twice."""
-    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(60)
+    texts = documents(60)
     file = json_lines(tmp_path / "a.jsonl", texts)
     job = describe_job(open_tokenizer(tokenizer), "text", "text", END, [file], 500)
     out = tmp_path / "out"
@@ -138,8 +139,8 @@ def test_goes_on_where_it_was(tmp_path: Path, moment: str, monkeypatch: pytest.M
     assert len(kept) == len(done[moment])
 
 
-def test_windows_of_a_token_set(tmp_path: Path) -> None:
-    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(40)
+def test_windows_of_a_token_set(tmp_path: Path, tokenizer: Path) -> None:
+    texts = documents(40)
     make(tokenizer, tmp_path / "out", json_lines(tmp_path / "a.jsonl", texts), unit=300)
     samples, row = open_samples(str(tmp_path / "out"), Data(), 16, 300), expected(tokenizer, texts)
     assert len(samples) == (len(row) - 1) // 16
@@ -150,8 +151,7 @@ def test_windows_of_a_token_set(tmp_path: Path) -> None:
         assert torch.equal(batch["targets"], window[1:].masked_fill(window[:-1] == END, IGNORE))
 
 
-def test_damage_and_misfits_are_named(tmp_path: Path) -> None:
-    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+def test_damage_and_misfits_are_named(tmp_path: Path, tokenizer: Path) -> None:
     out = tmp_path / "out"
     make(tokenizer, out, json_lines(tmp_path / "a.jsonl", documents(20)), unit=500)
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -204,8 +204,8 @@ def test_tokenizers_must_agree(tmp_path: Path) -> None:
     ]
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(9)
+def test_command(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = documents(9)
     file, out = json_lines(tmp_path / "a.jsonl", texts, "body"), tmp_path / "out"
     words = ["tokenize", "--tokenizer", str(tokenizer.parent), "--out", str(out), "--workers=1"]
     assert main([*words, "--field=body", str(file)]) == 0
@@ -219,9 +219,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (out / "tokenizer_config.json").exists()
 
     def refused(*more: str) -> str:
-        with pytest.raises(ConfigError) as caught:
-            main(list(more))
-        return str(caught.value)
+        return refusal(main, list(more))
 
     assert refused(*words, str(file)) == (
         f"{out}: holds another job (files, tokenizer or options differ); choose another --out, or"
@@ -260,22 +258,20 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (b"\xff", "is not UTF-8: invalid start byte"),
     ],
 )
-def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: bytes, words: str) -> None:
-    tokenizer, file = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "a.jsonl"
+def test_a_line_that_cannot_be_used_is_named(
+    tmp_path: Path, tokenizer: Path, line: bytes, words: str
+) -> None:
+    file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "\\ud83d\\ude00 a pair"}\n\n' + line)
-    with pytest.raises(ConfigError) as caught:
-        make(tokenizer, tmp_path / "out", file)
-    (problem,) = caught.value.problems
+    (problem,) = refusal(make, tokenizer, tmp_path / "out", file).splitlines()
     assert problem.startswith(f"{file}:3: {words}")
 
 
-def test_rows_that_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_are_left_out(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With --skip-bad, those of JSON lines and of Parquet; without it null is an empty text."""
-    tokenizer, lines, table = (
-        save_tokenizer(tmp_path / "t"),
-        tmp_path / "a.jsonl",
-        tmp_path / "b.parquet",
-    )
+    lines, table = tmp_path / "a.jsonl", tmp_path / "b.parquet"
     lines.write_bytes(
         b'\xef\xbb\xbf{"text": "a"}\n{"text": 5}\n\xff\n{"text": null}\n{"text": "b"}\n{"a": 1}'
     )
@@ -297,19 +293,17 @@ def test_rows_that_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [manifest[name] for name in ("rows", "empty", "bad", "documents")] == [3, 1, 5, 2]
 
 
-def test_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
-    tokenizer, path = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "a.parquet"
+def test_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path, tokenizer: Path) -> None:
+    path = tmp_path / "a.parquet"
     bad = pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
-    with pytest.raises(ConfigError) as caught:
-        make(tokenizer, tmp_path / "out", path)
-    (problem,) = caught.value.problems
+    (problem,) = refusal(make, tokenizer, tmp_path / "out", path).splitlines()
     assert problem.startswith(f"{path}: row 1: cannot be read as Parquet: ")
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(tmp_path: Path, tokenizer: Path) -> None:
     """Whatever stands in the folder of a job that was begun: it is replaced, or done again."""
-    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(8)
+    texts = documents(8)
     file, out, mine = json_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", tmp_path / "mine"
     make(tokenizer, out, file)
     size = (out / "tokens-00000.bin").stat().st_size
@@ -333,22 +327,22 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         (None, "is a link that leads out of its folder"),
     ],
 )
-def test_a_job_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
-    tokenizer, out = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "out"
+def test_a_job_that_cannot_be_read_is_named(
+    tmp_path: Path, tokenizer: Path, content: bytes | None, words: str
+) -> None:
+    out = tmp_path / "out"
     file = json_lines(tmp_path / "a.jsonl", ["a"])
     out.mkdir()
     if content is None:
         (out / writing.JOB).symlink_to(tmp_path / "none")
     else:
         (out / writing.JOB).write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        make(tokenizer, out, file)
-    (problem,) = caught.value.problems
+    (problem,) = refusal(make, tokenizer, out, file).splitlines()
     assert problem.startswith(f"{out}/{writing.JOB}: {words}")
 
 
-def test_a_shard_that_is_not_whole_is_done_again(tmp_path: Path) -> None:
-    tokenizer, texts = save_tokenizer(tmp_path / "tokenizer"), documents(8)
+def test_a_shard_that_is_not_whole_is_done_again(tmp_path: Path, tokenizer: Path) -> None:
+    texts = documents(8)
     file, out = json_lines(tmp_path / "a.jsonl", texts), tmp_path / "out"
     make(tokenizer, out, file)
     for damage in ("[]", '{"tokens": -1}', '{"tokens": 7, "documents": 8, "empty": 0}'):
@@ -357,8 +351,7 @@ def test_a_shard_that_is_not_whole_is_done_again(tmp_path: Path) -> None:
         assert row_of(out) == expected(tokenizer, texts)
 
 
-def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
-    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path, tokenizer: Path) -> None:
     make(tokenizer, tmp_path / "out", json_lines(tmp_path / "a.jsonl", ["some", "text"]))
     assert json.loads((tmp_path / "out" / MANIFEST).read_text())["dtype"] == "<u2"
     loaded = open_tokenizer(tokenizer)
@@ -402,8 +395,6 @@ def test_a_flag_turns_added_tokens_off(tmp_path: Path) -> None:
     assert row_of(tmp_path / "with") == [*start, *row[:place], *start, *row[place:]]
     manifests = [json.loads((tmp_path / out / MANIFEST).read_text()) for out in ("with", "without")]
     assert [manifest["added"] for manifest in manifests] == [True, False]
-    with pytest.raises(ConfigError) as caught:
-        main([*words, "--out", "x", "--chat", "--no-special-tokens"])
-    assert str(caught.value) == (
+    assert refusal(main, [*words, "--out", "x", "--chat", "--no-special-tokens"]) == (
         "command line: --no-special-tokens: is for text; a chat has the tokens that its template writes"
     )
