@@ -43,7 +43,7 @@ from compose.planner.memory import (
 )
 from compose.planner.record import Record
 from compose.planner.step_time import Seconds, action_seconds, grown, no_wait, seconds_of
-from compose.planner.trace import RankStep, Traced, trace
+from compose.planner.trace import Traced, trace
 
 
 @dataclass
@@ -102,34 +102,17 @@ def _grow(base: Counter[str], steps: Sequence[tuple[float, Counter[str]]]) -> Co
 
 @dataclass(frozen=True)
 class OtherProgram:
-    """The differences of another program, whose times are published, from the composition."""
+    """The differences of another program, whose times are published, from the composition.
+
+    The host issues its operators one by one, and attention goes over whole rows.
+    """
 
     change: Callable[[Record, Job], None]
     """It changes the record before it is costed; a function of a module, since it goes to a process."""
     fused: bool = True
     """Whether operators that follow one another in a layer are one kernel."""
-    compiled: bool = False
-    """Whether the host issues what is fused as one operator too."""
     exchange: float = 0.0
     """Seconds of each action of a pipeline in which the host waits for its neighbours."""
-    documents: bool = False
-    """Whether attention stays within documents."""
-
-
-@dataclass(frozen=True)
-class RecordTask:
-    """One record to make: a rank, with some of the layers."""
-
-    job: Job
-    cluster: Cluster
-    pp_rank: int
-    runs: LayerRuns | None
-    kept: LayerRuns | None
-    """The layers to keep; None keeps all."""
-    stream: Any = None
-    """The shape and dtype of what stages send, as the first rank of the pipeline broadcast them."""
-    other: OtherProgram | None = None
-    """The differences of another program; None for the composition itself."""
 
 
 @dataclass(frozen=True)
@@ -282,12 +265,10 @@ def rank_costs(
     plans = {rank: _kept(runs, stages[rank], len(equal[kind])) for kind, rank in chosen.items()}
     if stream is None and job.degrees.pp > 1:
         stream = stream_of(job, cluster, other)
-    tasks = [
-        RecordTask(job, cluster, rank, runs, k, stream, other) for rank in plans for k in plans[rank]
-    ]
+    tasks = [(job, cluster, other, rank, kept, stream) for rank in plans for kept in plans[rank]]
     # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
     with _processes().Pool(min(workers, len(tasks)), _begin, (), 1) as pool:
-        made = iter(pool.map(recorded, tasks, chunksize=1))
+        made = iter(pool.starmap(recorded, tasks, chunksize=1))
     found: dict[int, RankCosts] = {}
     for kind, source in chosen.items():
         records = [next(made) for _ in plans[source]]
@@ -327,13 +308,14 @@ def stream_of(
 ) -> tuple[torch.Size, torch.dtype]:
     """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch."""
     runs = runs_of(job)
-    task = RecordTask(job, cluster, 0, runs, runs and runs.fewest(), other=other)
     with _processes().Pool(1, _begin) as pool:
-        return pool.apply(_stream, (task,))
+        return pool.apply(_stream, (job, cluster, other, runs and runs.fewest()))
 
 
-def _stream(task: RecordTask) -> tuple[torch.Size, torch.dtype]:
-    return _record(task, only_stream=True).broadcast[0]
+def _stream(
+    job: Job, cluster: Cluster, other: OtherProgram | None, kept: LayerRuns | None
+) -> tuple[torch.Size, torch.dtype]:
+    return _record(job, cluster, other, kept, micro_batches=0).broadcast[0]
 
 
 def _processes() -> BaseContext:
@@ -358,38 +340,41 @@ def _begin() -> None:
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
 
 
-def recorded(task: RecordTask) -> RankCosts:
-    """Make a record, and return what it costs."""
-    one, job = _record(task), task.job
-    if task.other:
-        task.other.change(one.record, job)
-    categorize(one.record, job.resolved.output)
-    where = places(job, task.runs, task.kept) if task.runs and task.kept else {}
+def recorded(
+    job: Job,
+    cluster: Cluster,
+    other: OtherProgram | None,
+    pp_rank: int,
+    kept: LayerRuns | None,
+    stream: Any,
+) -> RankCosts:
+    """Make the record of a rank, and return what it costs; of all layers unless some are ``kept``.
+
+    ``stream`` is what stages send, as the first rank of the pipeline broadcast it.
+    """
     count = len(few_micro_batches(job))
-    fused = task.other.fused if task.other else job.config.compile.mode != "off"
-    compiled = task.other.compiled if task.other else True
-    seconds = action_seconds(one.record, task.cluster, job.degrees, count, fused, compiled)
-    grows = task.cluster.backend == "nccl"  # as train/processes.py sets the allocator
-    peaks = replay(((place, change) for _, place, change in one.record.changes), grows)
+    objects = None if pp_rank == 0 else [stream]
+    rank = pp_rank * job.world_size // job.degrees.pp
+    record = _record(job, cluster, other, kept, rank=rank, micro_batches=count, objects=objects).record
+    if other:
+        other.change(record, job)
+    categorize(record, job.resolved.output)
+    runs = runs_of(job)
+    where = places(job, runs, kept) if runs and kept else {}
+    fused = other.fused if other else job.config.compile.mode != "off"
+    seconds = action_seconds(record, cluster, job.degrees, count, fused, compiled=other is None)
+    grows = cluster.backend == "nccl"  # as train/processes.py sets the allocator
+    peaks = replay(((place, change) for _, place, change in record.changes), grows)
     overhead = peaks.reserved / max(1, peaks.allocated)
-    return RankCosts(rank_memory(one.record, count, where), overhead, seconds)
+    return RankCosts(rank_memory(record, count, where), overhead, seconds)
 
 
-def _record(task: RecordTask, only_stream: bool = False) -> Traced:
-    job, kept = task.job, task.kept
-    model, layers = None, ()
-    if task.runs is not None and kept is not None:
-        model = reduced(job, task.runs, kept)
-        layers = kept.layers() if job.degrees.pp > 1 else ()
-    return trace(
-        RankStep(
-            job,
-            task.pp_rank * job.world_size // job.degrees.pp,
-            model,
-            layers,
-            0 if only_stream else len(few_micro_batches(job)),
-            "cpu" if task.cluster.backend == "gloo" else "cuda",
-            task.other.documents if task.other else True,
-            None if task.pp_rank == 0 else [task.stream],
-        )
-    )
+def _record(
+    job: Job, cluster: Cluster, other: OtherProgram | None, kept: LayerRuns | None, **options: Any
+) -> Traced:
+    runs = runs_of(job)
+    if runs and kept:
+        options["model"] = reduced(job, runs, kept)
+        options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
+    device_type = "cpu" if cluster.backend == "gloo" else "cuda"
+    return trace(job, device_type=device_type, documents=other is None, **options)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from compose.pipeline.timeline import XMLNS, Bar, Drawing, as_svg
@@ -339,137 +340,12 @@ _FILLS = "".join(
     for name in (*(f"c{i}" for i in range(8)), "other")
 )
 
+_CSS, SCRIPT = ((Path(__file__).parent / name).read_text("utf-8") for name in ("page.css", "page.js"))
 STYLE = f"""
 :root{{color-scheme:light dark;{_variables(LIGHT)}}}
 @media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}
-""" + (
-    """
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--text);
- font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-main{max-width:1320px;margin:0 auto;padding:24px 24px 64px}
-h1{font-size:clamp(1.3rem,3.2vw,2rem);line-height:1.25;margin:4px 0 8px;overflow-wrap:anywhere}
-h2{font-size:1.15rem;margin:0 0 4px}
-p{margin:4px 0 12px;max-width:80ch;overflow-wrap:anywhere}
-.quiet,.axis{color:var(--quiet)}
-.axis{margin:2px 0 0;font-size:13px}
-section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:18px 20px;
- margin:20px 0 0}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(190px,1fr));gap:12px;margin:20px 0 0;
- padding:0}
-.figures div{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 16px}
-.figures dt{color:var(--quiet);font-size:13px}
-.figures dd{margin:0;font-size:1.5rem;font-weight:600;line-height:1.3}
-.figures dd small{display:block;font-size:13px;font-weight:400;color:var(--quiet)}
-.over{color:var(--bad);font-weight:600}
-svg{display:block;overflow:visible}
-svg text{font-size:12px;fill:var(--quiet);font-variant-numeric:tabular-nums}
-.tick,.grid{stroke:var(--line)}
-.bars rect{stroke:var(--card)}
-.held{fill:var(--card);background:var(--card)}
-.bars .held,i.held{stroke:var(--held);stroke-dasharray:3 2;border:1px dashed var(--held)}
-line.capacity{stroke:var(--text);stroke-width:2;stroke-dasharray:5 3}
-line.front{stroke:var(--c0);stroke-width:2}
-.dot.fits{fill:var(--c0);stroke:var(--card)}
-.dot.lacks{fill:var(--card);stroke:var(--other);stroke-width:1.5}
-.dot.best{fill:var(--c1);stroke:var(--text);stroke-width:2}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;margin:8px 0 12px;padding:0;
- font-size:13px}
-.legend li{display:flex;align-items:center;gap:6px}
-.key{width:12px;height:12px;border-radius:3px;flex:none}
-i.dot{border-radius:50%}
-i.dot.fits{background:var(--c0)}
-i.dot.lacks{background:none;border:2px solid var(--other)}
-i.dot.best{background:var(--c1);border:2px solid var(--text)}
-i.capacity{height:0;width:20px;border-top:2px dashed var(--text);border-radius:0;background:none}
-i.front{height:0;width:20px;border-top:2px solid var(--c0);border-radius:0;background:none}
-.row{display:grid;grid-template-columns:118px 1fr 132px;column-gap:12px;align-items:center}
-.row .name,.row .amount{font-size:13px;font-variant-numeric:tabular-nums;line-height:1.2}
-.amount .over{display:block}
-.scroll{overflow:auto;max-height:90vh}
-.scroll svg{width:100%;min-width:720px;height:auto}
-.scroll svg text{font-size:11px;fill:#222}
-.zoom{margin:0 0 8px}
-button{font:inherit;color:inherit}
-.zoom button{background:none;border:1px solid var(--line);border-radius:6px;padding:2px 10px;
- cursor:pointer}
-:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
-.scatter{display:grid;grid-template-columns:56px 1fr;margin-top:12px}
-.table{overflow:auto;margin-top:8px;max-height:min(80vh,720px)}
-table{border-collapse:separate;border-spacing:0;font-size:13px;font-variant-numeric:tabular-nums;width:100%}
-th,td{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th.words,td.words{text-align:left}
-td.why{white-space:normal;min-width:380px}
-th{position:sticky;top:0;background:var(--card);vertical-align:bottom;color:var(--quiet);font-weight:600}
-th button{all:unset;cursor:pointer}
-th button:focus-visible{outline:2px solid var(--c0)}
-th button::after{content:" \\2195";opacity:.45}
-th[aria-sort=ascending] button::after{content:" \\2191";opacity:1}
-th[aria-sort=descending] button::after{content:" \\2193";opacity:1}
-th:first-child,td:first-child{position:sticky;left:0;z-index:1;background:var(--card)}
-tr.best td{font-weight:600}
-tbody tr:hover{background:var(--lane)}
-#tip{position:fixed;z-index:2;max-width:min(340px,90vw);padding:6px 10px;border-radius:6px;
- font-size:13px; background:var(--text);color:var(--page);pointer-events:none;overflow-wrap:anywhere}
-@media (max-width:640px){
- main{padding:16px 12px 48px}
- section{padding:14px 12px}
- .row{grid-template-columns:1fr auto}
- .row>svg,.row>div{grid-column:1/-1;grid-row:2}
- .row .amount{text-align:right}
- .amount .over{display:inline;margin-left:6px}
- .odd text{display:none}
- .scatter{grid-template-columns:44px 1fr}
- .scatter>svg:first-child{margin-left:-12px}
-}
-"""
-    + _FILLS
-)
 
-SCRIPT = """
-for (const head of document.querySelectorAll("th button")) head.onclick = () => {
-  const cell = head.parentElement, body = cell.closest("table").tBodies[0];
-  const up = cell.ariaSort !== "ascending", at = cell.cellIndex;
-  for (const other of cell.parentElement.cells) other.ariaSort = null;
-  cell.ariaSort = up ? "ascending" : "descending";
-  const value = row => row.cells[at].dataset.v;
-  const order = (a, b) => {
-    const [x, y] = [value(a), value(b)];
-    if (x === "" || y === "") return (x === "") - (y === "");
-    const found = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
-    return up ? found : -found;
-  };
-  body.append(...[...body.rows].sort(order));
-};
-let zoom = 1;
-for (const place of document.querySelectorAll(".zoom")) {
-  place.hidden = false;
-  const scroll = place.parentElement.querySelector(".scroll"), picture = scroll.firstElementChild;
-  for (const button of place.children) button.onclick = () => {
-    const before = picture.clientWidth;
-    zoom = Math.min(64, Math.max(1, zoom * button.dataset.zoom));
-    picture.style.width = 100 * zoom + "%";
-    const factor = picture.clientWidth / before;
-    scroll.scrollLeft = factor * (scroll.scrollLeft + scroll.clientWidth / 2) - scroll.clientWidth / 2;
-    scroll.scrollTop = factor * (scroll.scrollTop + scroll.clientHeight / 2) - scroll.clientHeight / 2;
-  };
-}
-const tip = document.getElementById("tip");
-document.onpointerover = document.onpointermove = event => {
-  const mark = event.target.closest("rect, circle"), title = mark && mark.querySelector("title");
-  if (title) { mark.dataset.tip = title.textContent; title.remove(); }
-  tip.hidden = !(mark && mark.dataset.tip);
-  if (tip.hidden) return;
-  tip.textContent = mark.dataset.tip;
-  const beside = event.clientX + 14 + tip.offsetWidth < innerWidth ? event.clientX + 14
-    : Math.max(4, event.clientX - tip.offsetWidth - 10);
-  const below = event.clientY + 18 + tip.offsetHeight < innerHeight ? event.clientY + 18
-    : event.clientY - tip.offsetHeight - 10;
-  tip.style.left = beside + "px";
-  tip.style.top = below + "px";
-};
-"""
-
+{_CSS}{_FILLS}"""
 
 RATE = "tokens_per_second_per_device"
 AXES = {
