@@ -26,7 +26,7 @@ from compose.diloco.options import Outer
 from compose.ops.tensors import local_shard, local_tensor
 from compose.proof.comparison import Comparison
 from compose.proof.observers import CODES, allowed
-from compose.proof.one_process import EXACT, precision_of
+from compose.proof.one_process import EXACT
 from compose.proof.report import Report, tolerance_of
 from compose.train.workers import Worker, this_worker
 from compose.weights import named_generator
@@ -226,7 +226,7 @@ def prove_outer_loop(
     one process's. ``misses`` tells which islands miss an exchange.
     """
     islands, config, layers = this_worker(), job.config, job.resolved.checkpoint
-    composition = parallelize(job, mesh, device, replace(job.options, precision=precision_of(EXACT)))
+    composition = parallelize(job, mesh, device, replace(job.options, precision=EXACT))
     fill_weights(composition, job, device)
     options = replace(config.outer, grace=min(config.outer.grace, _GRACE))
     last, timeout = ROUNDS * options.every, config.comm.first_step_timeout

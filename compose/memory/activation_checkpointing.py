@@ -12,6 +12,7 @@ Values are the same in each: what runs again runs the same kernels on the same i
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -155,7 +156,6 @@ class UnitCost:
     bytes: dict[str, int] = field(default_factory=lambda: {"attention": 0, "matmul": 0})
     """Bytes of what operators return, by group."""
     flops: dict[str, float] = field(default_factory=lambda: {"attention": 0.0, "matmul": 0.0})
-    """FLOPs of operators, by group."""
 
     @property
     def everything(self) -> int:
@@ -187,23 +187,19 @@ def unit_costs(model: nn.Module, units: Sequence[str], seq_len: Sample) -> dict[
         for name, t in (*model.named_parameters(), *model.named_buffers())
     }
     counter = _Counter(tensors.values())
-    handles = []
-    for name, cost in costs.items():
-        module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(partial(counter.enter, cost)))
-        handles.append(module.register_forward_hook(counter.leave))
+    saving = torch.autograd.graph.saved_tensors_hooks(counter.saved, lambda tensor: tensor)
     try:
-        hooks = torch.autograd.graph.saved_tensors_hooks(counter.saved, lambda tensor: tensor)
-        with torch.enable_grad(), hooks, counter:
+        with ExitStack() as hooks, torch.enable_grad(), saving, counter:
+            for name, cost in costs.items():
+                module = model.get_submodule(name)
+                hooks.enter_context(module.register_forward_pre_hook(partial(counter.enter, cost)))
+                hooks.enter_context(module.register_forward_hook(counter.leave))
             torch.func.functional_call(model, tensors, *on_meta(seq_len), tie_weights=True)
     except Exception as error:
         raise ConfigError(
             f"activation_checkpoint.budget: cannot count the bytes of {type(model).__name__}"
             f' ({str(error).splitlines()[0]}); use another activation_checkpoint.mode, as "selective"'
         ) from None
-    finally:
-        for handle in handles:
-            handle.remove()
     return costs
 
 

@@ -53,6 +53,12 @@ class Precision:
         """``optimizer_state`` as torch's type."""
         return getattr(torch, self.optimizer_state)
 
+    @property
+    def reduced(self) -> bool:
+        """Whether anything rounds more coarsely than float32 does."""
+        types = (self.param_dtype, self.reduce_dtype, self.master_dtype, self.state_dtype)
+        return self.float8 != "off" or any(kind.itemsize < 4 for kind in types)
+
 
 @dataclass(frozen=True)
 class LossScale:

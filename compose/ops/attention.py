@@ -4,7 +4,7 @@
 with it is one graph. Its memory grows with the length, not with the length's square.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -248,7 +248,8 @@ def finish(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -
 
 
 @attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def empty_result(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like an operator's output and log-sum-exp."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
 
@@ -339,18 +340,26 @@ def _(
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save an operator's tensors; its other arguments become ``ctx.others``."""
     q, k, v, bounds, extents, sinks, *ctx.others = inputs
     ctx.save_for_backward(q, k, v, bounds, extents, sinks, *output)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, bounds, extents, sinks, out, lse = ctx.saved_tensors
-    grad = torch.zeros_like(out) if grad is None else grad
-    dq, dk, dv = attention_backward(grad, grad_lse, q, k, v, out, lse, bounds, extents, *ctx.others)
-    of_sinks = None if sinks is None else sink_gradient((grad, grad_lse), (out, lse), sinks)
-    return dq, dk, dv, None, None, of_sinks, *[None] * len(ctx.others)
+def backward_by(
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]],
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return an operator's backward: ``run`` as :func:`attention_backward`, and the sinks' gradient."""
+
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bounds, extents, sinks, out, lse = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else grad
+        found = run(grad, grad_lse, q, k, v, out, lse, bounds, extents, *ctx.others)
+        of_sinks = None if sinks is None else sink_gradient((grad, grad_lse), (out, lse), sinks)
+        return *found, None, None, of_sinks, *[None] * len(ctx.others)
+
+    return backward
 
 
 def sink_gradient(
@@ -363,7 +372,7 @@ def sink_gradient(
     return ((sinks.to(lse.dtype) - lse).exp() * change).sum((0, 1)).to(sinks.dtype)
 
 
-attention_forward.register_autograd(_backward, setup_context=_save)
+attention_forward.register_autograd(backward_by(attention_backward), setup_context=save_for_backward)
 
 
 @register_flop_formula(torch.ops.compose.attention_forward)

@@ -31,7 +31,6 @@ class Pieces:
     k_starts: tuple[int, ...]
     """The same for the keys. A piece of queries lies within a piece of keys, or outside of it."""
     causal: bool = True
-    """Whether a query sees only the keys up to its own."""
     window: int = 0
     """Keys that a query sees, the last of them its own; 0 is all."""
 
@@ -67,11 +66,8 @@ class Block:
     """A rectangle of queries and keys that attend to each other."""
 
     rows: slice
-    """The rows of the batch."""
     q: slice
-    """The queries, as places in the query tensor."""
     k: slice
-    """The keys, as places in the key tensor."""
     causal: bool = False
     """Whether a query sees only the keys up to its own; such a block is square."""
     shift: int | None = None

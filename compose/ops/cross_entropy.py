@@ -315,7 +315,7 @@ def _one_chunk(
     # No tensor of a chunk's size may outlive this function, or it would stay beside the next chunk's.
     logits = hidden @ weight.T
     if passes_for(logits) is IN_PLACE:
-        logits = logits.to(torch.promote_types(weight.dtype, torch.float32))
+        logits = at_least_float32(logits)
     losses, log_zs = _differentiate(logits, targets, z_loss, rows)
     d_logits = logits.to(hidden.dtype)
     if d_hidden is not None:
@@ -394,7 +394,7 @@ def _gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Ten
 
 def fused_sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Do the work of ``Passes.sums``, and leave the logits as they are."""
-    wide = _wide(logits)
+    wide = at_least_float32(logits)
     top = wide.amax(1)
     target = wide.gather(1, at).masked_fill(~here, -torch.inf)[:, 0]
     return top, top + (wide - top[:, None]).exp().sum(1).log(), target
@@ -402,18 +402,14 @@ def fused_sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor
 
 def fused_gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Tensor) -> None:
     """Do the work of ``Passes.gradient``, after ``fused_sums``."""
-    found = (_wide(logits) - top[:, None]).exp() * factor[:, None]
+    found = (at_least_float32(logits) - top[:, None]).exp() * factor[:, None]
     logits.copy_(torch.where(_chosen(logits, at, here), found - 1, found))
 
 
 def fused_softmax(logits: Tensor, log_zs: Tensor, scale: Tensor, at: Tensor, here: Tensor) -> Tensor:
     """Return the gradient of ``scale`` times each token's loss, whose log Z is known, (C, V)."""
-    found = (_wide(logits) - log_zs[:, None]).exp() * scale[:, None]
+    found = (at_least_float32(logits) - log_zs[:, None]).exp() * scale[:, None]
     return torch.where(_chosen(logits, at, here), found - scale[:, None], found).to(logits.dtype)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _chosen(logits: Tensor, at: Tensor, here: Tensor) -> Tensor:

@@ -122,7 +122,6 @@ class CallRows:
     q: Tensor | None
     """(N + 1,), int32: where the queries of each row begin; the last entry is their number."""
     k: Tensor | None
-    """The same for keys."""
     longest: tuple[int, int]
     """At least as many queries, and keys, as any row has."""
     causal: bool

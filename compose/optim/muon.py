@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from compose.ops.cross_entropy import at_least_float32
 from compose.ops.tensors import local_region
 from compose.optim.rounding import Region, chunks, lengths, local, random_bits, size, store, within
+from compose.parallel.mesh import begin_messages, wait_for
 
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -35,11 +36,9 @@ class Slab:
     """Some matrices of a stack, and the rank of the group that orthogonalizes them."""
 
     parameter: int
-    """The number of the stack."""
     region: Region
     """Their places in the stack; whole matrices."""
     owner: int
-    """The rank."""
     elements: int
     """The size of the largest part of the slab that one rank holds."""
 
@@ -50,7 +49,6 @@ class MatrixLayout:
 
     shape: tuple[int, ...]
     regions: Mapping[int, Region]
-    """The region of each rank."""
     replica: Mapping[int, int]
     """A number for each rank; ranks with the same number hold one copy between them."""
 
@@ -165,30 +163,6 @@ def in_flight(slabs: Sequence[Slab]) -> Iterator[list[Slab]]:
         some.append(slab)
     if some:
         yield some
-
-
-class Messages:
-    """Pieces of tensors that the ranks of a group send each other, all at the same time."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.operations: list[dist.P2POp] = []
-
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Ask for a message; ``tensor`` is contiguous, and may not change until ``exchange`` ends."""
-        self.operations.append(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to))
-
-    def receive(self, region: Region, source: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Ask for a message from another rank."""
-        tensor = torch.empty(lengths(region), dtype=dtype, device=device)
-        self.operations.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=source))
-        return tensor
-
-    def exchange(self) -> None:
-        """Send and receive all. Two ranks must ask for the messages between them in the same order."""
-        for work in dist.batch_isend_irecv(self.operations) if self.operations else ():
-            work.wait()
-        self.operations = []
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
@@ -307,7 +281,8 @@ class Muon(torch.optim.Optimizer):
 
     def _gather(self, slabs: Sequence[Slab]) -> Tensor | None:
         """Update the momentum, gather slabs on their owners, and return the slab of this rank."""
-        messages, arriving = Messages(self.group), []
+        sent: list[tuple[Tensor, int]] = []
+        arriving: list[tuple[Region, Tensor, int]] = []
         own: Tensor | None = None
         for slab in slabs:
             layout = self.layouts[slab.parameter]
@@ -320,12 +295,11 @@ class Muon(torch.optim.Optimizer):
                 own[within(mine, slab.region)] = part
                 for rank, region in layout.parts(slab.region):
                     if rank != self.rank and layout.replica[rank] == copy:
-                        piece = messages.receive(region, rank, self.dtype, self.device)
-                        arriving.append((within(region, slab.region), piece))
+                        arriving.append((within(region, slab.region), self._empty(region), rank))
             elif layout.replica[self.rank] == copy:  # the other replicas would send the same
-                messages.send(part, slab.owner)
-        messages.exchange()
-        for place, piece in arriving:
+                sent.append((part, slab.owner))
+        wait_for(begin_messages(self.group, sent, [(piece, rank) for _, piece, rank in arriving]))
+        for place, piece, _ in arriving:
             assert own is not None
             own[place] = piece
         return own
@@ -335,7 +309,9 @@ class Muon(torch.optim.Optimizer):
 
         ``result`` belongs to the slab that this rank owns, which need not be one of ``slabs``.
         """
-        messages, found = Messages(self.group), []
+        sent: list[tuple[Tensor, int]] = []
+        received: list[tuple[Tensor, int]] = []
+        found = []
         for slab in slabs:
             layout = self.layouts[slab.parameter]
             mine = layout.part(self.rank, slab.region)
@@ -347,14 +323,17 @@ class Muon(torch.optim.Optimizer):
                     if piece is None:
                         piece = packed[str(region)] = result[within(region, slab.region)].contiguous()
                     if rank != self.rank:
-                        messages.send(piece, rank)
+                        sent.append((piece, rank))
                 found.append((slab.parameter, mine, packed[str(mine)]))
             elif mine:
-                piece = messages.receive(mine, slab.owner, self.dtype, self.device)
-                found.append((slab.parameter, mine, piece))
-        messages.exchange()
+                received.append((self._empty(mine), slab.owner))
+                found.append((slab.parameter, mine, received[-1][0]))
+        wait_for(begin_messages(self.group, sent, received))
         for parameter, region, piece in found:
             self._update(parameter, region, piece)
+
+    def _empty(self, region: Region) -> Tensor:
+        return torch.empty(lengths(region), dtype=self.dtype, device=self.device)
 
     def _momentum(self, number: int, region: Region) -> Tensor:
         """Update this rank's momentum in ``region``; return it with Nesterov's look ahead."""
@@ -362,7 +341,7 @@ class Muon(torch.optim.Optimizer):
         gradient = self._stack(parameter.grad, number)
         buffer = self._stack(self.state[parameter]["momentum_buffer"], number)
         purpose = f"{name}/{int(self.state[parameter]['step'])}/state"
-        ahead = torch.empty(lengths(region), dtype=self.dtype, device=self.device)
+        ahead = self._empty(region)
         shape, held = self.layouts[number].shape, self.layouts[number].regions[self.rank]
         for part in chunks(region):
             here = within(part, held)

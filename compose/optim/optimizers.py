@@ -90,11 +90,6 @@ class Settings:
     files: Path | None
     """The folder for state in files."""
 
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """Type of the optimizer's state."""
-        return getattr(torch, self.precision.optimizer_state)
-
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters by their names in the whole model."""
@@ -126,11 +121,11 @@ def _adamw(named: Named, rules: Rules, settings: Settings) -> torch.optim.Optimi
         common |= {"fused": True} if how == "fused" else {"foreach": how == "foreach"}
         return torch.optim.AdamW(grouped(named, rules, by_mesh=True), **common)
     groups = grouped(named, rules)
-    return AdamW(groups, **common, state_dtype=settings.state_dtype, seed=settings.seed)
+    return AdamW(groups, **common, state_dtype=settings.precision.state_dtype, seed=settings.seed)
 
 
 def _muon(named: Named, rules: Rules, settings: Settings) -> Muon:
-    dtype, state = settings.matrix_dtype, settings.state_dtype
+    dtype, state = settings.matrix_dtype, settings.precision.state_dtype
     if dtype == torch.float64:  # as in the proof, which must not round
         state = torch.float64
     return Muon(

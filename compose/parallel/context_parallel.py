@@ -97,15 +97,10 @@ class Exchange:
     """The layout of the sequence over the ranks, and the messages between them."""
 
     group: str
-    """The name of the process group."""
     cp: int
-    """The number of ranks."""
     rank: int
-    """This rank."""
     method: Method
-    """How attention gets the other parts."""
     balance: Balance
-    """How chunks are dealt to ranks."""
 
     @property
     def order(self) -> list[int]:

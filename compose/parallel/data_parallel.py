@@ -88,7 +88,6 @@ class Sharding:
     param_dtype: torch.dtype = torch.float32
     """Type of gathered parameters, and of forward and backward."""
     reduce_dtype: torch.dtype = torch.float32
-    """Type in which gradients are reduced."""
     offload: bool = False
     """Whether parameters and gradients are in host memory, pinned if there is a GPU. A unit's shards
     are copied to the device when the unit is gathered. The caller has to create the parameters in

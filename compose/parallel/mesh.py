@@ -185,3 +185,27 @@ def sum_over(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str]) -> tor
         if axis_size(mesh, axis) > 1:
             dist.all_reduce(tensor, group=mesh.get_group(axis))
     return tensor
+
+
+def begin_messages(
+    group: dist.ProcessGroup | None,
+    sent: Iterable[tuple[torch.Tensor, int]],
+    received: Iterable[tuple[torch.Tensor, int]] = (),
+    tag: int = 0,
+) -> list[dist.Work]:
+    """Begin to send contiguous tensors to ranks of a group, and to fill tensors from ranks of it.
+
+    Two ranks must list the messages between them in the same order.
+    """
+    operations = [
+        dist.P2POp(operation, tensor, group=group, group_peer=peer, tag=tag)
+        for operation, messages in ((dist.isend, sent), (dist.irecv, received))
+        for tensor, peer in messages
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def wait_for(works: Iterable[dist.Work]) -> None:
+    """Wait for messages."""
+    for work in works:
+        work.wait()

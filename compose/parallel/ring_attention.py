@@ -18,9 +18,18 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from compose.ops.attention import Merged, Sums, finish, parts_of, sink_gradient
+from compose.ops.attention import (
+    Merged,
+    Sums,
+    backward_by,
+    empty_result,
+    finish,
+    parts_of,
+    save_for_backward,
+)
 from compose.ops.attention_layout import AttentionTask, pairs_of, task_of
 from compose.ops.operators import operator
+from compose.parallel.mesh import begin_messages, wait_for
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,6 @@ class Ring:
     """The ranks of a ring, and what each holds."""
 
     group: dist.ProcessGroup
-    """The ranks."""
     starts: list[tuple[int, ...]]
     """The first tokens of each rank's chunks."""
     length: int
@@ -58,24 +66,6 @@ class Ring:
         )
 
 
-def _pass(
-    ring: Ring, sent: Sequence[tuple[Tensor, int]], got: Sequence[tuple[Tensor, int]], tag: int
-) -> list[dist.Work]:
-    """Start to send tensors to ranks, and to receive tensors from ranks."""
-    operations = [
-        dist.P2POp(dist.isend, x, group=ring.group, group_peer=peer, tag=tag) for x, peer in sent
-    ]
-    operations += [
-        dist.P2POp(dist.irecv, x, group=ring.group, group_peer=peer, tag=tag) for x, peer in got
-    ]
-    return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
 _Arrival = tuple[int, tuple[int, ...], Tensor]
 """The rank that holds keys and values, their first tokens, and keys and values (B, S, G, K + V)."""
 
@@ -88,9 +78,9 @@ def _round(ring: Ring, kv: Tensor) -> Iterator[_Arrival]:
         arriving, works = kv, []
         if hop < ring.cp - 1:
             arriving = torch.empty_like(kv)
-            works = _pass(ring, [(kv, after)], [(arriving, before)], tag=0)
+            works = begin_messages(ring.group, [(kv, after)], [(arriving, before)], tag=0)
         yield source, ring.starts[source], kv
-        _wait(works)
+        wait_for(works)
         kv = arriving
 
 
@@ -124,9 +114,9 @@ class _WindowMessages:
         """Yield this rank's own keys and values, and then those that its queries reach."""
         ring, got = self.ring, self.buffers(kv, self.sources)
         sent = [(torch.cat(self.ends(kv, places), 1), rank) for rank, places in self.to.items()]
-        works = _pass(ring, sent, [(x, rank) for rank, x in got.items()], tag=0)
+        works = begin_messages(ring.group, sent, [(x, rank) for rank, x in got.items()], tag=0)
         yield ring.rank, ring.starts[ring.rank], kv
-        _wait(works)
+        wait_for(works)
         for rank, places in self.sources.items():
             firsts = (ring.starts[rank][place] + ring.size - self.tail for place in places)
             yield rank, tuple(firsts), got[rank]
@@ -135,15 +125,11 @@ class _WindowMessages:
         """Send the gradients of other ranks' keys back, and add those that others found to ``mine``."""
         back = self.buffers(mine, self.to)
         sent = [(x, rank) for rank, x in found.items()]
-        _wait(_pass(self.ring, sent, [(x, rank) for rank, x in back.items()], tag=1))
+        wait_for(begin_messages(self.ring.group, sent, [(x, rank) for rank, x in back.items()], tag=1))
         for rank, places in self.to.items():
             parts = back[rank].split(self.tail, 1)
             for end, part in zip(self.ends(mine, places), parts, strict=True):
                 end += part
-
-
-def _arrivals(ring: Ring, windowed: _WindowMessages | None, kv: Tensor) -> Iterator[_Arrival]:
-    return windowed.arrivals(kv) if windowed else _round(ring, kv)
 
 
 def _ring(
@@ -154,14 +140,6 @@ def _ring(
     chunks = [tuple(starts[i : i + each]) for i in range(0, len(starts), each)]
     ring = Ring(group, chunks, q.shape[1])
     return ring, _WindowMessages(ring, window) if 0 < window < ring.length * ring.cp else None
-
-
-def _task(
-    ring: Ring,
-    documents: tuple[Tensor | None, Tensor | None],
-    scores: tuple[bool, int, float, float],
-) -> AttentionTask:
-    return task_of(documents, (ring.starts[ring.rank], (0,)), scores)
 
 
 def _from(task: AttentionTask, starts: tuple[int, ...]) -> AttentionTask:
@@ -191,9 +169,9 @@ def ring_attention_forward(
     :func:`compose.ops.attention.attention_forward`.
     """
     ring, windowed = _ring(q, group_name, starts, window)
-    task = _task(ring, (bounds, extents), (causal, window, scale, softcap))
-    out, lse = _output(task, ring, windowed, (q, k, v))
-    return finish(out, lse, sinks, q.dtype)
+    here = (ring.starts[ring.rank], (0,))
+    task = task_of((bounds, extents), here, (causal, window, scale, softcap))
+    return finish(*_output(task, ring, windowed, (q, k, v)), sinks, q.dtype)
 
 
 def _output(
@@ -204,9 +182,9 @@ def _output(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp without a sink."""
     q, k, v = qkv[0].transpose(1, 2), *qkv[1:]
-    total = Merged(q, v.shape[-1])
-    for _, starts, kv in _arrivals(ring, windowed, torch.cat([k, v], -1)):
-        k_here, v_here = (x.transpose(1, 2) for x in _split(kv, k))
+    total, kv = Merged(q, v.shape[-1]), torch.cat([k, v], -1)
+    for _, starts, arrived in windowed.arrivals(kv) if windowed else _round(ring, kv):
+        k_here, v_here = (x.transpose(1, 2) for x in _split(arrived, k))
         for part in parts_of(_from(task, starts), q, k_here, v_here).forward(q, k_here, v_here):
             total.add(*part)
     return total.out.transpose(1, 2), total.lse.transpose(1, 2)
@@ -216,10 +194,7 @@ def _split(kv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return kv[..., : k.shape[-1]], kv[..., k.shape[-1] :]
 
 
-@ring_attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
+ring_attention_forward.register_fake(empty_result)
 
 
 @operator("compose::ring_attention_backward")
@@ -244,7 +219,8 @@ def ring_attention_backward(
     The gradients of a rank's keys travel with the keys. One more hop brings them home.
     """
     ring, windowed = _ring(q, group_name, starts, window)
-    task = _task(ring, (bounds, extents), (causal, window, scale, softcap))
+    here = (ring.starts[ring.rank], (0,))
+    task = task_of((bounds, extents), here, (causal, window, scale, softcap))
     return _gradients(task, ring, windowed, (grad, q, k, v, out, lse))
 
 
@@ -277,11 +253,11 @@ def _gradients(
         returning: list[dist.Work] = []
         for _, starts, part in _round(ring, kv):
             made = here(starts, part)
-            _wait(returning)
+            wait_for(returning)
             leaving = made if dkv is None else made + dkv
             dkv = torch.empty_like(leaving)
-            returning = _pass(ring, [(leaving, after)], [(dkv, before)], tag=1)
-        _wait(returning)
+            returning = begin_messages(ring.group, [(leaving, after)], [(dkv, before)], tag=1)
+        wait_for(returning)
         assert dkv is not None
         mine = dkv
     dk, dv = (x.to(k.dtype).contiguous() for x in _split(mine, k))
@@ -294,20 +270,11 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tens
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bounds, extents, sinks, *ctx.others = inputs
-    ctx.save_for_backward(q, k, v, bounds, extents, sinks, *output)
-    ctx.set_materialize_grads(False)
+    save_for_backward(ctx, inputs, output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, bounds, extents, sinks, out, lse = ctx.saved_tensors
-    grad = torch.zeros_like(out) if grad is None else grad
-    found = ring_attention_backward(grad, q, k, v, out, lse, bounds, extents, *ctx.others)
-    of_sinks = None if sinks is None else sink_gradient((grad, None), (out, lse), sinks)
-    return *found, None, None, of_sinks, *[None] * len(ctx.others)
-
-
+_backward = backward_by(lambda grad, grad_lse, *rest: ring_attention_backward(grad, *rest))
 ring_attention_forward.register_autograd(_backward, setup_context=_save)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from compose.errors import ConfigError
 from compose.ops.batch import Sample
 from compose.parallel.data_parallel import DataParallel
+from compose.parallel.mesh import begin_messages, wait_for
 from compose.parallel.output_projection import StepLoss
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
 from compose.pipeline.split import Stage, Tied, balanced, split, try_first_stage
@@ -173,10 +174,11 @@ class PipelineRunner:
                     inbox[stage + 1, number] = _Message(plain_stream(output))
                 else:
                     stream_out = plain_stream(output).contiguous()
-                    sent.append(self._message(dist.isend, stream_out, after))
+                    sent.append(_Message(stream_out, begin_messages(self.group, [(stream_out, after)])))
             elif after == self.rank:
                 buffer = torch.empty_like(stream, device=firsts[0].device)
-                inbox[stage + 1, number] = self._message(dist.irecv, buffer, rank)
+                works = begin_messages(self.group, (), [(buffer, rank)])
+                inbox[stage + 1, number] = _Message(buffer, works)
         for message in sent:
             message.wait()
         for data in self.data.values():
@@ -279,17 +281,16 @@ class PipelineRunner:
             # Messages are sent from the device, but gradients may be in host memory.
             gradients = {s: _local_gradient(p).to(self.device_type) for s, p in held.items()}
             like = next(iter(gradients.values()))
-            operations = []
+            sent: list[tuple[Tensor, int]] = []
+            received: list[tuple[Tensor, int]] = []
             for stage, _ in tied.holders:
                 source = self.placement[stage]
-                for other in ranks:
-                    if source == self.rank != other:
-                        operations.append(self._p2p(dist.isend, gradients[stage], other))
-                if source != self.rank:
+                if source == self.rank:
+                    sent += [(gradients[stage], other) for other in ranks if other != self.rank]
+                else:
                     gradients[stage] = torch.empty_like(like)
-                    operations.append(self._p2p(dist.irecv, gradients[stage], source))
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
+                    received.append((gradients[stage], source))
+            wait_for(begin_messages(self.group, sent, received))
             # Every rank adds in the order of stages, since floating-point sums depend on the order.
             total = torch.stack([gradients[stage] for stage, _ in tied.holders]).sum(0)
             if tied.name in earlier:
@@ -301,12 +302,6 @@ class PipelineRunner:
         """Return a parameter of a stage of this rank, by its name in the stage."""
         return next(s.module for s in self.stages if s.index == index).get_parameter(name)
 
-    def _p2p(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
-
-    def _message(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> "_Message":
-        return _Message(tensor, dist.batch_isend_irecv([self._p2p(operation, tensor, peer)]))
-
 
 @dataclass(frozen=True)
 class _Message:
@@ -317,8 +312,7 @@ class _Message:
 
     def wait(self) -> Tensor:
         """Wait for the message, and return its tensor."""
-        for work in self.works:
-            work.wait()
+        wait_for(self.works)
         return self.tensor
 
 

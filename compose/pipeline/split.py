@@ -9,7 +9,7 @@ import copy
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -32,7 +32,6 @@ class Stage:
     """One stage of this rank."""
 
     index: int
-    """The stage's number in the pipeline."""
     module: nn.Module
     """The model without what other stages run; its modules are the model's own."""
     absent: frozenset[str]
@@ -117,25 +116,19 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
     def count(name: str, sign: int, *unused: Any) -> None:
         spent[name] += sign * counter.get_total_flops()
 
-    handles = []
-    for name in spent:
-        module = model.get_submodule(name)
-        handles += [
-            module.register_forward_pre_hook(partial(count, name, -1)),
-            module.register_forward_hook(partial(count, name, 1)),
-        ]
     tensors = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     try:
-        with counter, torch.no_grad():
+        with ExitStack() as hooks, counter, torch.no_grad():
+            for name in spent:
+                module = model.get_submodule(name)
+                hooks.enter_context(module.register_forward_pre_hook(partial(count, name, -1)))
+                hooks.enter_context(module.register_forward_hook(partial(count, name, 1)))
             torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=True)
     except Exception:  # not every model runs on meta, nor on any number of tokens
         spent = {name: _weights(model.get_submodule(name)) for name in spent}
-    finally:
-        for handle in handles:
-            handle.remove()
     first, last = (sum(spent[name] for name in part) for part in (pipeline.first, pipeline.last))
     return first, [spent[name] for name in layers], last
 
@@ -338,13 +331,12 @@ def _noted(layer: nn.Module, ends: bool, run: Callable[[], Any]) -> tuple[Any, A
         if ends:
             raise _Called
 
-    handle = layer.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
-    try:
+    output = None
+    with (
+        suppress(_Called),
+        layer.register_forward_pre_hook(note, with_kwargs=True, prepend=True),
+    ):
         output = run()
-    except _Called:
-        output = None
-    finally:
-        handle.remove()
     return output, arrived(call.pop(names[0], None)), call
 
 

@@ -120,11 +120,9 @@ class RankPeak:
     """The peak of one pipeline rank."""
 
     allocated: int
-    """Bytes of tensors."""
     reserved: int
     """Bytes that the caching allocator has from the device."""
     by_category: Mapping[str, int]
-    """Bytes of each category at the peak."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,6 @@ class Estimate:
     """The estimate of a composition on a cluster."""
 
     peaks: list[RankPeak]
-    """The peak of each pipeline rank."""
     step_seconds: float
     tokens_per_second_per_device: float
     mfu: float
@@ -197,7 +194,7 @@ def _message(job: Job, cluster: Cluster) -> float:
     # With sequence parallel each rank of tp sends its part of the stream.
     tokens /= parallel.tp if parallel.tp > 1 and parallel.sequence else 1
     width = getattr(job.config.model.config, "dim", 0)
-    size = tokens * width * getattr(torch, job.config.precision.param).itemsize
+    size = tokens * width * job.config.precision.param_dtype.itemsize
     stride = job.world_size // parallel.pp
     return costs.collective_seconds(cluster, "p2p", size, 2, stride)
 

@@ -15,7 +15,7 @@ that is there already.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -55,14 +55,11 @@ def _host_memory(recorder: Recorder, kernels: str) -> Iterator[None]:
         """Be on a stream of copies, which waits for what was computed and for events."""
         if not streams:
             streams.extend(recorder.new_stream() for _ in range(2))
-        before, ready = recorder.stream, recorder.record()
-        recorder.stream = streams[number]
-        for event in (ready, *events):
-            recorder.wait(recorder.stream, event)
-        try:
+        ready = recorder.record()
+        with recorder.on_stream(streams[number]):
+            for event in (ready, *events):
+                recorder.wait(recorder.stream, event)
             yield
-        finally:
-            recorder.stream = before
 
     def out_of(offload: ActivationOffload, tensor: Tensor) -> tuple[Tensor, Any]:
         with _disable_current_modes():
@@ -184,22 +181,17 @@ class _Streams:
                     recorder.wait(self.number, event.number)
 
             def wait_stream(self, other: "Stream") -> None:
-                before, recorder.stream = recorder.stream, other.number
-                self.wait_event(Event().record())
-                recorder.stream = before
+                with recorder.on_stream(other.number):
+                    done = Event().record()
+                self.wait_event(done)
 
         self.Event, self.Stream, self._recorder = Event, Stream, recorder
 
     def current_stream(self, device: Any = None) -> Any:
         return self.Stream(number=self._recorder.stream)
 
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before, self._recorder.stream = self._recorder.stream, stream.number
-        try:
-            yield
-        finally:
-            self._recorder.stream = before
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        return self._recorder.on_stream(stream.number)
 
     @staticmethod
     def current_device() -> int:
@@ -328,18 +320,17 @@ def _batch(recorder: Recorder) -> Any:
     streams: dict[str, int] = {}
 
     def send(operations: Sequence[dist.P2POp], desc: str | None = None) -> list[Any]:
-        before, works = recorder.stream, []
+        works = []
         for each in operations:
             name = each.group.group_name if each.group else ""
             if name not in streams:
                 streams[name] = recorder.new_stream()
             ready = recorder.record()
-            recorder.stream = streams[name]
-            recorder.wait(recorder.stream, ready)
-            to = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
-            each.op(each.tensor, group=each.group, tag=each.tag, **to)
-            works.append(_Sent(recorder, recorder.record(), each.tensor))
-            recorder.stream = before
+            with recorder.on_stream(streams[name]):
+                recorder.wait(recorder.stream, ready)
+                to = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+                each.op(each.tensor, group=each.group, tag=each.tag, **to)
+                works.append(_Sent(recorder, recorder.record(), each.tensor))
         return works
 
     return send

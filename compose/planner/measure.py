@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from compose.planner.cluster import (
 )
 from compose.planner.costs import BYTES
 
+T = TypeVar("T")
 SECONDS = 85.0  # that a sweep may take
 _WINDOWS = 6  # of calls; the last three count
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -67,6 +68,14 @@ class Sweep:
     def left(self, until: float) -> float:
         """Return the seconds until a part of the whole time is over, on the first rank's sweep."""
         return self.agreed(self.started + until * self.seconds - time.monotonic())
+
+    def shared_out(self, items: Sequence[T], until: float, least: int = 1) -> Iterator[tuple[T, float]]:
+        """Yield items with equal parts of the seconds left; when none are left, ``least`` items."""
+        for number, item in enumerate(items):
+            left = self.left(until)
+            if left <= 0 and number >= least:
+                return
+            yield item, left / (len(items) - number)
 
     def agreed(self, value: float) -> float:
         """Return the first rank's value on every rank."""
@@ -210,11 +219,8 @@ def _adding(device: torch.device, numbers: int) -> Callable[[], object]:
 def _copies(sweep: Sweep, until: float) -> Iterator[Copy]:
     """Time elementwise kernels, from 2 KiB on, each eight times as large."""
     sizes = [2048 * 8**i for i in range(8) if 2048 * 8**i <= 4 * _MOST_BYTES[sweep.device.type]]
-    for number, size in enumerate(sizes):
-        left = sweep.left(until)
-        if left <= 0 and number >= 2:
-            return
-        yield Copy(size, sweep.time(_adding(sweep.device, size // 8), left / (len(sizes) - number)))
+    for size, share in sweep.shared_out(sizes, until, least=2):
+        yield Copy(size, sweep.time(_adding(sweep.device, size // 8), share))
 
 
 def _host(sweep: Sweep, copies: Sequence[Copy]) -> Link:
@@ -241,13 +247,8 @@ def _products(sweep: Sweep, begins: float, until: float) -> Iterator[Product]:
         rate = _first_rate(sweep, dtype)
         most = rate * (end - begun) * sweep.seconds / count / 4
         shapes = _shapes(most, dtype, sweep.device.type, count)
-        for number, shape in enumerate(shapes):
-            left = sweep.left(end)
-            if left <= 0 and number:
-                break
-            seconds = sweep.time(
-                _multiplying(sweep.device, dtype, shape), left / (len(shapes) - number)
-            )
+        for shape, part in sweep.shared_out(shapes, end):
+            seconds = sweep.time(_multiplying(sweep.device, dtype, shape), part)
             yield Product(cast(Any, dtype), *shape, seconds)
         begun = end
 
@@ -309,10 +310,7 @@ def _attention(sweep: Sweep, rates: Mapping[str, float], until: float) -> Iterat
         and samples * _HEADS * length * dim * BYTES[dtype] <= _MOST_BYTES[sweep.device.type]
     ] or [(_SIDES[2], dims[0], 1)]
     chosen = random.Random(0).sample(choices, min(12, len(choices)))
-    for number, (length, dim, samples) in enumerate(chosen):
-        left = sweep.left(until)
-        if left <= 0 and number:
-            return
+    for (length, dim, samples), share in sweep.shared_out(chosen, until):
         forward = 2.0 * samples * _HEADS * length**2 * dim  # half of the scores are masked
         size = samples * _HEADS * length * dim * BYTES[dtype]
         qkv = [
@@ -320,7 +318,6 @@ def _attention(sweep: Sweep, rates: Mapping[str, float], until: float) -> Iterat
             for _ in range(3)
         ]
         q, k, v = (each.detach().to(getattr(torch, dtype)).requires_grad_() for each in qkv)
-        share = left / (len(chosen) - number)
 
         def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)

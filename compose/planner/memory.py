@@ -43,7 +43,6 @@ class RankMemory:
     buffers: Bytes = field(default_factory=Counter)
     """Bytes of the pipeline's buffers for one micro-batch; each micro-batch has its own."""
     actions: dict[Key, ActionMemory] = field(default_factory=dict)
-    """Each kind of action."""
 
 
 def categorize(record: Record, output: str) -> None:

@@ -146,7 +146,7 @@ def _seconds(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, f
     pp, cp, tp, ep = parallel.pp, parallel.cp, parallel.tp, parallel.ep
     count, tokens = micro_batches(config), train.micro_batch * train.seq_len // cp
     dtype, mode = config.precision.param, config.activation_checkpoint.mode
-    width = getattr(torch, dtype).itemsize
+    width = config.precision.param_dtype.itemsize
     again = _AGAIN.get(mode, 0.5)
     forward = sent_tp = sent_ep = 0.0
     sequence = tokens * shape.width * width
@@ -207,17 +207,15 @@ def _offload(config: Config, cluster: Cluster, held: float, count: int) -> dict[
     Each micro-batch copies its shards for forward and for backward, and its gradients back.
     """
     own = held / _state_ranks(config)
-    copied = (
-        3 * count * costs.host_seconds(cluster, own * getattr(torch, config.precision.master).itemsize)
-    )
+    copied = 3 * count * costs.host_seconds(cluster, own * config.precision.master_dtype.itemsize)
     return {"offload": copied, "optimizer": 28 * own / _HOST_MEMORY}
 
 
 def _data(shape: ModelShape, config: Config, cluster: Cluster, compute: float, count: int) -> float:
     """Return the seconds that data parallel's messages do not hide behind ``compute``."""
     parallel = config.parallel
-    width = getattr(torch, config.precision.param).itemsize
-    wide = getattr(torch, config.precision.reduce).itemsize
+    width = config.precision.param_dtype.itemsize
+    wide = config.precision.reduce_dtype.itemsize
     dense, routed = _held(shape, config)
     over, shared = parallel.dp_shard * parallel.cp, parallel.dp_shard * parallel.cp * parallel.tp
     gather = reduce = 0.0
@@ -261,13 +259,12 @@ def _state_ranks(config: Config) -> int:
 def _bytes(shape: ModelShape, config: Config) -> dict[str, float]:
     parallel, train, precision = config.parallel, config.train, config.precision
     held, ranks = sum(_held(shape, config)), _state_ranks(config)
-    sizes = {name: getattr(torch, getattr(precision, name)).itemsize for name in ("param", "reduce")}
-    master = getattr(torch, precision.master).itemsize
-    state = getattr(torch, precision.optimizer_state).itemsize
+    param, reduce = precision.param_dtype.itemsize, precision.reduce_dtype.itemsize
+    master, state = precision.master_dtype.itemsize, precision.state_dtype.itemsize
     layer = max(x.dense / parallel.tp + x.routed / parallel.ep for x in shape.layers)
     whole = 2 * max(layer, shape.ends / 2 / parallel.tp)
     zero = parallel.zero
-    grads = held * sizes["reduce"] if zero < 2 else 0.0
+    grads = held * reduce if zero < 2 else 0.0
     tokens = train.micro_batch * train.seq_len / parallel.cp
     most = max(
         sum(n for n, _ in x.products) + sum(n for _, n, _ in x.experts) * shape.top_k
@@ -275,7 +272,7 @@ def _bytes(shape: ModelShape, config: Config) -> dict[str, float]:
     )
     share = parallel.tp if parallel.sequence else 1
     kept = _KEPT.get(config.activation_checkpoint.mode, 0.5)
-    one = tokens * sizes["param"]
+    one = tokens * param
     each = one * (shape.width / share + kept * (6 * shape.width / share + 1.7 * most / parallel.tp))
     count = micro_batches(config)
     flight = min(count, parallel.pp)
@@ -288,17 +285,15 @@ def _bytes(shape: ModelShape, config: Config) -> dict[str, float]:
         buffers = 2 * stages * count * one * shape.width / share
     working = one * (8 * shape.width / share + 4 * most / parallel.tp)
     shown = min(tokens, train.loss_chunk) if train.loss_chunk else tokens
-    logits = shown * shape.vocabulary / (parallel.tp if parallel.loss else 1) * 2 * sizes["param"]
-    part, frozen = shape.trained, sizes["param"]
+    logits = shown * shape.vocabulary / (parallel.tp if parallel.loss else 1) * 2 * param
+    part, frozen = shape.trained, param
     if parallel.offload == "cpu":
         master = state = frozen = 0
     return {
         "weights": held * (part * master + (1 - part) * frozen) / ranks,
         "optimizer": part * held * 2 * state / ranks,
         "gradients": part * (held * master / (ranks if zero >= 1 else 1) + (grads if zero == 1 else 0)),
-        "gathered": whole * (sizes["param"] + sizes["reduce"])
-        if zero == 3
-        else held * sizes["param"] * (ranks > 1 or sizes["param"] < 4),
+        "gathered": whole * (param + reduce) if zero == 3 else held * param * (ranks > 1 or param < 4),
         "activations": each * shape.count / parallel.pp * flight + working + buffers,
         # A layer's backward begins after the loss's own memory was freed.
         "logits": max(0.0, logits - working),

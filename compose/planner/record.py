@@ -6,7 +6,8 @@ of a DTensor is seen once as a whole and once in its parts. This one sees the pa
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,24 +44,19 @@ class Operator:
     """One operator on the device."""
 
     segment: int
-    """The segment's place in the record."""
     stream: int
     """The stream; 0 computes."""
     name: str
-    """The name, such as aten.mm."""
     kind: str
     """product, attention or memory."""
     flops: float
     bytes: int
-    """Bytes read and written."""
     dtype: str
     """The dtype of its first tensor."""
     shape: tuple[int, ...]
     """Of a product (batch, m, n, k), of attention the shape of the queries, else of the result."""
     reads: tuple[int, ...] = ()
-    """The allocations that it reads."""
     writes: tuple[int, ...] = ()
-    """The allocations that it writes."""
 
 
 @dataclass(slots=True)
@@ -68,7 +64,6 @@ class Message:
     """One message to other ranks, as this rank issues it."""
 
     segment: int
-    """The segment's place in the record."""
     stream: int
     """The stream that waits for it."""
     kind: str
@@ -76,7 +71,6 @@ class Message:
     group: str
     """The name of the process group."""
     ranks: tuple[int, ...]
-    """The ranks of the group."""
     bytes: int
     """Of the whole result of an all_gather; of the whole input of others; of the tensor of a p2p."""
     received: bool = False
@@ -94,13 +88,12 @@ class Wait:
 
 @dataclass(slots=True)
 class Allocation:
-    """Memory between two events of the record."""
+    """Memory between two events of the record, which ended in the segment ``freed``."""
 
     bytes: int
     start: int
     """The place of its allocation among the memory's events."""
     segment: int
-    """The segment in which it was allocated."""
     within: str
     """What allocated it: gather, reduce, message, or empty for an operator."""
     category: str = ""
@@ -108,21 +101,19 @@ class Allocation:
     end: int | None = None
     """The place of its end; None if it outlives the record."""
     freed: int | None = None
-    """The segment in which it ended."""
     freed_within: str = ""
     """What ended it, as in ``within``."""
 
 
 @dataclass
 class Record:
-    """All that a rank did, in order."""
+    """All that a rank did, in order; a ``segment`` is a place in ``segments``."""
 
     segments: list[Segment] = field(default_factory=list)
     work: list[Operator | Message | Wait] = field(default_factory=list)
     events: dict[int, int] = field(default_factory=dict)
     """The place in ``work`` of each event of a stream, by its number."""
     event_streams: dict[int, int] = field(default_factory=dict)
-    """The stream of each event."""
     allocations: list[Allocation] = field(default_factory=list)
     changes: list[tuple[int, int, int]] = field(default_factory=list)
     """Changes of memory in order: (segment, place in ``allocations``, bytes; below 0 if freed)."""
@@ -269,6 +260,15 @@ class Recorder(TorchDispatchMode):
         """Return the number of a new stream."""
         self._streams += 1
         return self._streams
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Make a stream the current one meanwhile."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def record(self) -> int:
         """Return the number of an event of the current stream."""

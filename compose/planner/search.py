@@ -40,7 +40,6 @@ class Candidate:
 
     config: Config
     keys: dict[str, Any]
-    """The keys that it sets."""
     rough: QuickEstimate
     estimate: Estimate | None = None
     """From a record; None if none was made."""

@@ -57,8 +57,8 @@ def trace(
 
     ``model`` is on meta, has fewer layers than the job's, ``pp_layers`` in each stage, and is changed.
     With 0 ``micro_batches`` only the pipeline's stream is found. ``device_type`` chooses the kernels.
-    ``documents``: the batch tells where documents begin, as that of a training run does. ``objects`` are
-    what the first rank of the pipeline broadcast; None for that rank itself.
+    ``documents``: the batch tells where documents begin, as that of a training run does. ``objects``
+    are what the first rank of the pipeline broadcast; None for that rank itself.
     """
     recorder, config = Recorder(device_type), job.config
     model = _buffers_on_meta(copy.deepcopy(job.model) if model is None else model)
@@ -176,19 +176,15 @@ def _gradients(composition: Composition) -> Iterator[Tensor]:
 @contextmanager
 def _marks(recorder: Recorder, composition: Composition, resolved: Resolved) -> Iterator[None]:
     """Tell the recorder where actions and units begin."""
-    handles = []
     pipeline = composition.pipeline
     stages = [(s.index, s.module) for s in pipeline.stages] if pipeline else [(0, composition.model)]
     names = _units(composition.model, resolved)
-    for _, module in stages:
-        for name in names:
-            try:
-                unit = module.get_submodule(name)
-            except AttributeError:
-                continue
-            if not isinstance(unit, nn.Identity):
-                handles += _mark_unit(recorder, unit, name)
     with ExitStack() as stack:
+        for _, module in stages:
+            inside = dict(module.named_modules(remove_duplicate=False))
+            for name in names:
+                if name in inside and not isinstance(inside[name], nn.Identity):
+                    _mark_unit(stack, recorder, inside[name], name)
         for method, marked in _actions(recorder).items():
             stack.enter_context(mock.patch.object(PipelineStage, method, marked))
         if not pipeline:
@@ -197,12 +193,8 @@ def _marks(recorder: Recorder, composition: Composition, resolved: Resolved) -> 
             def forward(*unused: Any) -> None:
                 recorder.begin((0, "F", next(count)), "")
 
-            handles.append(composition.model.register_forward_pre_hook(forward, prepend=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            stack.enter_context(composition.model.register_forward_pre_hook(forward, prepend=True))
+        yield
 
 
 def _units(model: nn.Module, resolved: Resolved) -> list[str]:
@@ -214,7 +206,7 @@ def _units(model: nn.Module, resolved: Resolved) -> list[str]:
     return [*resolved.pipeline.first, *inside, *resolved.pipeline.last]
 
 
-def _mark_unit(recorder: Recorder, unit: nn.Module, name: str) -> list[Any]:
+def _mark_unit(stack: ExitStack, recorder: Recorder, unit: nn.Module, name: str) -> None:
     def before(*unused: Any) -> None:
         recorder.begin(unit=name)
 
@@ -223,10 +215,8 @@ def _mark_unit(recorder: Recorder, unit: nn.Module, name: str) -> list[Any]:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda grad: recorder.begin(unit=name))
 
-    return [
-        unit.register_forward_pre_hook(before, prepend=True),
-        unit.register_forward_hook(after),
-    ]
+    stack.enter_context(unit.register_forward_pre_hook(before, prepend=True))
+    stack.enter_context(unit.register_forward_hook(after))
 
 
 def _actions(recorder: Recorder) -> dict[str, Callable[..., Any]]:

@@ -8,7 +8,7 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,6 @@ class Subject:
 
     composition: Composition
     model: nn.Module
-    """The whole model."""
     comparison: Comparison
     """Takes the rows."""
     options: Options
@@ -114,7 +113,7 @@ class MemoryKeys(Observer):
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
         """Watch the units of the model if the options ask for anything that can be seen."""
-        asked, handles = self.options.activation_checkpoint, []
+        asked = self.options.activation_checkpoint
         seen = asked.mode != "none" or asked.offload
         seen &= self.options.compile.mode == "off"  # a compiler would trace the hooks
         # The identity is in the place of a unit that another stage holds.
@@ -125,14 +124,12 @@ class MemoryKeys(Observer):
         }
         held = {name: modules[name] for name in self.names if seen and name in modules}
         owners = Counter(inner for unit in held.values() for inner in unit.modules())
-        for name, unit in held.items():
-            inner = [part for part in unit.modules() if part is not unit and owners[part] == 1]
-            handles += self._hooks(name, unit, inner)
-        try:
+        with ExitStack() as hooks:
+            for name, unit in held.items():
+                inner = [part for part in unit.modules() if part is not unit and owners[part] == 1]
+                for hook in self._hooks(name, unit, inner):
+                    hooks.enter_context(hook)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _hooks(self, name: str, unit: nn.Module, inner: Sequence[nn.Module]) -> list[Any]:
         running: list[saved_tensors_hooks] = []

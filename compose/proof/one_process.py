@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_map
 
-from compose.memory.float8 import NOTHING, Choice, Recipe, apply_float8
+from compose.memory.float8 import NOTHING, Choice, apply_float8
 from compose.memory.precision import Precision
 from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import LossFunction
@@ -27,68 +27,27 @@ from compose.proof.optimizers import Named
 from compose.proof.routing_trace import Choices, follow
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """The types that a training step computes in. The defaults are float32 throughout."""
-
-    param: torch.dtype = torch.float32
-    """Type of forward and backward."""
-    reduce: torch.dtype = torch.float32
-    """Type in which gradients are reduced."""
-    master: torch.dtype = torch.float32
-    """Type of the weights that the optimizer updates."""
-    state: torch.dtype = torch.float32
-    """Type of the optimizer's running means."""
-    float8: Recipe = "off"
-    """The float8 recipe of linear layers."""
-
-    @property
-    def reduced(self) -> bool:
-        """Whether anything rounds more coarsely than float32 does."""
-        types = (self.param, self.reduce, self.master, self.state)
-        return self.float8 != "off" or any(kind.itemsize < 4 for kind in types)
-
-    def kept(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the type in which a parameter is kept; a frozen one has no master."""
-        return self.master if parameter.requires_grad else self.param
-
-    def __str__(self) -> str:
-        if not self.reduced:
-            return str(self.param).removeprefix("torch.")
-        names = {"param": self.param, "reduce": self.reduce, "master": self.master, "state": self.state}
-        parts = [f"{name} {str(kind).removeprefix('torch.')}" for name, kind in names.items()]
-        return ", ".join([*parts, *([f"float8 {self.float8}"] if self.float8 != "off" else [])])
+def kept_dtype(precision: Precision, parameter: nn.Parameter) -> torch.dtype:
+    """Return the type in which a parameter is kept; a frozen one has no master."""
+    return precision.master_dtype if parameter.requires_grad else precision.param_dtype
 
 
-def arithmetic_of(precision: Precision) -> Arithmetic:
-    """Return the types of the table [precision] as torch's."""
-    return Arithmetic(
-        precision.param_dtype,
-        precision.reduce_dtype,
-        precision.master_dtype,
-        precision.state_dtype,
-        precision.float8,
-    )
+def type_names(precision: Precision) -> str:
+    """Return the types that a run computes in, as the rows of its report begin."""
+    if not precision.reduced:
+        return precision.param
+    names = {"param": precision.param, "reduce": precision.reduce, "master": precision.master}
+    names |= {"state": precision.optimizer_state}
+    names |= {"float8": precision.float8} if precision.float8 != "off" else {}
+    return ", ".join(f"{name} {kind}" for name, kind in names.items())
 
 
-def precision_of(arithmetic: Arithmetic) -> Precision:
-    """Return the table [precision] for ``arithmetic``; it may hold float64, unlike any file."""
-    kinds = (arithmetic.param, arithmetic.reduce, arithmetic.master, arithmetic.state)
-    param, reduce, master, state = (str(kind).removeprefix("torch.") for kind in kinds)
-    return Precision(
-        param=cast(Any, param),
-        reduce=cast(Any, reduce),
-        float8=arithmetic.float8,
-        master=cast(Any, master),
-        optimizer_state=cast(Any, state),
-    )
+_FLOAT64: Any = "float64"  # which no file may name
+EXACT = Precision(_FLOAT64, _FLOAT64, master=_FLOAT64, optimizer_state=_FLOAT64)
+"""The precision of a proof's logic: its rounding is too small to hide a fault."""
 
-
-EXACT = Arithmetic(torch.float64, torch.float64, torch.float64, torch.float64)
-"""The arithmetic of a proof's logic: its rounding is too small to hide a fault."""
-
-OptimizerOf = Callable[[Arithmetic, Named], torch.optim.Optimizer]
-"""Makes one process's optimizer for some arithmetic, from named whole parameters."""
+OptimizerOf = Callable[[Precision, Named], torch.optim.Optimizer]
+"""Makes one process's optimizer for some precision, from named whole parameters."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +75,7 @@ class OneProcess:
     def __init__(
         self,
         model: nn.Module,
-        arithmetic: Arithmetic,
+        precision: Precision,
         loss_function: LossFunction,
         optimizer: OptimizerOf,
         *,
@@ -130,24 +89,24 @@ class OneProcess:
         self.model = copy.deepcopy(model)
         drops = dropouts(self.model)
         self.dropout = Masks(self.model, [self.model], drops) if drops else None
-        self.arithmetic, self.loss_function = arithmetic, loss_function
-        self.widens = widens and arithmetic == EXACT
+        self.precision, self.loss_function = precision, loss_function
+        self.widens = widens and precision == EXACT
         self.max_norm, self.micro_batch = max_norm, micro_batch
         self.loss_scale, self.tie = loss_scale, tie
-        if arithmetic.float8 != "off":
+        if precision.float8 != "off":
             apply_float8(self.model, float8)
-        wide = torch.promote_types(arithmetic.param, torch.float32)
+        wide = torch.promote_types(precision.param_dtype, torch.float32)
         self.parameters = dict(self.model.named_parameters())
         for parameter in self.parameters.values():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(arithmetic.kept(parameter)).to(wide)
+                parameter.data = parameter.data.to(kept_dtype(precision, parameter)).to(wide)
         self.parts: dict[str, Tensor] = {}  # the sum of the squares of micro-batches' gradients
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 parameter.register_hook(partial(self._part, name))
         self.initial = {name: p.detach().clone() for name, p in self.parameters.items()}
         trained = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
-        self.optimizer = optimizer(arithmetic, trained)
+        self.optimizer = optimizer(precision, trained)
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.gradients: dict[str, Tensor] = {}
@@ -190,8 +149,8 @@ class OneProcess:
     def _part(self, name: str, found: Tensor) -> Tensor:
         """Note a micro-batch's gradient; return it as a rank has it, which rounds before it sums."""
         self.parts[name] = self.parts.get(name, 0.0) + (found.double() / self.loss_scale).square().sum()
-        narrow = self.arithmetic.reduce.itemsize < 4
-        return found.to(self.arithmetic.reduce).to(found.dtype) if narrow else found
+        narrow = self.precision.reduce_dtype.itemsize < 4
+        return found.to(self.precision.reduce_dtype).to(found.dtype) if narrow else found
 
     def begin(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tell routers and dropout that a step begins; return the batch with what dropout needs."""
@@ -215,10 +174,11 @@ class OneProcess:
             loss = self.loss_function(output, targets) / count
             (loss * self.loss_scale).backward()
             total += loss.detach()
-            if self.arithmetic.reduce.itemsize < 4:
+            reduce = self.precision.reduce_dtype
+            if reduce.itemsize < 4:
                 for parameter in self.parameters.values():
                     if parameter.grad is not None:
-                        parameter.grad = parameter.grad.to(self.arithmetic.reduce).to(parameter.dtype)
+                        parameter.grad = parameter.grad.to(reduce).to(parameter.dtype)
         return total
 
     @torch.no_grad()
@@ -235,7 +195,7 @@ class OneProcess:
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Any:
         """Run the model on a part of a batch, without its targets."""
-        kind = self.arithmetic.param
+        kind = self.precision.param_dtype
         inputs = {n: v.to(kind) if v.is_floating_point() else v for n, v in inputs.items()}
         held = {n: self._received(n, p) for n, p in self.parameters.items()}
         cast = {n: p.to(kind) if p.is_floating_point() else p for n, p in held.items()}

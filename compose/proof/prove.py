@@ -19,7 +19,7 @@ from compose.optim.lr_schedule import learning_rate, set_learning_rate
 from compose.optim.muon import product_dtype
 from compose.optim.optimizers import Optimizer
 from compose.proof.observers import parts_of_add_ons
-from compose.proof.one_process import EXACT, Arithmetic, arithmetic_of, precision_of
+from compose.proof.one_process import EXACT
 from compose.proof.optimizers import Named, Reference, is_named, stated_rate, stated_rules
 from compose.proof.report import Report, Row
 from compose.proof.verify import Setup, Trial, prove_both
@@ -64,21 +64,21 @@ def prove(
     rules = stated_rules(whole, job.plan, config.optimizer)
     proved = proved_steps(config.optimizer, train.steps, steps)
 
-    def compose(arithmetic: Arithmetic) -> Composition:
-        options = replace(job.options, precision=precision_of(arithmetic))
+    def compose(precision: Precision) -> Composition:
+        options = replace(job.options, precision=precision)
         composition = parallelize(job, mesh, device, options)
         fill_weights(composition, job, device)
         return composition
 
-    def optimizer(arithmetic: Arithmetic, composition: Composition) -> torch.optim.Optimizer:
+    def optimizer(precision: Precision, composition: Composition) -> torch.optim.Optimizer:
         # On CUDA Muon's products are in bfloat16 by default, which is too coarse for other proofs.
-        muon_dtype = None if arithmetic.reduced else arithmetic.param
-        return build_optimizer(composition, _in(arithmetic, job), muon_dtype)
+        muon_dtype = None if precision.reduced else precision.param_dtype
+        return build_optimizer(composition, _in(precision, job), muon_dtype)
 
-    def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
-        here = _in(arithmetic, job).config
+    def reference_optimizer(precision: Precision, named: Named) -> torch.optim.Optimizer:
+        here = _in(precision, job).config
         rates = [stated_rate(step, train.steps, config.optimizer) for step in proved]
-        products = product_dtype(device.type) if arithmetic.reduced else torch.float64
+        products = product_dtype(device.type) if precision.reduced else torch.float64
         return Reference(
             dict(named), rules, here.optimizer, here.precision, train.seed, rates, products
         )
@@ -94,14 +94,14 @@ def prove(
             job.model, job.resolved, job.degrees.tp, config.precision.float8, mesh.device_type
         ),
         # Files of the offloaded optimizer are float32.
-        logic=Arithmetic() if config.optimizer.offload == "nvme" else EXACT,
+        logic=Precision() if config.optimizer.offload == "nvme" else EXACT,
         loss_scale=scale.value if scale else 1.0,
         options=job.options,
         units=job.resolved.checkpoint,
         begin_step=begin_step,
     )
     trial = Trial(train.micro_batch, loss_function(config), max_norm=CLIP * train.max_norm)
-    report = prove_both(whole, batches, arithmetic_of(config.precision), setup, trial, logic)
+    report = prove_both(whole, batches, config.precision, setup, trial, logic)
     rows = [*report.rows, _trained(whole, config.model.lora)]
     return replace(report, rows=rows, notes=(*notes, *report.notes))
 
@@ -133,8 +133,8 @@ def _trained(model: nn.Module, lora: Lora) -> Row:
     return Row("trained", wrong[0] if wrong else "all that should be", float(len(wrong)), 0.0, 0)
 
 
-def _in(arithmetic: Arithmetic, job: Job) -> Job:
-    """Return ``job`` as it is, or in full precision if ``arithmetic`` is not reduced."""
-    if arithmetic.reduced:
+def _in(precision: Precision, job: Job) -> Job:
+    """Return ``job`` as it is, or in full precision if ``precision`` is not reduced."""
+    if precision.reduced:
         return job
     return replace(job, config=replace(job.config, precision=Precision()))

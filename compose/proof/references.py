@@ -6,6 +6,7 @@ into float64: a buffer in a product, a loss with a tensor of weights, a cast for
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,8 +17,9 @@ from torch.utils._pytree import tree_flatten
 
 from compose.errors import ConfigError
 from compose.memory.float8 import NOTHING, Choice
+from compose.memory.precision import Precision
 from compose.ops.cross_entropy import LossFunction
-from compose.proof.one_process import EXACT, Arithmetic, FromComposition, OneProcess, Widened
+from compose.proof.one_process import EXACT, FromComposition, OneProcess, Widened
 from compose.proof.optimizers import Named
 from compose.proof.report import State
 from compose.proof.routing_trace import Choices
@@ -53,33 +55,33 @@ class References:
 
     In a reduced precision the ``own`` run takes the composition's micro-batches, so that it rounds as
     often. Otherwise it takes other micro-batches, since a correct result does not depend on them.
-    ``one`` makes a run, and ``finest`` is the most exact arithmetic that the model can compute in.
+    ``one`` makes a run, and ``finest`` is the most exact precision that the model can compute in.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        arithmetic: Arithmetic,
+        precision: Precision,
         one: Callable[..., OneProcess],
         *,
         micro_batch: int | None,
         samples: int,
         tie: float,
         float8: Choice = NOTHING,
-        finest: Arithmetic = EXACT,
+        finest: Precision = EXACT,
     ) -> None:
         self.model, self.tie = model, tie
         run = partial(one, tie=tie)
         other = _other_split(micro_batch, samples)
         self.exact = run(finest, micro_batch=other)
         self.again: OneProcess | None = None
-        if arithmetic == finest:
+        if precision == finest:
             self.own = self.exact
             self.again = run(finest, micro_batch=micro_batch)
-            self.coarse = run(Arithmetic(), micro_batch=other) if finest == EXACT else self.again
+            self.coarse = run(Precision(), micro_batch=other) if finest == EXACT else self.again
         else:
-            split = micro_batch if arithmetic.reduced else other
-            self.own = self.coarse = run(arithmetic, micro_batch=split, float8=float8)
+            split = micro_batch if precision.reduced else other
+            self.own = self.coarse = run(precision, micro_batch=split, float8=float8)
         self.zeros: set[str] = set()
 
     @property
@@ -94,7 +96,7 @@ class References:
         given: FromComposition | None = None,
     ) -> None:
         """Take one optimizer step in each run."""
-        if self.own.arithmetic.reduced and found:
+        if self.own.precision.reduced and found:
             # Rounding may move a composition's margins as far as it moves one process's. The two move
             # independently, so they may move in opposite directions.
             moved = _moved(self.own.natural(batch), self.exact.natural(batch))
@@ -198,13 +200,13 @@ def examine(
 ) -> tuple[bool, str]:
     """Check that a model and a loss can be compared, and return whether they run in float64."""
 
-    def run(kind: Arithmetic) -> tuple[OneProcess, Mapping[str, Tensor]]:
+    def run(kind: Precision) -> tuple[OneProcess, Mapping[str, Tensor]]:
         one = OneProcess(
             model, kind, loss_function, _none, max_norm=0.0, micro_batch=1, loss_scale=1.0, tie=0.0
         )
         return one, one.begin(batch)
 
-    one, given = run(Arithmetic())
+    one, given = run(Precision())
     inputs = {name: value[:micro_batch] for name, value in given.items() if name != "targets"}
     check_repeats(one.model, lambda: one.forward(inputs))
     with torch.no_grad():
@@ -215,7 +217,7 @@ def examine(
     return float64_problem(lambda: exact.accumulate(sample, count))
 
 
-def _none(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
+def _none(precision: Precision, named: Named) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 
 
@@ -269,16 +271,15 @@ def _first_random(model: nn.Module, forward: Callable[[], Any]) -> str:
     """Return the name of the first module that gives other outputs for the same inputs."""
     runs: list[list[tuple[str, list[Tensor], list[Tensor]]]] = [[], []]
     for run in runs:
-        handles = []
-        for name, module in model.named_modules():
 
-            def see(_: Any, args: Any, kwargs: Any, out: Any, name: str = name, run: Any = run) -> None:
-                run.append((name, _tensors((args, kwargs)), _tensors(out)))
+        def note(name: str, run: Any, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            run.append((name, _tensors((args, kwargs)), _tensors(output)))
 
-            handles.append(module.register_forward_hook(see, with_kwargs=True))
-        forward()
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                hook = partial(note, name, run)
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            forward()
     for (name, given, result), (_, given_again, result_again) in zip(*runs, strict=False):
         if _same(given, given_again) and not _same(result, result_again):
             return name

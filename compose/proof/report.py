@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from compose.proof.one_process import Arithmetic
+from compose.memory.precision import Precision
 
 State = Literal["", "zero", "unused", "loose", "coarse"]
 
@@ -64,17 +64,17 @@ SAME_BITS = 0.2
 LOOSE = 1e-2
 
 
-def tolerance_of(arithmetic: Arithmetic) -> Tolerance:
+def tolerance_of(precision: Precision) -> Tolerance:
     """Return what a run in these types is allowed.
 
     A reduced run is compared with one process's own error, and one rounding is always allowed.
     """
-    if not arithmetic.reduced:
-        return EXACTLY if arithmetic.param == torch.float64 else FLOAT32
-    step = max(_STEP[arithmetic.param], _STEP[arithmetic.reduce])
-    if arithmetic.float8 != "off":
+    if not precision.reduced:
+        return EXACTLY if precision.param_dtype == torch.float64 else FLOAT32
+    step = max(_STEP[precision.param_dtype], _STEP[precision.reduce_dtype])
+    if precision.float8 != "off":
         step = max(step, _FLOAT8_STEP)
-    kept = max(_STEP[arithmetic.master], _STEP[arithmetic.state])
+    kept = max(_STEP[precision.master_dtype], _STEP[precision.state_dtype])
     return Tolerance(
         # The loss is a mean over tokens. A token's error is that of a logit times a probability, and
         # has any sign.
@@ -82,7 +82,7 @@ def tolerance_of(arithmetic: Arithmetic) -> Tolerance:
         gradient=max(step, FLOAT32.gradient),
         update=max(step, kept, FLOAT32.update),
         times=TIMES,
-        same_bits=0.0 if max(step, _STEP[arithmetic.master]) > _STEP[torch.float32] else SAME_BITS,
+        same_bits=0.0 if max(step, _STEP[precision.master_dtype]) > _STEP[torch.float32] else SAME_BITS,
     )
 
 

@@ -7,8 +7,9 @@ rounding is a failure of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -56,9 +57,7 @@ class Difference:
     router: str
     step: int
     tokens: int
-    """The number of these tokens."""
     of: int
-    """The number of all tokens."""
     margin: float
     """The greatest margin by which one process decided for one of these tokens."""
     kind: Literal["routing", "capacity"] = "routing"
@@ -116,23 +115,21 @@ def _choices(ids: Sequence[Tensor], calls: Sequence[_Call]) -> Choices:
 @contextmanager
 def watch(model: nn.Module) -> Iterator[RoutingRecorder]:
     """Record what the routers of ``model`` choose, in forwards that backward follows."""
-    recorder, handles = RoutingRecorder(), []
-    for name, router in routers(model).items():
+    recorder = RoutingRecorder()
 
-        def see(module: nn.Module, inputs: Any, routing: Any, name: str = name) -> Any:
-            recorder.count += 1
-            # A router of the user's own may return no ``kept``.
-            kept = getattr(routing, "kept", None)
-            seen = (name, recorder.count, _Call(routing.experts, routing.margin, kept))
-            # Recomputation runs this hook again, but backward goes through the first call only.
-            return routing._replace(weights=_Seen.apply(routing.weights, recorder, seen))
+    def see(name: str, module: nn.Module, inputs: Any, routing: Any) -> Any:
+        recorder.count += 1
+        # A router of the user's own may return no ``kept``.
+        kept = getattr(routing, "kept", None)
+        seen = (name, recorder.count, _Call(routing.experts, routing.margin, kept))
+        # Recomputation runs this hook again, but backward goes through the first call only.
+        return routing._replace(weights=_Seen.apply(routing.weights, recorder, seen))
 
-        handles.append(cast(nn.Module, router).register_forward_hook(see))
-    try:
+    with ExitStack() as hooks:
+        for name, router in routers(model).items():
+            hook = partial(see, name)
+            hooks.enter_context(cast(nn.Module, router).register_forward_hook(hook))
         yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Seen(torch.autograd.Function):

@@ -26,6 +26,7 @@ from compose.composition import Composition, Options
 from compose.errors import ConfigError, refused_if
 from compose.memory.float8 import NOTHING as WHOLE
 from compose.memory.float8 import Choice, select_layers
+from compose.memory.precision import Precision
 from compose.ops.batch import count_targets, targets_of
 from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.ops.dropout import DropoutKey
@@ -38,13 +39,12 @@ from compose.proof.comparison import Comparison, buffers_of, gradient_of, parame
 from compose.proof.observers import CODES, MemoryKeys, Messages, Observer, Subject, parts_of_add_ons
 from compose.proof.one_process import (
     EXACT,
-    Arithmetic,
     FromComposition,
     OneProcess,
     OptimizerOf,
     Widened,
-    arithmetic_of,
-    precision_of,
+    kept_dtype,
+    type_names,
 )
 from compose.proof.optimizers import Named, OptimizerFactory, RoundedWeights
 from compose.proof.references import Expected, References, examine
@@ -115,27 +115,29 @@ def verify(
         raise ConfigError("model: no parameter is trained, so that nothing can be proved")
     given = with_degrees(options, mesh)
     asked = given.precision
-    chosen = replace(arithmetic_of(asked), state=asked.master_dtype)
+    chosen = replace(asked, optimizer_state=asked.master)
     resolved = resolve(plan, model)
 
-    def compose(arithmetic: Arithmetic) -> Composition:
-        here = replace(given, precision=precision_of(arithmetic))
+    def compose(precision: Precision) -> Composition:
+        here = replace(given, precision=precision)
         return apply(copy.deepcopy(model), resolved, mesh, here)
 
-    def optimizer_for(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
-        if arithmetic.master.itemsize < 4:
-            return (trial.optimizer or partial(AdamW, lr=1e-3))(named)
+    narrow: OptimizerFactory = trial.optimizer or partial(AdamW, lr=1e-3)
+
+    def optimizer_for(precision: Precision, named: Named) -> torch.optim.Optimizer:
+        if precision.master_dtype.itemsize < 4:
+            return narrow(named)
         default = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
         return (trial.optimizer or default)(parameter for _, parameter in named)
 
-    def reference_optimizer(arithmetic: Arithmetic, named: Named) -> torch.optim.Optimizer:
-        if arithmetic.master.itemsize < 4:
-            return RoundedWeights(trial.optimizer or partial(AdamW, lr=1e-3), arithmetic.master, named)
-        return optimizer_for(arithmetic, named)
+    def reference_optimizer(precision: Precision, named: Named) -> torch.optim.Optimizer:
+        if precision.master_dtype.itemsize < 4:
+            return RoundedWeights(narrow, precision.master_dtype, named)
+        return optimizer_for(precision, named)
 
     setup = Setup(
         compose,
-        lambda arithmetic, composition: optimizer_for(arithmetic, list(composition.named_parameters())),
+        lambda precision, composition: optimizer_for(precision, list(composition.named_parameters())),
         reference_optimizer,
         float8=select_layers(model, resolved, axis_size(mesh, "tp"), asked.float8, mesh.device_type),
         options=given,
@@ -149,22 +151,18 @@ def verify(
 
 @dataclass(frozen=True)
 class Setup:
-    """How the composition and the one process are made for some arithmetic."""
+    """How the composition and the one process are made for some precision."""
 
-    compose: Callable[[Arithmetic], Composition]
-    """Makes the composition."""
-    optimizer: Callable[[Arithmetic, Composition], torch.optim.Optimizer]
-    """Makes the composition's optimizer."""
+    compose: Callable[[Precision], Composition]
+    optimizer: Callable[[Precision, Composition], torch.optim.Optimizer]
     reference_optimizer: OptimizerOf
-    """Makes one process's optimizer."""
     float8: Choice = WHOLE
     """The layers that compute in float8 on one process."""
-    logic: Arithmetic = EXACT
-    """The arithmetic in which the logic runs, if the model can."""
+    logic: Precision = EXACT
+    """The precision in which the logic runs, if the model can."""
     loss_scale: float = 1.0
     """The factor of the loss before backward."""
     options: Options = field(default_factory=Options)
-    """The options of ``apply``."""
     units: Sequence[str] = ()
     """The units of activation checkpointing, of the whole model."""
     begin_step: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None
@@ -174,28 +172,27 @@ class Setup:
 def prove_both(
     model: nn.Module,
     batches: Sequence[Mapping[str, Tensor]],
-    arithmetic: Arithmetic,
+    precision: Precision,
     setup: Setup,
     trial: Trial,
     logic: bool = True,
 ) -> Report:
-    """Prove a composition's logic in float64, and then the composition in ``arithmetic``."""
+    """Prove a composition's logic in float64, and then the composition in ``precision``."""
     _check_batches(batches)
     widens, problem = on_first_rank(examine, model, batches[0], trial.loss_function, trial.micro_batch)
     recomputes = setup.options.activation_checkpoint.mode != "none"
     if widens and recomputes:  # no mode acts inside PyTorch's backward
         problem = "it mixes types, and layers run again in backward"
-    own, finest = setup.logic if logic else arithmetic, EXACT
+    own, finest = setup.logic if logic else precision, EXACT
     if problem:
-        own = finest = Arithmetic()
+        own = finest = Precision()
     reports = []
-    for kind in dict.fromkeys([own, arithmetic]):
+    for kind in dict.fromkeys([own, precision]):
         composition = setup.compose(kind)
         # The caller's tolerance is for the run in the asked types only.
-        how = trial if kind == arithmetic else replace(trial, tolerance=None)
-        run = ProofRun(
-            kind, setup, "" if kind == arithmetic else f"{kind} ", kind == own, finest, widens
-        )
+        how = trial if kind == precision else replace(trial, tolerance=None)
+        label = "" if kind == precision else f"{type_names(kind)} "
+        run = ProofRun(kind, setup, label, kind == own, finest, widens)
         reports.append(compare(model, composition, batches, run, how))
     report = joined(reports)
     note = f"the logic is proved in float32: the model does not run in float64 ({problem})"
@@ -204,16 +201,16 @@ def prove_both(
 
 @dataclass(frozen=True)
 class ProofRun:
-    """One run of a proof, in one arithmetic."""
+    """One run of a proof, in one precision."""
 
-    arithmetic: Arithmetic
+    precision: Precision
     setup: Setup
     label: str = ""
     """Begins each quantity."""
     logic: bool = True
     """Whether this run proves the logic."""
-    finest: Arithmetic = EXACT
-    """The most exact arithmetic that the model runs in."""
+    finest: Precision = EXACT
+    """The most exact precision that the model runs in."""
     widens: bool = False
     """Whether float64 needs ``Widened``."""
 
@@ -226,18 +223,18 @@ def compare(
     trial: Trial,
 ) -> Report:
     """Return the report of :func:`verify`, for a model that the caller has cut and filled."""
-    arithmetic, loss_scale, mesh = run.arithmetic, run.setup.loss_scale, composition.mesh
+    precision, loss_scale, mesh = run.precision, run.setup.loss_scale, composition.mesh
     micro_batch, max_norm = trial.micro_batch, trial.max_norm
     composed = composition.model
-    optimizer = run.setup.optimizer(arithmetic, composition)
+    optimizer = run.setup.optimizer(precision, composition)
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     index, count = batch_share(mesh)
     samples = {len(value) for batch in batches for value in batch.values()}
     if any(number % count for number in samples):
         raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
-    tolerance = trial.tolerance or tolerance_of(arithmetic)
-    loose: State = "loose" if run.logic else "" if arithmetic.reduced else "coarse"
+    tolerance = trial.tolerance or tolerance_of(precision)
+    loose: State = "loose" if run.logic else "" if precision.reduced else "coarse"
     comparison = Comparison(torch.device(mesh.device_type), tolerance, run.label, loose)
     held = parameters_of(composition)
     first = dist.get_rank() == 0
@@ -245,7 +242,7 @@ def compare(
     model = copy.deepcopy(model) if first else model
     for name, parameter in model.named_parameters():
         values = [whole(p) for p in held.get(name, [])]
-        begins = Expected(parameter.detach().to(arithmetic.kept(parameter))) if first else None
+        begins = Expected(parameter.detach().to(kept_dtype(precision, parameter))) if first else None
         comparison.tensor("initial weight", name, values, parameter.shape, begins, 0.0)
     whole_buffers = dict(model.named_buffers())
     for name, shape, values in buffers_of(model, composed):
@@ -266,7 +263,7 @@ def compare(
         )
         reference = References(
             model,
-            arithmetic,
+            precision,
             one,
             micro_batch=micro_batch,
             samples=len(batches[0]["targets"]),
@@ -280,7 +277,7 @@ def compare(
 
     def run_batch(here: Composition, step: int) -> Tensor:
         share = {name: value.chunk(count)[index] for name, value in batches[step].items()}
-        with Widened() if run.widens and arithmetic == EXACT else nullcontext():
+        with Widened() if run.widens and precision == EXACT else nullcontext():
             return forward_backward(
                 here,
                 share,
@@ -291,9 +288,9 @@ def compare(
             )
 
     def train_again(prepare: Callable[[Composition], None]) -> Composition:
-        again = run.setup.compose(arithmetic)
+        again = run.setup.compose(precision)
         prepare(again)
-        other = run.setup.optimizer(arithmetic, again)
+        other = run.setup.optimizer(precision, again)
         for step in range(len(batches)):
             run.setup.begin_step(step, other)
             run_batch(again, step)
@@ -316,7 +313,7 @@ def compare(
     observers: list[Observer] = [observer for observer in found if observer]
     # Then one process takes the composition's gradients at the end of each step. Of its own, AdamW's
     # steps would differ wherever a gradient is only rounding, and the next gradients with them.
-    rounds = arithmetic.reduced or any(observer.lossy_messages for observer in observers)
+    rounds = precision.reduced or any(observer.lossy_messages for observer in observers)
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     differences: list[Difference] = []
@@ -349,7 +346,7 @@ def compare(
             # A code is summed in float32. What travels plain keeps its type, and loses nothing.
             least = max(tolerance.gradient, CODES) if name in messages.lossy else tolerance.gradient
             comparison.tensor(quantity, name, gradients, parameter.shape, right, least)
-            if arithmetic.reduced:
+            if precision.reduced:
                 comparison.rounding(gradients, parameter.shape, right)
         norm = clip_grad_norm_(composition, max_norm, loss_scale)
         optimizer.step()
@@ -359,8 +356,8 @@ def compare(
         right = expected(References.norm)
         comparison.tensor("grad_norm", row, [norm], norm.shape, right, tolerance.gradient)
     # One data rank alone reduces nothing.
-    reduces = arithmetic.reduce.itemsize < 4 and axis_size(mesh, "cp") * count > 1
-    if arithmetic.param.itemsize < 4 or arithmetic.float8 != "off" or reduces:
+    reduces = precision.reduce_dtype.itemsize < 4 and axis_size(mesh, "cp") * count > 1
+    if precision.param_dtype.itemsize < 4 or precision.float8 != "off" or reduces:
         comparison.same_rounding()
     for name, shape, values in buffers_of(model, composed):
         right = expected(lambda r, name=name: r.buffer(name))

@@ -14,7 +14,7 @@ from compose.build import fill_weights, parallelize
 from compose.data.samples import random_batch
 from compose.memory.compilation import Compile, GraphCount, compiled_parts, graphs_compiled
 from compose.parallel.mesh import batch_share
-from compose.proof.one_process import EXACT, precision_of
+from compose.proof.one_process import EXACT
 from tests.support.helpers import make_config, make_job, prove_step, tier
 from tests.support.pool import Pool, make_mesh
 
@@ -25,7 +25,7 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
     counters.clear()
     job = make_job(dist.get_world_size(), model__n_layers=3, train__seq_len=24, **keys)
     # So that no rounding stands between the two: PyTorch composes of several operators what is one.
-    job = replace(job, config=replace(job.config, precision=precision_of(EXACT)))
+    job = replace(job, config=replace(job.config, precision=EXACT))
     config, mesh, cpu = job.config, make_mesh(job.degrees), torch.device("cpu")
     index, count = batch_share(mesh)
     batch = random_batch(8, 24, config.model.config.vocab_size, seed=2)

@@ -20,7 +20,6 @@ from compose.memory.precision import Precision
 from compose.optim import adamw, muon
 from compose.optim.muon import (
     MatrixLayout,
-    Messages,
     Muon,
     Slab,
     assigned,
@@ -175,13 +174,13 @@ def _sent() -> int:
     named = {str(i): nn.Parameter(distribute_tensor(torch.ones(20, 30), mesh, cut)) for i in range(4)}
     for parameter in named.values():
         parameter.grad = torch.ones_like(parameter)
-    real, counts = Messages.send, []
+    real, counts = muon.begin_messages, []
 
-    def count(self: Messages, tensor: Tensor, to: int) -> None:
-        counts.append(tensor.numel())
-        real(self, tensor, to)
+    def count(group: Any, sent: list[tuple[Tensor, int]], *others: Any) -> Any:
+        counts.extend(tensor.numel() for tensor, _ in sent)
+        return real(group, sent, *others)
 
-    with mock.patch.object(Messages, "send", count):
+    with mock.patch.object(muon, "begin_messages", count):
         Muon(named.items()).step()
     return sum(counts)
 

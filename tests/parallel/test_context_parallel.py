@@ -297,7 +297,7 @@ def test_a_ring_sums_the_gradient_of_queries_in_float32() -> None:
     mine = [x.chunk(cp, 1)[-1] for x in (keys, values)]
     with (
         mock.patch.object(ring_attention, "_round", arrive),
-        mock.patch.object(ring_attention, "_pass", return_value=[]),
+        mock.patch.object(ring_attention, "begin_messages", return_value=[]),
     ):
         out, lse = ring_attention._output(task, ring, None, (q, mine[0], mine[1]))
         given = (grad, q, *mine, out.to(q.dtype), lse)

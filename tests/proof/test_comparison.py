@@ -32,7 +32,7 @@ from compose.__main__ import main
 from compose.data.samples import random_batch
 from compose.parallel.expert_parallel import ExpertParallel
 from compose.proof.comparison import Comparison
-from compose.proof.one_process import Arithmetic, OneProcess
+from compose.proof.one_process import OneProcess
 from compose.proof.references import Expected
 from compose.proof.report import Report, Row, tolerance_of
 from models.layers.moe import MoE
@@ -248,7 +248,7 @@ def _allowed() -> dict[str, float]:
     torch.manual_seed(0)
     one = OneProcess(
         nn.Linear(1, 1, bias=False),
-        Arithmetic(torch.float16),
+        Precision("float16"),
         lambda output, targets: (output * targets).sum(),
         lambda _, named: torch.optim.SGD([p for _, p in named], 0.0),
         max_norm=0.0,
@@ -259,7 +259,7 @@ def _allowed() -> dict[str, float]:
     one.step({"input": torch.ones(2, 1), "targets": torch.tensor([[1.0], [-0.75]])}, {})
     gradient, parts = one.gradients["weight"], float(one.parts["weight"]) ** 0.5
     assert (gradient.item(), parts) == (0.125, 0.625)  # over two targets
-    comparison = Comparison(torch.device("cpu"), tolerance_of(one.arithmetic))
+    comparison = Comparison(torch.device("cpu"), tolerance_of(one.precision))
     for name, rounding, norm in (("plain", 1e-3, 0.0), ("cancels", 1e-3, parts)):
         found = Expected(gradient, rounding, gradient, parts=norm)
         comparison.tensor("gradient", name, [gradient], gradient.shape, found, 1e-4)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import Parallel, Plan, apply
-from compose.proof.one_process import Arithmetic
+from compose.memory.precision import Precision
 from compose.proof.report import Report
 from compose.proof.verify import ProofRun, Setup, Trial, compare
 from tests.support import faults
@@ -106,7 +106,7 @@ def _stale_buffer() -> Report:
         reference_optimizer=lambda _, named: torch.optim.AdamW(named),
     )
     trial = Trial(loss_function=nn.CrossEntropyLoss(reduction="sum"))
-    return compare(model, composition, [batch], ProofRun(Arithmetic(), setup), trial)
+    return compare(model, composition, [batch], ProofRun(Precision(), setup), trial)
 
 
 def test_stale_buffer_is_named(pool: Pool) -> None:

@@ -16,8 +16,8 @@ import compose.parallel.tensor_parallel
 import compose.proof.prove
 import compose.train.step
 from compose import Composition, Options, Parallel, Plan, Trial, apply
+from compose.memory.precision import Precision
 from compose.parallel.expert_parallel import ExpertParallel, begin_step, finish_step, routers
-from compose.proof.one_process import Arithmetic
 from compose.proof.report import Report
 from compose.proof.verify import ProofRun, Setup, compare
 from models.layers.moe import Experts, MoE
@@ -200,7 +200,7 @@ def _compare_changed(
             output.flatten(0, 1), targets.flatten(), reduction="sum"
         )
     )
-    return compare(model, composition, [batch], ProofRun(Arithmetic(), setup), trial)
+    return compare(model, composition, [batch], ProofRun(Precision(), setup), trial)
 
 
 def _proof(

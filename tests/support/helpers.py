@@ -18,7 +18,6 @@ from compose.config.tables import Config
 from compose.config.toml import load
 from compose.errors import ConfigError
 from compose.memory import activation_offload
-from compose.proof.one_process import arithmetic_of
 from compose.proof.prove import prove
 from compose.proof.report import Report
 from tests.support.pool import make_mesh
@@ -119,7 +118,7 @@ def prove_case(keys: dict[str, object], steps: int | None = None) -> Report:
     In float32 it is that of float32 alone, which takes half as long as :func:`prove_whole`.
     """
     job = make_job(dist.get_world_size(), **keys)
-    logic = arithmetic_of(job.config.precision).reduced
+    logic = job.config.precision.reduced
     with small_ones_move():
         return prove(job, make_mesh(job.degrees), torch.device("cpu"), steps, logic)
 

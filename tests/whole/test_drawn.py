@@ -17,7 +17,6 @@ from compose import ActivationCheckpoint, Options, Parallel, Pipeline, Plan, Pre
 from compose.checkpoint import store
 from compose.diloco.proof import prove_outer_loop
 from compose.pipeline.schedules import SCHEDULES
-from compose.proof.one_process import arithmetic_of
 from compose.proof.prove import prove
 from compose.proof.report import Report, joined, tolerance_of
 from compose.train.workers import this_worker
@@ -106,10 +105,10 @@ def _trains_as_one_process(pool: Pool, folder: Path, number: int, one: Draw) -> 
     resumed = trained(other, "run")
     assert resumed[:SAVED] == first[:SAVED], "the steps before the checkpoint"
     right = trained(one_process(one), "one")
-    arithmetic = arithmetic_of(make_config(one.ranks, **one.keys).precision)
-    tolerance = tolerance_of(arithmetic)
+    precision = make_config(one.ranks, **one.keys).precision
+    tolerance = tolerance_of(precision)
     exact = right
-    if arithmetic.reduced:
+    if precision.reduced:
         plain = {name: value for name, value in one.keys.items() if not name.startswith("precision__")}
         exact = trained(one_process(Draw(one.ranks, plain)), "exact")
     for what, found in (("trained", first), (f"resumed on\n{other.command}\n", resumed)):
