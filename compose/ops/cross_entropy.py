@@ -237,7 +237,7 @@ def chunked_cross_entropy(
         rows = VocabularyRows.of(weight)
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
-        # Each rank computes what its own rows add to the gradient.
+        # A rank computes what its own rows add to the gradient.
         grad = Partial() if rows.group else Replicate()
         hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[grad])
         weight = weight.to_local()

@@ -207,7 +207,7 @@ class VarlenParts(Parts):
                 for first, end in (pair.q, pair.k)
             )
             return CallRows(q, k, (min(longest, b - a), min(longest, d - c)), causal, pair.left), None
-        # Of each row the document of its first query alone has keys here. Earlier keys go to a row of
+        # In a row, the document of its first query alone has keys here. Earlier keys go to a row of
         # their own, without queries.
         row = torch.arange(self.rows, device=whole.device)
         number = torch.searchsorted(whole, (row * length + a).int(), right=True)

@@ -8,7 +8,7 @@ import torch
 from compose.optim.optimizers import Optimizer
 
 Schedule = Callable[[int, int, Optimizer], float]
-"""What is left of the learning rate, 1 to 0, in a step after warmup, of all steps."""
+"""Returns the remaining part of the learning rate, 1 to 0, in a step after warmup, of all steps."""
 
 
 def cosine(step: int, steps: int, options: Optimizer) -> float:

@@ -246,7 +246,7 @@ class Muon(torch.optim.Optimizer):
         if self.group and self.group.size() > 1:
             # NCCL needs a first collective of the whole group before some of its ranks send messages.
             dist.all_reduce(torch.zeros((), device=self.device), group=self.group)
-        # Each rank may have other tensors that it handles alone.
+        # A rank may have other tensors that it handles alone.
         cut = {i: len(layout.regions) > 1 for i, layout in enumerate(self.layouts)}
         self.rounds = assigned({i: x for i, x in enumerate(self.layouts) if cut[i]})
         self.rounds += assigned({i: x for i, x in enumerate(self.layouts) if not cut[i]})

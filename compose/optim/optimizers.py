@@ -77,7 +77,7 @@ class ParameterRule:
 
 @dataclass(frozen=True)
 class Settings:
-    """What an optimizer is made by, besides its parameters and their rules."""
+    """The settings of an optimizer, besides its parameters and their rules."""
 
     options: Optimizer
     precision: Precision

@@ -102,7 +102,7 @@ class Sharding:
     expert_mesh: DeviceMesh | None = None
     """The mesh over which experts are sharded, from ``expert_mesh`` in expert_parallel.py."""
     messages: UnitMessages | None = None
-    """What sends weights and gradients in another way; None: FSDP sends them as they are."""
+    """Sends weights and gradients in another way; None: FSDP sends them as they are."""
 
 
 def check_offload(model: nn.Module, zero: int, offload: str) -> None:
@@ -121,7 +121,7 @@ def check_offload(model: nn.Module, zero: int, offload: str) -> None:
 
 
 class DataParallel:
-    """What data parallel does around forward and backward of a stage, or of the whole model."""
+    """The work of data parallel around forward and backward of a stage, or of the whole model."""
 
     def __init__(self, model: nn.Module, zero: int) -> None:
         """Take the ZeRO stage. Nothing happens until the model is cut or its gradients are summed."""

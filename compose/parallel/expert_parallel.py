@@ -229,9 +229,9 @@ class Router(Protocol):
     loss_scale: float
     """The factor of its auxiliary losses' gradients; set before forward."""
     tally: Tensor
-    """What it counted in backward since the last ``finish_step``; 1-D, float64."""
+    """The counts of backward since the last ``finish_step``; 1-D, float64."""
     last: Mapping[str, Tensor]
-    """What it reports of the last step: scalars by name."""
+    """Its report of the last step: scalars by name."""
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts (B, L, k) by scores (B, L, E), and return them with their margin (B, L).
@@ -280,7 +280,7 @@ def finish_step(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class RoutingMetrics:
-    """What every router of the whole model reports of a step."""
+    """The reports of every router of the whole model of a step."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self.model, self.mesh = model, mesh

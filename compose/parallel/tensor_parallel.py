@@ -99,7 +99,7 @@ class HeadParallel(ParallelStyle):
 
     def _own_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> Tensor:
         head = device_mesh.get_local_rank() * self.n_heads // device_mesh.size()
-        # Each rank's gradient is zero outside its head, so the sum over ranks is the whole gradient.
+        # A rank's gradient is zero outside its head, so the sum over ranks is the whole gradient.
         heads = output.to_local(grad_placements=[Partial()]).unflatten(-1, (self.n_heads, -1))
         return heads[..., head, :]
 

@@ -80,7 +80,7 @@ class PipelineRunner:
         self.shell = shell
         self.placement, self.schedule = placement, schedule
         self.data: dict[int, DataParallel] = {}
-        """What data parallel does around forward and backward, by the numbers of the stages."""
+        """The work of data parallel around forward and backward, by the numbers of the stages."""
         self.device_type = mesh.device_type
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))

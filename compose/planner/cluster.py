@@ -269,7 +269,7 @@ def read_cluster(content: Mapping[str, Any], name: str, shown: str) -> Cluster:
     if "name" in content:
         problems.append("name: unknown key; the name of a cluster is that of its file")
     try:
-        # As JSON, in which pydantic takes arrays for tuples, and is strict.
+        # In JSON pydantic takes arrays for tuples, and it is strict.
         text = json.dumps({**content, "name": name}, default=str)
         cluster = TypeAdapter(Cluster).validate_json(text, strict=True)
         problems += _contradictions(cluster)
@@ -303,7 +303,7 @@ def _contradictions(cluster: Cluster) -> list[str]:
     return problems
 
 
-# What a field of a table takes, by the type of pydantic's error.
+# The values that a field of a table takes, by the type of pydantic's error.
 _WANTED = {
     "bool_type": "bool",
     "dataclass_type": "a table",

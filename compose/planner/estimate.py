@@ -75,8 +75,8 @@ def with_all_layers(
     def more(place: int, stage: int) -> float:
         if stage >= 0:
             return runs.more(stage, place)
-        # What belongs to no stage grows with all of the rank's. Each of them is one layer longer in the
-        # second record.
+        # Work of no stage grows with all of the rank's. Each of them is one layer longer in the second
+        # record.
         added = [runs.more(s, place) for s in stages]
         return sum(added) / max(1, sum(n > 0 for n in added))
 

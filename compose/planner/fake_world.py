@@ -427,6 +427,6 @@ def fake_world(
             stack.enter_context(mock.patch.object(owner, name, other))
         stack.enter_context(_host_memory(recorder, kernels))
         stack.enter_context(fake_group(rank, world_size))
-        # What DTensor remembers of an operator holds a mesh, and this one's groups end here.
+        # DTensor's cache of an operator holds a mesh, and this one's groups end here.
         stack.callback(_clear_sharding_prop_cache)
         yield sent

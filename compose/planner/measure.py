@@ -52,8 +52,8 @@ _DTYPES = {
 }
 _SHAPES = 48  # products of a type; a type with less time has fewer
 _HEADS = 8
-# Of 0, 10, 30 and the values of GPUs, 10 predicted 12 shapes on a busy CPU best, each from the others
-# (2026-11). What is measured corrects the model.
+# Among 0, 10, 30 and the values of GPUs, 10 predicted 12 shapes on a busy CPU best, a shape from the
+# others (2026-11). Measured times correct the model.
 _CPU_ATTENTION_HALF = (10.0, 10.0)
 
 
@@ -389,7 +389,7 @@ def _fitted(sweep: Sweep, kind: Kind, group: dist.ProcessGroup, stride: int, mos
         numbers = max(1, size // 4 // group.size()) * group.size()
         seconds = sweep.time(_sending(kind, group, numbers, sweep.device), share)
         spent += max(share, 2 * seconds)  # a timing makes two calls or more
-        # Of p2p, a call sends forth and back.
+        # A call of p2p sends forth and back.
         sizes, times = [*sizes, 4.0 * numbers], [*times, seconds / (2 if kind == "p2p" else 1)]
     latency, inverse, error = fit(sizes, times)
     return Collective(kind, group.size(), stride, latency, inverse, error, tuple(sizes), tuple(times))

@@ -21,7 +21,7 @@ Bytes = Counter[str]
 Key = tuple[int, str, str]
 """An action of a stage: the stage, the kind F, B, I or W, and which one: first, middle or last."""
 STEP: Key = (-1, "step", "last")
-"""What follows the last micro-batch: clipping and the optimizer."""
+"""The work after the last micro-batch: clipping and the optimizer."""
 
 
 @dataclass

@@ -356,7 +356,7 @@ AXES = {
     "tp": "tensor-parallel ranks",
     "ep": "expert-parallel ranks",
 }
-"""What a degree counts, in the order of a mesh's words."""
+"""The things that a degree counts, in the order of a mesh's words."""
 PHRASES = {
     "parallel.zero": "ZeRO-{}",
     "parallel.pp_schedule": "schedule {}",

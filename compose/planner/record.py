@@ -54,7 +54,7 @@ class Operator:
     dtype: str
     """The dtype of its first tensor."""
     shape: tuple[int, ...]
-    """Of a product (batch, m, n, k), of attention the shape of the queries, else of the result."""
+    """(batch, m, n, k) of a product, the shape of attention's queries, else that of the result."""
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
 
@@ -72,7 +72,7 @@ class Message:
     """The name of the process group."""
     ranks: tuple[int, ...]
     bytes: int
-    """Of the whole result of an all_gather; of the whole input of others; of the tensor of a p2p."""
+    """Bytes of the whole result of an all_gather, the whole input of others, the tensor of a p2p."""
     received: bool = False
     """Whether it is the receiving half of a p2p."""
 
@@ -95,14 +95,14 @@ class Allocation:
     """The place of its allocation among the memory's events."""
     segment: int
     within: str
-    """What allocated it: gather, reduce, message, or empty for an operator."""
+    """Where it was allocated: gather, reduce, message, or empty for an operator."""
     category: str = ""
     """Its category, once it is known."""
     end: int | None = None
     """The place of its end; None if it outlives the record."""
     freed: int | None = None
     freed_within: str = ""
-    """What ended it, as in ``within``."""
+    """Where it ended, as in ``within``."""
 
 
 @dataclass
@@ -201,7 +201,7 @@ def chunk_copies(given: Sequence[Tensor], chunks: int, out: Tensor) -> int:
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
-# What a message is called, by the end of its operator's name.
+# The names of messages, by the end of their operators' names.
 _MESSAGES = {
     "allgather": "all_gather",
     "all_gather": "all_gather",

@@ -149,14 +149,14 @@ def _factors(kind: Kind, found: Sequence[Candidate]) -> tuple[float, float]:
 
 
 DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")
-# What is tried of each key that is free. The degrees come from the number of ranks.
+# The values that are tried of a free key. The degrees come from the number of ranks.
 TRIED: dict[str, tuple[Any, ...]] = {
     "parallel.zero": (3, 2, 1),
     "activation_checkpoint.mode": ("none", "selective", "full"),
     "train.micro_batch": (1, 2, 4, 8),
     "parallel.pp_schedule": ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"),
 }
-# What a rank must hold at least, as a share of the quick estimate of its memory.
+# The memory that a rank needs at least, as a share of the quick estimate of its memory.
 _SURELY = 0.75
 _SHORT = 3  # candidates that are recorded if nothing fits
 _MOST_TP = 2  # nodes over which tp is tried
@@ -325,7 +325,7 @@ def search(
             stream, parallel = None, job.degrees
             train, precision = job.config.train, job.config.precision
             if parallel.pp > 1:
-                # What decides what a pipeline's stages send.
+                # These decide what a pipeline's stages send.
                 key = parallel.cp, parallel.tp, parallel.sequence, train.micro_batch, precision.param
                 stream = streams[key] = streams.get(key) or stream_of(job, space.cluster)
             estimated = estimate(job, space.cluster, workers, stream)

@@ -39,7 +39,7 @@ class Traced:
 
     record: Record
     broadcast: list[Any]
-    """What the rank broadcast, for the other ranks of its pipeline."""
+    """The objects that the rank broadcast, for the other ranks of its pipeline."""
 
 
 def trace(

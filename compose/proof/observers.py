@@ -26,7 +26,7 @@ from compose.proof.comparison import Comparison
 CODES = 1e-6
 """The relative error of what is computed with codes, in float32 whatever the gradient's type is."""
 MARGIN = 1.25
-"""What is lost may be this many times what is expected: rounding is not quite random."""
+"""A loss may be this many times the expected one: rounding is not quite random."""
 _SURE = 4.0
 """And so many standard deviations of it more, which matters for few elements."""
 
@@ -68,18 +68,18 @@ class Subject:
 
 @dataclass(frozen=True)
 class Messages:
-    """What messages carried in a step, as whole tensors by name."""
+    """The content of a step's messages, as whole tensors by name."""
 
     received: Mapping[str, Tensor] = field(default_factory=dict)
     """The weights that forward and backward used, the same on every rank."""
     missing: Mapping[str, Tensor] = field(default_factory=dict)
-    """What this rank's gradients lack."""
+    """The parts that this rank's gradients lack."""
     lossy: set[str] = field(default_factory=set)
     """The parameters whose gradients lost something, and so were summed in float32."""
 
 
 class Observer:
-    """What watches the steps of a composition; all ranks call each method."""
+    """Watches the steps of a composition; all ranks call each method."""
 
     lossy_messages = False
     """Whether messages lose something, so that one process has to take the composition's gradients."""

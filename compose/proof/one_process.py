@@ -1,4 +1,4 @@
-"""What one process computes in plain PyTorch; the proof compares a composition with it.
+"""The training of one process in plain PyTorch; the proof compares a composition with it.
 
 It runs several times: once as the composition computes, and once exactly, in float64. The distance
 between the two is the error that one process makes by rounding. It measures how far a composition may
@@ -52,7 +52,7 @@ OptimizerOf = Callable[[Precision, Named], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class FromComposition:
-    """What one process takes from a composition that rounds, as whole tensors by name."""
+    """Tensors that one process takes from a composition that rounds, whole, by name."""
 
     received: Mapping[str, Tensor]
     """Weights that forward and backward use."""

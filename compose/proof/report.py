@@ -17,11 +17,9 @@ class Tolerance:
     """The largest relative errors that are allowed whatever one process's own rounding is."""
 
     loss: float
-    """Of the loss."""
     gradient: float
-    """Of a gradient."""
     update: float
-    """Of the change of a weight over all steps. AdamW divides by the gradient's own size, so rounding
+    """The change of a weight over all steps. AdamW divides by the gradient's own size, so rounding
     near zero weighs more here, unless both sides take the same gradients.
     """
     times: float = 10.0

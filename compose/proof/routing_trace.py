@@ -1,4 +1,4 @@
-"""What routers decided, recorded on two runs and compared.
+"""The decisions of routers, recorded on two runs and compared.
 
 A router decides the experts of each token, and which of the token's rows are dropped. If two scores are
 as close as rounding, two correct runs may decide differently, and all later results differ. So the one
