@@ -62,7 +62,7 @@ from compose.optim.offload import OffloadedAdamW
 from compose.planner import estimate, memory
 from compose.planner.cluster import load_cluster
 from compose.planner.memory import categorize
-from compose.planner.trace import trace
+from compose.planner.trace import RankStep, trace
 from compose.profiling.summary import allocations
 from compose.profiling.trace import NOTED, Trace, step_span
 from models.layers.router import Router
@@ -280,11 +280,13 @@ def from_table(keys: Keys, ranks: int, rank: int, stream: Any) -> Peaks:
     job = job_of(keys, ranks)
     with mock.patch.object(offload, "CHUNK", PIECE):
         one = trace(
-            job,
-            rank,
-            micro_batches=job.micro_batches,
-            device_type="cpu",
-            objects=None if stream is None else [stream],
+            RankStep(
+                job,
+                rank,
+                micro_batches=job.micro_batches,
+                device_type="cpu",
+                objects=None if stream is None else [stream],
+            )
         )
     categorize(one.record, job.resolved.output)
     live, size, totals = Counter(), 0, []

@@ -43,7 +43,7 @@ from compose.planner.memory import (
 )
 from compose.planner.record import Record
 from compose.planner.step_time import Seconds, action_seconds, grown, no_wait, seconds_of
-from compose.planner.trace import Traced, trace
+from compose.planner.trace import RankStep, Traced, trace
 
 
 @dataclass
@@ -374,4 +374,4 @@ def _record(
         options["model"] = reduced(job, runs, kept)
         options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
     device_type = "cpu" if cluster.backend == "gloo" else "cuda"
-    return trace(job, device_type=device_type, documents=other is None, **options)
+    return trace(RankStep(job, device_type=device_type, documents=other is None, **options))

@@ -42,35 +42,40 @@ class Traced:
     """The objects that the rank broadcast, for the other ranks of its pipeline."""
 
 
-def trace(
-    job: Job,
-    rank: int = 0,
-    *,
-    model: nn.Module | None = None,
-    pp_layers: tuple[int, ...] = (),
-    micro_batches: int = 3,
-    device_type: str = "cuda",
-    documents: bool = True,
-    objects: list[Any] | None = None,
-) -> Traced:
-    """Record one step of a rank: forward and backward of some micro-batches, clipping, the optimizer.
+@dataclass(frozen=True)
+class RankStep:
+    """A step of one rank, to be traced."""
 
-    ``model`` is on meta, has fewer layers than the job's, ``pp_layers`` in each stage, and is changed.
-    With 0 ``micro_batches`` only the pipeline's stream is found. ``device_type`` chooses the kernels.
-    ``documents``: the batch tells where documents begin, as that of a training run does. ``objects``
-    are what the first rank of the pipeline broadcast; None for that rank itself.
-    """
+    job: Job
+    rank: int = 0
+    model: nn.Module | None = None
+    """The model on meta, if it has fewer layers than the job's; it is changed."""
+    pp_layers: tuple[int, ...] = ()
+    """The layers of each stage of that model; empty: those of the job."""
+    micro_batches: int = 3
+    """All, or as many as :func:`few_micro_batches` chooses; 0 only finds the pipeline's stream."""
+    device_type: str = "cuda"
+    """The device whose kernels are chosen, "cpu" or "cuda"."""
+    documents: bool = True
+    """Whether the batch tells where documents begin, as that of a training run does."""
+    objects: list[Any] | None = None
+    """The objects that the first rank of the pipeline broadcast; None for that rank itself."""
+
+
+def trace(step: RankStep) -> Traced:
+    """Record one step: forward and backward of some micro-batches, clipping, and the optimizer."""
+    job, device_type, micro_batches = step.job, step.device_type, step.micro_batches
     recorder, config = Recorder(device_type), job.config
-    model = _buffers_on_meta(copy.deepcopy(job.model) if model is None else model)
+    model = _buffers_on_meta(copy.deepcopy(job.model) if step.model is None else step.model)
     here = {name for name, _ in model.named_modules()}
     # A plan may name single layers, which are gone if layers were left out.
     resolved = job.resolved.without(n for n, _ in job.model.named_modules() if n not in here)
-    with fake_world(rank, job.world_size, recorder, device_type, objects) as sent:
+    with fake_world(step.rank, job.world_size, recorder, device_type, step.objects) as sent:
         mesh = init_mesh(job.degrees, device_type)
         # Operators are recorded one by one; the time model fuses them.
         options = replace(job.options, compile=replace(config.compile, mode="off"))
         if job.degrees.pp > 1:
-            layers = pp_layers or job.degrees.pp_layers
+            layers = step.pp_layers or job.degrees.pp_layers
             options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
         # A run counts the bytes of a budget on meta tensors too, where norms are taken apart.
         with OnMeta(["cuda"], kernels="cpu"):
@@ -88,7 +93,7 @@ def trace(
         recorder.note(_state(optimizer), "optimizer")
         passed = slots(optimizer, device_type, config.optimizer.offload == "nvme")
         recorder.note(passed, "optimizer")
-        batch = step_batch(job, micro_batches, documents)
+        batch = step_batch(job, micro_batches, step.documents)
         recorder.note(batch.values(), "activations")
         _try_stream(composition, batch, config.train.micro_batch, device_type)
         if not micro_batches:
@@ -283,7 +288,7 @@ def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], i
     objects = None
     if rank != first:
         # The first rank of a pipeline tells the others what stages send.
-        objects = trace(job, first, micro_batches=0, device_type=kernels).broadcast
+        objects = trace(RankStep(job, first, micro_batches=0, device_type=kernels)).broadcast
     model = _buffers_on_meta(copy.deepcopy(job.model))
     with fake_world(rank, job.world_size, Recorder(kernels), kernels, objects):
         mesh = init_mesh(job.degrees, kernels)

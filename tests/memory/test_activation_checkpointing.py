@@ -27,7 +27,7 @@ from compose.memory.activation_checkpointing import (
 )
 from compose.parallel.mesh import batch_share
 from compose.planner.record import Message
-from compose.planner.trace import trace
+from compose.planner.trace import RankStep, trace
 from tests.support.helpers import make_config, make_job, tier
 from tests.support.pool import Pool, make_mesh
 
@@ -341,7 +341,7 @@ def test_kept_messages_on_a_gpu(keys: dict[str, Any], part: str, whole: str) -> 
 
     def sent(**mode: Any) -> Counter[str]:
         chosen = {f"activation_checkpoint__{key}": value for key, value in mode.items()}
-        work = trace(make_job(2, **keys, **chosen), micro_batches=1).record.work
+        work = trace(RankStep(make_job(2, **keys, **chosen), micro_batches=1)).record.work
         return Counter(each.kind for each in work if isinstance(each, Message))
 
     none, kept = sent(), sent(mode="selective")

@@ -25,7 +25,7 @@ from compose.data.samples import random_batch
 from compose.memory.float8 import EXCEPTED, Choice, apply_float8, float8_styles, select_layers
 from compose.ops.torch_versions import splits_functions
 from compose.plan import resolve
-from compose.planner.trace import trace
+from compose.planner.trace import RankStep, trace
 from compose.proof.report import Report
 from tests.support.checkpoints import shards, train_on
 from tests.support.faults import (
@@ -130,7 +130,7 @@ def test_products_of_any_number_of_tokens(
 def test_the_planner_runs_any_number_of_tokens() -> None:
     wide: dict[str, Any] = {"model__dim": 2048, "model__hidden_dim": 8192, "model__n_layers": 1}
     job = make_job(1, **wide, precision__float8="tensorwise", train__seq_len=50)
-    assert trace(job, micro_batches=1).record
+    assert trace(RankStep(job, micro_batches=1)).record
 
 
 def chosen(preset: str, recipe: Any, tp: int = 1, emulate: bool = False) -> Choice:

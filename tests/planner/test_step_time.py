@@ -13,7 +13,7 @@ from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.memory import STEP
 from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
 from compose.planner.step_time import Seconds, action_seconds, axis_of, grown
-from compose.planner.trace import trace
+from compose.planner.trace import RankStep, trace
 from tests.support.helpers import ROOT
 
 NODE = range(8)
@@ -150,7 +150,7 @@ def job_of(ranks: int, **keys: object) -> Job:
 
 def recorded(job: Job) -> Record:
     """The record of one micro-batch."""
-    return trace(job, micro_batches=1, documents=False).record
+    return trace(RankStep(job, micro_batches=1, documents=False)).record
 
 
 @pytest.fixture(scope="module")
