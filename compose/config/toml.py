@@ -5,14 +5,14 @@ import difflib
 import os
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from compose.config.models import ModelConfig, ModelFolder, find_model
+from compose.config.models import find_model
 from compose.config.tables import TABLES, Config, Model, table_of
 from compose.errors import (
     ConfigError,
@@ -63,9 +63,12 @@ class Keys:
         if inner in TABLES and isinstance(value, dict):
             for name, each in value.items():
                 self.set(inner, name, each, origin)
-            return
-        self.values[table, key] = value
-        self.origins[table, key] = origin
+        else:
+            self.values[table, key], self.origins[table, key] = value, origin
+
+    def of(self, table: str) -> dict[str, Any]:
+        """Return the raw values of a table."""
+        return {key: value for (name, key), value in self.values.items() if name == table}
 
     def problem(self, table: str, key: str, text: str) -> None:
         """Note what is wrong with a key."""
@@ -127,8 +130,7 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
         )
     text = ""
     try:
-        # Not Path.resolve, which fails for a loop of links.
-        place = os.path.realpath(file)
+        place = os.path.realpath(file)  # not Path.resolve, which fails for a loop of links
         if place in above:
             raise ConfigError(f"{file}: extends itself")
         text = _text(file, alone)
@@ -208,21 +210,18 @@ def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
     return f"; did you mean {everywhere[like[0]]}?" if like else ""
 
 
-def _checked(table: str, kind: type, keys: Keys, known: Sequence[str]) -> dict[str, Any]:
-    """Return the values of ``table`` with the type of their field; note a problem for others."""
-    types = typing.get_type_hints(kind, include_extras=True)
+def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``values`` that have the type of their field; note a problem for others."""
+    types, known = typing.get_type_hints(kind, include_extras=True), list(docs(kind))
     good = {}
-    for (name, key), value in keys.values.items():
-        if name != table:
-            continue
-        if key not in known:
-            keys.problem(table, key, f"unknown key{nearest_key(key, table, known)}")
-            continue
+    for key, value in values.items():
         several = value if isinstance(value, list) else [value]
-        if vanished := [one for one in several if isinstance(one, _Vanished)]:
-            keys.problem(table, key, f"{vanished[0].text} is too near 0 for a float, which would be 0")
-            continue
+        vanished = [one.text for one in several if isinstance(one, _Vanished)]
         try:
+            if key not in known:
+                raise ValueError(f"unknown key{nearest_key(key, table, known)}")
+            if vanished:
+                raise ValueError(f"{vanished[0]} is too near 0 for a float, which would be 0")
             good[key] = typed(types[attribute(key)], value)
         except ValueError as error:
             keys.problem(table, key, str(error))
@@ -250,15 +249,16 @@ def typed(kind: Any, value: Any, text: bool = False) -> Any:
 
 
 def _table(table: str, kind: type, keys: Keys) -> Any:
-    checked = _checked(table, kind, keys, list(docs(kind)))
+    checked = _checked(table, kind, keys, keys.of(table))
     return kind(**{attribute(key): value for key, value in checked.items()})
 
 
 def _model(keys: Keys) -> Model:
     """Return the table [model]: name, preset, and the fields of that model's own config."""
-    chosen = {k: v for k, v in keys.values.items() if k[1] in ("name", "preset")}
-    words = _checked("model", Model, Keys(chosen, keys.origins, keys.problems), ["name", "preset"])
-    if len(words) < len([key for key in chosen if key[0] == "model"]):
+    given = keys.of("model")
+    chosen = {key: given.pop(key) for key in list(given) if key in docs(Model)}
+    words = _checked("model", Model, keys, chosen)
+    if len(words) < len(chosen):
         return Model()
     name, preset = words.get("name", Model.name), words.get("preset", Model.preset)
     try:
@@ -272,24 +272,18 @@ def _model(keys: Keys) -> Model:
         known = ", ".join(folder.presets)
         keys.problem("model", "preset", f"unknown preset {preset!r} of {name}{near} (known: {known})")
         return Model()
-    return Model(name, preset, _model_config(folder, folder.presets[preset], keys))
-
-
-def _model_config(folder: ModelFolder, preset: ModelConfig, keys: Keys) -> Any:
-    fields = Keys(
-        {key: value for key, value in keys.values.items() if key[1] not in ("name", "preset")},
-        keys.origins,
-        keys.problems,
-    )
-    values = _checked("model", folder.Config, fields, list(docs(folder.Config)))
+    values, config = _checked("model", folder.Config, keys, given), folder.presets[preset]
     try:
-        return dataclasses.replace(preset, **values)  # type: ignore[type-var]
+        config = dataclasses.replace(config, **values)  # type: ignore[type-var]
     except ValueError as error:  # the config's own check, "field: reason"
-        origins = {key[1]: origin for key, origin in keys.origins.items() if key[0] == "model"}
         blamed = str(error).partition(":")[0]
-        origin = origins.get(blamed, next((origins[key] for key in values), "model"))
-        keys.problems.append(f"{origin}: model.{error}")
-        return preset
+        origins = [
+            keys.origins[key]
+            for key in (("model", k) for k in (blamed, *values))
+            if key in keys.origins
+        ]
+        keys.problems.append(f"{[*origins, 'model'][0]}: model.{error}")
+    return Model(name, preset, config)
 
 
 def dump(config: Config) -> str:
